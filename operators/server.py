@@ -288,6 +288,10 @@ class Operator:
     # Changes that enqueue keys.
     def _changed(self, kind: ApiKind, views: Sequence[NamedObject]) -> None:
         """Enqueue the keys that a cache's change concerns; the views are the objects before and after it."""
+        if kind == kinds.DISAGG_DEPLOYMENT and self.leader.leads():
+            before, after = views[0], views[-1]
+            if isinstance(before, CustomObject) and isinstance(after, CustomObject):
+                self._controller.edited(before, after)
         for view in views:
             for key in affected_keys(kind, view, self.store):
                 self._add(key)

@@ -11,7 +11,7 @@ from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.kinds import ApiKind, OptionalKinds
 from fleet.net.kubernetes.leader import rfc3339
 from fleet.net.kubernetes.ports import WallClock
-from fleet.net.kubernetes.views import CustomObject, KubernetesLease
+from fleet.net.kubernetes.views import CustomObject, KubernetesLease, ObjectMetadata
 from operators.api.disagg_deployment import DisaggDeploymentSpec, DisaggDeploymentStatus
 from operators.api.fields import Condition
 from operators.api.serving_request import ServingRequestSpec
@@ -80,6 +80,12 @@ class Controller:
         self._prober = prober
         self._limiter: StatusRateLimiter[ReconcileKey] = StatusRateLimiter()
         self._write_streaks: dict[ReconcileKey, int] = {}
+        self._edits: dict[ReconcileKey, tuple[events.KubernetesEvent, ...]] = {}
+
+    def edited(self, before: CustomObject, after: CustomObject) -> None:
+        """Note an edit of a deployment, for an event with its next reconcile."""
+        if told := tuple(events.replicas_ignored(before, after)):
+            self._edits[deployment_key(after.metadata.namespace, after.metadata.name)] = told
 
     async def reconcile_key(
         self, key: ReconcileKey, reports: ReportedWorkers | None, served: OptionalKinds, *, afresh: bool = False
@@ -101,6 +107,7 @@ class Controller:
         custom = self._store.of(kinds.DISAGG_DEPLOYMENT, CustomObject).get(key.namespace, key.name)
         if custom is None or custom.metadata.deleted:
             self._write_streaks.pop(key, None)
+            self._edits.pop(key, None)
             self._limiter.rests(key)
             if self._prober is not None:
                 self._prober.forget(key)
@@ -120,7 +127,9 @@ class Controller:
         secret = ControlSecret(self._secrets.of(key.namespace, key.name))
         desired = msgspec.structs.replace(desired, control_secret=secret.name(key.name))
         evidence = None if self._prober is None else self._prober.of(key)
-        observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence)
+        drift = self._applier.drift
+        observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence, drift)
+        edited = {key: self._metadata(*key, custom) for key in observed.drifted}
         decided = reconcile(desired, msgspec.structs.replace(observed, afresh=afresh), self._images, self._now())
         refusals = await self._applier.perform(decided.actions, key.namespace)
         denied: tuple[ApiRefusal, ...] = ()
@@ -140,11 +149,23 @@ class Controller:
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, status)
         await self._write_scaler_status(key, desired, status)
         acted = len(decided.actions) > len(refusals) - len(denied)
+        happened = [
+            *self._edits.pop(key, ()),
+            *(
+                events.restored(kind, name, was.ownership.managers, custom.metadata.generation)
+                for (kind, name), was in sorted(edited.items())
+                if self._metadata(kind, name, custom).ownership.ours != was.ownership.ours
+            ),
+        ]
         if not refusals:
-            steps = tuple(events.steps(decided.actions, custom.metadata.generation))
-            await self._applier.record(kinds.DISAGG_DEPLOYMENT, custom, steps, self._wall())
+            happened += events.steps(decided.actions, custom.metadata.generation)
+        await self._applier.record(kinds.DISAGG_DEPLOYMENT, custom, happened, self._wall())
         self._schedule_next(key, acted and not afresh, troubled=bool(observed.troubles))
         return ReconcileOutcome.REFUSED if refusals else ReconcileOutcome.ACTED if acted else ReconcileOutcome.SETTLED
+
+    def _metadata(self, kind: str, name: str, custom: CustomObject) -> ObjectMetadata:
+        found = self._store.any(kinds.BY_NAME[kind]).get(custom.metadata.namespace, name)
+        return found.metadata if found is not None else ObjectMetadata(name=name)
 
     async def _reconcile_request(self, key: ReconcileKey, *, afresh: bool) -> ReconcileOutcome:
         custom = self._store.of(kinds.SERVING_REQUEST, CustomObject).get(key.namespace, key.name)

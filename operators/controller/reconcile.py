@@ -5,13 +5,13 @@ Rules:
 1. Level-triggered: every action follows from the desired and the observed state. Nothing is remembered between calls,
    so an operator that is killed after any write continues where it was.
 2. An object is applied if its digest, kept in an annotation, differs from the observed one. An object of somebody else
-   under one of our names stays unchanged, and the deployment is Degraded until one of the two gets another name. From
-   time to time everything is applied again, which restores what somebody has edited.
+   under one of our names stays unchanged, and the deployment is Degraded until one of the two gets another name. An object
+   that somebody has edited, or that has lost its owner, is applied again at once; from time to time everything is.
 3. Children of workers are scaled by `operators.scaling`, one step in each call. A child that should have no replicas is
    removed when its last pod has gone: the child of an old revision, of a suspended deployment, or of a removed role.
    Other objects of the deployment are removed when they are not desired any more.
 4. Replicas have one writer: for a Static role the specification, else the role's RoleScaler, which is created with the
-   specification's number and never written afterwards.
+   specification's number and never written afterwards. If somebody deletes it, the next one begins with the present number.
 5. Before replicas are removed, the known deletion cost of each pod is annotated for the controller that chooses. Among
    groups that are StatefulSets, those with the fewest warm blocks are removed. A LeaderWorkerSet always removes its
    last groups.
@@ -103,9 +103,11 @@ def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Image
         made, moved = _changed(desired, role, change, observed, images)
         wanted += [with_digest(each) for each in made]
         actions += moved
-    if observed.afresh:
+    if observed.afresh or observed.drifted or observed.orphans:
         wanted += [
-            with_digest(each) for each in _present_children(desired, observed, present, images) if each not in wanted
+            each
+            for each in map(with_digest, _present_children(desired, observed, present, images))
+            if each not in wanted and (observed.afresh or _key(each) in _faulty(observed))
         ]
     applied = wanted + [with_digest(each) for each in _scalers(desired, observed)]
     actions += [Apply(each) for each in applied if _key(each) not in observed.foreign and _differs(each, observed)]
@@ -186,8 +188,13 @@ def _key(manifest: Manifest) -> tuple[str, str]:
     return manifest["kind"], manifest["metadata"]["name"]
 
 
+def _faulty(observed: ObservedState) -> frozenset[tuple[str, str]]:
+    """Return the objects that have to be applied although their digest is right."""
+    return observed.drifted | observed.orphans
+
+
 def _differs(manifest: Manifest, observed: ObservedState) -> bool:
-    if observed.afresh:
+    if observed.afresh or _key(manifest) in _faulty(observed):
         return True
     replicas = manifest.get("spec", {}).get("replicas")
     if (
@@ -202,7 +209,16 @@ def _differs(manifest: Manifest, observed: ObservedState) -> bool:
 
 def _scalers(desired: DesiredDeployment, observed: ObservedState) -> list[Manifest]:
     """Return the missing RoleScalers."""
-    return [role_scaler(desired, role) for role in _scaled(desired) if role.name not in observed.scalers]
+    return [
+        role_scaler(desired, role, _first_value(desired, role, observed))
+        for role in _scaled(desired)
+        if role.name not in observed.scalers
+    ]
+
+
+def _first_value(desired: DesiredDeployment, role: RoleSpec, observed: ObservedState) -> int:
+    """Return the replicas of a role without RoleScaler: as before, if somebody has deleted it, else as specified."""
+    return role.replicas if desired.spec.suspend else observed.sizes.get(role.name, role.replicas)
 
 
 def _scaled(desired: DesiredDeployment) -> Iterator[RoleSpec]:
@@ -215,7 +231,7 @@ def _target_replicas(desired: DesiredDeployment, role: RoleSpec, observed: Obser
         return 0
     if role.scaling.mode is ScalingMode.STATIC:
         return role.replicas
-    asked = observed.scalers.get(role.name, role.replicas)
+    asked = observed.scalers.get(role.name, _first_value(desired, role, observed))
     return min(max(asked, role.scaling.least), role.scaling.most)
 
 

@@ -22,6 +22,9 @@ CONTROL_SECRET_KEY = "secret"  # noqa: S105 - a name
 NAME = "app.kubernetes.io/name"
 INSTANCE = "app.kubernetes.io/instance"
 MANAGED_BY = "app.kubernetes.io/managed-by"
+OPERATOR = "fleet-operator"
+"""The value of that label."""
+
 PART_OF = "app.kubernetes.io/part-of"
 ROLE = f"{GROUP}/role"
 COMPONENT = "app.kubernetes.io/component"
@@ -102,4 +105,4 @@ def selected(deployment: DesiredDeployment, role: RoleSpec) -> dict[str, str]:
 
 
 def labels_of(deployment: DesiredDeployment, role: RoleSpec) -> dict[str, str]:
-    return selected(deployment, role) | {NAME: "fleet", MANAGED_BY: "fleet-operator", TYPE: role.type.value}
+    return selected(deployment, role) | {NAME: "fleet", MANAGED_BY: OPERATOR, TYPE: role.type.value}

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from fleet.net.kubernetes.kinds import GROUP, VERSION
-from operators.manifests.names import INSTANCE, MANAGED_BY, NAME, DesiredDeployment
+from operators.manifests.names import INSTANCE, MANAGED_BY, NAME, OPERATOR, DesiredDeployment
 
 Manifest = dict[str, Any]
 
@@ -54,5 +54,5 @@ def object_of(
 
 def of_all(deployment: DesiredDeployment, api: str, kind: str, name: str, spec: Manifest) -> Manifest:
     """Return an object that belongs to no single role."""
-    labels = {INSTANCE: deployment.name, NAME: "fleet", MANAGED_BY: "fleet-operator"}
+    labels = {INSTANCE: deployment.name, NAME: "fleet", MANAGED_BY: OPERATOR}
     return object_of(deployment, api, kind, name, labels, spec)

@@ -127,8 +127,8 @@ def router_deployment(
     return object_of(deployment, "apps/v1", "Deployment", base_name(deployment, router), labels, spec)
 
 
-def role_scaler(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
+def role_scaler(deployment: DesiredDeployment, role: RoleSpec, replicas: int) -> Manifest:
     """Return the RoleScaler of a role without a static size; from then on only its scaler writes it."""
-    spec = {"target": {"deployment": deployment.name, "role": role.name}, "replicas": role.replicas}
+    spec = {"target": {"deployment": deployment.name, "role": role.name}, "replicas": replicas}
     api = f"{GROUP}/{VERSION}"
     return object_of(deployment, api, "RoleScaler", base_name(deployment, role), labels_of(deployment, role), spec)

@@ -89,11 +89,20 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     digests: Mapping[tuple[str, str], str] = {}
     """Digests of the deployment's objects, by kind and name."""
 
+    drifted: frozenset[tuple[str, str]] = frozenset()
+    """Kinds and names of the deployment's objects that somebody else has changed."""
+
+    orphans: frozenset[tuple[str, str]] = frozenset()
+    """Kinds and names of the deployment's objects that have no owner."""
+
     foreign: Container[tuple[str, str]] = frozenset()
     """Kinds and names that the deployment would use, but that belong to others."""
 
     scalers: Mapping[str, int] = {}
     """Replicas that RoleScalers request, by role."""
+
+    sizes: Mapping[str, int] = {}
+    """Replicas that each role should have according to the status; a role without them is new."""
 
     own_scalers: frozenset[str] = frozenset()
     """Names of RoleScalers that were made for the deployment."""

@@ -40,9 +40,9 @@ from fleet.net.kubernetes.ports import (
     WatchEvent,
 )
 from fleet.net.kubernetes.status_errors import ApiStatus, refuse
-from fleet.net.kubernetes.views import NamedObject, View
+from fleet.net.kubernetes.views import FIELD_MANAGER, ChildObject, NamedObject, View
 
-MANAGER = "fleet-operator"
+MANAGER = FIELD_MANAGER
 CALL_SECONDS = 30.0
 WATCH_SECONDS = 300
 WATCH_GRACE_SECONDS = 15
@@ -55,6 +55,9 @@ LONGEST_EVENT = 8 << 20
 """Bytes; etcd keeps objects of at most 1.5 MiB."""
 
 NAMES_ONLY = "application/json;as=PartialObjectMetadata{list};g=meta.k8s.io;v=v1,application/json"
+NAMED_ONLY: tuple[type[NamedObject], ...] = (NamedObject, ChildObject)
+"""Views for which the server leaves the content out."""
+
 Decoded = TypeVar("Decoded")
 
 
@@ -106,7 +109,7 @@ class ApiServerClient:
     async def list(self, kind: ApiKind, of: type[View], namespace: str, selector: str = "") -> ObjectList[View]:
         items: list[View] = []
         query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
-        accept = NAMES_ONLY.format(list="List") if of is NamedObject else "application/json"
+        accept = NAMES_ONLY.format(list="List") if of in NAMED_ONLY else "application/json"
         while True:
             content = await self._call("GET", kind.path(namespace), query, accept=accept)
             page = _decoded(content, _Page)
@@ -124,7 +127,7 @@ class ApiServerClient:
             "resourceVersion": version,
             "timeoutSeconds": str(WATCH_SECONDS),
         } | ({"labelSelector": selector} if selector else {})
-        accept = NAMES_ONLY.format(list="") if of is NamedObject else "application/json"
+        accept = NAMES_ONLY.format(list="") if of in NAMED_ONLY else "application/json"
         within = aiohttp.ClientTimeout(total=WATCH_SECONDS + WATCH_GRACE_SECONDS, sock_connect=CALL_SECONDS)
         async with self._answer("GET", kind.path(namespace), query, accept=accept, within=within) as answer:
             async for line in _lines(answer):
@@ -141,7 +144,7 @@ class ApiServerClient:
         return _decoded(await self._call("GET", kind.path(namespace, name)), of)
 
     async def find(self, kind: ApiKind, of: type[View], namespace: str, name: str) -> View | None:
-        accept = NAMES_ONLY.format(list="List") if of is NamedObject else "application/json"
+        accept = NAMES_ONLY.format(list="List") if of in NAMED_ONLY else "application/json"
         content = await self._call(
             "GET", kind.path(namespace), {"fieldSelector": f"metadata.name={name}"}, accept=accept
         )

@@ -19,9 +19,10 @@ Rules:
 
 from collections.abc import Iterator, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.kinds import OptionalKinds
 from operators.api.disagg_deployment import DisaggDeploymentStatus, RoleSpec, RoleType, ScalingMode
 from operators.manifests.names import DesiredDeployment, child_name
 from operators.manifests.objects import DIGEST, Manifest, with_digest
@@ -90,7 +91,7 @@ def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Image
         images: Images for deployments that name none.
         now: RFC 3339, for conditions that change.
     """
-    present = revision(desired, images, observed.served)
+    present = revision(desired, images)
     routers = _target_replicas(desired, desired.router, observed)
     wanted = [with_digest(each) for each in shared(desired, images, observed.served, routers=routers)]
     pools = [_pool(desired, role, observed, present) for role in desired.workers]
@@ -126,13 +127,10 @@ def _present_children(
         for each in observed.children:
             if (each.role, each.replicas.revision) != (role.name, present) or not each.kind:
                 continue
-            *others, made = workers(desired, role, present, images, observed.served)
-            if each.members:
-                yield from (
-                    *others,
-                    made,
-                    *(group(desired, role, present, _index(name), images) for name in each.members),
-                )
+            *others, made = workers(desired, role, present, images, _served(each, observed))
+            if each.kind == kinds.STATEFUL_SET.name:
+                groups = (group(desired, role, present, _index(name), images) for name in each.members)
+                yield from (*others, made, *groups)
                 continue
             made["spec"]["replicas"] = each.replicas.asked
             yield from (*others, made)
@@ -147,11 +145,12 @@ def _changed(
         None,
     )
     there = child is not None and bool(child.kind)
+    served = _served(child, observed)
     if child is not None and there and child.kind != "StatefulSet":
         deletion_costs = _deletion_costs(child, observed) if change.replicas < child.replicas.asked else []
         return [], [*deletion_costs, Scale(child.kind, child.name, change.replicas, child.replicas.asked)]
-    if not there and not grouped(role, observed.served):
-        *others, made = workers(desired, role, change.revision, images, observed.served)
+    if not there and not grouped(role, served):
+        *others, made = workers(desired, role, change.revision, images, served)
         made["spec"]["replicas"] = change.replicas
         return [*others, made], []
     base = child_name(desired, role.name, change.revision)
@@ -163,7 +162,14 @@ def _changed(
         group(desired, role, change.revision, index, images)
         for index, _ in zip(free, range(change.replicas - len(members)), strict=False)
     ]
-    return [*workers(desired, role, change.revision, images, observed.served), *made_groups], []
+    return [*workers(desired, role, change.revision, images, served), *made_groups], []
+
+
+def _served(child: ObservedChild | None, observed: ObservedState) -> OptionalKinds:
+    """Return the kinds for a role's revision: an existing child keeps its kind, whatever the server has by now."""
+    if child is None or not child.kind:
+        return observed.served
+    return structs.replace(observed.served, leader_worker_sets=child.kind == kinds.LEADER_WORKER_SET.name)
 
 
 def _index(name: str) -> int:

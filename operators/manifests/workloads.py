@@ -30,13 +30,15 @@ from operators.manifests.settings import config_map, worker_settings
 SERVED = OptionalKinds()
 
 
-def revision(deployment: DesiredDeployment, images: Images, served: OptionalKinds = SERVED) -> str:
-    """Return the revision of all workers in 8 characters; it changes only if pods would have to be recreated."""
+def revision(deployment: DesiredDeployment, images: Images) -> str:
+    """Return the revision of all workers in 8 characters; it changes only if pods would have to be recreated.
+
+    It does not depend on the kinds that the API server has, so that another team's LeaderWorkerSets restart nothing.
+    """
     roles = sorted(deployment.workers, key=lambda role: role.name)
     pods: list[Any] = [
         [pod_template(deployment, role, images, ""), worker_settings(deployment, role)] for role in roles
     ]
-    pods += [GROUP_LABEL for role in roles if grouped(role, served)]
     return hashlib.sha256(msgspec.json.encode(pods, order="sorted")).hexdigest()[:8]
 
 

@@ -136,6 +136,11 @@ class Operator:
             }
         )
 
+    def lost(self) -> list[str]:
+        """Return the kinds that were not read yet, or that cannot be followed now."""
+        lost = {kind.name for (kind, _), each in self._informers.items() if each.lost and self._served.has(kind)}
+        return sorted(lost) if self._informers else ["anything"]
+
     def served(self) -> OptionalKinds:
         """Return the optional kinds that the API server had when it was last asked."""
         return self._served

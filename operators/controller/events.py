@@ -33,6 +33,14 @@ HEALTHY_STATUS = {
     "ScalingLimited": "False",
     "Feasible": "True",
 }
+NORMAL_REASONS = frozenset(
+    {
+        *("RolesNotReady", "RollingOut", "Suspending", "Suspended", "ServedProbePending", "RouterSilent"),
+        *("RegistrationUnknown", "NotRegistered", "NotTold"),
+    }
+)
+"""Reasons that belong to each start, change or end, and need nobody's attention; troubles have reasons of their own."""
+
 MOST_CHARACTERS = 1000
 CONTROLLER = f"{GROUP}/operator"
 
@@ -56,7 +64,8 @@ def turns(before: Sequence[Condition], after: Sequence[Condition]) -> Iterator[K
             if well and each.type not in was:
                 continue  # there was no problem before
             note = f"{each.type} is {each.status}" + (f": {each.message}" if each.message else "")
-            yield KubernetesEvent(reason=each.reason, note=note, warning=not well, generation=each.observed_generation)
+            warning = not well and each.reason not in NORMAL_REASONS
+            yield KubernetesEvent(reason=each.reason, note=note, warning=warning, generation=each.observed_generation)
 
 
 def steps(actions: Sequence[Action], generation: int) -> Iterator[KubernetesEvent]:

@@ -11,6 +11,7 @@ from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.kinds import ApiKind, OptionalKinds
 from fleet.net.kubernetes.leader import rfc3339
 from fleet.net.kubernetes.ports import WallClock
+from fleet.net.kubernetes.status_errors import lacks_right
 from fleet.net.kubernetes.views import CustomObject, KubernetesLease, ObjectMetadata
 from operators.api.disagg_deployment import DisaggDeploymentSpec, DisaggDeploymentStatus
 from operators.api.fields import Condition
@@ -298,9 +299,12 @@ def _urgent(there: Any, said: Any) -> bool:
 
 
 def _brief(there: Any, said: Any) -> bool:
-    """Return whether a status that is not Ready shows a state that usually lasts only a moment."""
+    """Return whether a status shows a state that usually lasts only a moment."""
     if there is None or not isinstance(said, DisaggDeploymentStatus):
         return False
+    # After its restart, an API server refuses everybody until it has read the roles.
+    if lacks_right(_ready(said).message):
+        return not lacks_right(_ready(there).message)
     return (
         there.observed_generation == said.observed_generation
         and _ready(said).reason in PASSING

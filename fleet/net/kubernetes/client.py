@@ -25,6 +25,7 @@ import msgspec
 from kubernetes.aio.client import ApiClient
 from msgspec import Struct
 
+from fleet.net.connection_errors import connection_problem
 from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.kinds import ApiKind, OptionalKinds
 from fleet.net.kubernetes.kubeconfig import api_configuration
@@ -130,6 +131,7 @@ class ApiServerClient:
         accept = NAMES_ONLY.format(list="") if of in NAMED_ONLY else "application/json"
         within = aiohttp.ClientTimeout(total=WATCH_SECONDS + WATCH_GRACE_SECONDS, sock_connect=CALL_SECONDS)
         async with self._answer("GET", kind.path(namespace), query, accept=accept, within=within) as answer:
+            yield WatchEvent(version)
             async for line in _lines(answer):
                 event = _decoded(line, _RawWatchEvent)
                 if event.type == "ERROR":
@@ -245,7 +247,7 @@ class ApiServerClient:
         except TimeoutError as error:
             raise ApiServerUnreachable("no answer in time") from error
         except aiohttp.ClientError as error:
-            raise ApiServerUnreachable(f"{type(error).__name__}") from error
+            raise ApiServerUnreachable(connection_problem(error)) from error
         finally:
             if response is not None:
                 # A fully read connection goes back to the pool; an unfinished stream is closed.

@@ -85,7 +85,10 @@ class KubernetesApi(Protocol):
     def watch(
         self, kind: ApiKind, of: type[View], namespace: str, version: str, selector: str = ""
     ) -> AsyncGenerator[WatchEvent[View], None]:
-        """Yield changes after a version, until the server ends the stream, which it does now and then."""
+        """Yield changes after a version, until the server ends the stream, which it does now and then.
+
+        The first event has that version and no object: the server has taken the watch.
+        """
         ...
 
     async def get(self, kind: ApiKind, of: type[View], namespace: str, name: str) -> View: ...

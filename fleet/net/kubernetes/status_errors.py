@@ -35,7 +35,7 @@ FORBIDDEN = re.compile(r" is forbidden: (.+)$", re.DOTALL)
 DENIED = re.compile(
     r"((?:ValidatingAdmissionPolicy '|admission webhook \")[^'\"]+['\"].* denied (?:the )?request.*)$", re.DOTALL
 )
-RIGHT = re.compile(r"User \"[^\"]*\" cannot ")
+RIGHT = re.compile(r'User "[^"]*" cannot ')
 
 # An object that could not be decoded has no causes: take the first named field, and its required type.
 FIELD = re.compile(
@@ -109,8 +109,8 @@ def refuse(status: ApiStatus, after_seconds: float | None = None) -> NoReturn:
 
 
 def lacks_right(message: str) -> bool:
-    """Return whether a public message says that the caller lacks a right."""
-    return RIGHT.match(message) is not None
+    """Return whether a public message, or a text that contains one, says that a caller lacks a right."""
+    return RIGHT.search(message) is not None
 
 
 def public_message(status: ApiStatus) -> str:

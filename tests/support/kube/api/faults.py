@@ -47,6 +47,7 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seconds: float = 0.0
     events: int = 0
     message: str = ""
+    """The words of `status` and `deny`."""
     struck: int = 0
 
 

@@ -222,7 +222,7 @@ class KubeHttpServer:
             reason: errors.Reason = next(
                 (each for each, code in errors.CODES.items() if code == fault.code), "InternalError"
             )
-            text = f"ordered by the test: {fault.code}"
+            text = fault.message or f"ordered by the test: {fault.code}"
             raise ApiError(reason, text, code=fault.code, retry_after_seconds=fault.retry_after_seconds)
         if fault.kind == "delay":
             await asyncio.sleep(fault.seconds)

@@ -37,6 +37,7 @@ from fleet.net.kubernetes.views import VIEW_OF_KIND, CustomObject, KubernetesLea
 from operators.controller.applier import Applier, NotLeading
 from operators.controller.control_secrets import ControlSecrets
 from operators.controller.loop import Controller
+from operators.controller.room_reader import RoomReader
 from operators.controller.work_queue import IMMEDIATELY, WorkQueue
 from operators.keys import ReconcileKey, deployment_key
 from operators.observed.caches import InformerCaches, affected_keys, all_keys
@@ -102,6 +103,7 @@ class Operator:
             self._add,
             self._prober,
             secrets=secrets,
+            room=RoomReader(cluster, clock),
             plans_obeyed=settings.plans_obeyed,
         )
         asked = routers is not None and settings.ask_routers

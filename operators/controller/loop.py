@@ -20,6 +20,7 @@ from operators.controller import events, serving_request
 from operators.controller.applier import Applier
 from operators.controller.control_secrets import ControlSecret, ControlSecrets, UnusableSecret
 from operators.controller.reconcile import reconcile
+from operators.controller.room_reader import RoomReader
 from operators.controller.work_queue import IMMEDIATELY
 from operators.keys import ReconcileKey, deployment_key
 from operators.manifests.names import DesiredDeployment
@@ -27,7 +28,7 @@ from operators.manifests.pods import Images
 from operators.observed.caches import InformerCaches
 from operators.observed.observe import conditions_of, observe, scalers_of
 from operators.observed.registrations import SKEW_SECONDS, ReportedWorkers
-from operators.observed.state import ApiRefusal
+from operators.observed.state import ApiRefusal, ObservedState
 from operators.probes.prober import Prober
 from operators.proposals import propose
 from operators.status.deployment import PASSING, TRUE, unreadable_conditions, with_obstacle
@@ -41,6 +42,9 @@ WRITES_BEFORE_PAUSE = 20
 
 TROUBLE_RECHECK = Nanos(15 * SECOND)
 """The time between two reconciles of pods that do not start: passing time alone may require a change."""
+
+MOST_AVOIDED = 64
+"""Nodes of a role that are remembered as too full."""
 
 DERIVED_CONDITIONS = frozenset({"Progressing", "RolesRegistered", "Rebalancing"})
 """Conditions that follow from the requested replicas and from Ready."""
@@ -64,6 +68,7 @@ class Controller:
         prober: Prober | None = None,
         *,
         secrets: ControlSecrets,
+        room: RoomReader,
         plans_obeyed: bool = False,
     ) -> None:
         """Create the controller; `enqueue` takes a key and a delay; without `prober`, no probes are sent.
@@ -80,6 +85,8 @@ class Controller:
         self._enqueue = enqueue
         self._prober = prober
         self._limiter: StatusRateLimiter[ReconcileKey] = StatusRateLimiter()
+        self._room = room
+        self._avoided: dict[ReconcileKey, dict[str, tuple[str, ...]]] = {}
         self._write_streaks: dict[ReconcileKey, int] = {}
         self._edits: dict[ReconcileKey, tuple[events.KubernetesEvent, ...]] = {}
 
@@ -109,6 +116,7 @@ class Controller:
         if custom is None or custom.metadata.deleted:
             self._write_streaks.pop(key, None)
             self._edits.pop(key, None)
+            self._avoided.pop(key, None)
             self._limiter.rests(key)
             if self._prober is not None:
                 self._prober.forget(key)
@@ -131,8 +139,16 @@ class Controller:
         drift = self._applier.drift
         observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence, drift)
         edited = {key: self._metadata(*key, custom) for key in observed.drifted}
+        observed = msgspec.structs.replace(observed, avoided=self._avoided.get(key, {}))
         decided = reconcile(desired, msgspec.structs.replace(observed, afresh=afresh), self._images, self._now())
+        if decided.needs_room:
+            observed = msgspec.structs.replace(observed, room=await self._room.read())
+            decided = reconcile(desired, msgspec.structs.replace(observed, afresh=afresh), self._images, self._now())
+        room = observed.room
+        self._avoid_nodes(key, observed)
         refusals = await self._applier.perform(decided.actions, key.namespace)
+        for placed in decided.placed:
+            self._room.promise(key.namespace, placed)
         denied: tuple[ApiRefusal, ...] = ()
         if secret.content and (decided.actions or afresh or not _is_ready(decided.status)):
             # Last, because no cache shows whether it exists. Pods wait for it, and ready pods have it.
@@ -143,7 +159,8 @@ class Controller:
         status, wanted = decided.status, decided.wanted
         if decided.actions or denied:  # they may have changed readiness
             observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence)
-            after = reconcile(desired, msgspec.structs.replace(observed, refusals=refusals), self._images, self._now())
+            observed = msgspec.structs.replace(observed, refusals=refusals, room=room)
+            after = reconcile(desired, observed, self._images, self._now())
             status, wanted = after.status, after.wanted
         if self._prober is not None:
             self._prober.want(key, wanted)
@@ -161,8 +178,16 @@ class Controller:
         if not refusals:
             happened += events.steps(decided.actions, custom.metadata.generation)
         await self._applier.record(kinds.DISAGG_DEPLOYMENT, custom, happened, self._wall())
-        self._schedule_next(key, acted and not afresh, troubled=bool(observed.troubles))
+        self._schedule_next(key, acted and not afresh, troubled=bool(observed.troubles) or decided.unfit)
         return ReconcileOutcome.REFUSED if refusals else ReconcileOutcome.ACTED if acted else ReconcileOutcome.SETTLED
+
+    def _avoid_nodes(self, key: ReconcileKey, observed: ObservedState) -> None:
+        """Note where groups found too little room, for the next ones; after a group that found none, begin again."""
+        for child in observed.children:
+            for name in child.half_scheduled[-1:]:
+                avoided = self._avoided.setdefault(key, {})
+                nodes = (*avoided.get(child.role, ()), *child.nodes[name]) if child.nodes[name] else ()
+                avoided[child.role] = tuple(dict.fromkeys(nodes))[-MOST_AVOIDED:]
 
     def _metadata(self, kind: str, name: str, custom: CustomObject) -> ObjectMetadata:
         found = self._store.any(kinds.BY_NAME[kind]).get(custom.metadata.namespace, name)

@@ -24,11 +24,12 @@ from msgspec import Struct, structs
 from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.kinds import OptionalKinds
 from operators.api.disagg_deployment import DisaggDeploymentStatus, RoleSpec, RoleType, ScalingMode
+from operators.controller.group_placer import GroupPlacer, PlacedGroup, with_unfit
 from operators.manifests.names import DesiredDeployment, child_name
 from operators.manifests.objects import DIGEST, Manifest, with_digest
 from operators.manifests.pods import Images, is_foreign
 from operators.manifests.shared import shared
-from operators.manifests.workloads import group, grouped, revision, role_scaler, workers
+from operators.manifests.workloads import ANYWHERE, group, grouped, revision, role_scaler, workers
 from operators.observed.state import ObservedChild, ObservedState
 from operators.probes.evidence import PendingProbes
 from operators.scaling import PairSide, ReplicaChange, ScaledRole, ScalingBounds, next_changes, targets
@@ -81,6 +82,15 @@ class Reconciled(Struct, frozen=True, kw_only=True):
     wanted: PendingProbes | None = None
     """The probes to send; None: not yet."""
 
+    placed: tuple[PlacedGroup, ...] = ()
+    """New groups with their domains."""
+
+    needs_room: bool = False
+    """True if groups are left out because `ObservedState.room` was not read."""
+
+    unfit: bool = False
+    """True if a group fits nowhere now."""
+
 
 def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Images, now: str) -> Reconciled:
     """Return one step towards the desired state.
@@ -98,10 +108,11 @@ def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Image
     possible = targets(pools, _bounds(desired))
     actions: list[Action] = []
     changes = next_changes(possible, _bounds(desired))
+    placer = GroupPlacer(desired, observed, images)
     for change in changes:
         role = next((role for role in desired.workers if role.name == change.role), None)
         assert role is not None, "pools are made of roles"
-        made, moved = _changed(desired, role, change, observed, images)
+        made, moved = _changed(desired, role, change, observed, images, placer)
         wanted += [with_digest(each) for each in made]
         actions += moved
     if observed.afresh or observed.drifted or observed.orphans:
@@ -115,8 +126,16 @@ def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Image
     actions += _pruned(desired, observed, possible, wanted)
     taken = sorted(f"{kind} {name}" for kind, name in map(_key, applied) if (kind, name) in observed.foreign)
     at_rest = not changes and not any(each.changing for pool in possible for each in pool.replicas)
+    observed = with_unfit(observed, placer)
     said, wanted_of_probes = status(desired, observed, pools, possible, taken, present, routers, at_rest, now)
-    return Reconciled(actions=tuple(actions), status=said, wanted=wanted_of_probes)
+    return Reconciled(
+        actions=tuple(actions),
+        status=said,
+        wanted=wanted_of_probes,
+        placed=tuple(placer.placed),
+        needs_room=placer.needs_room,
+        unfit=bool(placer.unfit),
+    )
 
 
 def _present_children(
@@ -129,7 +148,10 @@ def _present_children(
                 continue
             *others, made = workers(desired, role, present, images, _served(each, observed))
             if each.kind == kinds.STATEFUL_SET.name:
-                groups = (group(desired, role, present, _index(name), images) for name in each.members)
+                groups = (
+                    group(desired, role, present, _index(name), images, each.placements.get(name, ANYWHERE))
+                    for name in each.members
+                )
                 yield from (*others, made, *groups)
                 continue
             made["spec"]["replicas"] = each.replicas.asked
@@ -137,7 +159,12 @@ def _present_children(
 
 
 def _changed(
-    desired: DesiredDeployment, role: RoleSpec, change: ReplicaChange, observed: ObservedState, images: Images
+    desired: DesiredDeployment,
+    role: RoleSpec,
+    change: ReplicaChange,
+    observed: ObservedState,
+    images: Images,
+    placer: GroupPlacer,
 ) -> tuple[list[Manifest], list[Action]]:
     """Return the manifests to apply and the actions that bring a role's revision to this number of replicas."""
     child = next(
@@ -159,8 +186,9 @@ def _changed(
         return [], [Remove("StatefulSet", name) for name in _in_removal_order(child)[: len(members) - change.replicas]]
     free = (index for index in range(len(members) + change.replicas) if f"{base}-{index}" not in members)
     made_groups = [
-        group(desired, role, change.revision, index, images)
+        group(desired, role, change.revision, index, images, placement)
         for index, _ in zip(free, range(change.replicas - len(members)), strict=False)
+        if (placement := placer.place(role, f"{base}-{index}")) is not None
     ]
     return [*workers(desired, role, change.revision, images, served), *made_groups], []
 

@@ -34,11 +34,31 @@ REVISION = f"{GROUP}/revision"
 GROUP_LABEL = f"{GROUP}/group"
 """Label of the StatefulSet and the pods of one replica that has several nodes: its number."""
 
+DOMAIN = f"{GROUP}/domain"
+"""Annotation of such a StatefulSet and its pods: the label and the value of the domain that was chosen for them."""
+
+AVOIDED = f"{GROUP}/avoided-nodes"
+"""Annotation of such a StatefulSet: nodes where an earlier group of the role found too little room beside them."""
+
 ROUTER = "router"
 """The name of the routers' role, if the specification has none."""
 
 LEADER, RANK = "LWS_LEADER_ADDRESS", "LWS_WORKER_INDEX"
 """Variables of a group's pods, named as in a LeaderWorkerSet; commands refer to them."""
+
+
+class GroupPlacement(Struct, frozen=True, kw_only=True):
+    """Where the pods of a group may go."""
+
+    domain: str = ""
+    """The value of the role's `topology.domain`; empty: the scheduler chooses one."""
+
+    avoided: tuple[str, ...] = ()
+    """Nodes where they may not go, by name."""
+
+    @property
+    def chosen(self) -> bool:
+        return bool(self.domain or self.avoided)
 
 
 class DesiredDeployment(Struct, frozen=True, kw_only=True):

@@ -22,7 +22,8 @@ def with_digest(manifest: Manifest) -> Manifest:
     """
     spec = {key: value for key, value in manifest.get("spec", {}).items() if key != "replicas"}
     digest = hashlib.sha256(msgspec.json.encode(manifest | {"spec": spec}, order="sorted")).hexdigest()[:16]
-    return manifest | {"metadata": manifest["metadata"] | {"annotations": {DIGEST: digest}}}
+    annotations = manifest["metadata"].get("annotations", {}) | {DIGEST: digest}
+    return manifest | {"metadata": manifest["metadata"] | {"annotations": annotations}}
 
 
 def mapping(value: Any) -> Manifest:

@@ -12,22 +12,28 @@ import msgspec
 from fleet.net.kubernetes.kinds import GROUP, VERSION, OptionalKinds
 from operators.api.disagg_deployment import RoleSpec
 from operators.manifests.names import (
+    AVOIDED,
+    DOMAIN,
     GROUP_LABEL,
     LEADER,
     RANK,
     REVISION,
     DesiredDeployment,
+    GroupPlacement,
     base_name,
     child_name,
     host_of,
     labels_of,
     selected,
 )
-from operators.manifests.objects import Manifest, from_field, object_of
+from operators.manifests.objects import Manifest, from_field, mapping, object_of
 from operators.manifests.pods import Images, merged, pod_template
 from operators.manifests.settings import config_map, worker_settings
 
 SERVED = OptionalKinds()
+ANYWHERE = GroupPlacement()
+HOSTNAME = "kubernetes.io/hostname"
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
 def revision(deployment: DesiredDeployment, images: Images) -> str:
@@ -81,12 +87,23 @@ def workers(
     return [config, object_of(deployment, "apps/v1", "Deployment", name, labels, spec)]
 
 
-def group(deployment: DesiredDeployment, role: RoleSpec, of_revision: str, index: int, images: Images) -> Manifest:
+def group_name(deployment: DesiredDeployment, role: RoleSpec, of_revision: str, index: int) -> str:
+    return f"{child_name(deployment, role.name, of_revision)}-{index}"
+
+
+def group(
+    deployment: DesiredDeployment,
+    role: RoleSpec,
+    of_revision: str,
+    index: int,
+    images: Images,
+    placement: GroupPlacement = ANYWHERE,
+) -> Manifest:
     """Return one replica of several nodes as a StatefulSet.
 
     Its pods start and end together, and know each other as in a LeaderWorkerSet.
     """
-    name = f"{child_name(deployment, role.name, of_revision)}-{index}"
+    name = group_name(deployment, role, of_revision, index)
     labels = labels_of(deployment, role) | {REVISION: of_revision, GROUP_LABEL: str(index)}
     template = pod_template(deployment, role, images, of_revision)
     template["metadata"]["labels"] = template["metadata"]["labels"] | {GROUP_LABEL: str(index)}
@@ -100,6 +117,8 @@ def group(deployment: DesiredDeployment, role: RoleSpec, of_revision: str, index
         for term in template["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]:
             if "matchLabelKeys" in term:
                 term["matchLabelKeys"] = [GROUP_LABEL]
+    if placement.chosen:
+        _place(template, role, placement)
     spec: Manifest = {
         "serviceName": base_name(deployment, role),
         "replicas": role.nodes_per_replica,
@@ -107,7 +126,36 @@ def group(deployment: DesiredDeployment, role: RoleSpec, of_revision: str, index
         "selector": {"matchLabels": selected(deployment, role) | {REVISION: of_revision, GROUP_LABEL: str(index)}},
         "template": template,
     }
-    return object_of(deployment, "apps/v1", "StatefulSet", name, labels, spec)
+    made = object_of(deployment, "apps/v1", "StatefulSet", name, labels, spec)
+    if placement.domain:
+        made["metadata"]["annotations"] = {DOMAIN: f"{role.topology.domain}={placement.domain}"}
+    elif placement.avoided:
+        made["metadata"]["annotations"] = {AVOIDED: ",".join(placement.avoided)}
+    return made
+
+
+def _place(template: Manifest, role: RoleSpec, placement: GroupPlacement) -> None:
+    """Restrict the nodes of a template's pods, beside what the user's affinity says."""
+    wanted: list[Manifest] = []
+    if placement.domain:
+        wanted.append({"key": role.topology.domain, "operator": "In", "values": [placement.domain]})
+        annotations = mapping(template["metadata"].get("annotations"))
+        domain = f"{role.topology.domain}={placement.domain}"
+        template["metadata"] = template["metadata"] | {"annotations": annotations | {DOMAIN: domain}}
+    if placement.avoided:
+        wanted.append({"key": HOSTNAME, "operator": "NotIn", "values": list(placement.avoided)})
+    affinity = mapping(template["spec"].get("affinity"))
+    nodes = mapping(affinity.get("nodeAffinity"))
+    required = mapping(nodes.get(REQUIRED))
+    given = required.get("nodeSelectorTerms")
+    terms = [mapping(each) for each in given] if isinstance(given, list) and given else [{}]
+    terms = [term | {"matchExpressions": [*_listed(term.get("matchExpressions")), *wanted]} for term in terms]
+    nodes |= {REQUIRED: required | {"nodeSelectorTerms": terms}}
+    template["spec"] = template["spec"] | {"affinity": affinity | {"nodeAffinity": nodes}}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def router_deployment(

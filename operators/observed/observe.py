@@ -8,7 +8,7 @@ Rules:
 2. A replica is a pod, or a group of pods that live and die together. A group is ready when all of its pods are, and
    registered when its first pod is.
 3. A group needs nodes for all of its pods. A scheduler that does not know groups may find nodes for some pods only; the
-   group then gives them back after a while.
+   group then gives them back after a while. So does a group that was placed where no pod of it has found a node.
 4. A pod that is missing on the API server is gone. A pod that is being deleted still has its GPUs.
 """
 
@@ -31,7 +31,19 @@ from fleet.net.kubernetes.views import (
 )
 from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleType
 from operators.api.fields import Condition
-from operators.manifests.names import GROUP_LABEL, INSTANCE, MANAGED_BY, OPERATOR, REVISION, ROLE, ROUTER, TYPE
+from operators.manifests.names import (
+    AVOIDED,
+    DOMAIN,
+    GROUP_LABEL,
+    INSTANCE,
+    MANAGED_BY,
+    OPERATOR,
+    REVISION,
+    ROLE,
+    ROUTER,
+    TYPE,
+    GroupPlacement,
+)
 from operators.manifests.objects import DIGEST
 from operators.observed.caches import InformerCaches
 from operators.observed.drift import DriftDetector
@@ -287,12 +299,15 @@ def _group_child(
     staying = {each.metadata.name: each for each in sets if not each.metadata.deleted}
     sizes = {each.metadata.labels.get(GROUP_LABEL, ""): each.spec.replicas for each in sets}
     half_scheduled, left_behind, ready, warm = [], [], [], {}
+    placements: dict[str, GroupPlacement] = {}
+    nodes: dict[str, tuple[str, ...]] = {}
     reports = known if known is not None else {}
     for name, each in sorted(staying.items()):
         members = [pod for pod in pods if pod.alive and pod.metadata.owner_uid == each.metadata.uid]
-        if _is_half_scheduled(
-            members, now - timedelta(seconds=PARTIAL_GROUP_SECONDS + crc32(name.encode()) % PARTIAL_GROUP_SECONDS)
-        ):
+        placements[name] = _placement(each)
+        nodes[name] = tuple(sorted({pod.spec.node_name for pod in members if pod.spec.node_name}))
+        before = now - timedelta(seconds=PARTIAL_GROUP_SECONDS + crc32(name.encode()) % PARTIAL_GROUP_SECONDS)
+        if _is_half_scheduled(members, before) or (placements[name].chosen and _is_unscheduled(members, before)):
             half_scheduled.append(name)
         registrations = [reports[pod.metadata.name] for pod in members if pod.metadata.name in reports]
         if members and _group_ready(members, each.spec.replicas) and (known is None or registrations):
@@ -307,6 +322,8 @@ def _group_child(
         ready_members=tuple(ready),
         warm=warm,
         half_scheduled=tuple(half_scheduled),
+        placements=placements,
+        nodes=nodes,
         left_behind=tuple(left_behind),
     )
 
@@ -315,6 +332,20 @@ def _is_half_scheduled(pods: Sequence[Pod], before: datetime) -> bool:
     """Return whether some pods have a node, and others have found none since `before`."""
     unplaced = [pod.unplaced_since for pod in pods if pod.unplaced_since is not None]
     return len(pods) > len(unplaced) > 0 and min(unplaced) < before
+
+
+def _is_unscheduled(pods: Sequence[Pod], before: datetime) -> bool:
+    """Return whether no pod has found a node since `before`."""
+    return bool(pods) and all(pod.unplaced_since is not None and pod.unplaced_since < before for pod in pods)
+
+
+def _placement(controller: WorkloadResource) -> GroupPlacement:
+    """Return where the pods of a StatefulSet may go, as its annotations say."""
+    annotations = controller.metadata.annotations
+    avoided = annotations.get(AVOIDED, "")
+    return GroupPlacement(
+        domain=annotations.get(DOMAIN, "").partition("=")[2], avoided=tuple(avoided.split(",")) if avoided else ()
+    )
 
 
 def _left_behind(pods: Sequence[Pod], before: datetime) -> list[str]:

@@ -32,26 +32,30 @@ class TroubleReason(IntEnum):
     PodsRefused = 2
     """By admission control or validation, whose words are in the ReplicaSet's condition."""
 
-    NoSuchGpu = 3
-    InsufficientCapacity = 4
-    Unschedulable = 5
-    ImagePull = 6
-    ConfigurationMissing = 7
+    NoDomainFits = 3
+    """No domain has room for a group of pods, so none was made."""
+
+    NoSuchGpu = 4
+    InsufficientCapacity = 5
+    Unschedulable = 6
+    ImagePull = 7
+    ConfigurationMissing = 8
     """A Secret, ConfigMap or volume that a container names is missing."""
 
-    ModelNotFound = 8
-    HubUnreachable = 9
+    ModelNotFound = 9
+    HubUnreachable = 10
     """The model hub sent nothing."""
 
-    ConfigurationRefused = 10
-    OutOfMemory = 11
-    CrashLooping = 12
+    ConfigurationRefused = 11
+    OutOfMemory = 12
+    CrashLooping = 13
 
 
 UNPLACED = frozenset(
     {
         TroubleReason.QuotaExceeded,
         TroubleReason.PodsRefused,
+        TroubleReason.NoDomainFits,
         TroubleReason.NoSuchGpu,
         TroubleReason.InsufficientCapacity,
         TroubleReason.Unschedulable,

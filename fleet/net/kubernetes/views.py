@@ -191,7 +191,12 @@ class PodStatus(_View, frozen=True):
     init_container_statuses: tuple[ContainerStatus, ...] | None = ()
 
 
+class PodSpec(_View, frozen=True):
+    node_name: str = ""
+
+
 class Pod(NamedObject, frozen=True):
+    spec: PodSpec = PodSpec()
     status: PodStatus = PodStatus()
 
     @property

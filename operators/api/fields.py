@@ -31,7 +31,7 @@ Name = Annotated[str, Meta(pattern=r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$", max_len
 """Short enough for `<deployment>-<role>-<ordinal>` to be a label."""
 
 NAME_RULE = "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')"
-"""Whether an object's name is a DNS label that begins with a letter, as names of Services are."""
+"""The rule, in CEL, that an object's name is a DNS label that begins with a letter, as names of Services are."""
 
 PROPOSED_NAME = "(self.metadata.name.matches('^[a-z]') ? '' : 'm-') + self.metadata.name.replace('.', '-')"
 """The nearest such name, in CEL."""

@@ -1,6 +1,6 @@
 """Controller: reconciles one key, from the caches to a decision, to writes, and to the time of the next reconcile."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,7 @@ from fleet.net.kubernetes.leader import rfc3339
 from fleet.net.kubernetes.ports import WallClock
 from fleet.net.kubernetes.status_errors import lacks_right
 from fleet.net.kubernetes.views import CustomObject, KubernetesLease, ObjectMetadata
-from operators.api.disagg_deployment import DisaggDeploymentSpec, DisaggDeploymentStatus
+from operators.api.disagg_deployment import DisaggDeploymentSpec, DisaggDeploymentStatus, ScalingMode
 from operators.api.fields import Condition
 from operators.api.serving_request import ServingRequestSpec
 from operators.controller import events, serving_request
@@ -87,6 +87,7 @@ class Controller:
         self._limiter: StatusRateLimiter[ReconcileKey] = StatusRateLimiter()
         self._room = room
         self._avoided: dict[ReconcileKey, dict[str, tuple[str, ...]]] = {}
+        self._sizes: dict[ReconcileKey, tuple[str, Mapping[str, int]]] = {}
         self._write_streaks: dict[ReconcileKey, int] = {}
         self._edits: dict[ReconcileKey, tuple[events.KubernetesEvent, ...]] = {}
 
@@ -117,6 +118,7 @@ class Controller:
             self._write_streaks.pop(key, None)
             self._edits.pop(key, None)
             self._avoided.pop(key, None)
+            self._sizes.pop(key, None)
             self._limiter.rests(key)
             if self._prober is not None:
                 self._prober.forget(key)
@@ -139,7 +141,8 @@ class Controller:
         drift = self._applier.drift
         observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence, drift)
         edited = {key: self._metadata(*key, custom) for key in observed.drifted}
-        observed = msgspec.structs.replace(observed, avoided=self._avoided.get(key, {}))
+        sizes = {**observed.sizes, **self._last_sizes(key, desired, observed.scalers)}
+        observed = msgspec.structs.replace(observed, avoided=self._avoided.get(key, {}), sizes=sizes)
         decided = reconcile(desired, msgspec.structs.replace(observed, afresh=afresh), self._images, self._now())
         if decided.needs_room:
             observed = msgspec.structs.replace(observed, room=await self._room.read())
@@ -159,7 +162,7 @@ class Controller:
         status, wanted = decided.status, decided.wanted
         if decided.actions or denied:  # they may have changed readiness
             observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence)
-            observed = msgspec.structs.replace(observed, refusals=refusals, room=room)
+            observed = msgspec.structs.replace(observed, refusals=refusals, room=room, sizes=sizes)
             after = reconcile(desired, observed, self._images, self._now())
             status, wanted = after.status, after.wanted
         if self._prober is not None:
@@ -180,6 +183,17 @@ class Controller:
         await self._applier.record(kinds.DISAGG_DEPLOYMENT, custom, happened, self._wall())
         self._schedule_next(key, acted and not afresh, troubled=bool(observed.troubles) or decided.unfit)
         return ReconcileOutcome.REFUSED if refusals else ReconcileOutcome.ACTED if acted else ReconcileOutcome.SETTLED
+
+    def _last_sizes(
+        self, key: ReconcileKey, desired: DesiredDeployment, scalers: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        """Return the last number that each role's RoleScaler had; the status may be older."""
+        uid, before = self._sizes.get(key, ("", {}))
+        now = {**(before if uid == desired.uid else {}), **scalers}
+        roles = {role.name for role in desired.spec.roles if role.scaling.mode is not ScalingMode.STATIC}
+        sizes = {role: size for role, size in now.items() if role in roles}
+        self._sizes[key] = (desired.uid, sizes)
+        return sizes
 
     def _avoid_nodes(self, key: ReconcileKey, observed: ObservedState) -> None:
         """Note where groups found too little room, for the next ones; after a group that found none, begin again."""

@@ -83,7 +83,7 @@ class PlacedPod(NamedObject, frozen=True, kw_only=True, rename="camel"):
 
 
 class GroupDemand(Struct, frozen=True):
-    """What a group of equal pods needs."""
+    """The needs of a group of equal pods."""
 
     label: str
     """The label whose values are the domains."""

@@ -111,7 +111,7 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     """Replicas that RoleScalers request, by role."""
 
     sizes: Mapping[str, int] = {}
-    """Replicas that each role should have according to the status; a role without them is new."""
+    """Replicas that each role had to have before, by its RoleScaler or the status; a role without them is new."""
 
     own_scalers: frozenset[str] = frozenset()
     """Names of RoleScalers that were made for the deployment."""

@@ -15,7 +15,7 @@ Rules:
    hide other objects.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlencode
@@ -120,7 +120,13 @@ class ApiServerClient:
             query["continue"] = page.metadata.continue_
 
     async def watch(
-        self, kind: ApiKind, of: type[View], namespace: str, version: str, selector: str = ""
+        self,
+        kind: ApiKind,
+        of: type[View],
+        namespace: str,
+        version: str,
+        selector: str = "",
+        began: Callable[[], None] | None = None,
     ) -> AsyncGenerator[WatchEvent[View], None]:
         query = {
             "watch": "true",
@@ -131,7 +137,8 @@ class ApiServerClient:
         accept = NAMES_ONLY.format(list="") if of in NAMED_ONLY else "application/json"
         within = aiohttp.ClientTimeout(total=WATCH_SECONDS + WATCH_GRACE_SECONDS, sock_connect=CALL_SECONDS)
         async with self._answer("GET", kind.path(namespace), query, accept=accept, within=within) as answer:
-            yield WatchEvent(version)
+            if began is not None:
+                began()
             async for line in _lines(answer):
                 event = _decoded(line, _RawWatchEvent)
                 if event.type == "ERROR":

@@ -106,12 +106,11 @@ class Informer(Generic[View]):
     async def _watch(self) -> bool:
         """Watch until the stream ends; return whether it received anything."""
         told_any = False
-        stream = self._cluster.watch(self._kind, self._view, self._namespace, self._version, self._selector)
+        stream = self._cluster.watch(
+            self._kind, self._view, self._namespace, self._version, self._selector, self._began
+        )
         async with aclosing(stream) as events:
             async for told in events:
-                self._failures = 0
-                if told.item is None and told.version == self._version:
-                    continue  # the watch has begun
                 told_any, self._pause = True, SHORTEST_SECONDS
                 self._version = told.version
                 if told.item is not None:
@@ -119,6 +118,9 @@ class Informer(Generic[View]):
                         self._cache.end(told.item) if told.gone else self._cache.put(self._kept(told.item, news=True))
                     )
         return told_any
+
+    def _began(self) -> None:
+        self._failures = 0
 
     def _listed(self, item: View) -> View:
         known = self._cache.get(item.metadata.namespace, item.metadata.name)

@@ -37,7 +37,7 @@ class OwnerReference(_View, frozen=True):
 
 
 class FieldOwnership(Struct, frozen=True):
-    """Who has written the fields of a child object, in short (`metadata.managedFields`)."""
+    """The owners of a child object's fields, in short (`metadata.managedFields`)."""
 
     ours: str = ""
     """Digest of the fields that our last apply owns: it changes when somebody else changes or removes one of them."""

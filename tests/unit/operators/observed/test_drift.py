@@ -56,7 +56,7 @@ def test_field_that_our_apply_lost_is_drift():
     assert detector.drifted(a_child(an_entry("fleet-operator", {"f:spec": {}}, operation="Apply")))
 
 
-def test_what_an_apply_left_to_others_is_no_drift_until_it_changes():
+def test_fields_left_to_others_are_no_drift_until_they_change():
     detector = DriftDetector()
     theirs = an_entry("kubectl-annotate", {"f:spec": {"f:extra": {}}})
     assert detector.drifted(a_child(OURS, theirs))

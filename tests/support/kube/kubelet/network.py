@@ -22,6 +22,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Self
 
+from tests.support.waiting import turns
+
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 NODE_ADDRESS = "10.244.0.1"
 DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL")
@@ -100,7 +102,7 @@ class Network:
     async def __aexit__(self, *_: object) -> None:
         for proxy in (*self._proxies.values(), *self._ways):
             await proxy.close()
-        await asyncio.sleep(0)  # connections that were accepted in the last turn of the loop are closed in this one
+        await turns()  # connections that were accepted in the last turn of the loop are closed in this one
         self._node.kill()
         await self._node.wait()
 

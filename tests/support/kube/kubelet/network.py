@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Self
 
 from kvstore.net.listeners import stop_listening
+from tests.support.waiting import turns
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 NODE_ADDRESS = "10.244.0.1"
@@ -192,8 +193,7 @@ class Proxy:
         self._closed = True
         if self._server is not None:
             stop_listening(self._server)
-        for _ in range(ACCEPTING_TURNS):
-            await asyncio.sleep(0)
+        await turns(ACCEPTING_TURNS)
         for carried in list(self._carried):
             carried.cancel()
         if self._carried:

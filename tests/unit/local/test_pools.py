@@ -212,10 +212,8 @@ async def test_plans_are_obeyed_without_a_lock_file(world, capsys):
     (world.pools.folder / ".orchestrator").mkdir()  # stands for a full disk
     following = asyncio.create_task(world.pools.follow())
     try:
-        async with asyncio.timeout(60):
-            while not (world.pools.folder / "report.json").exists():
-                assert not following.done() or following.result()
-                await asyncio.sleep(0.01)
+        await until(lambda: following.done() or (world.pools.folder / "report.json").exists())
+        assert not following.done() or following.result()
     finally:
         following.cancel()
     assert capsys.readouterr().out == f"{world.pools.folder}: Is a directory\n"

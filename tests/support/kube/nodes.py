@@ -16,6 +16,7 @@ from operators.observed.registrations import REGISTRATION, WORKER
 from tests.support.kube.api.cluster import PODS, ObjectStore, Options
 from tests.support.kube.api.errors import ApiError
 from tests.support.kube.api.values import clone
+from tests.support.waiting import pace
 
 DEPLOYMENTS = ("apps", "deployments")
 STATEFUL_SETS = ("apps", "statefulsets")
@@ -97,7 +98,7 @@ class Nodes:
                             await changed.wait()
                     except TimeoutError:
                         pass
-                await asyncio.sleep(self.pause)
+                await pace(self.pause, "the nodes report in this period")
         finally:
             cluster.storage.forget(changed)
 

@@ -59,6 +59,14 @@ def test_apply_with_bad_quantity_is_500(api, namespace):
     assert "quantities must match the regular expression" in status["message"]
 
 
+def test_apply_of_a_fraction_for_an_integer_is_500(api, namespace):
+    path = f"/apis/apps/v1/namespaces/{namespace}/deployments/web"
+
+    status = api.apply(path, with_main(ports=[{"containerPort": 80.5}]), "one").expect(500)
+
+    assert "failed to convert new object" in status["message"]
+
+
 def test_apply_of_unknown_custom_field_is_500(api, namespace):
     spec = DEFINITION["spec"] | {"group": GROUP}
     definition = DEFINITION | {"metadata": {"name": f"widgets.{GROUP}"}, "spec": spec}

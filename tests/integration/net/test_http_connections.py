@@ -17,7 +17,7 @@ import pytest
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.requests import Logprobs
 from fleet.frontend.openai.service import open_http_frontend
-from fleet.net import connection_table
+from fleet.net import connection_limits
 from fleet.net.http.connection import MAX_LINGERING
 from fleet.net.settings import HttpSettings
 from tests.support.frontend.frontends import Frontends, open_frontends
@@ -621,7 +621,7 @@ WAITING = {
 
 
 async def test_waiting_connections_give_way_to_new_ones(model_dir, monkeypatch):
-    monkeypatch.setattr(connection_table, "GRACE_SECONDS", 0)
+    monkeypatch.setattr(connection_limits, "GRACE_SECONDS", 0)
     async with open_frontends(model_dir, max_connections=5) as frontends, AsyncExitStack() as stack:
         frontends.will_answer("the fox")
         frontends.router.hold_after = 0

@@ -193,6 +193,8 @@ class KubeHttpServer:
             if not permissions.allowed(self.cluster, seen):
                 raise errors.forbidden(*resource.place, target.name, permissions.refusal(seen))
             fault = self.faults.strike(seen)
+            if fault is not None and fault.kind == "deny":
+                raise errors.denied(*resource.place, target.name, fault.message)
             if fault is not None:
                 await self._suffer(fault)
             if verb == "watch":
@@ -222,7 +224,7 @@ class KubeHttpServer:
             reason: errors.Reason = next(
                 (each for each, code in errors.CODES.items() if code == fault.code), "InternalError"
             )
-            text = f"ordered by the test: {fault.code}"
+            text = fault.message or f"ordered by the test: {fault.code}"
             raise ApiError(reason, text, code=fault.code, retry_after_seconds=fault.retry_after_seconds)
         if fault.kind == "delay":
             await pace(fault.seconds, "the fault delays the request")

@@ -12,7 +12,7 @@ from loadtests.router.soak.requests import SoakRequest
 from tests.faults.cluster import ROLES, FaultCluster
 from tests.faults.injection import inject
 from tests.faults.matrix import Cell, CellPhase, Component, MatrixFault
-from tests.support.waiting import pace, until, until_answered
+from tests.support.waiting import NotMet, pace, until, until_answered
 
 PHASE_SECONDS = 60.0  # for requests to be in their phases, on a busy machine
 END_SECONDS = 90.0  # for all requests to end
@@ -184,7 +184,7 @@ class Experiment:
             left = [*await self._cluster.held(), *self._more_files()]
             return not left
 
-        with suppress(AssertionError):  # what is left is reported
+        with suppress(NotMet):  # what is left is reported
             await until_answered(nothing_left, LEAK_SECONDS)
         return left
 

@@ -18,7 +18,7 @@ from loadtests.router.soak.answers import difference
 from tests.faults.matrix import Cell, CellPhase, Component, MatrixFault
 from tests.support.fleet_processes import LocalClusterProcess, alive, fleet_up
 from tests.support.servers.processes import a_free_port
-from tests.support.waiting import eventually, pace, until
+from tests.support.waiting import NotMet, eventually, pace, until
 
 TOPOLOGY = """
 [[pools]]
@@ -114,7 +114,7 @@ class LocalExperiment:
     async def _end_fault(self, up: LocalClusterProcess, began: float) -> None:
         if self._fault is MatrixFault.KILL:
             up.process.wait(END_SECONDS)
-            with suppress(AssertionError):  # what is left is reported
+            with suppress(NotMet):  # what is left is reported
                 await until(lambda: not alive(self._before), END_SECONDS)
             self._orphans = alive(self._before)
             for pid in self._orphans:

@@ -7,6 +7,7 @@ Rules:
 3. The name of a test has at most 60 characters.
 4. A class name occurs once in the product, unless the classes implement the same port (`SAME_PORT`).
 5. Tests read and replace no private attribute of an object, and no private name of another module.
+6. Tests, and the scripts in their strings, wait by the helpers of `tests/support/waiting.py` and never sleep themselves (`MAY_SLEEP`).
 """
 
 import ast
@@ -28,6 +29,14 @@ SAME_PORT = frozenset({"Captured", "_Captured"})
 PUBLIC = frozenset({"_asdict", "_fields", "_make", "_replace", "_exit", "_request_id"})
 """Names with an underscore that their libraries document: of named tuples, `os` and `openai`."""
 
+SLEEP = re.compile(r"\bsleep\(")
+MAY_SLEEP = {
+    Path("tests/support/waiting.py"): "the helpers by which all other tests wait",
+    Path("tests/unit/sim/test_virtual_loop.py"): "it tests that sleeping takes virtual time",
+    Path("tests/integration/local/misbehaving_child.py"): "a program that has to be slow and to hang",
+}
+"""Files of tests that call `sleep`, and why."""
+
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -47,8 +56,13 @@ def complaints(files: list[Path]) -> Iterator[str]:
     classes: dict[str, list[str]] = defaultdict(list)
     for file in files:
         if file.suffix == ".py":
-            tree = ast.parse(file.read_text(encoding="utf-8"))
+            text = file.read_text(encoding="utf-8")
+            tree = ast.parse(text)
             yield from _of_file(file, tree)
+            if file.parts[0] == "tests" and file not in MAY_SLEEP:
+                for number, line in enumerate(text.splitlines(), 1):
+                    if SLEEP.search(line):
+                        yield f"{file}:{number}: a test does not sleep; wait for a condition, or use `pace` of tests/support/waiting.py"
             if file.parts[0] in PRODUCT:
                 for node in tree.body:
                     if isinstance(node, ast.ClassDef):

@@ -21,7 +21,7 @@ from fleet.core.roles import Role
 from fleet.router.settings.router import RouterSettings
 from tests.support.counted_calls import count_calls, file_of
 from tests.support.documents import ROOT
-from tests.support.waiting import until_answered
+from tests.support.waiting import NotMet, pace, until_answered
 from tests.support.workers.worker_processes import a_worker_process
 from workers.settings import SimulatedSettings, WorkerSettings
 
@@ -93,7 +93,7 @@ async def test_streamed_chat_crosses_few_files(tmp_path, model_dir):
         async def few() -> bool:
             nonlocal functions
             with count_calls() as without:
-                await asyncio.sleep(IDLE_SECONDS)
+                await pace(IDLE_SECONDS, "the time of which the idle calls are collected")
             idle.update(without.by_function)
             with count_calls() as counted:
                 assert await stream_chat(address)
@@ -104,7 +104,7 @@ async def test_streamed_chat_crosses_few_files(tmp_path, model_dir):
             files = {file_of(function) for function in functions - idle}
             return sorted(file for file in files if "/native/" not in file)  # C modules, or their twins
 
-        with suppress(TimeoutError):
+        with suppress(NotMet):
             await until_answered(few)
 
     files = crossed()

@@ -17,7 +17,7 @@ from fleet.core.requests import Finish
 from fleet.core.system_clock import SystemClock
 from kvstore.security.credentials import Credentials
 from tests.support.builders import token_bytes
-from tests.support.waiting import until_answered
+from tests.support.waiting import turns, until_answered
 from tests.support.workers.engine_driver import an_attempt
 from tests.support.workers.worker_processes import WorkerProcess, a_router_stream
 from workers.connections import ranks as worker_groups
@@ -59,7 +59,7 @@ async def a_leader(group, **fields):
 
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(lead())
-        await asyncio.sleep(0)  # it listens at once
+        await turns()  # it listens at once
         async with asyncio.timeout(SECONDS):
             yield ready
         running.cancel()

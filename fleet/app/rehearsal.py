@@ -27,7 +27,7 @@ from fleet.core.system_clock import SystemClock
 from fleet.planner.decisions import PlanGoals, PlannedPool
 from fleet.planner.demand import RecentRequest
 from fleet.planner.messages import PoolName
-from fleet.planner.rehearsal import PoolsPrediction, RehearsalResult, RehearsalSkipped
+from fleet.planner.ports import PoolsPrediction, RehearsalResult, RehearsalSkipped
 from fleet.planner.settings import PlannerSettings
 from fleet.planner.sizing.capacity import PoolEngine
 from fleet.router.settings.router import RouterSettings
@@ -64,7 +64,7 @@ class RehearsalTask(Struct, frozen=True, kw_only=True):
 
 
 class SimulatedRehearsal:
-    """Implements `fleet.planner.rehearsal.Rehearsal`."""
+    """Implements `fleet.planner.ports.Rehearsal`."""
 
     def __init__(self, pools: tuple[RehearsedPool, ...], goals: PlanGoals) -> None:
         self._pools = pools

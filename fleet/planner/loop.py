@@ -33,9 +33,17 @@ from fleet.planner.demand import DemandWindow
 from fleet.planner.election.ports import PlanElection
 from fleet.planner.execution import PlanOutcome
 from fleet.planner.messages import Observation, Plan, PlanId, PoolName
-from fleet.planner.ports import CALL_SECONDS, ConnectorError, OrchestratorGone, PlanConflict, PlanConnector, PlanRefused
+from fleet.planner.ports import (
+    CALL_SECONDS,
+    ConnectorError,
+    OrchestratorGone,
+    PlanConflict,
+    PlanConnector,
+    PlanRefused,
+    Rehearsal,
+    RehearsalSkipped,
+)
 from fleet.planner.records import PlanHistory, PlannerStatus, PlanRecord, PlanScore, PlanState
-from fleet.planner.rehearsal import Rehearsal, RehearsalSkipped
 from fleet.planner.server import carry_out
 from fleet.planner.settings import PlannerMode, PlannerSettings
 from fleet.planner.sources.ports import DemandSource

@@ -1,5 +1,8 @@
 """Rehearsal of plans in the simulator, in a process of its own. `python -m fleet.app.rehearsal` is that process.
 
+`fleet.planner.loop` rehearses plans through the port `fleet.planner.ports.Rehearsal`, and may hold back a plan that shrinks pools (its
+rule 5).
+
 Rules:
 
 1. The recent requests arrive at the rate that the plan is made for, with the gaps between them that they had. If they are too few for

@@ -7,7 +7,8 @@ Rules:
    decision waits until the plan has ended.
 3. A new leader goes on with an unfinished plan of its predecessor: it waits for it, and rolls back what does not come in time.
 4. Bounds of pools are checked here again, whatever the rule says. Pinned pools are left out of plans.
-5. A plan that only shrinks pools is held back if its rehearsal misses a goal that the present pools keep.
+5. A plan that only shrinks pools is held back if its rehearsal misses a goal that the present pools keep. The
+   rehearsal runs in the simulator (`fleet.app.rehearsal`).
 6. If the orchestrator does not answer, nothing is decided; what was written last stays. The same holds if the rule fails: its error is a
    condition, and the rule is asked again in the next round.
 """

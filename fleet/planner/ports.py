@@ -1,4 +1,7 @@
-"""Ports of the planner: the connector to the orchestrator that starts and ends replicas, and the rehearsal of plans."""
+"""Ports of the planner: the connector to the orchestrator that starts and ends replicas, and the rehearsal of plans.
+
+`fleet.planner.connectors` and `operators.plan_connector` implement the connector, and `fleet.app.rehearsal` the rehearsal.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable

@@ -1,5 +1,7 @@
 """Prefill break-even: from how many uncached tokens another worker should compute the prompt; learned instead of a constant.
 
+`fleet.router.placement.decision` uses it if the setting `learn_remote_prefill` is on, and `remote_prefill_min_tokens` otherwise.
+
 Rules:
 
 1. A prompt of n uncached tokens that the decode worker computes itself delays each of its r requests by n × s seconds.

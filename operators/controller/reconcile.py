@@ -324,6 +324,8 @@ def _pruned(
         actions += [DeletePod(pod) for pod in each.left_behind if each.role in foreign]
         used.add(("ConfigMap", child_name(desired, each.role, each.replicas.revision)))
     actions += [Remove(kinds.DEPLOYMENT.name, name) for name in observed.old_routers]
+    # An orphan that is not needed may be somebody's copy of an object of ours.
+    used |= observed.orphans
     own = [key for key in observed.digests if key[0] not in {*CONTROLLERS, "RoleScaler"} and key not in used]
     scaled = {f"{desired.name}-{role.name}" for role in _scaled(desired)}
     own += [("RoleScaler", name) for name in sorted(observed.own_scalers - scaled)]

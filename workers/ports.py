@@ -99,6 +99,8 @@ class Pulse(Struct, frozen=True, kw_only=True):
 class Engine(Protocol):
     """One running engine. `open_engine`, an async context manager, starts and stops it.
 
+    `fleet.app.worker` finds it by the entry point of the group `workers.engines` that the setting `engine` names.
+
     An engine never blocks the event loop. After `submit` a request ends in exactly one `Progress` with a `finish`, or
     one `Rejected`. After `cancel` it ends as well, with `Finish.CANCELLED` unless it ended before, and the engine
     spends no further step on it. When the engine itself dies, `outputs()` raises `EngineDied`.

@@ -1,7 +1,7 @@
 """First-byte history: how long a server took until its first bytes, and how long for each KiB of prompt.
 
 Times are counted in buckets of half an octave, so adding one is as fast as a counter. When `REMEMBERED` times are there, all counts
-are halved, so recent ones count more. A time far above the others counts as `MOST_ABOVE` times the expected one: a server that wakes up
+are halved, so recent ones count more. A time far above the others counts as `MAX_FACTOR` times the expected one: a server that wakes up
 after a minute does not teach that a minute is usual, and one that has become slow for good teaches it within about ten requests.
 """
 

@@ -14,7 +14,7 @@ Silence may also be a long prompt, a long answer in one piece, a queue, or a ser
    request was not answered either. Some sibling must be sound: it has answered since, or has nothing to do. If all servers are
    equally slow, none of them is the cause.
 4. A server that answers some requests and never others is not silent. Requests that wait much longer than expected while later
-   ones were answered count too, and so do requests to servers that refuse trial requests; answers make up for them. `MOST_SILENT` of
+   ones were answered count too, and so do requests to servers that refuse trial requests; answers make up for them. `MAX_SILENT_REQUESTS` of
    them are enough.
 5. A request that waits on a server out of rotation, and of which the client has seen nothing, is abandoned, so it starts elsewhere.
    A request on a held server is abandoned once when the trial request has waited as long as a first byte may take. An answer in one

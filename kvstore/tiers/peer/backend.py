@@ -108,7 +108,7 @@ class PeerBackend:
         return longest
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """Ask the peers that were seen to hold the blocks, with at most `RUNS` look-ups for each peer."""
+        """Ask the peers that were seen to hold the blocks, with at most `connections.RUNS` look-ups for each peer."""
         there: set[BlockKey] = set()
         asked: dict[tuple[str, bytes], list[BlockKey]] = {}
         for key in keys:

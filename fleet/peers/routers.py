@@ -158,7 +158,7 @@ class PeerRouters:
                 have not met. In nanoseconds, because two requests may be less than a millisecond apart.
 
         Raises:
-            ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to strangers.
+            ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to other programs.
         """
         self._settings = settings
         self._own, self._calling = _identities(settings)
@@ -596,7 +596,7 @@ def _identities(settings: RouterSettings) -> tuple[StreamIdentity, StreamIdentit
     """Return the identities of this router for accepted and for dialled connections.
 
     Raises:
-        ConfigurationRefused: A file cannot be used, or an address is open to strangers.
+        ConfigurationRefused: A file cannot be used, or an unprotected address is open to other programs.
     """
     own = worker_identity("replicas_credentials", settings.replicas_credentials)
     calling = router_identity("replicas_credentials", settings.replicas_credentials)

@@ -123,7 +123,7 @@ def optimal(requests: Sequence[TraceRequest], *, capacity_blocks: int, block_tok
     following = _next_uses(requests)
     held: set[int] = set()
     piles: dict[int, list[int]] = {}  # index of the next request -> held blocks that it uses
-    latest: list[int] = []  # a heap of these indices, negated
+    latest: list[int] = []  # max-heap of the keys of `piles`; the numbers are negated, because heapq is a min-heap
     prompt_tokens = hit_tokens = written = 0
     for index, request in enumerate(requests):
         chain = request.chain

@@ -391,7 +391,8 @@ class BlockMachine:
         self._unpin(entry.blocks, now, is_use=entry.is_use)
 
     def _pin(self, blocks: Iterable[StoredBlock]) -> None:
-        pinned = advance(BlockState.HELD, BlockTransition.PIN)  # looked up once: a readable block without a pin is held
+        # Looked up once for all blocks: every block here is readable, so without a pin its state is HELD.
+        pinned = advance(BlockState.HELD, BlockTransition.PIN)
         fresh = 0
         for block in blocks:
             if not block.pins:

@@ -147,22 +147,22 @@ class Engine(Protocol):
         ...
 
     def traced(self) -> bool:
-        """Return whether a debugger is attached to one of its processes.
+        """Return whether a debugger is attached to one of the engine's processes.
 
         The call is slow, so it is made only when a hang is suspected.
         """
         ...
 
     def kill(self) -> None:
-        """End its processes at once, even if they do not respond.
+        """Kill the processes of the engine at once, even if they do not respond.
 
-        The engine yields nothing afterwards, and its context ends next.
+        After this call the engine yields no events, and the server leaves the engine's context.
         """
         ...
 
     @property
     def lent(self) -> int:
-        """The number of handoffs whose blocks it holds until a decode engine has fetched them, or their lease ends."""
+        """The number of handoffs whose blocks the engine holds until a decode engine has fetched them or their lease ends."""
         ...
 
 

@@ -39,7 +39,7 @@ PAUSE_SECONDS = 0.02  # without the begin or end of a step: nothing runs, or one
 LONGEST_WAIT_SECONDS = (
     0.25  # a computed block waits at most this long before it is saved; until then other engines compute it again
 )
-LAG_SECONDS = 1.0  # the time by which a rank's staging may be later than the first rank's
+LAG_SECONDS = 1.0  # how long a rank waits for its own copy of a block that the first rank has staged already
 CLOSE_SECONDS = 5.0  # for writing staged blocks when the engine stops
 
 

@@ -178,7 +178,7 @@ class ServingWorkers(Struct, frozen=True):
     draining: Flags
     able: Flags  # not draining
     answering: Flags  # the able workers that decode
-    rows: Rows  # rows of the answering workers
+    rows: Rows  # the indices of these workers in the table
 
     @classmethod
     def of(cls, topology: PoolTopology, draining: Flags) -> "ServingWorkers":

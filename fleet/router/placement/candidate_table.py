@@ -103,7 +103,7 @@ class PoolTopology:
         return flags
 
     def obeying(self, needs: tuple[str, ...]) -> Flags:
-        """Return which workers obey all these sampling fields."""
+        """Return which workers support all these sampling fields."""
         if (flags := self._obeying.get(needs)) is None:
             able = [set(needs) <= set(each.sampling_fields) for each in self.descriptions]
             flags = self._obeying[needs] = np.array(able, dtype=np.bool_)

@@ -127,9 +127,10 @@ class BlockMachine:
     def match(
         self, digest: bytes, names: Sequence[BlockHash] | bytes, *, lease: Nanos, now: Nanos, tenant: bytes = b""
     ) -> LeasedSlots:
-        """Find the longest readable prefix of a chain and pin it for `lease` nanoseconds; 0 only looks and counts nothing.
+        """Find the longest readable prefix of a chain and pin it for `lease` nanoseconds.
 
-        `names` has the block hashes in order, also as concatenated bytes. The hits and misses of `tenant` are counted.
+        With a lease of 0, nothing is pinned and no hits or misses are counted. `names` has the block hashes in order, in
+        a sequence or as concatenated bytes. Hits and misses are counted for the `tenant` too.
         Raise NamespaceUnknown or Exhausted (too many leases) without pinning anything.
         """
         self.expire(now)

@@ -115,9 +115,9 @@ def ideal(requests: Iterable[TraceRequest], *, block_tokens: int) -> TraceReplay
 
 
 def optimal(requests: Sequence[TraceRequest], *, capacity_blocks: int, block_tokens: int) -> TraceReplayResult:
-    """Run requests through a cache that knows the future: the block with the latest next use goes, or is never written.
+    """Run requests through a cache that knows the future: it evicts, or never writes, the block with the latest next use.
 
-    Blocks with the same request as next use form one pile in chain order, so a pile shrinks from its end.
+    Blocks that the same request uses next form one pile in chain order. Blocks are taken from the end of a pile.
     """
     never = len(requests)
     following = _next_uses(requests)

@@ -300,9 +300,10 @@ class PlannerMachine:
         return replicas, DecisionReason.LOAD_UP if by_level else DecisionReason.FORECAST_UP
 
     def _exchange(self, view: "_PlanningView", rate: float, grown: Mix | None) -> dict[PoolName, int] | None:
-        """Return numbers by which some pools shrink so that others may grow, or None if growth alone does as well.
+        """Return replica numbers that shrink some pools so that others can grow; None if growth alone serves as much.
 
-        Replicas that drain still hold what the others are to get, so these grow when the drains have ended.
+        Draining replicas still hold their GPUs. So the returned numbers mainly shrink pools, and a later plan lets the
+        other pools grow when the drains have ended.
         """
         final = self._solve(view, rate, drained=True)
         if final is None or (grown is not None and final.served < grown.served * RATIO_GAIN):

@@ -22,7 +22,7 @@ class PlanConnector(Protocol):
 
         Raises:
             ConnectorUnreachable: Nothing is known; observe again later. The last observation may still be true.
-            OrchestratorGone: Whoever obeyed plans there has ended without a word.
+            OrchestratorGone: The program that carries out the plans has ended without reporting it.
         """
         ...
 
@@ -36,7 +36,7 @@ class PlanConnector(Protocol):
             PlanConflict: Somebody has written since; observe again. Nothing is written, or a part if it happened meanwhile.
             PlanRefused: A pool does not exist, is pinned, or may not be written. Nothing, or a part, is written.
             ConnectorUnreachable: A part may be written.
-            OrchestratorGone: Whoever obeyed plans there has ended without a word.
+            OrchestratorGone: The program that carries out the plans has ended without reporting it.
         """
         ...
 

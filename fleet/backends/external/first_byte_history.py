@@ -46,7 +46,7 @@ class FirstByteHistory:
         self._stale = True
 
     def expected(self, kib: int, total: int) -> float:
-        """Return the nanoseconds until a first byte that would be no surprise.
+        """Return after how many nanoseconds a first byte is expected at the latest.
 
         Args:
             kib: Size of the request's body.
@@ -68,7 +68,7 @@ class FirstByteHistory:
 
 
 def _upper(counts: list[int]) -> Nanos:
-    """Return the upper end of the bucket below which all but a few of the times lie."""
+    """Return a high percentile of the times: the share `BEYOND` of them is longer. The result is the end of a bucket."""
     above, few = 0, BEYOND * sum(counts)
     for bucket in range(_BUCKETS - 1, -1, -1):
         above += counts[bucket]

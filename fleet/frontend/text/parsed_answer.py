@@ -91,7 +91,7 @@ class EngineParsedAnswer:
         )
 
     def _unseen(self, parsed: ParsedDelta) -> ParsedDelta:
-        """Return the part of an answer from its beginning that the client does not have."""
+        """Return what the client does not have yet of `parsed`, which is the answer from its beginning."""
         known = dict(enumerate(join_calls(self._calls)))
         calls = []
         for index, call in enumerate(join_calls(parsed.calls)):

@@ -100,7 +100,7 @@ class DecisionExplanation(Struct, frozen=True, kw_only=True):
     unfit: tuple[tuple[WorkerId, IneligibleReason], ...] = ()
 
 
-# Decisions are kept for explanations. Nothing in one refers back to it, so collections need not visit it or its parts.
+# Many decisions are kept for explanations. They are in no reference cycle, so the garbage collector need not visit them.
 class Decision(Struct, frozen=True, kw_only=True, gc=False):
     """The chosen workers, and the data that the choice was made on. Without `prefill` the decode worker does everything."""
 

@@ -164,7 +164,7 @@ async def test_rank_with_another_protocol_is_rejected_harmlessly(group, words):
 
 
 async def test_silent_connections_lock_no_rank_out(group, monkeypatch):
-    monkeypatch.setattr(worker_groups, "STRANGERS", 2)
+    monkeypatch.setattr(worker_groups, "MAX_SILENT_CONNECTIONS", 2)
     async with a_leader(group, silence_ms=60_000) as ready, AsyncExitStack() as held:
         silent = [await a_raw_connection(group, b"") for _ in range(3)]
         for _, writer in silent:

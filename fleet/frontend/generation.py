@@ -130,13 +130,13 @@ class Generation:
         return self._tenants.by_key
 
     def identify(self, authorization: str) -> str:
-        """Return the tenant of a client that asks for something else than an answer.
+        """Return the tenant of a client whose request needs no generation, such as a list of models.
 
         Args:
             authorization: The header, as for `generate`.
 
         Raises:
-            RequestRejected: UNAUTHENTICATED; keys are required, and this is not a known one.
+            RequestRejected: UNAUTHENTICATED; keys are required, and the header contains no known key.
         """
         return self._tenants.tenant(authorization, "")
 

@@ -192,12 +192,12 @@ def _on_redis(cluster: FaultCluster, fault: MatrixFault) -> End:
     if fault is MatrixFault.KILL:
         redis.kill()
     else:
-        redis.signal(signal.SIGSTOP)
+        redis.freeze()
 
     async def end() -> None:
         if fault is MatrixFault.STOP_6S:
             await pace(6.0, "Redis is stopped for so long")
-            redis.signal(signal.SIGCONT)
+            redis.thaw()
             return
         redis.kill()
         await asyncio.to_thread(redis.start)

@@ -1,6 +1,7 @@
 """Redis server of a run on a Unix socket, which can be killed and started again."""
 
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -55,6 +56,14 @@ class RedisServer:
         assert self._process is not None
         self._process.kill()
         self._process.wait(START_SECONDS)
+
+    def freeze(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:

@@ -4,6 +4,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -13,9 +14,16 @@ from msgspec import Struct
 
 def structs_of(of: type[Struct]) -> dict[str, type[Struct]]:
     """Return every Struct that is a part of one, by name."""
-    found: dict[str, type[Struct]] = {}
+    return {name: each for name, each in named_types(of).items() if issubclass(each, Struct)}
+
+
+def named_types(of: type[Struct]) -> dict[str, type[Struct] | type[Enum]]:
+    """Return every Struct and enumeration that is a part of a Struct, by name."""
+    found: dict[str, type[Struct | Enum]] = {}
 
     def look(info: Any) -> None:
+        if isinstance(info, msgspec.inspect.EnumType):
+            found[info.cls.__name__] = info.cls
         if isinstance(info, msgspec.inspect.StructType):
             if info.cls.__name__ in found:
                 return
@@ -48,13 +56,22 @@ def documented_fields(kind: type[Struct] | None) -> Mapping[str, str]:
     return texts
 
 
-def _own_docstrings(kind: type[Struct]) -> Iterator[tuple[str, str]]:
+@cache
+def documented_values(kind: type[Enum]) -> Mapping[str, str]:
+    """Return the docstrings of an enumeration's members, by their values."""
+    return {str(kind[name].value): text for name, text in _own_docstrings(kind)}
+
+
+def _own_docstrings(kind: type[Struct] | type[Enum]) -> Iterator[tuple[str, str]]:
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     if not isinstance(node, ast.ClassDef):
         return
     for field, text in zip(node.body, node.body[1:], strict=False):
         match field, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
+                ast.Expr(value=ast.Constant(value=str(words))),
+            ):
                 yield name, " ".join(words.split())
             case _:
                 pass

@@ -312,8 +312,7 @@ class Egress(_Values, frozen=True):
     because they fetch models from anywhere."""
 
     dns: tuple[Open, ...] = ()
-    """The DNS servers, as peers of a NetworkPolicy; empty: any address on the ports for DNS, 53 and OpenShift's 5353.
-    The DNS servers, as peers of a NetworkPolicy; empty: any address on the ports for DNS, 53 and OpenShift's 5353."""
+    """The DNS servers, as peers of a NetworkPolicy; empty: any address on the ports for DNS, 53 and OpenShift's 5353."""
 
     api_server: tuple[Open, ...] = ()
     """The API server: `{ipBlock: {cidr: 10.0.0.1/32}}`. Empty: any address, on the ports below."""
@@ -322,8 +321,7 @@ class Egress(_Values, frozen=True):
     """Ports of the API server itself, not of its Service: most network plug-ins check where a connection ends."""
 
     extra: ExtraEgress = ExtraEgress()
-    """Further needs: a Redis whose URL is in a Secret, and your own workers and gateways that the values do not name.
-    Further needs: a Redis whose URL is in a Secret, and your own workers and gateways that the values do not name."""
+    """Further needs: a Redis whose URL is in a Secret, and your own workers and gateways that the values do not name."""
 
 
 class NetworkPolicy(_Values, frozen=True):

@@ -415,4 +415,4 @@ class DisaggDeploymentStatus(Resource, frozen=True):
     """Digest of the pods that have answered a probe: none is sent while these stay the same."""
 
     conditions: Conditions = ()
-    """`Ready` and the conditions that explain it."""
+    """`Ready`, `Available`, and the conditions that explain them."""

@@ -70,6 +70,7 @@ KINDS = (
         object_rules=OBJECT_RULES,
         columns=(
             PrinterColumn("Ready", _condition("Ready")),
+            PrinterColumn("Available", _condition("Available")),
             PrinterColumn("Reason", _condition("Ready", "reason")),
             PrinterColumn("Roles", ".status.readyRoles"),
             PrinterColumn("P:D", ".status.ratio"),
@@ -89,6 +90,9 @@ KINDS = (
             PrinterColumn("Role", ".spec.target.role"),
             PrinterColumn("Desired", ".spec.replicas", "integer"),
             PrinterColumn("Current", ".status.replicas", "integer"),
+            PrinterColumn("Bound", _condition("Bound")),
+            PrinterColumn("Reason", _condition("Bound", "reason")),
+            PrinterColumn("Bounds", _condition("WithinBounds", "reason"), wide=True),
         ),
     ),
     CustomKind(

@@ -41,8 +41,8 @@ WRITES_BEFORE_PAUSE = 20
 TROUBLE_RECHECK = Nanos(15 * SECOND)
 """The time between two reconciles of pods that do not start: passing time alone may require a change."""
 
-DERIVED_CONDITIONS = frozenset({"Progressing", "RolesRegistered", "Rebalancing"})
-"""Conditions that follow from the requested replicas and from Ready."""
+DERIVED_CONDITIONS = frozenset({"Available", "Progressing", "RolesRegistered", "Rebalancing"})
+"""Conditions that follow from the requested replicas and from Ready. Only the loss of Available is news of its own."""
 
 PROGRESS_REASONS = frozenset({"RolesNotReady", "RollingOut", "Suspending", "RegistrationUnknown", "NotRegistered"})
 """Reasons of Ready that follow one another during a change, so that a switch between them is not urgent."""
@@ -272,8 +272,14 @@ def _urgent(there: Any, said: Any) -> bool:
     if there is None or there.observed_generation != said.observed_generation:
         return True
     if isinstance(said, DisaggDeploymentStatus):
-        return _reports(said) != _reports(there)
+        return _reports(said) != _reports(there) or _lost(there, said)
     return True
+
+
+def _lost(there: DisaggDeploymentStatus, said: DisaggDeploymentStatus) -> bool:
+    """Return whether a deployment that was Available is so no longer."""
+    was, now = _condition(there, "Available"), _condition(said, "Available")
+    return was.status == TRUE != now.status
 
 
 def _brief(there: Any, said: Any) -> bool:
@@ -282,13 +288,14 @@ def _brief(there: Any, said: Any) -> bool:
         return False
     return (
         there.observed_generation == said.observed_generation
-        and _ready(said).reason in PASSING
-        and _ready(there).status != TRUE
+        and _condition(said, "Ready").reason in PASSING
+        and _condition(there, "Ready").status != TRUE
+        and not _lost(there, said)
     )
 
 
-def _ready(status: DisaggDeploymentStatus) -> Condition:
-    return next((each for each in status.conditions if each.type == "Ready"), NOTHING)
+def _condition(status: DisaggDeploymentStatus, kind: str) -> Condition:
+    return next((each for each in status.conditions if each.type == kind), NOTHING)
 
 
 def _reports(status: DisaggDeploymentStatus) -> tuple[list[tuple[str, int]], list[tuple[str, str, str]]]:
@@ -313,4 +320,4 @@ def _faulty_field(error: msgspec.ValidationError) -> str:
 
 
 def _is_ready(status: DisaggDeploymentStatus) -> bool:
-    return any(each.type == "Ready" and each.status == TRUE for each in status.conditions)
+    return _condition(status, "Ready").status == TRUE

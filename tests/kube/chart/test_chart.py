@@ -600,6 +600,7 @@ def test_planner_may_touch_only_its_own_lease_and_one_secret():
         }
         own = [f"{release}-planner"]
         assert named == {
+            ("events", "create"): None,
             ("leases", "create"): None,
             ("leases", "get"): own,
             ("leases", "update"): own,

@@ -147,7 +147,7 @@ async def no_ready_endpoint_gives_503(picker: PickerUnderTest) -> None:
 
 
 async def shed_request_gives_429(picker: PickerUnderTest) -> None:
-    """Of more requests than the pool can take, some are answered with 429, and the others are placed."""
+    """The picker answers some requests with 429 if more come than the pool can take, and places the others."""
     if not picker.options.overload:
         raise NotApplicable("needs --overload: the number of requests at once that the picker cannot all take")
     exchanges = [picker.exchange() for _ in range(picker.options.overload)]

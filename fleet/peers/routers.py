@@ -34,6 +34,7 @@ Rules:
 12. A router that is reached later gets the reservations last. So a process that shares its ports knows that it has
     caught
     up, and accepts no connection before.
+13. Besides the routers that the settings list, those behind one name are peers (`fleet.peers.named_routers`).
 """
 
 import asyncio
@@ -52,6 +53,7 @@ from fleet.core.system_clock import unix_nanoseconds
 from fleet.frontend.control.cluster import explain_request
 from fleet.frontend.overflow import OverflowReports
 from fleet.membership.messages import Deregister, Register, Registration
+from fleet.membership.registry import ResolveAddresses, resolve_addresses
 from fleet.net.streams.handshake import PROVE_SECONDS, StreamAuthenticator, dial
 from fleet.net.streams.identity import StreamIdentity, router_identity, tls_failure_cause, worker_identity
 from fleet.net.streams.proof import BETWEEN_ROUTERS, is_opening
@@ -75,6 +77,7 @@ from fleet.peers.messages import (
     encode_taken,
     encode_thresholds,
 )
+from fleet.peers.named_routers import NamedRouters
 from fleet.router.api import RouterApi
 from fleet.router.messages import PeerLeft, PeerPlaced, PeerReserved, ReservationTotals, SessionsBound
 from fleet.router.settings.router import RouterSettings, Thresholds
@@ -142,6 +145,7 @@ class PeerRouters:
         limits: "PeerLimits | None" = None,
         overflow: OverflowReports | None = None,
         now_unix_ns: Callable[[], int] = unix_nanoseconds,
+        look_up: ResolveAddresses = resolve_addresses,
     ) -> None:
         """Prepare the connections; `run` dials.
 
@@ -156,12 +160,17 @@ class PeerRouters:
             overflow: Hosted endpoints of this process, if there are any.
             now_unix_ns: Clock that decides which threshold change is the latest, and which session binding of routers that
                 have not met. In nanoseconds, because two requests may be less than a millisecond apart.
+            look_up: Resolves `replicas_name`.
 
         Raises:
-            ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to strangers.
+            ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to strangers; or
+                `replicas_name` or `replicas_listen` is no address.
         """
         self._settings = settings
         self._own, self._calling = _identities(settings)
+        self._named = (
+            NamedRouters(settings.replicas_name, settings.replicas_listen, look_up) if settings.replicas_name else None
+        )
         self._router = router
         self._registry = registry
         self._leases = leases
@@ -200,6 +209,8 @@ class PeerRouters:
             ):
                 for address in self._settings.replicas:
                     tasks.create_task(self._keep_up(address), name=f"replica {address}")
+                if self._named is not None:
+                    tasks.create_task(self._named.follow(self._keep_up, self.links.keys()))
                 while True:
                     await asyncio.sleep(FULL_STATE_SECONDS)
                     self._tell_news()
@@ -604,6 +615,8 @@ def _identities(settings: RouterSettings) -> tuple[StreamIdentity, StreamIdentit
         own.require("replicas_listen", settings.replicas_listen, on_loopback=True)
     for index, address in enumerate(settings.replicas):
         calling.require(f"replicas[{index}]", address, on_loopback=True)
+    if settings.replicas_name:
+        calling.require("replicas_name", settings.replicas_name, on_loopback=True)
     return own, calling
 
 

@@ -33,6 +33,7 @@ OWNED: Mapping[str, tuple[str, ...]] = {
         "share_ports",
         "replicas",
         "replicas_listen",
+        "replicas_name",
         "replicas_credentials",
         "tenant_secret",
         "prompt_secret",

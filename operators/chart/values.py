@@ -35,6 +35,7 @@ OWNED: Mapping[str, tuple[str, ...]] = {
         "replicas_listen",
         "replicas_name",
         "replicas_credentials",
+        "tls",
         "tenant_secret",
         "prompt_secret",
     ),
@@ -177,6 +178,19 @@ class Ingress(_Values, frozen=True):
     annotations: Texts = {}
 
 
+class ChartClientTls(_Values, frozen=True):
+    """TLS of the routers' ports for clients: HTTPS, and gRPC and the Open Inference Protocol over TLS."""
+
+    secret: Name = ""
+    """A Secret with the keys tls.crt and tls.key, as cert-manager writes it. Routers read a renewed Secret within about a minute, without a
+    restart. Its certificate holds the names that clients use; for `helm test` also `fleet-routers.NAMESPACE.svc`, and the
+    key ca.crt if its authority is your own. Empty: these ports have no TLS."""
+
+    client_authority: Annotated[str, Meta(pattern=r"^([-._a-zA-Z0-9]{1,253})?$")] = ""
+    """The key in the Secret that holds the authority of clients' certificates (mTLS): `ca.crt`. Empty: clients need no
+    certificate."""
+
+
 class Autoscaling(_Values, frozen=True):
     enabled: bool = False
     least: Annotated[int, Meta(ge=1, le=1000)] = 2
@@ -198,7 +212,7 @@ class Routers(_Values, frozen=True):
     """The autoscaler sets the number if it is enabled."""
 
     processes: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Processes of each replica, behind one port."""
+    """Processes of each replica, behind one port. With more than one, the processes of a pod know each other, but pods do not."""
 
     settings: RouterSettings = RouterSettings()
     """Settings of a router's settings file (docs/router.md), such as `openai_workers` and `tenants`. With
@@ -215,13 +229,15 @@ class Routers(_Values, frozen=True):
     in `.json` holds JSON, such as `tenants` with their API keys; any other holds a text."""
 
     control_secret: Name = ""
-    """Secret whose key `secret` (`openssl rand -hex 32`) workers and operators prove to the routers' control port, 50052.
+    """Secret whose key `secret` (`openssl rand -hex 32`) workers and operators prove to the routers' control port, 50052, and
+    routers to each other at port 50054: with it and one process for each pod they share their state (docs/router.md).
     With `tls` they show certificates as well. Without both, the control port is a Unix socket in the pod: workers are
     found in `discovery`, and `kubectl exec` runs `fleet status`."""
 
     models_claim: Name = ""
     """A PersistentVolumeClaim with tokenizers, mounted read-only at /models, for folders in `settings.models`."""
 
+    tls: ChartClientTls = ChartClientTls()
     kserve: bool = False
     """Serve the Open Inference Protocol over gRPC, on port 8001."""
 
@@ -387,7 +403,7 @@ class Issuer(_Values, frozen=True):
 class Tls(_Values, frozen=True):
     source: TlsSource = TlsSource.NONE
     """Source of the certificate that routers show to workers and KV store nodes on other hosts, and of the authority that
-    must have signed theirs. TLS for clients belongs to the Ingress or the Gateway."""
+    must have signed theirs. TLS for clients is `routers.tls`, or belongs to the Ingress or the Gateway."""
 
     secret: Name = ""
     """With `source: Secret`: a Secret with the keys tls.crt, tls.key and ca.crt."""

@@ -132,6 +132,11 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- if or .Values.routers.controlSecret (ne .Values.tls.source "None") -}}true{{- end -}}
 {{- end -}}
 
+{{/* Whether router pods tell each other their state: they need a secret to prove, and each pod has one address for one process. */}}
+{{- define "fleet.peers" -}}
+{{- if and .Values.routers.controlSecret (eq (int .Values.routers.processes) 1) -}}true{{- end -}}
+{{- end -}}
+
 {{/* What routers are told: the values' settings, and over them what follows from the chart's other values. */}}
 {{- define "fleet.routerSettings" -}}
 {{- $own := dict "http_listen" "0.0.0.0:8000" "grpc_listen" "0.0.0.0:50051" "health_listen" "0.0.0.0:8080" -}}
@@ -142,9 +147,19 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- $_ := set $own "control_listen" "0.0.0.0:50052" -}}
 {{- $_ := set $own "control_credentials" $proof -}}
 {{- end -}}
+{{- if include "fleet.peers" . -}}
+{{- $control := printf "%s-routers-control.%s.svc" (include "fleet.fullname" .) .Release.Namespace -}}
+{{- $_ := set $own "replicas_name" (printf "%s:50054" $control) -}}
+{{- $_ := set $own "replicas_credentials" (dict "secret_file" "/etc/fleet/control/secret") -}}
+{{- end -}}
 {{- /* The time before the SIGTERM, and some to close. */}}
 {{- $_ := set $own "drain_timeout_ms" (mul 1000 (sub (int .Values.routers.terminationSeconds) 10)) -}}
 {{- if not (hasKey .Values.routers.settings "connection_seconds") }}{{- $_ := set $own "connection_seconds" 4 }}{{ end -}}
+{{- with .Values.routers.tls.secret -}}
+{{- $files := dict "certificate" "/etc/fleet/client-tls/tls.crt" "key" "/etc/fleet/client-tls/tls.key" -}}
+{{- with $.Values.routers.tls.clientAuthority }}{{- $_ := set $files "client_authority" (printf "/etc/fleet/client-tls/%s" .) }}{{ end -}}
+{{- $_ := set $own "tls" $files -}}
+{{- end -}}
 {{- if .Values.routers.kserve }}{{- $_ := set $own "kserve_listen" "0.0.0.0:8001" }}{{ end -}}
 {{- if ne .Values.tls.source "None" -}}
 {{- range $end := list "worker_credentials" "store_credentials" -}}

@@ -170,7 +170,7 @@ def definition(kind: CustomKind) -> Schema:
                     "schema": {
                         "openAPIV3Schema": {
                             "type": "object",
-                            "description": _described(kind),
+                            "description": description_of(kind),
                             "required": ["spec"],
                             "properties": HEAD | {"spec": spec, "status": _as_written(structural(kind.status))},
                             **((kind.object_rules.extra_json_schema or {}) if kind.object_rules is not None else {}),
@@ -204,7 +204,7 @@ def _values_described(kind: type[Enum]) -> str:
     return " ".join(f"`{value}`: {text}" for value, text in documented_values(kind).items())
 
 
-def _described(kind: CustomKind) -> str:
+def description_of(kind: CustomKind) -> str:
     """Return the description of a kind: the first paragraph of its module's docstring."""
     said = inspect.getdoc(inspect.getmodule(kind.spec)) or ""
     text = " ".join(said.split("\n\n")[0].split()).removeprefix(f"{kind.name}: ")

@@ -1,6 +1,6 @@
 """Generator of the Helm chart: `python -m operators.chart.generate deploy/helm/fleet` writes what comes from types.
 
-Values and their schema come from `operators.chart.values`, custom resource definitions from `operators.chart.crds`, the
+Values, their schema and the README come from `operators.chart.values`, `Chart.yaml` from `operators.chart.package`, custom resource definitions from `operators.chart.crds`, the
 rights of operator and planner from `operators.rbac`, and dashboards from `operators.chart.dashboards`. A test compares the chart
 with the generated content.
 """
@@ -19,6 +19,8 @@ from fleet.core.errors import ConfigurationRefused
 from operators.chart.crds import KINDS, definition
 from operators.chart.dashboards import DASHBOARDS
 from operators.chart.docstrings import documented_fields, structs_of
+from operators.chart.package import chart_yaml, readme
+from operators.chart.presets import PRESETS
 from operators.chart.values import OWNED, Values
 from operators.planner.settings import KubePlannerSettings
 from operators.rbac import ACCESS, PLANNER_ACCESS, RoleRule
@@ -48,6 +50,9 @@ def generated() -> dict[str, str]:
     return {
         "values.yaml": values(),
         "values.schema.json": f"{msgspec.json.format(msgspec.json.encode(schema()), indent=1).decode()}\n",
+        "Chart.yaml": f"{HEADER.replace('the types', 'operators/chart/package.py')}\n{chart_yaml()}",
+        "README.md": readme(HEADER.removeprefix("# ")),
+        "files/presets.yaml": f"{HEADER}\n{_yaml(PRESETS)}",
         "files/operator-access.yaml": f"{HEADER}\n{_yaml(rules(ACCESS))}",
         "files/planner-access.yaml": f"{HEADER}\n{_yaml(rules(PLANNER_ACCESS))}",
         **definitions,

@@ -157,6 +157,12 @@ def test_router_pods_of_the_chart_know_each_other(server, cluster, api, tmp_path
         eventually(lambda name=name: cluster.log(name).count("peer router reached") == 2, SECONDS)
         assert "peer router rejected" not in cluster.log(name)
 
+    release.helm("test", "fleet", "--timeout", "50s")
+    release.helm("upgrade", "fleet", str(CHART), "--reuse-values", "--set", "test.model=absent")
+    said = release.helm("test", "fleet", "--timeout", "50s", code=1)
+    assert "fleet-test failed" in said
+    assert "absent" in cluster.log("fleet-test"), "the log of the failed pod stays, and names the cause"
+
 
 def public_secret(authority: Authority) -> dict:
     """Return a Secret with a certificate for clients of the routers, as cert-manager would write it."""
@@ -166,7 +172,7 @@ def public_secret(authority: Authority) -> dict:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "public"}, "data": content}
 
 
-def test_renewed_certificate_of_the_chart_serves_without_a_restart(server, cluster, api, tmp_path):
+def test_renewed_certificate_serves_without_a_restart(server, cluster, api, tmp_path):
     first, second = (Authority(tmp_path, name) for name in ("first", "second"))
     api.post(f"{CORE}/secrets", public_secret(first)).expect(201)
     values = VALUES | {

@@ -86,7 +86,11 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 topologySpreadConstraints:
 {{- if $pods.topologySpreadConstraints }}
-{{- toYaml $pods.topologySpreadConstraints | nindent 2 }}
+{{- /* Without a selector a constraint counts no pods at all. */}}
+{{- $own := dict "labelSelector" (dict "matchLabels" (include "fleet.selected" . | fromYaml)) }}
+{{- range $pods.topologySpreadConstraints }}
+  - {{- toYaml (merge (deepCopy .) (ternary (dict) $own (hasKey . "labelSelector"))) | nindent 4 }}
+{{- end }}
 {{- else }}
   - maxSkew: 1
     topologyKey: kubernetes.io/hostname
@@ -97,6 +101,18 @@ topologySpreadConstraints:
 {{- with $pods.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
+{{- end -}}
+
+{{/* Resources of a component's container: (list root component). Those that the values name replace those of the preset. */}}
+{{- define "fleet.resources" -}}
+{{- $root := index . 0 -}}{{- $of := index $root.Values (index . 1) -}}
+{{- $preset := dict -}}
+{{- if ne $of.preset "None" -}}
+{{- $preset = index ($root.Files.Get "files/presets.yaml" | fromYaml) (index . 1) $of.preset -}}
+{{- end -}}
+{{- with mergeOverwrite (deepCopy $preset) $of.pods.resources -}}
+resources: {{- toYaml . | nindent 2 }}
+{{- end -}}
 {{- end -}}
 
 {{/* Labels of a component's pods: (list root component pods). The chart's version is not among them: it would restart everything. */}}

@@ -31,7 +31,7 @@ from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, AnyObject, Finish, KvReport, Sampling
 from fleet.core.roles import KvPath, Phase
 from fleet.core.work import Handoff, Progress
-from fleet.router.kv_index.cache_accuracy import Knowledge
+from fleet.router.kv_index.prefix_index import Knowledge
 from fleet.router.messages import (
     Arrived,
     AttemptRejected,
@@ -257,7 +257,8 @@ def without_content(event: RouterEvent) -> RouterEvent | RecordedSteps:
             return RecordedSteps(worker_id=event.worker_id, progress=list(map(_step, event.progress)))
         case Arrived():
             sampling = _without_texts(event.sampling)
-            return structs.replace(event, tokens=b"", salt=b"", sampling=sampling, parsing=None)
+            answered = (0,) * len(event.answered)
+            return structs.replace(event, tokens=b"", salt=b"", sampling=sampling, parsing=None, answered=answered)
         case AttemptRejected():
             return structs.replace(event, rejected=structs.replace(event.rejected, message=""))
         case _:

@@ -12,7 +12,7 @@ Rules:
 4. A failed attempt (the worker left, could not be reached, or rejected it for a reason that is not the request's fault) is placed again
    on another worker, up to `max_attempts` placements in all. Tokens that the client has become part of the prompt. If another worker
    cannot continue in the same way, the answer starts over, provided that the client has seen nothing of it (`Arrived.whole`); else the
-   request is rejected with WORKER_LOST.
+   request is rejected with WORKER_LOST. An answer that another router has begun (`Arrived.answered`) is continued in the same way.
 5. Messages of attempts that were given up are ignored, because each attempt has an id of its own (`fleet.router.attempts`).
 6. A deadline ends a request in any stage; the server sends `RouterTicked` when `next_deadline()` has come.
 """
@@ -29,7 +29,6 @@ from fleet.core.requests import Finish, ModelCard
 from fleet.core.roles import Phase
 from fleet.core.work import Handoff, Progress, Rejected
 from fleet.router.attempts import Attempts
-from fleet.router.demand import RouterDemand
 from fleet.router.kv_index.peer_prompts import PromptAnnouncements
 from fleet.router.messages import (
     Arrived,
@@ -69,7 +68,7 @@ from fleet.router.placement.wait_or_reject import Rejection, WaitForRoom
 from fleet.router.placer import Placer
 from fleet.router.policy import PlacementPolicy, RandomSource
 from fleet.router.queueing.admission import QueueAdmission
-from fleet.router.queueing.ordered_requests import OrderedRequests
+from fleet.router.queueing.admission_queue import OrderedRequests
 from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS, BusyWorkers
 from fleet.router.sessions import SessionTable
 from fleet.router.settings.router import RouterSettings, Thresholds
@@ -85,7 +84,7 @@ from fleet.router.state.live_requests import (
 from fleet.router.state.snapshot import Explanation, RemotePrefillSnapshot, RouterSnapshot
 from fleet.router.state.worker_registry import WorkerRegistry
 from fleet.router.state.worker_table import RegisteredWorker
-from fleet.router.statistics import RouterStatistics
+from fleet.router.statistics import RouterDemand, RouterStatistics
 
 _NOT_THE_REQUESTS_FAULT = frozenset(
     {
@@ -213,7 +212,7 @@ class RouterMachine:
                     self._undelivered(event, now, out)
                 case _:
                     assert_never(event)
-        if may_move := self._admission.may_move:
+        if may_move := self.queue.may_move:
             if len(self.queue):
                 self._move_queues(now, out)
             else:
@@ -241,6 +240,10 @@ class RouterMachine:
             if event.deadline <= now:
                 self._reject(live, Reason.DEADLINE_PASSED, "the deadline had passed on arrival", out)
                 return
+        if event.answered and not self._continues(live):
+            message = f"the answer cannot be resumed: {_why_it_ends(live)}; send the request again"
+            self._reject(live, Reason.WORKER_LOST, message, out)
+            return
         # If a worker has room, the queued requests are waiting for other workers.
         busy = UNKNOWN_WORKERS
         if self.queue.first(event.model) is None or self.registry.worth_trying(event.model):
@@ -332,8 +335,9 @@ class RouterMachine:
         return found
 
     def _sessions_dropped(self) -> None:
-        for session in self.placer.sessions.dropped():
-            self._admission.session_moved(session)
+        if (sessions := self.placer.sessions).dropped:
+            for session in sessions.take_dropped():
+                self._admission.session_moved(session)
 
     def _dispatch(self, live: LiveRequest, placed: Decision, now: Nanos, out: list[Command]) -> None:
         self._statistics.placed(live, placed, self.policy)
@@ -555,7 +559,7 @@ class RouterMachine:
         if worker is not None:  # a worker that has left needs no mark: a new incarnation may try
             live.failed_on[worker.description.worker_id, worker.description.incarnation] = None
         live.failures += 1
-        continues = live.may_continue and self._same_weights_left(live)
+        continues = self._continues(live)
         if live.sent and live.remaining_tokens <= 0 and not live.arrived.only_end:
             self._complete(
                 live, Finish.LENGTH, now, out
@@ -578,6 +582,10 @@ class RouterMachine:
                 self._admission.enqueue(
                     live, now, outcome.busy
                 )  # the request was admitted before, so the limit does not apply
+
+    def _continues(self, live: LiveRequest) -> bool:
+        """Return whether a worker can go on with the answer exactly as the one that began it would have."""
+        return live.may_continue and self._same_weights_left(live)
 
     def _same_weights_left(self, live: LiveRequest) -> bool:
         """Return whether the answer has not begun, or some worker has the weights that began it."""
@@ -655,7 +663,7 @@ class RouterMachine:
     def _release(self, live: LiveRequest, worker_id: WorkerId) -> None:
         """Release what a request holds on a worker, so that queued requests may get it."""
         self.registry.release(live, worker_id)
-        self._admission.room_released(live.arrived.model, worker_id)
+        self.queue.room_released(live.arrived.model, worker_id)
 
     # Views.
 
@@ -688,6 +696,11 @@ class RouterMachine:
         """Return the decision for a live request; None if the request has ended or is not placed."""
         live = self.live_requests.get(request_id)
         return None if live is None else live.placed
+
+    def fingerprint(self, request_id: RequestId) -> str:
+        """Return the fingerprint of the worker that began an answer; empty if none has, or if the request has ended."""
+        live = self.live_requests.get(request_id)
+        return "" if live is None else live.fingerprint
 
     def address(self, worker_id: WorkerId) -> str:
         """Return the address of a worker; empty if it has left."""

@@ -23,7 +23,7 @@ from operators.chart.package import chart_yaml, readme
 from operators.chart.presets import PRESETS
 from operators.chart.values import OWNED, Values
 from operators.planner.settings import KubePlannerSettings
-from operators.rbac import ACCESS, PLANNER_ACCESS, RoleRule
+from operators.rbac import ACCESS, CLUSTER_ACCESS, PLANNER_ACCESS, RoleRule
 from operators.settings import OperatorSettings
 
 Schema = dict[str, Any]
@@ -53,7 +53,7 @@ def generated() -> dict[str, str]:
         "Chart.yaml": f"{HEADER.replace('the types', 'operators/chart/package.py')}\n{chart_yaml()}",
         "README.md": readme(HEADER.removeprefix("# ")),
         "files/presets.yaml": f"{HEADER}\n{_yaml(PRESETS)}",
-        "files/operator-access.yaml": f"{HEADER}\n{_yaml(rules(ACCESS))}",
+        "files/operator-access.yaml": f"{HEADER}\n{_yaml(rules(ACCESS) | {'cluster': rules(CLUSTER_ACCESS)['deployments']})}",
         "files/planner-access.yaml": f"{HEADER}\n{_yaml(rules(PLANNER_ACCESS))}",
         **definitions,
         **dashboards,

@@ -46,6 +46,7 @@ SIMULATED = SimulatedSettings(
 DRAIN_SECONDS = 20.0
 JOIN_SECONDS = 90.0  # on a busy machine
 CALL_SECONDS = 5.0
+RESUME_SECONDS = 60.0  # for a killed router to be back; clients over gRPC go on with their answers then
 STORE_BYTES = 8 << 20
 
 
@@ -162,8 +163,10 @@ class FaultCluster:
     # Requests.
 
     def clients(self) -> SoakClients:
-        """Return clients with a tally of their own."""
-        return SoakClients(self.endpoints["http"], self.endpoints["grpc"], MODEL, self._text_of)
+        """Return clients with a tally of their own; those over gRPC survive the router."""
+        return SoakClients(
+            self.endpoints["http"], self.endpoints["grpc"], MODEL, self._text_of, resume_seconds=RESUME_SECONDS
+        )
 
     def request(self, tokens: int, answer: int, *, over_http: bool = False, **options: object) -> SoakRequest:
         """Return a request with a fresh prompt and its expected answer."""

@@ -216,7 +216,9 @@ class Experiment:
         return cell
 
     def _broke_with_router(self, asked: _Ask) -> bool:
-        """Return whether an answer ended with its router, which a client without a resume token sees as an error."""
+        """Return whether an answer over HTTP ended with its router; clients over gRPC go on when a router is back."""
+        if not asked.request.over_http:
+            return False
         tally = asked.clients.tally
         exact = not (tally.lost or tally.repeated or _wrong(asked))
         return self._component is Component.ROUTER and bool(tally.broken) and exact

@@ -37,7 +37,7 @@ from fleet.core.clock import Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import RequestId
 from fleet.frontend.openai.relay import RelayedRequest
-from fleet.net.http.messages import ClientDisconnected
+from fleet.net.http.exchange import ClientDisconnected
 
 MAX_HEAD_BYTES = 64 << 10  # of an answer
 MAX_KNOWN_HEADS = 256  # cached heads of answers; a head with a date is valid for a second
@@ -424,7 +424,8 @@ class Upstream(asyncio.Protocol):
         head, says_done = self._head, self._owner.says_done
         if head is None or not head.streams:
             return False
-        if _LAST_EVENT.search(data) or _LAST_EVENT.search(_BETWEEN_CHUNKS.sub(b"", self.latest[-USAGE_BYTES:] + data)):
+        # Nearly every stream ends with [DONE], which `in` finds a hundred times faster than the pattern.
+        if b"[DONE]" in data or _LAST_EVENT.search(data) or _LAST_EVENT.search(_BETWEEN_CHUNKS.sub(b"", self.latest[-USAGE_BYTES:] + data)):
             says_done.add(self._path)
             return False
         return self._path in says_done

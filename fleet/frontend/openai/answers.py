@@ -24,7 +24,7 @@ from fleet.core.requests import (
     join_calls,
 )
 from fleet.frontend.openai.requests import OpenAiRequest
-from fleet.net.http.messages import sse_event
+from fleet.net.http.exchange import sse_event
 
 DONE = b"data: [DONE]\n\n"
 UNKNOWN_MODEL_LENGTH = 2**31 - 1  # tokens; stands for an unknown model length
@@ -90,6 +90,10 @@ class ChatFormatter:
         )
         self._chunk_tail = b"}]" + _null_usage(parsed)
         self._first = b'"role":"assistant",'
+
+    def resume(self) -> None:
+        """Go on after events that the client has."""
+        self._first = b""
 
     @property
     def head(self) -> Json:
@@ -232,6 +236,9 @@ class CompletionFormatter:
         }
         self._chunk_head = encode(self._head)[:-1] + b',"choices":[{"index":%d,"text":' % place.index
         self._chunk_tail = b"}]" + _null_usage(parsed)
+
+    def resume(self) -> None:
+        """Go on after events that the client has; nothing depends on them, unless there are log probabilities."""
 
     @property
     def head(self) -> Json:

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 import msgspec
+from msgspec import structs
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
@@ -19,7 +20,7 @@ from fleet.core.errors import Reason, RequestRejected, draining_rejection
 from fleet.core.ids import RequestId
 from fleet.core.requests import Admitted, CallDelta, Delta, Finished, Logprobs
 from fleet.core.system_clock import unix_seconds
-from fleet.frontend.generation import Generation
+from fleet.frontend.generation import Generation, OverflowTerms
 from fleet.frontend.metrics.merged import merge_metrics
 from fleet.frontend.openai.answers import (
     AnswerFormatter,
@@ -29,19 +30,18 @@ from fleet.frontend.openai.answers import (
     model_object,
     rate_limit_headers,
 )
+from fleet.frontend.openai.bodies import HINT_HEADER_NAMES
 from fleet.frontend.openai.branches import BranchedAnswers
-from fleet.frontend.openai.header_hints import NAMES, new_request_id
 from fleet.frontend.openai.openapi import openapi_document
-from fleet.frontend.openai.overflow import Overflow, OverflowOffer
-from fleet.frontend.openai.relay import Relay, authorization_of
+from fleet.frontend.openai.relay import Relay
 from fleet.frontend.openai.relayed_paths import PathClass
-from fleet.frontend.openai.requests import OpenAiRequest, read_chat, read_completion
+from fleet.frontend.openai.requests import OpenAiRequest, authorization_of, new_request_id, read_chat, read_completion
+from fleet.frontend.openai.resumable_stream import EventIds
 from fleet.frontend.openai.translated.service import TranslatedFrontend
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.client_tls import ServerCertificates
 from fleet.net.http.errors import send_http_error, send_rejection
-from fleet.net.http.exchange import Exchange, ExchangeTask
-from fleet.net.http.messages import EVENT_STREAM, HttpHead
+from fleet.net.http.exchange import EVENT_STREAM, Exchange, ExchangeTask, HttpHead
 from fleet.net.http.server import HttpServer, RouteHandler, run_server
 from fleet.net.settings import KIB, MIB, HttpSettings
 from fleet.net.status_codes import rename_field
@@ -58,6 +58,33 @@ HEALTH_LIMITS = HttpSettings(
     idle_timeout_seconds=75.0,
     write_timeout_seconds=10.0,
 )
+
+
+class OverflowOffer(OverflowTerms, Protocol):
+    """One request that may overflow."""
+
+    async def serve(self, exchange: Exchange, refused: RequestRejected) -> RequestRejected | None:
+        """Answer a request that the router has refused.
+
+        Returns:
+            The rejection to answer instead; None if the exchange has its answer.
+
+        Raises:
+            RequestRejected: The tenant's limit is reached, or an answer that has begun broke off.
+            ClientDisconnected: The client has gone.
+        """
+        ...
+
+
+class Overflow(Protocol):
+    """All hosted endpoints of one router process, which take requests that the model's own workers cannot.
+
+    `fleet.backends.hosted.overflow` implements it.
+    """
+
+    def offer(self, parsed: OpenAiRequest, exchange: Exchange, authorization: str) -> OverflowOffer | None:
+        """Return the offer of a request; None if it must not overflow."""
+        ...
 
 
 class ReadBody(Protocol):
@@ -249,16 +276,18 @@ class HttpFrontend(HttpServer):
         request = exchange.request
         headers = request.head.headers
         request_id = new_request_id(headers, self._generation.serves)
-        hinted = None if NAMES.isdisjoint(headers) else headers
+        hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
         parsed = read(request.body, request_id, self._clock.now(), hinted, strict=self._refuses_unknown_fields)
         offer = None
-        if self._overflow is not None and parsed.details is None:
+        if self._overflow is not None and parsed.details is None and parsed.seen is None:
             offer = self._overflow.offer(parsed, exchange, _authorization(exchange))
         try:
             try:
                 if parsed.details is not None:
                     answers = BranchedAnswers(self._generation, parsed, formatter, exchange, _authorization(exchange))
                     await answers.serve()
+                elif parsed.request.resumable:
+                    await self._stream_with_ids(exchange, parsed, formatter, offer)
                 elif parsed.stream:
                     await self._stream(exchange, parsed, formatter, offer)
                 else:
@@ -278,12 +307,7 @@ class HttpFrontend(HttpServer):
         formatter_type: type[AnswerFormatter],
         offer: OverflowOffer | None,
     ) -> None:
-        headers: tuple[tuple[str, str], ...] = (
-            ("cache-control", "no-cache"),
-            ("x-accel-buffering", "no"),  # nginx would buffer events
-            ("x-request-id", parsed.request.id),
-            ("date", formatdate(unix_seconds(), usegmt=True)),
-        )
+        headers = _stream_headers(parsed.request.id)
         token_ids: list[int] = []
         async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
             formatter: AnswerFormatter | None = None
@@ -302,6 +326,40 @@ class HttpFrontend(HttpServer):
                     case Finished():
                         assert formatter is not None
                         chunks = formatter.last_chunks(item, token_ids)
+                        exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)
+
+    async def _stream_with_ids(
+        self,
+        exchange: Exchange,
+        parsed: OpenAiRequest,
+        formatter_type: type[AnswerFormatter],
+        offer: OverflowOffer | None,
+    ) -> None:
+        """Stream like `_stream`, with ids of the events (`fleet.frontend.openai.resumable_stream`)."""
+        ids, headers = EventIds(parsed.seen), _stream_headers(parsed.request.id)
+        async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
+            formatter: AnswerFormatter | None = None
+            async for item in events:
+                match item:
+                    case Admitted():
+                        ids.follow(item)
+                        if item.resumes:
+                            parsed = structs.replace(parsed, request=structs.replace(parsed.request, id=item.resumes))
+                            headers = _stream_headers(item.request_id)
+                        created = item.began or unix_seconds()
+                        formatter = formatter_type(parsed, item.model, self._generation.token_text, created)
+                        if item.resumes:
+                            formatter.resume()
+                        headers += rate_limit_headers(item.allowance)
+                    case Delta():
+                        assert formatter is not None
+                        ids.follow(item)
+                        if chunk := formatter.chunk(item):
+                            exchange.send(ids.numbered(chunk), content_type=EVENT_STREAM, headers=headers)
+                            await exchange.drained()
+                    case Finished():
+                        assert formatter is not None
+                        chunks = ids.numbered_last(formatter.last_chunks(item, ()))
                         exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)
 
     async def _collect(
@@ -380,6 +438,16 @@ class HttpFrontend(HttpServer):
             encode, content_type = choose_encoder(accepted)  # OpenMetrics for those who ask for it
             content = encode(self._registry)
         exchange.respond(HTTPStatus.OK, content, content_type=content_type)
+
+
+def _stream_headers(request_id: RequestId) -> tuple[tuple[str, str], ...]:
+    """Return the headers of a stream."""
+    return (
+        ("cache-control", "no-cache"),
+        ("x-accel-buffering", "no"),  # nginx would buffer events
+        ("x-request-id", request_id),
+        ("date", formatdate(unix_seconds(), usegmt=True)),
+    )
 
 
 def _authorization(exchange: Exchange) -> str:

@@ -44,6 +44,11 @@ class EngineParsedAnswer:
     def has_calls(self) -> bool:
         return bool(self._calls)
 
+    def resume(self, num_tokens: int, text: str, reasoning: str, calls: Sequence[CallDelta]) -> None:
+        """Begin with what the client has of an answer that another router began."""
+        self.num_tokens = num_tokens
+        self._texts, self._reasoning, self._calls = [text], [reasoning], list(calls)
+
     def take(self, progress: Progress) -> Delta:
         """Add the tokens of a step.
 
@@ -142,7 +147,7 @@ class TemplateParsedAnswer:
             is_single: Whether all calls but the first are left out.
         """
         self._is_single = is_single
-        self._request_id = request_id
+        self.request_id = request_id
         self._text = text
         self._regions = _Regions(template, prompt, tools)
         self._calls = 0
@@ -187,7 +192,7 @@ class TemplateParsedAnswer:
         reasoning, text, calls = self._regions.take()
         parts = []
         for call in calls[: 1 - self._calls] if self._is_single else calls:
-            identity = call_id(self._request_id, self._calls)
+            identity = call_id(self.request_id, self._calls)
             parts.append(CallDelta(index=self._calls, id=identity, name=call.name, arguments=call.arguments))
             self._calls += 1
         return Delta(text=text, token_ids=token_ids, logprobs=logprobs, reasoning=reasoning, calls=tuple(parts))

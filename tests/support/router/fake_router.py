@@ -16,6 +16,7 @@ from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.settings.router import Thresholds
 from fleet.router.state.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot, RouterCounters, RouterSnapshot
 from tests.support.builders import BLOCK_TOKENS, MODEL, a_kv_report
+from tests.support.waiting import pace
 
 
 def a_model_card(**fields: object) -> ModelCard:
@@ -76,6 +77,9 @@ class FakeRouter:
     def explain(self, request_id: RequestId) -> Explanation | None:
         return self.explanations.get(request_id)
 
+    def fingerprint(self, request_id: RequestId) -> str:
+        return "weights" if self.submitted else ""
+
     def demand(self) -> tuple[Nanos, tuple[ModelDemand, ...], tuple[WorkerLoad, ...]]:
         return Nanos(0), self.demanded, ()
 
@@ -111,7 +115,7 @@ class FakeStream:
         self._arrived = arrived
         self._answer: Sequence[int] = router.answer
         self._logprobs = router.logprobs
-        self._sent = 0
+        self._sent = len(arrived.answered)
         self._steps = 0
         self._finish: Finish | None = None
         self._complete = False
@@ -161,7 +165,7 @@ class FakeStream:
             raise RequestRejected(Reason.WORKER_LOST, "its worker is gone", retry_after_ms=1500)
         if self._steps == router.hold_after:
             await router.release.wait()
-        await asyncio.sleep(router.pause_seconds)
+        await pace(router.pause_seconds, "the worker makes a step in this time")
         self._steps += 1
         router.steps_taken += 1
         return self._next()

@@ -122,6 +122,20 @@ def test_example_is_rendered_alike_and_valid_everywhere(name):
     assert [said for _, spec in pods(found) for said in complaints(spec)] == []
 
 
+def b200_nodes():
+    """Return eight nodes of one NVLink domain, with the labels that the vendor's feature discovery sets."""
+    allocatable = {"nvidia.com/gpu": "8", "rdma/hca": "8", "cpu": "128", "memory": "2Ti", "pods": "110"}
+    for number in range(8):
+        name = f"b200-{number}"
+        labels = {
+            "kubernetes.io/hostname": name,
+            "nvidia.com/gpu.product": "NVIDIA-B200",
+            "nvidia.com/gpu.clique": "a.0",
+        }
+        status = {"allocatable": allocatable, "conditions": [{"type": "Ready", "status": "True"}]}
+        yield {"metadata": {"name": name, "labels": labels}, "status": status}
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 async def test_example_is_installed_and_its_sample_becomes_ready(name, tmp_path):
     manifest = yaml.safe_load((DEPLOY / "samples" / f"{SAMPLES[name]}.yaml").read_text())
@@ -129,6 +143,10 @@ async def test_example_is_installed_and_its_sample_becomes_ready(name, tmp_path)
         asked = AskedRouters(server, api, "serving", tmp_path)
         config = server.kubeconfig(tmp_path, namespace="serving")
         helm = Command(helm_3(tools_folder()), config, tmp_path)
+        for node in b200_nodes() if name == "b200" else ():
+            api.post("/api/v1/nodes", {"metadata": node["metadata"]}).expect(201)
+            path = f"/api/v1/nodes/{node['metadata']['name']}/status"
+            api.patch(path, "merge", {"status": node["status"]}).expect(200)
         path = str(CHART / "examples" / f"{name}.yaml")
         await asyncio.to_thread(helm, "install", "fleet", str(CHART), "--create-namespace", "--values", path)
         async with an_operator(asked):

@@ -75,7 +75,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # alternatives per token
     form: StructuredOutput | None = None  # None: no rule
-    # Fields that not every engine obeys, see `ENGINE_FIELDS`.
+    # Fields that not every engine supports, see `ENGINE_FIELDS`.
     logit_bias: tuple[tuple[int, float], ...] = ()  # tokens, and what is added to their logits
     allowed_token_ids: tuple[int, ...] = ()  # the only tokens that may be sampled; empty: all
     bad_tokens: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not be sampled
@@ -102,8 +102,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
 
 
 ENGINE_FIELDS = ("logit_bias", "allowed_token_ids", "bad_tokens", "prompt_logprobs")
-"""Fields of `Sampling` that a worker must know; an engine may lack them. The router places a request only where all that it
-uses are obeyed."""
+"""Fields of `Sampling` that a worker must know; an engine may lack them. The router places a request only on a
+worker that supports all of these fields that the request uses."""
 
 
 def engine_fields(sampling: Sampling) -> tuple[str, ...]:

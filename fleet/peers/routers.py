@@ -99,7 +99,7 @@ SEND_INTERVAL_SECONDS = 0.002
 FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
 DIAL_SECONDS = 1.0  # for an answer, and between two later attempts
-FIRST_PAUSE_SECONDS = 0.05  # after the first attempt: processes of one host start together
+FIRST_PAUSE_SECONDS = 0.05  # after the first attempt; short, because processes of one host start at the same time
 SETTLE_SECONDS = 0.25  # about a hundred times the answer time of idle processes
 ANSWER_SECONDS = 1.0  # for a router's answer to an operator's question
 MAX_MESSAGE_BYTES = 16 << 20  # a worker needs about 50 bytes
@@ -171,7 +171,7 @@ class PeerRouters:
             look_up: Resolves `replicas_name`.
 
         Raises:
-            ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to strangers; or
+            ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to other programs; or
                 `replicas_name` or `replicas_listen` is no address.
         """
         self._settings = settings
@@ -634,7 +634,7 @@ def _identities(settings: RouterSettings) -> tuple[StreamIdentity, StreamIdentit
     """Return the identities of this router for accepted and for dialled connections.
 
     Raises:
-        ConfigurationRefused: A file cannot be used, or an address is open to strangers.
+        ConfigurationRefused: A file cannot be used, or an unprotected address is open to other programs.
     """
     own = worker_identity("replicas_credentials", settings.replicas_credentials)
     calling = router_identity("replicas_credentials", settings.replicas_credentials)

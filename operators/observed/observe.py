@@ -57,7 +57,7 @@ from operators.observed.registrations import (
 )
 from operators.observed.state import ObservedChild, ObservedRouter, ObservedState, PodDeletionCost
 from operators.probes.evidence import ProbeEvidence, RunningPod
-from operators.scaling import RevisionReplicas
+from operators.replica_steps import RevisionReplicas
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LEADER_GROUP = "leaderworkerset.sigs.k8s.io/group-index"

@@ -541,7 +541,7 @@ class _Event(Struct):
 _EVENTS = Decoder(_Event)
 _EMPTY_TYPES = frozenset(
     {"response.created", "response.queued", "response.in_progress", "message_start", "ping"}
-)  # sent before the engine has answered
+)  # a server sends these events before its engine has answered
 
 
 def has_content(content: bytes) -> bool:

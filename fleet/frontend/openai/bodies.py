@@ -86,7 +86,7 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
-    # Not supported, and accepted with the value that has no effect.
+    # Not supported: other values than false and empty ones are rejected.
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None

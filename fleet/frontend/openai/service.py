@@ -87,6 +87,12 @@ class Overflow(Protocol):
         ...
 
 
+STREAM_HEADERS: tuple[tuple[str, str], ...] = (
+    ("cache-control", "no-cache"),
+    ("x-accel-buffering", "no"),  # nginx would buffer events
+)
+
+
 class ReadBody(Protocol):
     """Reads a body, as `fleet.frontend.openai.requests.read_chat` does."""
 
@@ -307,7 +313,11 @@ class HttpFrontend(HttpServer):
         formatter_type: type[AnswerFormatter],
         offer: OverflowOffer | None,
     ) -> None:
-        headers = _stream_headers(parsed.request.id)
+        headers: tuple[tuple[str, str], ...] = (
+            *STREAM_HEADERS,
+            ("x-request-id", parsed.request.id),
+            ("date", formatdate(unix_seconds(), usegmt=True)),
+        )
         token_ids: list[int] = []
         async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
             formatter: AnswerFormatter | None = None
@@ -336,7 +346,7 @@ class HttpFrontend(HttpServer):
         offer: OverflowOffer | None,
     ) -> None:
         """Stream like `_stream`, with ids of the events (`fleet.frontend.openai.resumable_stream`)."""
-        ids, headers = EventIds(parsed.seen), _stream_headers(parsed.request.id)
+        ids, headers = EventIds(parsed.seen), STREAM_HEADERS
         async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
             formatter: AnswerFormatter | None = None
             async for item in events:
@@ -345,7 +355,8 @@ class HttpFrontend(HttpServer):
                         ids.follow(item)
                         if item.resumes:
                             parsed = structs.replace(parsed, request=structs.replace(parsed.request, id=item.resumes))
-                            headers = _stream_headers(item.request_id)
+                        date = formatdate(unix_seconds(), usegmt=True)
+                        headers += (("x-request-id", item.request_id), ("date", date))
                         created = item.began or unix_seconds()
                         formatter = formatter_type(parsed, item.model, self._generation.token_text, created)
                         if item.resumes:
@@ -438,16 +449,6 @@ class HttpFrontend(HttpServer):
             encode, content_type = choose_encoder(accepted)  # OpenMetrics for those who ask for it
             content = encode(self._registry)
         exchange.respond(HTTPStatus.OK, content, content_type=content_type)
-
-
-def _stream_headers(request_id: RequestId) -> tuple[tuple[str, str], ...]:
-    """Return the headers of a stream."""
-    return (
-        ("cache-control", "no-cache"),
-        ("x-accel-buffering", "no"),  # nginx would buffer events
-        ("x-request-id", request_id),
-        ("date", formatdate(unix_seconds(), usegmt=True)),
-    )
 
 
 def _authorization(exchange: Exchange) -> str:

@@ -2,8 +2,9 @@
 
 Rules:
 
-1. A worker whose engine has parsers sends what its tokens mean (`EngineParsedAnswer`). Otherwise the router parses the
-   text by a response template (`TemplateParsedAnswer`).
+1. A worker whose engine has parsers sends what its tokens mean (`EngineParsedAnswer`); with vLLM, the parsing itself is
+   in `workers.engines.vllm.answer_parser`. Otherwise the router parses the text by a response template
+   (`TemplateParsedAnswer`). `fleet.frontend.text.parsing_plan` decides which of them a request gets.
 2. Malformed output is text: from the malformed region on, the rest of the answer is passed on as the model wrote it.
 3. Another worker that continues an answer parses it from the beginning. What the client has is removed from the result,
    and must be its beginning; otherwise the request fails, so that no client gets a mixture of two answers.
@@ -90,7 +91,7 @@ class EngineParsedAnswer:
         )
 
     def _unseen(self, parsed: ParsedDelta) -> ParsedDelta:
-        """Return the part of an answer from its beginning that the client does not have."""
+        """Return what the client does not have yet of `parsed`, which is the answer from its beginning."""
         known = dict(enumerate(join_calls(self._calls)))
         calls = []
         for index, call in enumerate(join_calls(parsed.calls)):

@@ -94,7 +94,9 @@ async def ask_async(routers: list[str], prompt: str, met: Met | None, **options:
         return stream.result.text, stream.result.token_ids
 
 
-async def ask_sse(routers: list[str], prompt: str, met: Met | None, **options: Any) -> str:
+async def ask_sse(
+    routers: list[str], prompt: str, met: Met | None, *, silent_seconds: float = NOTICED_SECONDS, **options: Any
+) -> str:
     """Read server-sent events as a browser does: come back with the last id to the next router."""
     body = {"prompt": prompt, "stream": True, **GREEDY, **options}
     headers = {"x-fleet-resumable": "1"}
@@ -102,7 +104,7 @@ async def ask_sse(routers: list[str], prompt: str, met: Met | None, **options: A
     for router in routers:
         try:
             async with (
-                httpx.AsyncClient(base_url=f"http://{router}", trust_env=False, timeout=NOTICED_SECONDS) as client,
+                httpx.AsyncClient(base_url=f"http://{router}", trust_env=False, timeout=silent_seconds) as client,
                 client.stream("POST", "/v1/completions", json=body, headers=headers) as answer,
             ):
                 assert answer.status_code == 200, await answer.aread()
@@ -243,6 +245,17 @@ async def test_workers_stop_generating_for_a_dead_router(workers, folder):
         met.happened.set()
         await running
         await until_idle(second)
+
+
+async def test_sse_client_that_notices_a_hung_router_goes_on(workers, folder):
+    with open_router_pair(workers, folder) as (first, second):
+        met, routers = Met(), [first.http, second.http, second.http]
+        expected = await ask_sse([second.http], "silent", None)
+        running = asyncio.ensure_future(ask_sse(routers, "silent", met, silent_seconds=5))
+        await until(lambda: met.clients or running.done())
+        first.signal(signal.SIGSTOP)
+        met.happened.set()
+        assert await running == expected
 
 
 async def test_random_sse_answer_goes_on_from_the_peers_journal(workers, folder):

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from tests.support.fleet_processes import start_service
 from tests.support.servers.processes import a_free_port
+from tests.support.waiting import eventually
 
 
 class RouterProcess(Struct):
@@ -119,6 +120,9 @@ def open_router_pair(
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(start, (0, 1))
     try:
+        if peers:
+            for router in (first, second):
+                eventually(lambda: "peer router reached" in router.log.read_text())  # noqa: B023
         yield first, second
     finally:
         for router in (first, second):

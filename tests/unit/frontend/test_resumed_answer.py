@@ -9,7 +9,7 @@ from fleet.core.requests import Admitted, CallDelta, Delta, Finished, Resume, Sa
 from fleet.core.system_clock import SystemClock
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.work import ParsedDelta, Progress
-from fleet.frontend.generation import Generation
+from fleet.frontend.generation import INLINE_TOKENS, Generation
 from fleet.frontend.resume_tokens import ResumeTokens
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer
@@ -87,6 +87,19 @@ async def test_answer_cut_anywhere_goes_on_exactly(open_generation, codec, stop,
         assert rest[-1].finish is finished.finish
         assert rest[-1].stop_string == finished.stop_string
         assert rest[-1].usage == finished.usage
+
+
+async def test_long_answer_is_replayed_in_a_thread_and_goes_on(open_generation, codec):
+    answer = token_ids(codec.encode(TEXT * 20))[1:]
+    assert len(answer) > INLINE_TOKENS + 10
+    request = a_request(sampling=structs.replace(GREEDY, max_tokens=1000), stop=("nowhere",), resumable=True)
+    whole = await events_of(open_generation(FakeRouter(answer)), request)
+    seen = whole[: INLINE_TOKENS + 5]
+
+    rest = await events_of(open_generation(FakeRouter(answer)), structs.replace(request, resume=resumption(seen)))
+
+    assert received(seen)[0] + received(rest)[0] == received(whole)[0]
+    assert received(seen)[1] + received(rest)[1] == tuple(answer)
 
 
 async def test_router_gets_tokens_and_weights_of_the_answer(open_generation, codec):

@@ -89,6 +89,8 @@ def test_recording_has_no_content_and_no_secrets(tmp_path):
         machine.handle(WorkerStepped(worker_id="w0", progress=(answer,)), Nanos(START + 2))
         said = Rejected(request_id=work, reason=Reason.INVALID_ARGUMENT, message=secret)
         machine.handle(AttemptRejected(worker_id="w0", rejected=said), Nanos(START + 3))
+        resumed = an_arrival(request_id="r2", tokens=prompt, answered=(987_654_321,) * 30)
+        assert isinstance(machine.handle(resumed, Nanos(START + 4))[0], Dispatch)
 
     content = path.read_text()
 

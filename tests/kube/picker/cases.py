@@ -18,6 +18,7 @@ from tests.kube.picker.client import (
     Violation,
     checked_endpoints,
 )
+from tests.support.waiting import pace
 
 ABSENT = "192.0.2.1:8000"
 """An endpoint of no pool: the address is reserved for documentation (RFC 5737)."""
@@ -166,7 +167,7 @@ async def shed_request_gives_429(picker: PickerUnderTest) -> None:
     if statuses != {0, 429}:
         raise Violation("all requests were shed" if 0 not in statuses else "no request was shed")
     while (decision := await picker.ask()).status == 429:  # until the picker knows that the requests are over
-        await asyncio.sleep(0.05)
+        await pace(0.05, "the next question")
     decision.destination()
 
 

@@ -1,7 +1,8 @@
-# One line each: make up | test | kube-test | check | proto | chart | bench | install | clean.   ENGINE=simulated needs no vLLM; CHECK=1 compares tokens.
+# One line each: make up | test | kube-test | check | proto | chart | images | bench | install | clean.   ENGINE=simulated needs no vLLM; CHECK=1 compares tokens.
 ENGINE ?= vllm
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 50051
+RUNTIME ?= docker
 DEMO ?= The yield statement is only used when defining a generator function, and is only used in the body of the generator \
   function. Using yield in a function definition is sufficient to cause that definition to create a generator function instead of \
   a normal function. When a generator function is called, it returns an iterator known as a generator iterator, or more commonly
@@ -42,7 +43,7 @@ endef
 # A package that an install was broken off in may look as if it were there, but nobody has written down of which files it consists.
 HALF_MADE := find .venv/lib/python3*/site-packages -maxdepth 1 -name '*.dist-info' ! -exec test -e {}/RECORD \; -exec rm -r {} +
 
-.PHONY: up test kube-test check proto chart bench install lock clean
+.PHONY: up test kube-test check proto chart images bench install lock clean
 .DEFAULT_GOAL := up
 
 up: $(INSTALLED)
@@ -69,6 +70,10 @@ check: $(KUBE)
 chart: $(DEV)
 	@$(BIN)/python -m operators.chart.generate deploy/helm/fleet
 	@$(BIN)/python -m fleet.app.settings_reference docs/settings.md
+
+# Needs a container runtime: make images RUNTIME=podman REGISTRY=registry.example.org/llm IMAGES="router operator"
+images: $(BIN)/python
+	@$(BIN)/python deploy/images/build.py --runtime $(RUNTIME) --registry "$(REGISTRY)" $(IMAGES)
 
 proto: $(DEV)
 	@$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PROTOS)

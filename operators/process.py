@@ -14,6 +14,7 @@ from fleet.net.kubernetes.leader import LeaseLeader
 from fleet.net.kubernetes.ports import KubernetesError, WallClock
 from kvstore.net.addresses import host_port
 from operators.controller.control_secrets import ControlSecrets
+from operators.controller.events import CONTROLLER
 from operators.health_server import open_health_server
 from operators.observed.router_poller import RouterReports
 from operators.probes.prober import ProbeSender
@@ -60,7 +61,9 @@ async def serve_operator(
     metrics = OperatorMetrics(registry)
     try:
         async with open_api_client(settings.kubeconfig, f"{AGENT}/{settings.identity}") as cluster:
-            leader = LeaseLeader(cluster, settings.lease, namespace, settings.identity, clock, wall)
+            leader = LeaseLeader(
+                cluster, settings.lease, namespace, settings.identity, clock, wall, controller=CONTROLLER
+            )
             secrets = ControlSecrets(cluster, namespace, settings.control_secret, settings.lease.owner)
             operator = Operator(settings, cluster, routers, leader, clock, wall, metrics, clients, secrets=secrets)
             gauges = OperatorGauges(

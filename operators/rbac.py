@@ -10,7 +10,7 @@ Rules:
    whole cluster, it may also list nodes, to choose domains for groups of pods (`operators.observed.domains`).
 4. Child objects carry `blockOwnerDeletion: false`, because setting it to true needs `update` on the owner's finalizers.
 5. The planner reads the operator's Secret by its name and no other one (ADR 39). It changes nothing but the number of RoleScalers, the
-   statuses of ServingPlans, and its Lease.
+   statuses of ServingPlans, and its Lease with its Events.
 """
 
 from msgspec import Struct
@@ -67,6 +67,7 @@ ACCESS: tuple[RoleRule, ...] = (
     _of(kinds.LEASE, ("get", "create", "update"), own_namespace=True),
     _of(kinds.DEPLOYMENT, ("get",), own_namespace=True),
     _of(kinds.EVENT, ("create",)),
+    _of(kinds.EVENT, ("create",), own_namespace=True),  # of the leader election
     _of(kinds.SECRET, ("create",)),
     _of(kinds.SECRET, ("create",), own_namespace=True),
     _of(kinds.SECRET, ("get",), own_namespace=True, names=(OWN_SECRET,)),
@@ -86,6 +87,7 @@ PLANNER_ACCESS: tuple[RoleRule, ...] = (
     _of(kinds.POD, READ),
     _of(kinds.LEASE, ("create",), own_namespace=True),  # names of what is to be made cannot be prescribed
     _of(kinds.LEASE, ("get", "update"), own_namespace=True, names=(LEASE_NAME,)),
+    _of(kinds.EVENT, ("create",), own_namespace=True),  # of the leader election
     _of(kinds.DEPLOYMENT, ("get",), own_namespace=True, names=(LEASE_NAME,)),  # of the Lease's name, and its owner
     _of(kinds.SECRET, ("get",), own_namespace=True, names=(OWN_SECRET,)),
 )

@@ -22,6 +22,16 @@ RUN /opt/fleet/bin/python -I -c 'import fleet.router.native._costs, kvstore.nati
 FROM ${BASE}
 COPY --from=build /opt/fleet /opt/fleet
 ENV PATH=/opt/fleet/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1
+ARG BASE
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="fleet-kvstore" \
+      org.opencontainers.image.description="Fleet: keeps KV blocks" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.vendor="Fleet maintainers" \
+      org.opencontainers.image.base.name="${BASE}"
 USER 65532:65532
 WORKDIR /tmp
 CMD ["fleet", "--help"]

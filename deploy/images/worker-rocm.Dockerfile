@@ -21,6 +21,16 @@ RUN python3 /tmp/lock/missing_constraints.py /tmp/lock/constraints.txt /tmp/lock
  && python3 -I -c 'import fleet.router.native._costs, kvstore.native._chain, kvstore.native._checksum, kvstore.native._kernels, kvstore.native._table, vllm' \
  && rm -rf /tmp/lock /tmp/wheels
 ENV HOME=/tmp PYTHONUNBUFFERED=1
+ARG BASE
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="fleet-worker-rocm" \
+      org.opencontainers.image.description="Fleet: serves models with vLLM on AMD GPUs" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.vendor="Fleet maintainers" \
+      org.opencontainers.image.base.name="${BASE}"
 USER 65532:65532
 WORKDIR /tmp
 ENTRYPOINT []

@@ -425,13 +425,15 @@ def _peers(settings: RouterSettings, shared: _Shared, backends: _Backends, core:
     """Build the connections to peer routers; None if this router has none.
 
     Raises:
-        ConfigurationRefused: `replicas_credentials` cannot be used, or `replicas` are set without `replicas_listen`.
+        ConfigurationRefused: `replicas_credentials` cannot be used, or `replicas` or `replicas_name` are set without
+            `replicas_listen`.
     """
     if not settings.replicas_listen:
-        if settings.replicas:
+        if settings.replicas or settings.replicas_name:
+            field = "replicas" if settings.replicas else "replicas_name"
             raise ConfigurationRefused(
-                f"replicas: {', '.join(settings.replicas)} could not reach this router, because replicas_listen is empty:"
-                " set replicas_listen (and replicas_credentials beyond a Unix socket), or leave replicas out"
+                f"{field}: {', '.join(settings.replicas) or settings.replicas_name} could not reach this router, because replicas_listen is empty:"
+                f" set replicas_listen (and replicas_credentials beyond a Unix socket), or leave {field} out"
             )
         return None
     peers = PeerRouters(

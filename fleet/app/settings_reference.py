@@ -16,7 +16,7 @@ from fleet.local.settings import Topology
 from fleet.planner.settings import PlannerSettings
 from fleet.router.settings.router import RouterSettings
 from kvstore.service.settings import StoreSettings
-from operators.chart.generate import documented_fields
+from operators.chart.docstrings import documented_fields
 from operators.planner.settings import KubePlannerSettings
 from operators.settings import OperatorSettings
 from workers.settings import WorkerSettings

@@ -9,6 +9,7 @@ from msgspec import Struct, structs
 
 from fleet.config import save
 from fleet.core.clock import MILLISECOND, Nanos
+from fleet.core.errors import ConfigurationRefused
 from fleet.local.processes import LocalProcess
 from fleet.local.settings import SupervisionSettings
 from fleet.local.supervision import ChildProcess
@@ -41,8 +42,13 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         folder: Private folder for settings, some of which are secret, and for sockets.
 
     Raises:
-        ConfigurationRefused: A public address is in use or invalid.
+        ConfigurationRefused: A public address is in use or invalid, or routers elsewhere would dial all processes as one.
     """
+    if settings.replicas_name:
+        raise ConfigurationRefused(
+            f"replicas_name: {settings.replicas_name}: the processes of one command have no addresses behind a name;"
+            " use a router of one process, or leave it out"
+        )
     with ExitStack() as held:
         http = claim_address("http_listen", settings.http_listen, held)
         grpc = claim_address("grpc_listen", settings.grpc_listen, held)

@@ -181,7 +181,7 @@ class GrpcRegistries:
         """
         self._address = address
         self._timeout = timeout
-        self._look_up = look_up or _addresses
+        self._look_up = look_up or resolve_addresses
         self._access = access
         self._clients: dict[str, GrpcRegistryClient] = {}
 
@@ -263,7 +263,12 @@ class GrpcRegistries:
                 self._clients[address] = GrpcRegistryClient(address, self._timeout, self._access)
 
 
-async def _addresses(host: str, port: int) -> list[str]:
+async def resolve_addresses(host: str, port: int) -> list[str]:
+    """Return every address of a name as ``ip:port``, in the order of the resolver.
+
+    Raises:
+        OSError: The name has no address.
+    """
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     hosts = dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found)
     return [f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts]

@@ -37,6 +37,7 @@ Rules:
 13. The tokens of answers in the journal (`fleet.frontend.answer_journal`) are sent at once and not in batches: the
     client gets them only then, and this router may be killed in between. A router that is reached later gets all that
     is known. A peer that takes nothing more does not get them.
+14. Besides the routers that the settings list, those behind one name are peers (`fleet.peers.named_routers`).
 """
 
 import asyncio
@@ -56,6 +57,7 @@ from fleet.frontend.answer_journal import AnswerJournal, JournalEntry
 from fleet.frontend.control.cluster import explain_request
 from fleet.frontend.overflow import OverflowReports
 from fleet.membership.messages import Deregister, Register, Registration
+from fleet.membership.registry import ResolveAddresses, resolve_addresses
 from fleet.net.streams.handshake import PROVE_SECONDS, StreamAuthenticator, dial
 from fleet.net.streams.identity import StreamIdentity, router_identity, tls_failure_cause, worker_identity
 from fleet.net.streams.proof import BETWEEN_ROUTERS, is_opening
@@ -81,6 +83,7 @@ from fleet.peers.messages import (
     encode_taken,
     encode_thresholds,
 )
+from fleet.peers.named_routers import NamedRouters
 from fleet.router.api import RouterApi
 from fleet.router.messages import PeerLeft, PeerPlaced, PeerReserved, ReservationTotals, SessionsBound
 from fleet.router.settings.router import RouterSettings, Thresholds
@@ -149,6 +152,7 @@ class PeerRouters:
         overflow: OverflowReports | None = None,
         journal: AnswerJournal | None = None,
         now_unix_ns: Callable[[], int] = unix_nanoseconds,
+        look_up: ResolveAddresses = resolve_addresses,
     ) -> None:
         """Prepare the connections; `run` dials.
 
@@ -164,12 +168,17 @@ class PeerRouters:
             journal: Answers of this process that others may have to go on with; None: there are none.
             now_unix_ns: Clock that decides which threshold change is the latest, and which session binding of routers that
                 have not met. In nanoseconds, because two requests may be less than a millisecond apart.
+            look_up: Resolves `replicas_name`.
 
         Raises:
-            ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to other programs.
+            ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to other programs; or
+                `replicas_name` or `replicas_listen` is no address.
         """
         self._settings = settings
         self._own, self._calling = _identities(settings)
+        self._named = (
+            NamedRouters(settings.replicas_name, settings.replicas_listen, look_up) if settings.replicas_name else None
+        )
         self._router = router
         self._registry = registry
         self._leases = leases
@@ -211,6 +220,8 @@ class PeerRouters:
             ):
                 for address in self._settings.replicas:
                     tasks.create_task(self._keep_up(address), name=f"replica {address}")
+                if self._named is not None:
+                    tasks.create_task(self._named.follow(self._keep_up, self.links.keys()))
                 while True:
                     await asyncio.sleep(FULL_STATE_SECONDS)
                     self._tell_news()
@@ -631,6 +642,8 @@ def _identities(settings: RouterSettings) -> tuple[StreamIdentity, StreamIdentit
         own.require("replicas_listen", settings.replicas_listen, on_loopback=True)
     for index, address in enumerate(settings.replicas):
         calling.require(f"replicas[{index}]", address, on_loopback=True)
+    if settings.replicas_name:
+        calling.require("replicas_name", settings.replicas_name, on_loopback=True)
     return own, calling
 
 

@@ -33,9 +33,16 @@ Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(k|Ki|[MGTPE]i?)?$", 
 
 class RoleType(StrEnum):
     PREFILL = "prefill"
+    """Workers compute prompts, and hand the KV blocks to decode workers."""
+
     DECODE = "decode"
+    """Workers generate answers, and compute short prompts themselves."""
+
     AGGREGATED = "aggregated"
+    """Workers do both."""
+
     ROUTER = "router"
+    """Routers accept requests and choose workers. Without such a role, the deployment has one router."""
 
 
 class ScalingMode(StrEnum):
@@ -56,20 +63,37 @@ class EngineKind(StrEnum):
 
 class FailureMode(StrEnum):
     OPEN = "FailOpen"
+    """The gateway chooses a pod itself."""
+
     CLOSE = "FailClose"
+    """The gateway rejects the request."""
 
 
 class Scaling(Resource, frozen=True):
-    mode: ScalingMode = ScalingMode.STATIC
+    """The writer of a role's replicas, and its bounds."""
 
-    least: Annotated[Count, Meta(description="Replicas that a scaler may go down to.")] = 0
-    most: Annotated[Count, Meta(description="And up to.")] = 64
+    mode: ScalingMode = ScalingMode.STATIC
+    """The writer of the number of replicas."""
+
+    least: Count = 0
+    """Fewest replicas that a scaler may request."""
+
+    most: Count = 64
+    """Most replicas that a scaler may request."""
 
 
 class Parallelism(Resource, frozen=True):
+    """Distribution of an engine over GPUs."""
+
     tensor: Degree = 1
+    """GPUs that share each layer."""
+
     pipeline: Degree = 1
+    """Groups of GPUs that each have a part of the layers."""
+
     data: Degree = 1
+    """Engines with all layers, which share the requests of a replica."""
+
     expert: Degree = 1
     """Counted over the ranks of `tensor` and `data` together; more than 1 splits the experts among all of them."""
 
@@ -85,6 +109,8 @@ class Parallelism(Resource, frozen=True):
 
 
 class Rollout(Resource, frozen=True):
+    """How many replicas an update adds and takes away at once."""
+
     max_surge: Count = 1
     """New replicas beyond `replicas` while a role is updated; they need free GPUs."""
 
@@ -93,12 +119,18 @@ class Rollout(Resource, frozen=True):
 
 
 class Drain(Resource, frozen=True):
+    """How a worker ends without failed requests."""
+
     timeout_seconds: Seconds = 300
     """The time within which a draining worker finishes its requests; then it is ended."""
 
 
 class Gpus(Resource, frozen=True):
+    """GPUs of a replica."""
+
     vendor: GpuVendor = GpuVendor.NVIDIA
+    """The extended resource that pods request."""
+
     product: Annotated[str, Meta(max_length=63)] = ""
     """The value of the node's label `nvidia.com/gpu.product` or `amd.com/gpu.product-name`; empty: any."""
 
@@ -137,26 +169,43 @@ class RoleSpec(Resource, frozen=True):
     """A pool of equal pods."""
 
     name: Name
+    """Name of the role; the pods are called after deployment and role."""
+
     type: RoleType
+    """Work of the pods. It cannot be changed."""
+
     replicas: Count = 1
-    """In another scaling mode than Static: the first value of the RoleScaler."""
+    """Number of replicas. In another scaling mode than Static: the first value of the RoleScaler."""
 
     scaling: Scaling = Scaling()
+    """The writer of the role's replicas, and its bounds."""
+
     parallelism: Parallelism = Parallelism()
+    """Distribution of the engine over the GPUs of a replica."""
+
     nodes_per_replica: Annotated[int, Meta(ge=1, le=64)] = 1
-    """More than 1: a group of pods that is placed, lives and dies together, and runs one engine. The first pod leads: it
+    """Nodes of a replica. More than 1: a group of pods that is placed, lives and dies together, and runs one engine. The first pod leads: it
     serves, and the others compute for it."""
 
     gpus: Gpus = Gpus()
+    """GPUs of a replica."""
+
     topology: NodeTopology = NodeTopology()
+    """Nodes that fit a replica."""
+
     rollout: Rollout = Rollout()
+    """How many replicas an update adds and takes away at once."""
+
     drain: Drain = Drain()
+    """How a worker ends without failed requests."""
+
     pod_template: OpenObject = field(default_factory=dict)
-    """A pod template. Its container `main` gets the image, command, ports, probes and resources that it does not set.
-    A pod template. Its container `main` gets the image, command, ports, probes and resources that it does not set."""
+    """A pod template. Its container `main` gets the image, command, ports, probes and resources that it does not set."""
 
 
 class KvTransfer(Resource, frozen=True):
+    """How KV blocks reach a worker."""
+
     paths: Annotated[
         tuple[KvPath, ...],
         Meta(min_length=1, max_length=2, extra_json_schema={"x-kubernetes-list-type": "set"}),
@@ -176,33 +225,48 @@ class KvTransfer(Resource, frozen=True):
 
 
 class InferencePool(Resource, frozen=True):
+    """An InferencePool of the Gateway API, for gateways that ask the router as an endpoint picker."""
+
     create: bool = False
     """Create an InferencePool whose endpoint picker is this deployment's router."""
 
     failure_mode: FailureMode = FailureMode.CLOSE
+    """The action of a gateway on requests while the endpoint picker does not answer."""
 
 
 class Routing(Resource, frozen=True):
+    """How routers choose workers."""
+
     policy: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet"
+    """The routing policy, by its name in `fleet router policies`."""
+
     disaggregate_above_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 512
     """The number of uncached prompt tokens from which a prefill worker computes them. Without prefill workers, decode
     workers do."""
 
     inference_pool: InferencePool = InferencePool()
+    """The InferencePool of a gateway."""
 
 
 class RatioBounds(Resource, frozen=True):
     """Bounds of prefill to decode replicas, kept at every moment of a change."""
 
     least: Ratio = "1:999"
+    """Fewest prefill replicas for the decode replicas, as `1:4`."""
+
     most: Ratio = "999:1"
+    """Most prefill replicas for the decode replicas, as `1:2`."""
 
 
 class Balance(Resource, frozen=True):
+    """Limits of all roles together."""
+
     gpu_budget: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """GPUs of all workers together, including old and new ones of a rollout; 0: no limit."""
 
     ratio: RatioBounds = RatioBounds()
+    """Bounds of prefill to decode replicas."""
+
     max_step: Annotated[int, Meta(ge=1, le=1000)] = 1
     """Replicas that one change adds or removes."""
 
@@ -211,6 +275,8 @@ class WatchdogSpec(Resource, frozen=True):
     """When a worker whose engine makes no progress is ended and started again."""
 
     enabled: bool = True
+    """End such a worker. Off: its requests fail by their deadlines."""
+
     floor_seconds: Annotated[int, Meta(ge=1, le=3600)] = 10
     """The shortest time for a step, however fast the engine's steps were."""
 
@@ -283,44 +349,90 @@ OBJECT_RULES = rules(
 
 
 class DisaggDeploymentSpec(Resource, frozen=True):
+    """The desired state of the deployment."""
+
     model: Annotated[ModelSource, MODEL_RULES]
+    """The served model."""
+
     roles: Annotated[tuple[Annotated[RoleSpec, _ROLE_RULES], ...], Meta(min_length=1, max_length=16), _ROLES]
+    """Pools of pods: prefill and decode workers, or aggregated ones, and at most one role of routers."""
+
     engine: EngineKind = EngineKind.VLLM
+    """Engine of the workers. The simulated one computes nothing, and is for tests."""
+
     image: Text = ""
     """Image of the workers; empty: the chart's image for the engine and vendor."""
 
     kv_transfer: KvTransfer = KvTransfer()
+    """How KV blocks reach a worker."""
+
     routing: Routing = Routing()
+    """How routers choose workers."""
+
     balance: Balance = Balance()
+    """Limits of all roles together."""
+
     watchdog: WatchdogSpec = WatchdogSpec()
+    """When a worker whose engine makes no progress is ended and started again."""
+
     suspend: bool = False
     """Scale everything to 0 and keep it there."""
 
 
 class RoleStatus(Resource, frozen=True):
+    """Replicas of one role."""
+
     name: Name
+    """Name of the role."""
+
     desired: int = 0
+    """Replicas that are wanted and allowed."""
+
     replicas: int = 0
+    """Existing replicas, of all revisions."""
+
     ready: int = 0
+    """Replicas whose pods are all ready."""
+
     updated: int = 0
+    """Replicas of the present revision."""
+
     registered: int = 0
     """Workers that all routers know and send requests to."""
 
     draining: int = 0
+    """Replicas that finish their requests before they end."""
 
 
 class DisaggDeploymentStatus(Resource, frozen=True):
+    """The observed state of the deployment."""
+
     observed_generation: int = 0
+    """The `metadata.generation` of the specification that the status is about."""
+
     current_revision: Annotated[str, Meta(max_length=63)] = ""
+    """Revision of all replicas; empty during a rollout."""
+
     update_revision: Annotated[str, Meta(max_length=63)] = ""
+    """Revision of the present specification."""
+
     roles: Annotated[
         tuple[RoleStatus, ...],
         Meta(max_length=16, extra_json_schema=keyed_by("name")),
     ] = ()
+    """Replicas of each role."""
+
     ratio: Annotated[str, Meta(max_length=16)] = ""
+    """Prefill to decode replicas, as they are wanted and allowed."""
+
     gpus: int = 0
+    """GPUs of all existing workers together."""
+
     ready_roles: Annotated[str, Meta(max_length=16)] = ""
+    """Complete roles, of all roles."""
+
     proved: Annotated[str, Meta(max_length=16)] = ""
     """Digest of the pods that have answered a probe: none is sent while these stay the same."""
 
     conditions: Conditions = ()
+    """`Ready`, `Available`, and the conditions that explain them."""

@@ -51,6 +51,8 @@ class GpuVendor(StrEnum):
 
 
 class ModelSource(Resource, frozen=True):
+    """A model, and where its weights come from."""
+
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     """The model's name in requests."""
 
@@ -82,6 +84,8 @@ MODEL_RULES = rules(
 
 
 class NodeTopology(Resource, frozen=True):
+    """Nodes that fit a replica: their domain, and their network devices."""
+
     domain: Annotated[str, Meta(max_length=317)] = ""
     """A node label; all nodes of one replica have the same value of it: `nvidia.com/gpu.clique` keeps a replica in an
     NVLink domain."""
@@ -91,12 +95,25 @@ class NodeTopology(Resource, frozen=True):
 
 
 class Condition(Resource, frozen=True):
+    """One observation about an object, with its reason."""
+
     type: Annotated[str, Meta(max_length=316)]
+    """The subject of the condition, such as `Ready`. `kubectl wait --for=condition=Ready` waits for it."""
+
     status: Annotated[str, Meta(pattern="^(True|False|Unknown)$", max_length=7)]
+    """The answer: True, False, or Unknown."""
+
     reason: Annotated[str, Meta(max_length=1024)]
+    """Reason of the status, as one word for programs."""
+
     message: Annotated[str, Meta(max_length=32_768)] = ""
+    """Reason of the status, as a text for people."""
+
     observed_generation: int = 0
+    """The `metadata.generation` of the specification that the condition is about."""
+
     last_transition_time: Annotated[str, Meta(extra_json_schema={"format": "date-time"}, max_length=40)] = ""
+    """The time since which the status has been the same."""
 
 
 Conditions = Annotated[
@@ -106,6 +123,13 @@ Conditions = Annotated[
 
 
 class ServingObjective(Resource, frozen=True):
+    """Latency goals of a model's requests."""
+
     ttft_ms: Milliseconds = 2000
+    """Longest time to first token, in milliseconds."""
+
     tpot_ms: Milliseconds = 50
+    """Longest time between two output tokens of a request, in milliseconds."""
+
     percentile: Annotated[int, Meta(ge=50, le=99)] = 90
+    """Percentage of the requests that must keep both times."""

@@ -1,4 +1,4 @@
-"""RoleScaler: the number of replicas of a role whose deployment does not set it."""
+"""RoleScaler: the number of replicas of a role whose deployment does not set it. `kubectl scale`, an HPA, KEDA or the planner changes it."""
 
 from typing import Annotated
 
@@ -8,20 +8,39 @@ from operators.api.fields import UNCHANGED, Conditions, Count, Name, Resource, r
 
 
 class RoleReference(Resource, frozen=True):
+    """A role of a DisaggDeployment."""
+
     deployment: Annotated[str, Meta(min_length=1, max_length=253)]
+    """Name of the DisaggDeployment, in the same namespace."""
+
     role: Name
+    """Name of the role in it."""
 
 
 class RoleScalerSpec(Resource, frozen=True):
+    """The scaled role, and its requested replicas."""
+
     target: Annotated[RoleReference, rules(UNCHANGED)]
+    """The role that is scaled. It cannot be changed."""
+
     replicas: Count = 1
+    """Requested replicas of the role. The bounds in the role's `scaling` and the deployment's `balance` limit them."""
 
 
 class RoleScalerStatus(Resource, frozen=True):
+    """State of the scaled role, as autoscalers read it."""
+
     observed_generation: int = 0
+    """The `metadata.generation` of the specification that the status is about."""
+
     replicas: int = 0
+    """Existing replicas of the role."""
+
     selector: Annotated[str, Meta(max_length=1024)] = ""
     """Selector of the role's pods, for an HPA."""
 
     last_scale_time: Annotated[str, Meta(extra_json_schema={"format": "date-time"}, max_length=40)] = ""
+    """The time at which `replicas` was last changed."""
+
     conditions: Conditions = ()
+    """`Bound`: the role exists, and this object scales it. `WithinBounds`: the requested replicas are allowed."""

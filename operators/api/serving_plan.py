@@ -30,7 +30,11 @@ class PlanMode(StrEnum):
 
 
 class RoleBounds(Resource, frozen=True):
+    """Bounds and prices of one role."""
+
     role: Name
+    """Name of the role."""
+
     least: Count = 1
     """Fewest replicas. With 0, which `scaling.least` must allow too, the role has no replica while nobody asks."""
 
@@ -61,6 +65,8 @@ class PlannedBudget(Resource, frozen=True):
 
 
 class ServingPlanSpec(Resource, frozen=True):
+    """The planner's task."""
+
     deployment: Annotated[str, Meta(min_length=1, max_length=253), rules(UNCHANGED)]
     """The DisaggDeployment, in the plan's namespace. Of several plans for one deployment, the first by name is obeyed."""
 
@@ -89,7 +95,11 @@ class ServingPlanSpec(Resource, frozen=True):
 
 
 class Recommendation(Resource, frozen=True):
+    """Replicas that the planner recommends for one role."""
+
     role: Name
+    """Name of the role."""
+
     replicas: int = 0
     """Replicas that the last decision wants."""
 
@@ -98,8 +108,10 @@ class Recommendation(Resource, frozen=True):
 
 
 class MadePlan(Resource, frozen=True):
+    """One plan, and what became of it."""
+
     id: Annotated[str, Meta(max_length=128)]
-    """For `fleet explain --plan`."""
+    """Identity of the plan, for `fleet explain --plan`."""
 
     state: Annotated[str, Meta(max_length=32)] = ""
     """State of the plan, or how it ended."""
@@ -108,16 +120,24 @@ class MadePlan(Resource, frozen=True):
     """Roles with their replicas before and after."""
 
     reason: Annotated[str, Meta(max_length=32)] = ""
+    """Why it was made, as one word for programs."""
+
     detail: Annotated[str, Meta(max_length=1024)] = ""
     """Why it ended as it did."""
 
 
 class ServingPlanStatus(Resource, frozen=True):
+    """Results of the planner."""
+
     observed_generation: int = 0
+    """The `metadata.generation` of the specification that the status is about."""
+
     planner: Annotated[str, Meta(max_length=253)] = ""
     """The planner that obeys the plan: the pod that leads; `none` if no planner is installed."""
 
     recommendations: Annotated[tuple[Recommendation, ...], Meta(max_length=16)] = ()
+    """Replicas that the last decision wants, by role."""
+
     plans: Annotated[tuple[MadePlan, ...], Meta(max_length=5)] = ()
     """The last plans of this planner, the newest first."""
 
@@ -125,4 +145,7 @@ class ServingPlanStatus(Resource, frozen=True):
     """Time to first token at the percentile of the objective, as measured last; 0: nothing was served."""
 
     tpot_ms: int = 0
+    """Time between output tokens at the percentile of the objective, as measured last; 0: nothing was served."""
+
     conditions: Conditions = ()
+    """`TargetFound`, `Settled`, and what hinders the planner."""

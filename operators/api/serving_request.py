@@ -22,8 +22,10 @@ from operators.api.fields import (
 
 
 class Hardware(Resource, frozen=True):
+    """GPUs for a deployment."""
+
     gpu: Annotated[str, Meta(min_length=1, max_length=63)]
-    """A name from `fleet hardware list`."""
+    """The GPU type, by its name in `fleet hardware list`."""
 
     count: Annotated[int, Meta(ge=1, le=100_000)]
     """The GPU budget, also during a rollout."""
@@ -45,10 +47,14 @@ _WORKLOAD = rules(
 
 
 class Workload(Resource, frozen=True):
+    """The requests that are expected."""
+
     prompt_tokens: Annotated[int, Meta(ge=1, le=10_000_000)]
     """Prompt tokens of a request, on average."""
 
     answer_tokens: Annotated[int, Meta(ge=1, le=1_000_000)]
+    """Output tokens of a request, on average."""
+
     cached_percent: Annotated[int, Meta(ge=0, le=99)] = 0
     """Share of the prompt tokens that a worker has cached already, because prompts begin alike."""
 
@@ -72,10 +78,20 @@ REQUEST_RULES = rules(
 
 
 class ServingRequestSpec(Resource, frozen=True):
+    """The model, the load and the latency goals, and the GPUs for them."""
+
     model: Annotated[ModelSource, MODEL_RULES]
+    """The model to serve."""
+
     hardware: Hardware
+    """The GPUs that the deployment may have."""
+
     workload: Annotated[Workload, _WORKLOAD]
+    """The expected requests."""
+
     objective: ServingObjective = ServingObjective()
+    """Latency goals, and the percentage of requests that must keep them."""
+
     model_config: OpenObject = field(default_factory=dict)
     """Content of the model's config.json, if its repository is not a known one."""
 
@@ -107,6 +123,8 @@ class ProposalFigure(Resource, frozen=True):
     """A figure of a proposal, or of the best possible one."""
 
     goal: GoalName
+    """The field of the request that the figure is about."""
+
     asked: int
     """The highest allowed value; for requestsPerMinute and concurrency the lowest."""
 
@@ -118,10 +136,15 @@ class ProposalFigure(Resource, frozen=True):
     """Median error of such predictions; half of them err by more."""
 
     met: bool = False
+    """True if the prediction keeps what is requested."""
 
 
 class ServingRequestStatus(Resource, frozen=True):
+    """The proposal, and what became of it."""
+
     observed_generation: int = 0
+    """The `metadata.generation` of the specification that the status is about."""
+
     phase: Annotated[str, Meta(max_length=32)] = ""
     """Proposed, Deploying, Ready, or Infeasible."""
 
@@ -132,6 +155,8 @@ class ServingRequestStatus(Resource, frozen=True):
         tuple[ProposalFigure, ...],
         Meta(max_length=8, extra_json_schema=keyed_by("goal")),
     ] = ()
+    """Requested and predicted figures."""
+
     basis: Text = ""
     """The measurements on which the predictions rest."""
 
@@ -139,3 +164,4 @@ class ServingRequestStatus(Resource, frozen=True):
     """A DisaggDeployment for `kubectl apply`."""
 
     conditions: Conditions = ()
+    """`Feasible`, and what hinders the request."""

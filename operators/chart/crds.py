@@ -1,31 +1,31 @@
 """CustomResourceDefinitions, generated from the types in `operators.api`.
 
 Kubernetes demands a *structural* schema: no references, and a type for every node. msgspec's JSON schema has references
-and titles, so they are resolved here. Docstrings of fields become descriptions, which `kubectl explain` shows.
+and titles, so they are resolved here. Docstrings of types and fields become descriptions, which `kubectl explain` shows.
 """
 
-import ast
 import inspect
 from collections.abc import Mapping
-from functools import cache
+from enum import Enum
 from typing import Any
 
 import msgspec
 from msgspec import Meta, Struct
 
 from fleet.net.kubernetes.kinds import GROUP, VERSION
-from operators.api import disagg_deployment as deployment
-from operators.api import fields as parts
-from operators.api import role_scaler as scaler
-from operators.api import serving_plan as plan
-from operators.api import serving_request as request
 from operators.api.disagg_deployment import DEPLOYMENT_RULES, OBJECT_RULES, DisaggDeploymentSpec, DisaggDeploymentStatus
 from operators.api.role_scaler import RoleScalerSpec, RoleScalerStatus
 from operators.api.serving_plan import ServingPlanSpec, ServingPlanStatus
 from operators.api.serving_request import REQUEST_RULES, ServingRequestSpec, ServingRequestStatus
+from operators.chart.docstrings import documented_fields, documented_values, named_types
 
 Schema = dict[str, Any]
-MODULES = (parts, deployment, scaler, plan, request)
+HEAD: Schema = {
+    "apiVersion": {"type": "string", "description": "Group and version of the kind."},
+    "kind": {"type": "string", "description": "The kind of the object."},
+    "metadata": {"type": "object", "description": "Name, namespace, labels and annotations of the object."},
+}
+"""Fields of every object. A Kubernetes API server explains them in its own words."""
 
 
 class PrinterColumn(Struct, frozen=True):
@@ -70,6 +70,7 @@ KINDS = (
         object_rules=OBJECT_RULES,
         columns=(
             PrinterColumn("Ready", _condition("Ready")),
+            PrinterColumn("Available", _condition("Available")),
             PrinterColumn("Reason", _condition("Ready", "reason")),
             PrinterColumn("Roles", ".status.readyRoles"),
             PrinterColumn("P:D", ".status.ratio"),
@@ -89,6 +90,9 @@ KINDS = (
             PrinterColumn("Role", ".spec.target.role"),
             PrinterColumn("Desired", ".spec.replicas", "integer"),
             PrinterColumn("Current", ".status.replicas", "integer"),
+            PrinterColumn("Bound", _condition("Bound")),
+            PrinterColumn("Reason", _condition("Bound", "reason")),
+            PrinterColumn("Bounds", _condition("WithinBounds", "reason"), wide=True),
         ),
     ),
     CustomKind(
@@ -166,14 +170,9 @@ def definition(kind: CustomKind) -> Schema:
                     "schema": {
                         "openAPIV3Schema": {
                             "type": "object",
+                            "description": description_of(kind),
                             "required": ["spec"],
-                            "properties": {
-                                "apiVersion": {"type": "string"},
-                                "kind": {"type": "string"},
-                                "metadata": {"type": "object"},
-                                "spec": spec,
-                                "status": _as_written(structural(kind.status)),
-                            },
+                            "properties": HEAD | {"spec": spec, "status": _as_written(structural(kind.status))},
                             **((kind.object_rules.extra_json_schema or {}) if kind.object_rules is not None else {}),
                         }
                     },
@@ -184,9 +183,32 @@ def definition(kind: CustomKind) -> Schema:
 
 
 def structural(of: type[Struct]) -> Schema:
-    """Return the type's schema without references."""
+    """Return the type's schema without references, with the docstrings of types and fields as descriptions."""
     (root,), parts = msgspec.json.schema_components([of], ref_template="{name}")
+    types = named_types(of)
+    for name, part in parts.items():
+        kind = types[name]
+        if issubclass(kind, Struct):
+            _describe_fields(part, kind)
+        else:
+            part["type"], part["description"] = "string", _values_described(kind)
     return _resolved(root, parts)
+
+
+def _describe_fields(part: Schema, kind: type[Struct]) -> None:
+    for field, text in documented_fields(kind).items():
+        part["properties"][field] = {"description": text} | part["properties"][field]
+
+
+def _values_described(kind: type[Enum]) -> str:
+    return " ".join(f"`{value}`: {text}" for value, text in documented_values(kind).items())
+
+
+def description_of(kind: CustomKind) -> str:
+    """Return the description of a kind: the first paragraph of its module's docstring."""
+    said = inspect.getdoc(inspect.getmodule(kind.spec)) or ""
+    text = " ".join(said.split("\n\n")[0].split()).removeprefix(f"{kind.name}: ")
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _as_written(node: Schema) -> Schema:
@@ -201,42 +223,15 @@ def _resolved(node: Mapping[str, Any], parts: Mapping[str, Schema]) -> Schema:
     without = ("$ref", "title", "additionalProperties") if "properties" in node else ("$ref", "title")
     own = {key: value for key, value in node.items() if key not in without}
     if "$ref" in node:
-        part = dict(parts[node["$ref"]])
-        if "properties" in part:
-            described = _descriptions(part["title"])
-            part["properties"] = {
-                name: _described(inner, described.get(name, "")) for name, inner in part["properties"].items()
-            }
-        # The text where a type is used overrides the type's own documentation.
-        return _resolved(part | own, parts)
+        part = parts[node["$ref"]]
+        # The text where a type is used overrides the type's own, but the values of an enumeration are always explained.
+        texts = [own.get("description", ""), part.get("description", "")]
+        text = " ".join(each for each in texts if each) if "enum" in part else next(filter(None, texts), "")
+        return _resolved(part | own | ({"description": text} if text else {}), parts)
     if not own.get("required", True):
         del own["required"]
-    if "enum" in own:
-        own["type"] = "string"
     if "properties" in own:
         own["properties"] = {name: _resolved(inner, parts) for name, inner in own["properties"].items()}
     if "items" in own:
         own["items"] = _resolved(own["items"], parts)
     return own
-
-
-def _described(node: Schema, description: str) -> Schema:
-    return {"description": description, **node} if description else node
-
-
-@cache
-def _descriptions(struct: str) -> Mapping[str, str]:
-    """Return the docstrings of a type's fields, by the fields' names on the wire."""
-    for module, node in ((each, node) for each in MODULES for node in ast.parse(inspect.getsource(each)).body):
-        if isinstance(node, ast.ClassDef) and node.name == struct:
-            wire = {each.name: each.encode_name for each in msgspec.structs.fields(getattr(module, struct))}
-            return {
-                wire[field.target.id]: " ".join(text.value.value.split())
-                for field, text in zip(node.body, node.body[1:], strict=False)
-                if isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-                and isinstance(text.value.value, str)
-            }
-    return {}

@@ -1,16 +1,13 @@
 """Generator of the Helm chart: `python -m operators.chart.generate deploy/helm/fleet` writes what comes from types.
 
-Values and their schema come from `operators.chart.values`, custom resource definitions from `operators.chart.crds`, the
+Values, their schema and the README come from `operators.chart.values`, `Chart.yaml` from `operators.chart.package`, custom resource definitions from `operators.chart.crds`, the
 rights of operator and planner from `operators.rbac`, and dashboards from `operators.chart.dashboards`. A test compares the chart
 with the generated content.
 """
 
 import argparse
-import ast
-import inspect
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,9 @@ from msgspec import Struct
 from fleet.core.errors import ConfigurationRefused
 from operators.chart.crds import KINDS, definition
 from operators.chart.dashboards import DASHBOARDS
+from operators.chart.docstrings import documented_fields, structs_of
+from operators.chart.package import chart_yaml, readme
+from operators.chart.presets import PRESETS
 from operators.chart.values import OWNED, Values
 from operators.planner.settings import KubePlannerSettings
 from operators.rbac import ACCESS, CLUSTER_ACCESS, PLANNER_ACCESS, RoleRule
@@ -50,6 +50,9 @@ def generated() -> dict[str, str]:
     return {
         "values.yaml": values(),
         "values.schema.json": f"{msgspec.json.format(msgspec.json.encode(schema()), indent=1).decode()}\n",
+        "Chart.yaml": f"{HEADER.replace('the types', 'operators/chart/package.py')}\n{chart_yaml()}",
+        "README.md": readme(HEADER.removeprefix("# ")),
+        "files/presets.yaml": f"{HEADER}\n{_yaml(PRESETS)}",
         "files/operator-access.yaml": f"{HEADER}\n{_yaml(rules(ACCESS) | {'cluster': rules(CLUSTER_ACCESS)['deployments']})}",
         "files/planner-access.yaml": f"{HEADER}\n{_yaml(rules(PLANNER_ACCESS))}",
         **definitions,
@@ -71,7 +74,7 @@ def schema() -> Schema:
     """Return `values.schema.json`, in the draft that both versions of Helm know."""
     kinds: list[type[Struct]] = [Values, OperatorSettings, KubePlannerSettings]
     (root, *_), parts = msgspec.json.schema_components(kinds, ref_template="#/definitions/{name}")
-    structs = {name: kind for each in kinds for name, kind in _structs(each).items()}
+    structs = {name: kind for each in kinds for name, kind in structs_of(each).items()}
     for name, part in parts.items():
         for field, text in documented_fields(structs.get(name)).items():
             part["properties"][field] = {"description": text} | part["properties"][field]
@@ -143,55 +146,6 @@ def _lines(kind: type[Struct], value: Struct) -> Iterator[str]:
             plain = {} if isinstance(inner, Struct) else msgspec.to_builtins(inner)
             flow = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10_000)
             yield f"{name}: {flow.removesuffix('...' + chr(10)).strip()}"
-
-
-def _structs(of: type[Struct]) -> dict[str, type[Struct]]:
-    """Return every Struct that is a part of one, by name."""
-    found: dict[str, type[Struct]] = {}
-
-    def look(info: Any) -> None:
-        if isinstance(info, msgspec.inspect.StructType):
-            if info.cls.__name__ in found:
-                return
-            found[info.cls.__name__] = info.cls
-            for field in info.fields:
-                look(field.type)
-            return
-        for name in ("item_type", "key_type", "value_type"):
-            if (inner := getattr(info, name, None)) is not None:
-                look(inner)
-        for inner in (*getattr(info, "types", ()), *getattr(info, "item_types", ())):
-            look(inner)
-        if isinstance(info, msgspec.inspect.Metadata):
-            look(info.type)
-
-    look(msgspec.inspect.type_info(of))
-    return found
-
-
-@cache
-def documented_fields(kind: type[Struct] | None) -> Mapping[str, str]:
-    """Return the docstrings of the fields of a type and its bases, by the fields' names on the wire."""
-    if kind is None:
-        return {}
-    wire = {each.name: each.encode_name for each in msgspec.structs.fields(kind)}
-    texts: dict[str, str] = {}
-    for each in reversed(kind.__mro__):
-        if issubclass(each, Struct) and each is not Struct:
-            texts |= {wire[name]: text for name, text in _own_docstrings(each) if name in wire}
-    return texts
-
-
-def _own_docstrings(kind: type[Struct]) -> Iterator[tuple[str, str]]:
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    if not isinstance(node, ast.ClassDef):
-        return
-    for field, text in zip(node.body, node.body[1:], strict=False):
-        match field, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
-                yield name, " ".join(words.split())
-            case _:
-                pass
 
 
 def write(chart: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from fleet.router.settings.router import RouterSettings
+from operators.chart.presets import ResourcePreset
 
 OWNED: Mapping[str, tuple[str, ...]] = {
     "RouterSettings": (
@@ -33,7 +34,9 @@ OWNED: Mapping[str, tuple[str, ...]] = {
         "share_ports",
         "replicas",
         "replicas_listen",
+        "replicas_name",
         "replicas_credentials",
+        "tls",
         "tenant_secret",
         "prompt_secret",
     ),
@@ -89,7 +92,11 @@ class Crds(_Values, frozen=True):
 
 class Image(_Values, frozen=True):
     repository: Repository
+    """Repository of the image."""
+
     tag: Tag = ""
+    """Tag of the image."""
+
     digest: Digest = ""
     """Takes precedence over a tag."""
 
@@ -108,7 +115,11 @@ class ChartImages(_Values, frozen=True):
     """Tag of images without their own; empty: the chart's `appVersion`."""
 
     pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
+    """When nodes pull images: `Always`, `IfNotPresent` or `Never`."""
+
     pull_secrets: tuple[Name, ...] = ()
+    """Secrets with the registry's credentials."""
+
     router: Image = Image(repository="fleet-router")
     operator: Image = Image(repository="fleet-operator")
     worker_cpu: Image = Image(repository="fleet-worker-cpu")
@@ -120,23 +131,41 @@ class ChartImages(_Values, frozen=True):
 
 class ServiceAccount(_Values, frozen=True):
     create: bool = True
+    """Create a service account for the component."""
+
     name: Name = ""
     """Empty: the component's own name, or `default` if none is created."""
 
     annotations: Texts = {}
+    """Annotations of the service account."""
 
 
 class Pods(_Values, frozen=True):
     """Kubernetes' own fields, which go into pods unchanged."""
 
     labels: Texts = {}
+    """Further labels of the pods."""
+
     annotations: Texts = {}
+    """Annotations of the pods."""
+
     resources: Open = {}
+    """Requests and limits of the container."""
+
     node_selector: Texts = {}
+    """Labels of nodes that the pods need."""
+
     tolerations: tuple[Open, ...] = ()
+    """Taints of nodes that the pods tolerate."""
+
     affinity: Open = {}
+    """Affinity of the pods."""
+
     topology_spread_constraints: tuple[Open, ...] = ()
+    """One without a labelSelector gets that of the component's own pods. Empty: the pods spread over nodes, if they can."""
+
     priority_class_name: Name = ""
+    """PriorityClass of the pods."""
 
 
 class SecretSetting(_Values, frozen=True):
@@ -161,12 +190,19 @@ class ServiceType(StrEnum):
 
 class ServiceValues(_Values, frozen=True):
     type: ServiceType = ServiceType.CLUSTER_IP
+    """Type of the Service for clients: `ClusterIP`, `NodePort` or `LoadBalancer`."""
+
     annotations: Texts = {}
+    """Annotations of the Service."""
 
 
 class Ingress(_Values, frozen=True):
     enabled: bool = False
+    """Create an Ingress to the routers' HTTP port."""
+
     class_name: Name = ""
+    """IngressClass; empty: the cluster's default."""
+
     host: str = ""
     """Empty: every host."""
 
@@ -174,19 +210,42 @@ class Ingress(_Values, frozen=True):
     """The Secret with the host's certificate; cert-manager, if annotated, writes it there. Empty: no TLS."""
 
     annotations: Texts = {}
+    """Annotations of the Ingress."""
+
+
+class ChartClientTls(_Values, frozen=True):
+    """TLS of the routers' ports for clients: HTTPS, and gRPC and the Open Inference Protocol over TLS."""
+
+    secret: Name = ""
+    """A Secret with the keys tls.crt and tls.key, as cert-manager writes it. Routers read a renewed Secret within about a minute, without a
+    restart. Its certificate holds the names that clients use; for `helm test` also `fleet-routers.NAMESPACE.svc`, and the
+    key ca.crt if its authority is your own. Empty: these ports have no TLS."""
+
+    client_authority: Annotated[str, Meta(pattern=r"^([-._a-zA-Z0-9]{1,253})?$")] = ""
+    """The key in the Secret that holds the authority of clients' certificates (mTLS): `ca.crt`. Empty: clients need no
+    certificate."""
 
 
 class Autoscaling(_Values, frozen=True):
     enabled: bool = False
+    """Create a HorizontalPodAutoscaler for the routers."""
+
     least: Annotated[int, Meta(ge=1, le=1000)] = 2
+    """Fewest replicas."""
+
     most: Annotated[int, Meta(ge=1, le=1000)] = 8
+    """Most replicas."""
+
     cpu_percent: Annotated[int, Meta(ge=1, le=1000)] = 70
-    """Percentage of the CPUs requested in `pods.resources`."""
+    """Percentage of the CPUs that a pod requests."""
 
 
 class DisruptionBudget(_Values, frozen=True):
     enabled: bool = True
+    """Create a PodDisruptionBudget for the component."""
+
     max_unavailable: Annotated[int, Meta(ge=1, le=1000)] = 1
+    """Pods that evictions may take at once."""
 
 
 class Routers(_Values, frozen=True):
@@ -197,7 +256,7 @@ class Routers(_Values, frozen=True):
     """The autoscaler sets the number if it is enabled."""
 
     processes: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Processes of each replica, behind one port."""
+    """Processes of each replica, behind one port. With more than one, the processes of a pod know each other, but pods do not."""
 
     settings: RouterSettings = RouterSettings()
     """Settings of a router's settings file (docs/router.md), such as `openai_workers` and `tenants`. With
@@ -214,13 +273,15 @@ class Routers(_Values, frozen=True):
     in `.json` holds JSON, such as `tenants` with their API keys; any other holds a text."""
 
     control_secret: Name = ""
-    """Secret whose key `secret` (`openssl rand -hex 32`) workers and operators prove to the routers' control port, 50052.
+    """Secret whose key `secret` (`openssl rand -hex 32`) workers and operators prove to the routers' control port, 50052, and
+    routers to each other at port 50054: with it and one process for each pod they share their state (docs/router.md).
     With `tls` they show certificates as well. Without both, the control port is a Unix socket in the pod: workers are
     found in `discovery`, and `kubectl exec` runs `fleet status`."""
 
     models_claim: Name = ""
     """A PersistentVolumeClaim with tokenizers, mounted read-only at /models, for folders in `settings.models`."""
 
+    tls: ChartClientTls = ChartClientTls()
     kserve: bool = False
     """Serve the Open Inference Protocol over gRPC, on port 8001."""
 
@@ -238,7 +299,10 @@ class Routers(_Values, frozen=True):
     autoscaling: Autoscaling = Autoscaling()
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()
-    pods: Pods = Pods(resources={"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "2Gi"}})
+    preset: ResourcePreset = ResourcePreset.SMALL
+    """Resources of its pods: `None`, `Small`, `Medium` or `Large`. Fields of `pods.resources` replace those of the preset."""
+
+    pods: Pods = Pods()
 
 
 class Scope(StrEnum):
@@ -248,6 +312,8 @@ class Scope(StrEnum):
 
 class OperatorValues(_Values, frozen=True):
     enabled: bool = True
+    """Run the operator."""
+
     replicas: Replicas = 2
     """One leads, by a Lease; the others wait."""
 
@@ -266,7 +332,10 @@ class OperatorValues(_Values, frozen=True):
 
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()
-    pods: Pods = Pods(resources={"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}})
+    preset: ResourcePreset = ResourcePreset.SMALL
+    """Resources of its pods: `None`, `Small`, `Medium` or `Large`. Fields of `pods.resources` replace those of the preset."""
+
+    pods: Pods = Pods()
 
 
 class PlannerValues(_Values, frozen=True):
@@ -288,18 +357,29 @@ class PlannerValues(_Values, frozen=True):
 
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()
-    pods: Pods = Pods(resources={"requests": {"cpu": "200m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}})
-    """Rehearsals simulate the cluster in a process of their own, with lower priority."""
+    preset: ResourcePreset = ResourcePreset.SMALL
+    """Resources of its pods: `None`, `Small`, `Medium` or `Large`. Fields of `pods.resources` replace those of the preset."""
+
+    pods: Pods = Pods()
 
 
 class ExtraEgress(_Values, frozen=True):
     """Egress rules of a NetworkPolicy, by component."""
 
     routers: tuple[Open, ...] = ()
+    """Rules of the routers' pods."""
+
     operator: tuple[Open, ...] = ()
+    """Rules of the operator's pods."""
+
     planner: tuple[Open, ...] = ()
+    """Rules of the planner's pods."""
+
     etcd: tuple[Open, ...] = ()
+    """Rules of etcd's pods."""
+
     redis: tuple[Open, ...] = ()
+    """Rules of the Redis pod."""
 
 
 class Egress(_Values, frozen=True):
@@ -312,8 +392,7 @@ class Egress(_Values, frozen=True):
     because they fetch models from anywhere."""
 
     dns: tuple[Open, ...] = ()
-    """The DNS servers, as peers of a NetworkPolicy; empty: any address on the ports for DNS, 53 and OpenShift's 5353.
-    The DNS servers, as peers of a NetworkPolicy; empty: any address on the ports for DNS, 53 and OpenShift's 5353."""
+    """The DNS servers, as peers of a NetworkPolicy; empty: any address on the ports for DNS, 53 and OpenShift's 5353."""
 
     api_server: tuple[Open, ...] = ()
     """The API server: `{ipBlock: {cidr: 10.0.0.1/32}}`. Empty: any address, on the ports below."""
@@ -322,8 +401,7 @@ class Egress(_Values, frozen=True):
     """Ports of the API server itself, not of its Service: most network plug-ins check where a connection ends."""
 
     extra: ExtraEgress = ExtraEgress()
-    """Further needs: a Redis whose URL is in a Secret, and your own workers and gateways that the values do not name.
-    Further needs: a Redis whose URL is in a Secret, and your own workers and gateways that the values do not name."""
+    """Further needs: a Redis whose URL is in a Secret, and your own workers and gateways that the values do not name."""
 
 
 class NetworkPolicy(_Values, frozen=True):
@@ -349,6 +427,7 @@ class Monitors(_Values, frozen=True):
     """Labels by which a Prometheus selects them."""
 
     interval_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
+    """Time between two scrapes."""
 
 
 class Alerts(_Values, frozen=True):
@@ -364,7 +443,10 @@ class Dashboards(_Values, frozen=True):
     """Dashboards in ConfigMaps, for Grafana's sidecar."""
 
     labels: Texts = field(default_factory=lambda: {"grafana_dashboard": "1"})
+    """Labels by which the sidecar selects them."""
+
     annotations: Texts = {}
+    """Annotations of the ConfigMaps, such as the folder of the dashboards."""
 
 
 class Monitoring(_Values, frozen=True):
@@ -381,14 +463,19 @@ class TlsSource(StrEnum):
 
 class Issuer(_Values, frozen=True):
     name: Name = ""
+    """Name of the issuer."""
+
     kind: Literal["Issuer", "ClusterIssuer"] = "Issuer"
+    """Kind of the issuer."""
+
     group: Name = "cert-manager.io"
+    """API group of the issuer's kind."""
 
 
 class Tls(_Values, frozen=True):
     source: TlsSource = TlsSource.NONE
     """Source of the certificate that routers show to workers and KV store nodes on other hosts, and of the authority that
-    must have signed theirs. TLS for clients belongs to the Ingress or the Gateway."""
+    must have signed theirs. TLS for clients is `routers.tls`, or belongs to the Ingress or the Gateway."""
 
     secret: Name = ""
     """With `source: Secret`: a Secret with the keys tls.crt, tls.key and ca.crt."""
@@ -422,8 +509,14 @@ class Etcd(_Values, frozen=True):
     """Install a small etcd for trials. For production, use one with backups and monitoring."""
 
     replicas: Literal[1, 3, 5] = 1
+    """Members of the installed etcd."""
+
     image: Image = Image(repository="quay.io/coreos/etcd", tag="v3.5.21")
+    """Image of the installed etcd."""
+
     storage: Quantity = "8Gi"
+    """Size of each member's volume."""
+
     storage_class: Name = ""
     """Empty: the cluster's default."""
 
@@ -436,6 +529,8 @@ class Redis(_Values, frozen=True):
     URL is `routers.settings.tenants_redis`, or with a password in it an entry of `routers.secrets`."""
 
     image: Image = Image(repository="valkey/valkey", tag="8.1-alpine")
+    """Image of the installed Redis."""
+
     memory_mib: Annotated[int, Meta(ge=16, le=1 << 20)] = 256
     """Memory for its content; the pod may use twice as much."""
 
@@ -447,10 +542,13 @@ class ApiKey(_Values, frozen=True):
     """Name of a Secret; empty: no key is sent."""
 
     key: str = "api-key"
+    """Key in the Secret."""
 
 
 class Test(_Values, frozen=True):
     enabled: bool = True
+    """Create the pod of `helm test`."""
+
     model: str = ""
     """`helm test` requests a token of this model; empty: it requests the routers' status."""
 

@@ -18,11 +18,11 @@ from datetime import datetime
 from typing import Any, assert_never
 
 from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.events import KubernetesEvent, event_manifest
 from fleet.net.kubernetes.kinds import ApiKind
 from fleet.net.kubernetes.ports import KubernetesApi, Manifest, NameTaken, ObjectConflict, ObjectMissing, RequestDenied
 from fleet.net.kubernetes.views import VIEW_OF_KIND, CustomObject, NamedObject, Pod, WorkloadResource
-from operators.controller import events
-from operators.controller.events import KubernetesEvent
+from operators.controller.events import CONTROLLER
 from operators.controller.reconcile import Action, Apply, DeletePod, Remove, Scale, SetDeletionCost
 from operators.controller.refusals import refusal
 from operators.observed.caches import InformerCaches
@@ -124,7 +124,7 @@ class Applier:
             NotLeading: This process must not write.
         """
         for each in recorded:
-            made = events.manifest(each, kind, about, self._identity, now)
+            made = event_manifest(each, kind, about.metadata, now, controller=CONTROLLER, identity=self._identity)
             self._permit("event")
             try:
                 await self._cluster.create(kinds.EVENT, NamedObject, about.metadata.namespace, made)

@@ -2,22 +2,16 @@
 
 Rules:
 
-1. A change is recorded once: the event's name is made of its content and generation, so that an operator that was
-   killed and records it again finds it recorded.
+1. A change is recorded once, also by an operator that was killed and records it again (`fleet.net.kubernetes.events`).
 2. Notes are made of condition messages, which contain no secrets, and are cut at the API's limit.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
-from typing import Any
-
-from msgspec import Struct
 
 from fleet.net.kubernetes import kinds
-from fleet.net.kubernetes.kinds import GROUP, ApiKind
-from fleet.net.kubernetes.ports import Manifest
-from fleet.net.kubernetes.views import CustomObject, NamedObject
+from fleet.net.kubernetes.events import KubernetesEvent
+from fleet.net.kubernetes.kinds import GROUP
+from fleet.net.kubernetes.views import CustomObject
 from operators.api.disagg_deployment import ScalingMode
 from operators.api.fields import Condition
 from operators.controller.reconcile import Action, DeletePod, Remove, Scale
@@ -41,15 +35,7 @@ NORMAL_REASONS = frozenset(
 )
 """Reasons that belong to each start, change or end, and need nobody's attention; troubles have reasons of their own."""
 
-MOST_CHARACTERS = 1000
 CONTROLLER = f"{GROUP}/operator"
-
-
-class KubernetesEvent(Struct, frozen=True, kw_only=True):
-    reason: str
-    note: str
-    warning: bool
-    generation: int
 
 
 def turns(before: Sequence[Condition], after: Sequence[Condition]) -> Iterator[KubernetesEvent]:
@@ -114,31 +100,3 @@ def _role_sizes(custom: CustomObject) -> Iterator[tuple[str, str, int]]:
                 yield name, mode, replicas
             case _:
                 pass
-
-
-def manifest(happening: KubernetesEvent, kind: ApiKind, about: NamedObject, identity: str, now: datetime) -> Manifest:
-    """Return the Event, in the namespace of the object that it is about."""
-    metadata = about.metadata
-    said = f"{metadata.uid} {happening.generation} {happening.reason} {happening.note}"
-    # The same reason may return after another one; an hour later it counts as a second event.
-    name = f"{metadata.name[:200]}.{hashlib.sha256(f'{said} {now:%Y%m%d%H}'.encode()).hexdigest()[:16]}"
-    regarding: dict[str, Any] = {
-        "apiVersion": kind.api_version,
-        "kind": kind.name,
-        "name": metadata.name,
-        "namespace": metadata.namespace,
-        "uid": metadata.uid,
-    }
-    return {
-        "apiVersion": kinds.EVENT.api_version,
-        "kind": kinds.EVENT.name,
-        "metadata": {"name": name, "namespace": metadata.namespace},
-        "eventTime": now.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
-        "reportingController": CONTROLLER,
-        "reportingInstance": identity[:128],
-        "action": "Reconcile",
-        "reason": happening.reason[:128],
-        "note": happening.note[:MOST_CHARACTERS],
-        "type": "Warning" if happening.warning else "Normal",
-        "regarding": regarding,
-    }

@@ -8,6 +8,7 @@ import msgspec
 
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.events import KubernetesEvent
 from fleet.net.kubernetes.kinds import ApiKind, OptionalKinds
 from fleet.net.kubernetes.leader import rfc3339
 from fleet.net.kubernetes.ports import WallClock
@@ -46,8 +47,8 @@ TROUBLE_RECHECK = Nanos(15 * SECOND)
 MOST_AVOIDED = 64
 """Nodes of a role that are remembered as too full."""
 
-DERIVED_CONDITIONS = frozenset({"Progressing", "RolesRegistered", "Rebalancing"})
-"""Conditions that follow from the requested replicas and from Ready."""
+DERIVED_CONDITIONS = frozenset({"Available", "Progressing", "RolesRegistered", "Rebalancing"})
+"""Conditions that follow from the requested replicas and from Ready. Only the loss of Available is news of its own."""
 
 PROGRESS_REASONS = frozenset({"RolesNotReady", "RollingOut", "Suspending", "RegistrationUnknown", "NotRegistered"})
 """Reasons of Ready that follow one another during a change, so that a switch between them is not urgent."""
@@ -89,7 +90,7 @@ class Controller:
         self._avoided: dict[ReconcileKey, dict[str, tuple[str, ...]]] = {}
         self._sizes: dict[ReconcileKey, tuple[str, Mapping[str, int]]] = {}
         self._write_streaks: dict[ReconcileKey, int] = {}
-        self._edits: dict[ReconcileKey, tuple[events.KubernetesEvent, ...]] = {}
+        self._edits: dict[ReconcileKey, tuple[KubernetesEvent, ...]] = {}
 
     def edited(self, before: CustomObject, after: CustomObject) -> None:
         """Note an edit of a deployment, for an event with its next reconcile."""
@@ -335,8 +336,14 @@ def _urgent(there: Any, said: Any) -> bool:
     if there is None or there.observed_generation != said.observed_generation:
         return True
     if isinstance(said, DisaggDeploymentStatus):
-        return _reports(said) != _reports(there)
+        return _reports(said) != _reports(there) or _lost(there, said)
     return True
+
+
+def _lost(there: DisaggDeploymentStatus, said: DisaggDeploymentStatus) -> bool:
+    """Return whether a deployment that was Available is so no longer."""
+    was, now = _condition(there, "Available"), _condition(said, "Available")
+    return was.status == TRUE != now.status
 
 
 def _brief(there: Any, said: Any) -> bool:
@@ -344,17 +351,18 @@ def _brief(there: Any, said: Any) -> bool:
     if there is None or not isinstance(said, DisaggDeploymentStatus):
         return False
     # After its restart, an API server refuses everybody until it has read the roles.
-    if lacks_right(_ready(said).message):
-        return not lacks_right(_ready(there).message)
+    if lacks_right(_condition(said, "Ready").message):
+        return not lacks_right(_condition(there, "Ready").message)
     return (
         there.observed_generation == said.observed_generation
-        and _ready(said).reason in PASSING
-        and _ready(there).status != TRUE
+        and _condition(said, "Ready").reason in PASSING
+        and _condition(there, "Ready").status != TRUE
+        and not _lost(there, said)
     )
 
 
-def _ready(status: DisaggDeploymentStatus) -> Condition:
-    return next((each for each in status.conditions if each.type == "Ready"), NOTHING)
+def _condition(status: DisaggDeploymentStatus, kind: str) -> Condition:
+    return next((each for each in status.conditions if each.type == kind), NOTHING)
 
 
 def _reports(status: DisaggDeploymentStatus) -> tuple[list[tuple[str, int]], list[tuple[str, str, str]]]:
@@ -379,4 +387,4 @@ def _faulty_field(error: msgspec.ValidationError) -> str:
 
 
 def _is_ready(status: DisaggDeploymentStatus) -> bool:
-    return any(each.type == "Ready" and each.status == TRUE for each in status.conditions)
+    return _condition(status, "Ready").status == TRUE

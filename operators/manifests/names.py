@@ -7,6 +7,9 @@ from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleSpec, Role
 
 HTTP, GRPC, CONTROL, WORKER, WORKER_CONTROL = 8000, 50051, 50052, 50060, 50061
 
+PEERS = 50054
+"""The port at which the routers of a deployment tell each other their state."""
+
 HEALTH = 8080
 """The router's port for probes and Prometheus; clients do not reach it."""
 
@@ -103,6 +106,11 @@ def host_of(service: str, namespace: str) -> str:
 def router_service(deployment: DesiredDeployment) -> str:
     """Return the name of the Service for clients."""
     return base_name(deployment, deployment.router)
+
+
+def control_host(deployment: DesiredDeployment) -> str:
+    """Return the name that resolves to all router pods, also to those that are not ready."""
+    return host_of(f"{router_service(deployment)}-control", deployment.namespace)
 
 
 def pod_selector(deployment: DesiredDeployment, role: str) -> str:

@@ -14,6 +14,7 @@ from operators.manifests.names import (
     HEALTH,
     HTTP,
     LEADER,
+    PEERS,
     RANK,
     REVISION,
     WORKER,
@@ -122,7 +123,12 @@ def pod_template(
     """Return the pod template, merged with the user's. `client_ports`: a router's ports for clients."""
     mounted = list(_mounted(deployment, role, of_revision))
     ports = (
-        {**(client_ports or {}), "health": HEALTH, "control": CONTROL}
+        {
+            **(client_ports or {}),
+            "health": HEALTH,
+            "control": CONTROL,
+            **({"peers": PEERS} if deployment.control_secret else {}),
+        }
         if role.type is RoleType.ROUTER
         else {"worker": WORKER}
     )
@@ -173,6 +179,8 @@ def _container(
     if not routes:
         # In quotes, because a digest such as 4407e947 would be read as a number.
         own = ["worker_id=$(POD_NAME)", f"advertise=$(POD_IP):{WORKER}", 'generation="$(REVISION)"']
+    if routes and deployment.control_secret:
+        own.append(f"replicas_listen=$(POD_IP):{PEERS}")
     if "picker" in ports:
         own.append(f"endpoint_picker.router_endpoint=$(POD_IP):{HTTP}")
     if not routes and role.nodes_per_replica > 1:

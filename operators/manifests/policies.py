@@ -56,7 +56,8 @@ def to_workers(deployment: DesiredDeployment) -> Manifest:
 def to_router(deployment: DesiredDeployment, client_ports: Mapping[str, int]) -> Manifest:
     """Return the policy for routers: everyone reaches the ports for requests, health and metrics.
 
-    Only workers, other routers, the operator and the planner reach the control port.
+    Only workers, other routers, the operator and the planner reach the control port, and only other routers the port of
+    peers.
     """
     ours = [
         {"podSelector": {"matchLabels": {INSTANCE: deployment.name, NAME: "fleet"}}},
@@ -71,6 +72,10 @@ def to_router(deployment: DesiredDeployment, client_ports: Mapping[str, int]) ->
         "ingress": [
             {"ports": [{"port": port, "protocol": "TCP"} for port in (*client_ports, "health")]},
             {"from": ours, "ports": [{"port": "control", "protocol": "TCP"}]},
+            {
+                "from": [{"podSelector": _of_types(deployment, ROUTERS)}],
+                "ports": [{"port": "peers", "protocol": "TCP"}],
+            },
         ],
     }
     return of_all(deployment, "networking.k8s.io/v1", "NetworkPolicy", f"{deployment.name}-router", spec)

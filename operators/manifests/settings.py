@@ -14,13 +14,13 @@ from operators.manifests.names import (
     GRPC,
     HEALTH,
     HTTP,
+    PEERS,
     WORKER,
     WORKER_CONTROL,
     DesiredDeployment,
     config_name,
-    host_of,
+    control_host,
     labels_of,
-    router_service,
 )
 from operators.manifests.objects import Manifest, object_of
 
@@ -53,7 +53,7 @@ def worker_settings(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
         "model": spec.model.name,
         "model_dir": _model_dir(deployment),
         **_hub(deployment),
-        "registry": f"{host_of(f'{router_service(deployment)}-control', deployment.namespace)}:{CONTROL}",
+        "registry": f"{control_host(deployment)}:{CONTROL}",
         **({"registry_credentials": {"secret_file": _CONTROL_FILE}} if deployment.control_secret else {}),
         "listen": f"0.0.0.0:{WORKER}",
         # Routers and workers prove the control secret to each other. Without one, only the deployment's NetworkPolicy protects the port.
@@ -105,7 +105,7 @@ def router_settings(deployment: DesiredDeployment) -> Manifest:
         "control_listen": f"0.0.0.0:{CONTROL}",
         # Without a secret, only the deployment's NetworkPolicy protects the port.
         "control_credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},
-        **({"worker_credentials": {"secret_file": _CONTROL_FILE}} if deployment.control_secret else {}),
+        **(_proven_by_routers(deployment) if deployment.control_secret else {}),
         "connection_seconds": CONNECTION_SECONDS,
         "models": {spec.model.name: _model_dir(deployment)},
         **_hub(deployment, patience_seconds=PATIENCE_SECONDS),
@@ -113,6 +113,20 @@ def router_settings(deployment: DesiredDeployment) -> Manifest:
         "remote_prefill_min_tokens": routing.disaggregate_above_tokens,
         "prefer_direct": spec.kv_transfer.paths[0] is KvPath.DIRECT,
         "drain_timeout_ms": deployment.router.drain.timeout_seconds * 1000,
+    }
+
+
+def _proven_by_routers(deployment: DesiredDeployment) -> Manifest:
+    """Return the settings of routers that prove the control secret to workers and to each other.
+
+    Without a secret, the routers of a deployment do not know each other: no policy makes up for a proof of who says what.
+    Each pod adds its own address (`operators.manifests.pods`).
+    """
+    proof = {"secret_file": _CONTROL_FILE}
+    return {
+        "worker_credentials": proof,
+        "replicas_name": f"{control_host(deployment)}:{PEERS}",
+        "replicas_credentials": proof,
     }
 
 

@@ -9,6 +9,7 @@ from fleet.core.clock import Clock
 from fleet.core.errors import ConfigurationRefused
 from fleet.net.control.access import load_control_access
 from fleet.net.kubernetes.client import open_api_client
+from fleet.net.kubernetes.kinds import GROUP
 from fleet.net.kubernetes.leader import LeaseLeader
 from fleet.net.kubernetes.own_pod import own_namespace
 from fleet.net.kubernetes.ports import KubernetesError, WallClock
@@ -21,6 +22,9 @@ from operators.planner.deployment_planner import PlannerParts
 from operators.planner.metrics import ClusterPlannerMetrics
 from operators.planner.server import KubePlanner
 from operators.planner.settings import KubePlannerSettings
+
+CONTROLLER = f"{GROUP}/planner"
+"""The planner's name in Events."""
 
 AGENT = "fleet-planner"
 
@@ -60,7 +64,9 @@ async def serve_kube_planner(
     access = load_control_access("control_credentials", settings.control_credentials)
     try:
         async with open_api_client(settings.kubeconfig, f"{AGENT}/{settings.identity}", PlanWriter.PLANNER) as cluster:
-            leader = LeaseLeader(cluster, settings.lease, namespace, settings.identity, clock, wall)
+            leader = LeaseLeader(
+                cluster, settings.lease, namespace, settings.identity, clock, wall, controller=CONTROLLER
+            )
             place = settings.control_secret_namespace or namespace
             secrets = ControlSecrets(cluster, place, settings.control_secret)
             planner = KubePlanner(settings, cluster, leader, secrets, parts, clock, wall, wall_ms)

@@ -9,6 +9,9 @@ Rules:
    scheduler or kubelet, a missing replica, a worker that routers do not know, a worker that does not answer.
 3. A condition keeps its time while its status is the same.
 4. Only probes show whether blocks arrive. Until the next probe, the last result counts.
+5. A deployment is Available while requests are served, also during a rollout or while replicas are missing: a router is
+   ready, it sends requests to a ready worker that answers, and no probe has shown that nobody answers. What a probe has
+   shown counts until another probe is answered, because no probes are sent during a rollout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,6 +39,9 @@ MOST_CHARACTERS = 1024
 MOST_TOLD = 4
 PASSING = frozenset({"ServedProbePending", "RouterSilent"})
 """Reasons of Ready that last only a moment on the way to it, so that their status is not written in a hurry."""
+
+UNANSWERED = frozenset({"ServedProbePending", "ServedProbeFailed", "Saturated", "ServedProbeNeedsKey"})
+"""Reasons of Available that only an answered probe ends."""
 
 BUSY = "the routers live and let in no more; the probe has no right of way, and is sent again"
 NOT_TOLD = "neither a router nor a Lease says which workers are registered"
@@ -80,6 +86,7 @@ def status(
     progressing = bool(behind or unregistered)
     said: list[ConditionUpdate] = [
         ready,
+        _available(desired, observed, wanted),
         ("Progressing", TRUE if progressing else FALSE, ready[2] if progressing and hindrance else "Settled", ""),
         _degraded(observed, taken),
         _scheduled(observed),
@@ -109,9 +116,13 @@ def status(
 def unreadable_conditions(
     before: Sequence[Condition], generation: int, problem: str, now: str
 ) -> tuple[Condition, ...]:
-    """Return the conditions of an object whose specification was written for another version of the operator."""
+    """Return the conditions of an object whose specification was written for another version of the operator.
+
+    Its pods go on, so it stays as available as it was.
+    """
     said: ConditionUpdate = ("Ready", FALSE, "SpecificationRefused", problem)
-    return tuple(condition(before, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:])))
+    new = [condition(before, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:]))]
+    return (*new, *(each for each in before if each.type == "Available"))
 
 
 def with_obstacle(before: Sequence[Condition], generation: int, problem: str, now: str) -> tuple[Condition, ...]:
@@ -248,6 +259,33 @@ def _served(desired: DesiredDeployment, observed: ObservedState, wanted: Pending
             f"{failure}; give the operator one for {desired.namespace}/{desired.name}: probe.keys",
         )
     return "Ready", FALSE, "ServedProbeFailed", f"{evidence.failed}: {failure}"
+
+
+def _available(desired: DesiredDeployment, observed: ObservedState, wanted: PendingProbes | None) -> ConditionUpdate:
+    """Return whether requests are served (rule 5)."""
+    suspended = "Suspended" if desired.spec.suspend else ""
+    if observed.router is None or not (observed.router.pods or observed.router.ready):
+        return "Available", FALSE, suspended or "NoRouterReady", "no router is ready"
+    answering = [role.name for role in desired.workers if role.type is not RoleType.PREFILL]
+    if not any(each.replicas.ready for each in observed.children if each.role in answering):
+        text = f"no worker of {' and '.join(answering)} is ready and known to a router"
+        return "Available", FALSE, suspended or "NoWorkerReady", text
+    was = _former_condition(observed, "Available")
+    if wanted is None:
+        return was if was[2] in UNANSWERED and observed.evidence is not None else ("Available", TRUE, "Serving", "")
+    subject, evidence = wanted.subject, wanted.evidence
+    missing = unanswered(subject, evidence)
+    if len(missing) < len(subject.targets) or not missing or missing_only_routers(subject, evidence):
+        return "Available", TRUE, "Serving", ""
+    failure = evidence.reported
+    if failure is None:
+        kept_reason = was[1] == TRUE or was[2] in UNANSWERED
+        return (
+            was if kept_reason else ("Available", FALSE, "ServedProbePending", "no worker has answered a request yet")
+        )
+    unknown = "Saturated" if failure.busy else "ServedProbeNeedsKey" if failure.wants_key else ""
+    text = f"{evidence.failed}: {failure}"
+    return ("Available", UNKNOWN, unknown, text) if unknown else ("Available", FALSE, "ServedProbeFailed", text)
 
 
 def _degraded(observed: ObservedState, taken: Sequence[str]) -> ConditionUpdate:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.kube.clients import Api
 
-NEEDED = ("aiohttp", "cel_expr_python", "kubernetes_validate")
+NEEDED = ("aiohttp", "cel_expr_python", "kubernetes_validate", "lupa")
 
 
 def pytest_ignore_collect() -> bool | None:

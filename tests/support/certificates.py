@@ -2,6 +2,7 @@
 
 import datetime as dt
 import ipaddress
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -20,15 +21,18 @@ class Authority:
         self._certificate = self._sign(self._name, self._key, is_authority=True)
         self.file = self._write(f"{name}.pem", self._certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str, *, hours: tuple[int, int] = (-1, 1)) -> dict[str, str]:
+    def issue(self, name: str, *, hours: tuple[int, int] = (-1, 1), hosts: Sequence[str] = ()) -> dict[str, str]:
         """Return the fields `certificate` and `key` of `kvstore.security.credentials.Credentials`.
 
         Args:
             name: Name of the certificate and of its files.
             hours: Start and end of its validity, relative to now.
+            hosts: DNS names besides 127.0.0.1.
         """
         key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._sign(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key, hours=hours)
+        certificate = self._sign(
+            x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key, hours=hours, hosts=hosts
+        )
         private = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -44,6 +48,7 @@ class Authority:
         *,
         is_authority: bool = False,
         hours: tuple[int, int] = (-1, 1),
+        hosts: Sequence[str] = (),
     ) -> x509.Certificate:
         now = dt.datetime.now(dt.UTC)
         builder = x509.CertificateBuilder(
@@ -56,7 +61,8 @@ class Authority:
         )
         builder = builder.add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
         if not is_authority:
-            here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+            names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), *map(x509.DNSName, hosts)]
+            here = x509.SubjectAlternativeName(names)
             builder = builder.add_extension(here, critical=False)
         return builder.sign(self._key, hashes.SHA256())
 

@@ -6,7 +6,9 @@ Rules:
    Deployment, in whatever order the two are deleted, and also if a terminating pod has just created it again. Every
    write repeats the owner, so that a Lease of an older operator or of a recreated Deployment gets the right owner too.
 2. Nobody leads if that Deployment does not exist, because objects written then would stay for ever.
-3. `renewTime` is for people. No clock is compared with it (`fleet.net.kubernetes.election`, rule 1).
+3. A change of the leader is an Event of the Lease, if the candidate has a name for it. An Event that cannot be written
+   changes nothing.
+4. `renewTime` is for people. No clock is compared with it (`fleet.net.kubernetes.election`, rule 1).
 """
 
 import asyncio
@@ -19,6 +21,7 @@ from msgspec import Meta, Struct
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.election import Election, ElectionStep, ObservedLease
+from fleet.net.kubernetes.events import KubernetesEvent, event_manifest
 from fleet.net.kubernetes.ports import (
     KubernetesApi,
     KubernetesError,
@@ -27,7 +30,7 @@ from fleet.net.kubernetes.ports import (
     RequestDenied,
     WallClock,
 )
-from fleet.net.kubernetes.views import KubernetesLease, NamedObject
+from fleet.net.kubernetes.views import KubernetesLease, NamedObject, ObjectMetadata
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +78,20 @@ class LeaseLeader:
         identity: str,
         clock: Clock,
         wall: WallClock,
+        *,
+        controller: str = "",
     ) -> None:
+        """Prepare a candidate.
+
+        Args:
+            cluster: The API server.
+            settings: The Lease.
+            namespace: Its namespace.
+            identity: The candidate's name; those with the same name lead together.
+            clock: Monotonic clock for the election.
+            wall: Wall clock for the times in objects.
+            controller: Name under which Events report the election; empty: there are none.
+        """
         self.changed = asyncio.Event()
         """Set when it begins to act, and when the Lease that it wrote is another object than before, because objects owned by
         the former Lease go with that. The waiting task clears it."""
@@ -91,7 +107,9 @@ class LeaseLeader:
         self._wall = wall
         self.election = Election(identity, Nanos(int(settings.renew_within_seconds * SECOND)))
         self._owner_uid: str | None = None
+        self._controller = controller
         self._lease_uid = ""  # of the Lease that this candidate wrote last
+        self._transitions = 0  # of that Lease
         self._led = False
 
     def leads(self) -> bool:
@@ -110,7 +128,8 @@ class LeaseLeader:
                 # A faster candidate is normal; another error may last for ever, such as a missing right.
                 level = logging.DEBUG if isinstance(error, ObjectConflict) else logging.WARNING
                 log.log(level, "lease not written", extra={"lease": self._settings.name, "cause": str(error)})
-            self.tell()
+            if self.tell():
+                await self._record("became leader" if self._led else "stopped leading")
             await asyncio.sleep(self._settings.retry_seconds)
 
     async def give_back(self) -> None:
@@ -124,6 +143,7 @@ class LeaseLeader:
                 if lease is not None and lease.spec.holder_identity == self._identity:
                     await self._write(lease, ElectionStep.RENEW, holder="")
                     log.info("lease given back", extra={"lease": self._settings.name})
+                    await self._record("stopped leading")
         except (KubernetesError, TimeoutError):
             log.info("lease not given back, it will end", extra={"lease": self._settings.name})
 
@@ -138,6 +158,7 @@ class LeaseLeader:
             self._owner_uid = await self._owner()
         written = await self._write(lease, step, holder=self._identity)
         self.election.wrote(began)
+        self._transitions = written.spec.lease_transitions or 0
         # A new Lease is detected by its uid. If the answer to its creation was lost, this step is only a renewal.
         if written.metadata.uid != self._lease_uid:
             self._lease_uid = written.metadata.uid
@@ -185,13 +206,35 @@ class LeaseLeader:
         metadata["resourceVersion"] = lease.metadata.resource_version
         return await self._cluster.replace(kinds.LEASE, KubernetesLease, self._namespace, self._settings.name, manifest)
 
-    def tell(self) -> None:
+    def tell(self) -> bool:
+        """Tell a change of leadership to those that wait for it, and return whether there was one."""
         leads = self.leads()
-        if leads != self._led:
-            log.info("leader election won" if leads else "leader election lost", extra={"identity": self._identity})
-            self._led = leads
-            if leads:
-                self.changed.set()
+        if leads == self._led:
+            return False
+        log.info("leader election won" if leads else "leader election lost", extra={"identity": self._identity})
+        self._led = leads
+        if leads:
+            self.changed.set()
+        return True
+
+    async def _record(self, what: str) -> None:
+        """Record a change of leadership as an Event of the Lease (rule 3)."""
+        if not self._controller:
+            return
+        now = self._wall()
+        event = KubernetesEvent(reason="LeaderElection", note=f"{self._identity} {what}", generation=self._transitions)
+        about = ObjectMetadata(name=self._settings.name, namespace=self._namespace, uid=self._lease_uid)
+        manifest = event_manifest(
+            event, kinds.LEASE, about, now, controller=self._controller, identity=self._identity, action="Elect"
+        )
+        try:
+            async with asyncio.timeout(
+                self._settings.retry_seconds
+            ):  # a slow server must not delay the next renewal for long
+                await self._cluster.create(kinds.EVENT, NamedObject, self._namespace, manifest)
+        except (KubernetesError, TimeoutError) as error:
+            cause = str(error) or "no answer in time"
+            log.warning("leader event not written", extra={"lease": self._settings.name, "cause": cause})
 
 
 def _found(lease: KubernetesLease) -> ObservedLease:

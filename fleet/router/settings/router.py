@@ -273,6 +273,10 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     replicas: tuple[str, ...] = ()
     """`replicas_listen` of the peer routers."""
 
+    replicas_name: str = ""
+    """host:port whose name stands for all routers of the cluster, this one among them, such as a headless Service of Kubernetes.
+    It is resolved every two seconds. `replicas_listen` must then be this router's own ip:port. Empty: only `replicas` are peers."""
+
     replicas_credentials: Credentials = Credentials()
     """Credentials of routers towards each other over TCP, the same on all of them: the secret in `secret_file`, or certificates signed by
     `authority`, with a `certificate` and `key` for each router. Without either, a host:port is refused, also on loopback, unless

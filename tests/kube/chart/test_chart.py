@@ -334,6 +334,54 @@ def test_control_service_resolves_to_all_router_pods():
         assert [(each["port"], each["targetPort"]) for each in service["ports"]] == [(50052, "control")]
 
 
+def test_client_ports_get_tls_from_a_secret(tmp_path):
+    def told(**tls):
+        found = by_name(documents(helm_3_render({"routers": {"tls": tls}})))
+        path = tmp_path / "settings.json"
+        path.write_text(found["ConfigMap", "fleet-routers"]["data"]["settings.json"])
+        pod = found["Deployment", "fleet-routers"]["spec"]["template"]["spec"]
+        [mount] = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "client-tls"] or [None]
+        volumes = {each["name"]: each.get("secret") for each in pod["volumes"]}
+        (http, *_) = found["Service", "fleet-routers"]["spec"]["ports"]
+        return load(path, RouterSettings).tls, mount, volumes.get("client-tls"), http, found["Pod", "fleet-test"]
+
+    tls, mount, secret, http, test = told(secret="public", clientAuthority="ca.crt")
+    folder = mount["mountPath"]
+    assert (tls.certificate, tls.key) == (f"{folder}/tls.crt", f"{folder}/tls.key")
+    assert tls.client_authority == f"{folder}/ca.crt"
+    assert secret == {"secretName": "public"}, "a volume with subPath or items of its own would not be renewed"
+    assert "subPath" not in mount
+    assert http["appProtocol"] == "https"
+    assert "https://fleet-routers.serving.svc:8000" in str(test)
+    tls, mount, secret, http, test = told()
+    assert (tls.certificate, mount, secret) == ("", None, None)
+    assert "appProtocol" not in http
+    assert "https" not in str(test)
+
+
+def test_router_pods_are_peers_if_they_can_prove_a_secret(tmp_path):
+    def peers(values):
+        found = by_name(documents(helm_3_render(values)))
+        path = tmp_path / "settings.json"
+        path.write_text(found["ConfigMap", "fleet-routers"]["data"]["settings.json"])
+        (container,) = found["Deployment", "fleet-routers"]["spec"]["template"]["spec"]["containers"]
+        admitted = found["NetworkPolicy", "fleet-routers"]["spec"]["ingress"]
+        rules = [each["from"] for each in admitted if {"port": "peers"} in each["ports"]]
+        ports = [each["containerPort"] for each in container["ports"] if each["name"] == "peers"]
+        listens = [each for each in container["args"] if each.startswith("--set=replicas_listen=")]
+        return load(path, RouterSettings), ports, listens, rules
+
+    settings, ports, listens, rules = peers({"routers": {"controlSecret": "fleet-control"}})
+    assert settings.replicas_name == "fleet-routers-control.serving.svc:50054"
+    assert settings.replicas_credentials == Credentials(secret_file="/etc/fleet/control/secret")
+    assert (ports, listens) == ([50054], ["--set=replicas_listen=$(POD_IP):50054"])
+    [[only]] = rules
+    assert only["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "routers"
+    for values in ({}, {"controlSecret": "fleet-control", "processes": 2}):
+        settings, *others = peers({"routers": values})
+        assert (settings.replicas_name, *others) == ("", [], [], []), values
+
+
 def test_routers_have_a_control_port_only_with_proof(tmp_path):
     def told(values):
         found = by_name(documents(helm_3_render(values)))
@@ -600,6 +648,7 @@ def test_planner_may_touch_only_its_own_lease_and_one_secret():
         }
         own = [f"{release}-planner"]
         assert named == {
+            ("events", "create"): None,
             ("leases", "create"): None,
             ("leases", "get"): own,
             ("leases", "update"): own,

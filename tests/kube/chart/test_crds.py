@@ -6,11 +6,14 @@ import yaml
 
 from fleet.net.kubernetes.kinds import GROUP, VERSION
 from operators.chart.crds import KINDS, definition
+from tests.support.kube.api.running import RunningApiServer
 from tests.support.kube.documentation import is_ours, shown_manifests
+from tests.support.kube.tools import Command, kubectl, tools_folder
 from tests.support.waiting import eventually
 
 API = f"{GROUP}/{VERSION}"
 MOST_BYTES = 100_000  # of a definition; clients cannot apply 262,144
+LEAST_FIELDS = {"DisaggDeployment": 86, "RoleScaler": 21, "ServingPlan": 46, "ServingRequest": 53}
 YAML_BOOLEANS = {"y", "n", "yes", "no", "on", "off"}
 
 
@@ -319,6 +322,48 @@ def test_a_role_scaler_is_scaled_like_a_deployment(api, path):
 
     assert scaled["spec"]["replicas"] == 5
     assert api.get(f"{path('rolescalers')}/it").expect(200)["spec"]["replicas"] == 5
+
+
+def fields_of(schema, path):
+    """Yield the path and the description of a schema and of everything in it."""
+    yield path, schema.get("description", "")
+    for name, inner in schema.get("properties", {}).items():
+        yield from fields_of(inner, f"{path}.{name}")
+    for name, inner in schema.get("items", {}).get("properties", {}).items():
+        yield from fields_of(inner, f"{path}.{name}")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_kind_and_field_has_a_description(kind):
+    (version,) = definition(kind)["spec"]["versions"]
+
+    found = list(fields_of(version["schema"]["openAPIV3Schema"], kind.name))
+
+    assert [path for path, description in found if not description] == []
+    assert len(found) >= LEAST_FIELDS[kind.name]
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("disaggdeployments", "The roles of one served model, and how they work together."),
+        ("disaggdeployments.spec", "The desired state of the deployment."),
+        ("disaggdeployments.spec.roles", "Pools of pods: prefill and decode workers"),
+        ("disaggdeployments.spec.roles.scaling.mode", "`Planner`: A ServingPlan scales the role's RoleScaler."),
+        ("disaggdeployments.status.conditions.reason", "Reason of the status, as one word for programs."),
+        ("rolescalers.spec.replicas", "Requested replicas of the role."),
+        ("servingplans.status", "Results of the planner."),
+        ("servingrequests.spec.workload", "The expected requests."),
+    ],
+)
+def test_kubectl_explains_kinds_and_fields(kinds, address, tmp_path, field, said):
+    kube = Command(kubectl(tools_folder()), RunningApiServer(address).kubeconfig(tmp_path), tmp_path)
+
+    def explained():
+        return " ".join(kube("explain", field).split())
+
+    # The OpenAPI document follows a new kind after a moment.
+    eventually(lambda: said in explained())
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -26,7 +26,7 @@ VALUES = {
         ],
     }
 }
-PORTS = ("http_listen", "grpc_listen", "health_listen", "control_listen", "kserve_listen")
+PORTS = ("http_listen", "grpc_listen", "health_listen", "control_listen", "kserve_listen", "replicas_listen")
 FLEET = [sys.executable, "-m", "fleet.cli.main"]
 
 
@@ -66,9 +66,14 @@ def mounted(found, tmp_path) -> Path:
 def endpoints(container, mounted):
     """Return the endpoints of a router that runs as its pod says, but on free ports."""
     free = [f"--set={port}=127.0.0.1:0" for port in PORTS]
-    free.append(f"--set=control_credentials.secret_file={mounted}/control/secret")
+    free += [f"--set={end}_credentials.secret_file={mounted}/control/secret" for end in ("control", "replicas")]
     words = [*container["command"][1:], *container["args"], *free]
-    here = [word.replace("/etc/fleet", str(mounted)).replace("$(POD_NAME)", "fleet-routers-abc") for word in words]
+    here = [
+        word.replace("/etc/fleet", str(mounted))
+        .replace("$(POD_NAME)", "fleet-routers-abc")
+        .replace("$(POD_IP)", "127.0.0.1")
+        for word in words
+    ]
     with subprocess.Popen([*FLEET, *here], stdout=subprocess.PIPE, text=True) as router:
         try:
             yield json.loads(router.stdout.readline())
@@ -78,7 +83,7 @@ def endpoints(container, mounted):
 
 
 def test_a_router_runs_as_its_pod_says(found, container, endpoints):
-    assert {port["name"] for port in container["ports"]} == set(endpoints)
+    assert {port["name"] for port in container["ports"]} == {*endpoints, "peers"}
     probes = {probe: container[probe]["httpGet"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")}
     with httpx.Client(base_url=f"http://{endpoints['http']}", trust_env=False, timeout=60) as client:
         codes = {

@@ -12,6 +12,7 @@ from fleet.net.kubernetes.kinds import GROUP, VERSION
 from fleet.net.kubernetes.leader import LeaseLeader, LeaseSettings
 from operators.chart.crds import KINDS, definition
 from operators.controller.control_secrets import ControlSecrets
+from operators.controller.events import CONTROLLER
 from operators.manifests.pods import Images
 from operators.server import Operator
 from operators.settings import OperatorSettings
@@ -57,7 +58,7 @@ async def an_operator(
     stop = asyncio.Event()
     async with open_api_client(asked.kubeconfig, f"fleet-operator/{identity}") as connected:
         cluster, clock = wrap(connected), SystemClock()
-        leader = LeaseLeader(cluster, made.lease, asked.namespace, identity, clock, wall)
+        leader = LeaseLeader(cluster, made.lease, asked.namespace, identity, clock, wall, controller=CONTROLLER)
         secrets = ControlSecrets(cluster, asked.namespace, made.control_secret, owner)
         operator = Operator(
             made, cluster, routers, leader, clock, wall, OperatorMetrics(CollectorRegistry()), clients, secrets=secrets

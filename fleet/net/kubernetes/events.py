@@ -1,0 +1,73 @@
+"""Kubernetes events, which `kubectl describe` and `kubectl get events` show. Pure.
+
+An event is recorded once: its name is made of its content and its generation, so that a process that was killed and
+records it again finds it recorded.
+"""
+
+import hashlib
+from datetime import UTC, datetime
+from typing import Any
+
+from msgspec import Struct
+
+from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.kinds import ApiKind
+from fleet.net.kubernetes.ports import Manifest
+from fleet.net.kubernetes.views import ObjectMetadata
+
+MOST_CHARACTERS = 1000
+
+
+class KubernetesEvent(Struct, frozen=True, kw_only=True):
+    """A change of an object, for people."""
+
+    reason: str
+    note: str
+    warning: bool = False
+    generation: int = 0
+
+
+def event_manifest(
+    happening: KubernetesEvent,
+    kind: ApiKind,
+    about: ObjectMetadata,
+    now: datetime,
+    *,
+    controller: str,
+    identity: str,
+    action: str = "Reconcile",
+) -> Manifest:
+    """Return the Event, in the namespace of the object that it is about.
+
+    Args:
+        happening: The change.
+        kind: Kind of the changed object.
+        about: The object's name, namespace and uid.
+        now: The time of the change.
+        controller: Name of the reporting controller.
+        identity: Name of the reporting process.
+        action: The action that was taken.
+    """
+    said = f"{about.uid} {happening.generation} {happening.reason} {happening.note}"
+    # The same reason may return after another one; an hour later it counts as a second event.
+    name = f"{about.name[:200]}.{hashlib.sha256(f'{said} {now:%Y%m%d%H}'.encode()).hexdigest()[:16]}"
+    regarding: dict[str, Any] = {
+        "apiVersion": kind.api_version,
+        "kind": kind.name,
+        "name": about.name,
+        "namespace": about.namespace,
+        "uid": about.uid,
+    }
+    return {
+        "apiVersion": kinds.EVENT.api_version,
+        "kind": kinds.EVENT.name,
+        "metadata": {"name": name, "namespace": about.namespace},
+        "eventTime": now.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        "reportingController": controller,
+        "reportingInstance": identity[:128],
+        "action": action,
+        "reason": happening.reason[:128],
+        "note": happening.note[:MOST_CHARACTERS],
+        "type": "Warning" if happening.warning else "Normal",
+        "regarding": regarding,
+    }

@@ -1,0 +1,48 @@
+"""Resource presets of the chart: requests and limits of its own pods, by the size of the cluster."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+Resources = Mapping[str, Mapping[str, str]]
+
+
+class ResourcePreset(StrEnum):
+    NONE = "None"
+    """`pods.resources` alone."""
+
+    SMALL = "Small"
+    """A trial, or up to about 200 DisaggDeployments."""
+
+    MEDIUM = "Medium"
+    """Up to about 1000 DisaggDeployments, or routers of four processes."""
+
+    LARGE = "Large"
+    """More, or routers of eight processes."""
+
+
+def _resources(cpu: str, memory: str, most_memory: str) -> Resources:
+    """Return resources without a limit of CPUs, because a throttled process misses its deadlines."""
+    return {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": most_memory}}
+
+
+PRESETS: Mapping[str, Mapping[str, Resources]] = {
+    # A router process uses one core at most, and memory for held requests and the prefix index.
+    "routers": {
+        ResourcePreset.SMALL.value: _resources("1", "1Gi", "2Gi"),
+        ResourcePreset.MEDIUM.value: _resources("4", "4Gi", "8Gi"),
+        ResourcePreset.LARGE.value: _resources("8", "8Gi", "16Gi"),
+    },
+    # 200 deployments take 6 s of processor time to settle, and at most 150 MB (`python -m loadtests.kube.operator_scale`).
+    "operator": {
+        ResourcePreset.SMALL.value: _resources("100m", "256Mi", "512Mi"),
+        ResourcePreset.MEDIUM.value: _resources("500m", "1Gi", "2Gi"),
+        ResourcePreset.LARGE.value: _resources("1", "2Gi", "4Gi"),
+    },
+    # Rehearsals simulate the cluster in a process of their own.
+    "planner": {
+        ResourcePreset.SMALL.value: _resources("200m", "256Mi", "1Gi"),
+        ResourcePreset.MEDIUM.value: _resources("1", "512Mi", "2Gi"),
+        ResourcePreset.LARGE.value: _resources("2", "1Gi", "4Gi"),
+    },
+}
+"""Resources by component and preset."""

@@ -1,0 +1,160 @@
+"""Reader of Dockerfiles, and a runner of their steps without a container runtime.
+
+The runner sees this machine's root through an overlay in place of the base image: what a step writes is the layer.
+"""
+
+import fnmatch
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+ROOT = Path(__file__).parents[2]
+IMAGES = sorted((ROOT / "deploy" / "images").glob("*.Dockerfile"))
+
+STEPS = """
+set -e
+mount -t tmpfs layers {folder}
+{stages}
+"""
+STAGE = """
+mkdir -p {folder}/{name}/root {folder}/{name}/upper {folder}/{name}/work
+mount -t overlay {name} -o lowerdir=/,upperdir={folder}/{name}/upper,workdir={folder}/{name}/work {folder}/{name}/root
+cd {folder}/{name}/root
+for each in proc dev; do mount --rbind /$each $each; done
+mount -t tmpfs scratch tmp
+chmod o+x root   # where this machine's Python may be, which the image's own user has to reach
+{steps}
+"""
+
+
+class Instruction(msgspec.Struct, frozen=True):
+    """One instruction of a Dockerfile."""
+
+    name: str
+    text: str
+
+
+def instructions(path: Path) -> Iterator[Instruction]:
+    """Yield the instructions without comments, with continued lines joined."""
+    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+        name, _, text = line.partition(" ")
+        yield Instruction(name, text.strip())
+
+
+def stages(path: Path) -> list[tuple[str, list[Instruction]]]:
+    """Return name and instructions of each stage, without what comes before the first."""
+    found: list[tuple[str, list[Instruction]]] = []
+    for each in instructions(path):
+        if each.name == "FROM":
+            _, _, name = each.text.partition(" AS ")
+            found.append((name, []))
+        elif found:
+            found[-1][1].append(each)
+    return found
+
+
+def ignored(path: str) -> bool:
+    """Return whether .dockerignore leaves a file out; the last matching line counts."""
+    out = False
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern = line.removeprefix("!")
+        if (
+            line
+            and not line.startswith("#")
+            and (path == pattern or fnmatch.fnmatch(path, pattern.removeprefix("**/")))
+        ):
+            out = not line.startswith("!")
+    return out
+
+
+def run_steps(path: Path, folder: Path, last: str, seconds: float, *, stage: str = "") -> str:
+    """Run the steps of a Dockerfile up to a stage, then a command in it as its user, and return what that prints.
+
+    Args:
+        path: The Dockerfile.
+        folder: An empty folder, on which the layers are mounted in memory for as long as the steps run.
+        last: The command.
+        seconds: Time limit of everything.
+        stage: Name of the last stage that is run; empty: the final one.
+
+    Raises:
+        AssertionError: A step failed; the message ends with its output.
+    """
+    context = folder / "context"
+    _copy_context(path, context)
+    made = folder / "made"
+    made.mkdir()
+    every = stages(path)
+    names = [name for name, _ in every]
+    wanted = every[: names.index(stage) + 1]
+    found = [_stage(name or "final", steps, made, context, last if name == stage else "") for name, steps in wanted]
+    script = STEPS.format(folder=made, stages="\n".join(found))
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    assert done.returncode == 0, f"{path.name}: {done.stderr[-2000:]}"
+    return done.stdout.rpartition("=== last\n")[2]
+
+
+def _copy_context(path: Path, context: Path) -> None:
+    """Copy what the Dockerfile copies, as .dockerignore lets it through."""
+
+    def left_out(_folder: str, names: list[str]) -> list[str]:
+        return [name for name in names if name == "__pycache__" or name.endswith(".so")]
+
+    for _, steps in stages(path):
+        for each in steps:
+            if each.name == "COPY" and not each.text.startswith("--from="):
+                for source in each.text.split()[:-1]:
+                    assert not ignored(source), source
+                    target = context / source
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    if (ROOT / source).is_dir():
+                        shutil.copytree(ROOT / source, target, ignore=left_out, dirs_exist_ok=True)
+                    else:
+                        shutil.copyfile(ROOT / source, target)
+
+
+def _stage(name: str, steps: list[Instruction], folder: Path, context: Path, last: str) -> str:
+    """Return the shell commands of one stage; `last`: a command for its end."""
+    lines, workdir, variables, user = [], "/", {"PATH": "$PATH"}, "0:0"
+    for each in steps:
+        match each.name:
+            case "WORKDIR":
+                workdir = each.text
+                lines.append(f"mkdir -p .{workdir}")
+            case "COPY":
+                *sources, target = each.text.split()
+                whence = str(context)
+                if sources[0].startswith("--from="):
+                    whence = f"{folder}/{sources.pop(0).removeprefix('--from=')}/root"
+                into = f".{target}" if target.startswith("/") else f".{workdir}/{target}"
+                for source in sources:
+                    place = f"{into}/{Path(source).name}" if target.endswith("/") else into
+                    lines += [f"mkdir -p $(dirname {place})", f"cp -a {whence}/{source.lstrip('/')} {place}"]
+            case "ENV":
+                variables |= dict(part.split("=", 1) for part in each.text.split())
+            case "RUN":
+                lines.append(_in_root(each.text, workdir, variables, user))
+            case "USER":
+                user = each.text
+    if last:
+        lines += ['echo "=== last"', _in_root(last, workdir, variables, user)]
+    return STAGE.format(folder=folder, name=name, steps="\n".join(lines))
+
+
+def _in_root(command: str, workdir: str, variables: dict[str, str], user: str) -> str:
+    told = " ".join(f'{name}="{value}"' for name, value in variables.items())
+    inside = shlex.quote(f"cd {workdir} && {command}")
+    return f"env {told} chroot --userspec={user} . sh -c {inside}"
+
+
+def sizes_in_megabytes() -> dict[str, int]:
+    """Return the size budget of each image beyond its base."""
+    found = re.findall(r"^([\w-]+) = (\d+)", (ROOT / "deploy" / "images" / "budgets.toml").read_text(), re.MULTILINE)
+    return {name: int(size) for name, size in found}

@@ -53,8 +53,11 @@ PLAN = {
 
 
 def a_deployment(model_dir: Path) -> dict:
-    """Return a deployment of one planned role, whose simulated engine takes 3 s to start, and 20 ms for a token."""
-    engine = ["--set=simulated.start_ms=3000", "--set=simulated.latency.step_base_ms=20.0"]
+    """Return a deployment of one planned role, whose simulated engine takes 12 s to start, and 20 ms for a token.
+
+    A plan then outlasts the Lease of a killed planner, so that its successor finds the plan under way.
+    """
+    engine = ["--set=simulated.start_ms=12000", "--set=simulated.latency.step_base_ms=20.0"]
     pods = {"spec": {"containers": [{"name": "main", "args": engine}]}}
     scaling = {"mode": "Planner", "least": 1, "most": 4}
     drain = {"timeoutSeconds": 30}

@@ -158,6 +158,7 @@ class Attempts:
             session=arrived.session,
             adapter="" if arrived.adapter is None else arrived.adapter.name,
             parsing=None if arrived.parsing is None else live.parsing(arrived.parsing),
+            generated_tokens=len(live.sent),
         )
         out.append(Dispatch(worker_id=attempt.worker_id, start=start))
 

@@ -206,6 +206,7 @@ def encode_description(description: WorkerDescription) -> pb.Description:
         generation=description.generation,
         start_seconds=description.start_seconds,
         sampling_fields=description.sampling_fields,
+        continued_fields=description.continued_fields,
         parsers=_parsers_to_wire(description.parsers),
     )
 
@@ -243,6 +244,7 @@ def decode_description(description: pb.Description) -> WorkerDescription:
         generation=description.generation,
         start_seconds=_start_seconds(description.start_seconds),
         sampling_fields=tuple(description.sampling_fields),
+        continued_fields=tuple(description.continued_fields),
         parsers=_parsers_from_wire(description.parsers) if description.HasField("parsers") else None,
     )
 
@@ -307,6 +309,7 @@ def _start_to_wire(start: Start) -> pb.Start:
         session=start.session,
         adapter=start.adapter,
         parsing=None if start.parsing is None else _parsing_to_wire(start.parsing),
+        generated_tokens=start.generated_tokens,
     )
 
 
@@ -350,6 +353,10 @@ def _start_from_wire(start: pb.Start) -> Start:
             )
         if len(start.salt) not in (0, SALT_BYTES):
             raise MalformedMessage("start.salt", f"has 0 or {SALT_BYTES} bytes, not {len(start.salt)}")
+        if (generated := start.generated_tokens) and generated >= (tokens := len(start.tokens) // TOKEN_BYTES):
+            raise MalformedMessage(
+                "start.generated_tokens", f"is {generated}, but must be less than the {tokens} tokens with the prompt"
+            )
         return Start(
             request_id=RequestId(request_id),
             phase=phase,
@@ -365,6 +372,7 @@ def _start_from_wire(start: pb.Start) -> Start:
             parsing=_parsing_from_wire(start.parsing, len(start.tokens) // TOKEN_BYTES)
             if start.HasField("parsing")
             else None,
+            generated_tokens=start.generated_tokens,
         )
     except MalformedMessage as error:
         error.request_id = RequestId(request_id)  # tells which request the rejection concerns

@@ -99,6 +99,12 @@ class PoolTopology:
             flags = self._obeying[needs] = np.array(able, dtype=np.bool_)
         return flags
 
+    def continuing(self, fields: tuple[str, ...]) -> Flags:
+        """Return which workers rebuild the state of all these sampling fields when they continue an answer."""
+        able = [set(fields) <= set(each.continued_fields) for each in self.descriptions]
+        flags: Flags = np.array(able, dtype=np.bool_)
+        return flags
+
     def with_fingerprint(self, fingerprint: str) -> Flags:
         """Return which workers have this fingerprint, so that they compute the same tokens."""
         flags: Flags = np.array([each.fingerprint == fingerprint for each in self.descriptions], dtype=np.bool_)

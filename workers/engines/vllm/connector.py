@@ -4,7 +4,7 @@ vLLM loads it by its module path.
 
 vLLM makes several connectors, each in a process of its own: one beside the scheduler, which decides
 (`workers.engines.vllm.store_planner`), and one beside the model on each rank, which moves bytes
-(`workers.engines.vllm.block_mover`). This module only translates between these and vLLM's hooks. Loads are
+(`workers.engines.vllm.blocks.block_mover`). This module only translates between these and vLLM's hooks. Loads are
 asynchronous in vLLM's sense: a request whose blocks are being loaded waits while others go on, and its blocks enter
 the engine's prefix cache only when they are known to be whole.
 
@@ -47,10 +47,10 @@ from kvstore.namespace import KvNamespace
 from kvstore.security.credentials import Credentials
 from kvstore.system_clock import MonotonicClock
 from workers.engines.vllm import launch as vllm_launch
-from workers.engines.vllm.block_memory import DeviceBlocks, HostBlocks
-from workers.engines.vllm.block_mover import BlockMover
+from workers.engines.vllm.blocks.block_memory import DeviceBlocks, HostBlocks
+from workers.engines.vllm.blocks.block_mover import BlockMover
+from workers.engines.vllm.blocks.rank_writes import FollowerRank, LeaderRank, RankPosition
 from workers.engines.vllm.namespace import check_groups, namespace_of
-from workers.engines.vllm.rank_writes import FollowerRank, LeaderRank, RankPosition
 from workers.engines.vllm.step_counter import StepCounter, step_file
 from workers.engines.vllm.store_planner import COUNTS, LEASE_SECONDS, StorePlanner, StoreWork
 

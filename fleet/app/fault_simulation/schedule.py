@@ -131,9 +131,13 @@ def _request(chance: Random) -> RequestDrawn:
     prompt += [chance.choice(TOKENS) for _ in range(chance.choice((3, 20, 60, 140)))]
     sampled = chance.random()
     sampling = Sampling(temperature=0.0, max_tokens=chance.randint(1, 40), ignore_eos=True)
-    if sampled < 0.35:  # another worker cannot continue a seeded answer
+    if sampled < 0.35:  # only some workers continue an answer with state
         sampling = Sampling(
-            temperature=0.75, seed=chance.randrange(1 << 20), max_tokens=sampling.max_tokens, ignore_eos=True
+            temperature=0.75,
+            seed=chance.randrange(1 << 20),
+            frequency_penalty=2.0 if sampled < 0.2 else 0.0,
+            max_tokens=sampling.max_tokens,
+            ignore_eos=True,
         )
     return RequestDrawn(
         at=_between(chance, *ARRIVALS),

@@ -135,8 +135,9 @@ class Start(_message.Message):
     adapter: _builtins.str
     """Name of the adapter (LoRA) to run with; loaded first where it is not. `salt` keeps its blocks apart. Empty: none."""
     generated_tokens: _builtins.int
-    """Last tokens of `tokens` that are the beginning of the answer, which another worker has generated. The state of penalties, seeds,
-    structured output and forbidden sequences counts them as generated. `max_tokens` and `min_tokens` are those of the rest.
+    """Last tokens of `tokens` that are the beginning of the answer, which another worker has generated. Parsing begins with them. The
+    state of penalties, seeds, structured output and forbidden sequences counts them as generated. `max_tokens` and `min_tokens` are
+    those of the rest.
     """
     @_builtins.property
     def sampling(self) -> Global___WorkSampling: ...
@@ -198,7 +199,7 @@ class Parsing(_message.Message):
     earlier_calls: _builtins.int
     """tool calls of the conversation before this answer"""
     answered_tokens: _builtins.int
-    """last tokens of the prompt that belong to the answer, which another worker has begun"""
+    """as `generated_tokens` of the work, for workers of older versions"""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """the answer ends before any of these"""
@@ -811,7 +812,7 @@ class Parsed(_message.Message):
     stopped: _builtins.bool
     """a stop string has ended the text"""
     from_start: _builtins.bool
-    """begins with the answer, and so repeats what `answered_tokens` mean"""
+    """begins with the answer, and so repeats what `generated_tokens` mean"""
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.CallDelta]: ...
     def __init__(

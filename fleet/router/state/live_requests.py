@@ -18,7 +18,6 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import Incarnation, RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, KvPhase, KvReport, Sampling, TokenBytes, state_fields
 from fleet.core.roles import KvPath, Phase, Placement
-from fleet.core.work import ParsingTask
 from fleet.router.kv_index.prefix_index import keys_of
 from fleet.router.messages import Arrived
 from fleet.router.placement.decision import Decision
@@ -189,10 +188,6 @@ class LiveRequest(Struct):
         min_tokens = max(0, min(max_tokens, sampling.min_tokens - len(self.sent)))
         prompt_logprobs = None if self.sent else sampling.prompt_logprobs  # the client got them with the first tokens
         return structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=prompt_logprobs)
-
-    def parsing(self, task: ParsingTask) -> ParsingTask:
-        """Return what the next attempt has to parse: the answer from its first token on."""
-        return structs.replace(task, answered_tokens=len(self.sent)) if self.sent else task
 
     def keys(self, block_tokens: int) -> tuple[int, ...]:
         """Return the block keys of the prompt as it is now; call `forget_chains` after tokens were sent."""

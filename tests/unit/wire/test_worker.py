@@ -260,7 +260,7 @@ def test_the_wire_start_of_these_tests_is_sound():
         (a_wire_start(sampling=pb.WorkSampling(max_tokens=1, form=inference_pb2.Form())), "start.sampling.form"),
         (a_wire_start(handoff=pb.Handoff(kv_path="pigeon")), "start.handoff.kv_path"),
         (a_wire_start(parsing=pb.Parsing(tool_choice="perhaps")), "start.parsing.tool_choice"),
-        (a_wire_start(parsing=pb.Parsing(tool_choice="auto", answered_tokens=2)), "start.parsing.answered_tokens"),
+        (a_wire_start(parsing=pb.Parsing(tool_choice="auto", answered_tokens=1)), "start.generated_tokens"),
         (a_wire_start(generated_tokens=1), "start.generated_tokens"),
         (
             a_wire_start(handoff=pb.Handoff(kv_path="store", kv=pb.KvFingerprint(hash_algorithm="md4"))),
@@ -274,6 +274,21 @@ def test_a_malformed_start_is_refused_by_field_and_request(start, field):
 
     assert refused.value.field == field
     assert refused.value.request_id == start.request_id
+
+
+def test_older_routers_tell_the_begun_answer_with_its_parsing():
+    told = a_wire_start(tokens=bytes(12), parsing=pb.Parsing(tool_choice="auto", answered_tokens=2))
+
+    start = decode_router_message(pb.RouterMessage(start=told))
+
+    assert isinstance(start, Start)
+    assert start.generated_tokens == 2
+
+
+def test_older_workers_are_told_the_begun_answer_with_its_parsing():
+    start = a_start(tokens=3, parsing=ParsingTask(), generated_tokens=2)
+
+    assert encode_router_message(start).start.parsing.answered_tokens == 2
 
 
 def a_wire_description(**changes) -> pb.Description:

@@ -465,7 +465,7 @@ class VllmEngine:
         """Return the parser of an attempt's answer; None if the answer is not parsed."""
         if (task := start.parsing) is None or self._parsers is None:
             return None
-        if len(task.tools) + 32 * task.answered_tokens <= INLINE_CHARACTERS:
+        if len(task.tools) + 32 * start.generated_tokens <= INLINE_CHARACTERS:
             return self._parsers.open(start, task)
         return await asyncio.to_thread(self._parsers.open, start, task)
 

@@ -95,7 +95,7 @@ def test_adapter_without_salt_is_refused():
 CONTINUED = Sampling(temperature=0.0, presence_penalty=0.5, bad_tokens=((1, 2),))
 
 
-def test_continuation_with_unknown_state_is_left_to_other_workers():
+def test_continuation_with_unknown_state_is_left_to_others():
     facts = msgspec.structs.replace(FACTS, sampling_fields=("bad_tokens",), continued_fields=("presence_penalty",))
 
     rejected = refusal(a_start(sampling=CONTINUED, generated_tokens=3), Role.BOTH, facts)

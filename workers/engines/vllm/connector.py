@@ -46,6 +46,7 @@ from kvstore.messages import Match
 from kvstore.namespace import KvNamespace
 from kvstore.security.credentials import Credentials
 from kvstore.system_clock import MonotonicClock
+from workers.engines.vllm import continuation as vllm_continuation
 from workers.engines.vllm import launch as vllm_launch
 from workers.engines.vllm.blocks.block_memory import DeviceBlocks, HostBlocks
 from workers.engines.vllm.blocks.block_mover import BlockMover
@@ -157,6 +158,10 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._parallel = vllm_config.parallel_config
         self._lanes_path = Path(settings.scratch, f"ranks-{self._parallel.data_parallel_index}")
         self._planner: StorePlanner | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            vllm_continuation.install_in_scheduler()
+        else:
+            vllm_continuation.install_in_batches(vllm_config)
         self.mover: BlockMover | None = None
         self._starts_early = False
         self._failed_blocks: set[int] = set()
@@ -190,6 +195,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     # Hooks beside the scheduler.
     def on_new_request(self, request: "Request") -> None:
         assert self._planner is not None
+        vllm_continuation.replay(request)
         if not _is_beyond_tokens(request):
             self._planner.arrived(request)
 

@@ -12,15 +12,19 @@ STOP_SECONDS = 2.0
 
 @asynccontextmanager
 async def open_health_server(
-    host: str, port: int, ready: Callable[[], bool], unread: Callable[[], Sequence[str]], registry: CollectorRegistry
+    host: str,
+    port: int,
+    unread: Callable[[], Sequence[str]],
+    lost: Callable[[], Sequence[str]],
+    registry: CollectorRegistry,
 ) -> AsyncIterator[str]:
     """Answer requests while the context is open.
 
     Args:
         host: The host to listen at.
         port: The port; 0: any.
-        ready: Whether everything has been read once. Standbys are ready too.
-        unread: The kinds that have not been read yet.
+        unread: The kinds that have not been read yet. Standbys read them too, so they are ready.
+        lost: These, and kinds that cannot be followed now, because the server or the kind is missing.
         registry: The metrics of /metrics.
 
     Yields:
@@ -34,10 +38,11 @@ async def open_health_server(
         return web.Response(text="ok\n")
 
     async def readyz(_: web.Request) -> web.Response:
-        if ready():
+        if not (what := ", ".join(lost())):
             return web.Response(text="ok\n")
-        what = ", ".join(unread()) or "anything"
-        return web.Response(status=503, text=f"not read from the API server yet: {what}\n")
+        if not_yet := ", ".join(unread()):
+            return web.Response(status=503, text=f"not read from the API server yet: {not_yet}\n")
+        return web.Response(status=503, text=f"cannot be followed at the API server now: {what}\n")
 
     async def metrics(request: web.Request) -> web.Response:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))

@@ -71,7 +71,7 @@ async def serve_operator(
                 ready=operator.by_readiness,
             )
             registry.register(gauges)
-            async with open_health_server(host, port, operator.ready, operator.unread, registry) as address:
+            async with open_health_server(host, port, operator.unread, operator.lost, registry) as address:
                 announce({"http": address})
                 await operator.run(stop)
     except OSError as error:

@@ -6,7 +6,8 @@ Rules:
    granted right is used, and every used right is granted.
 2. Server-side apply needs `patch`, and also `create` if the object may not exist yet.
 3. The operator reads one Secret, its own, in its own namespace; elsewhere it creates Secrets and never reads them. It
-   needs no nodes, reads no events and uses nothing cluster-wide, so that a Role suffices if the namespaces are named.
+   reads no events and needs nothing cluster-wide, so that a Role suffices if the namespaces are named. If it manages the
+   whole cluster, it may also list nodes, to choose domains for groups of pods (`operators.observed.domains`).
 4. Child objects carry `blockOwnerDeletion: false`, because setting it to true needs `update` on the owner's finalizers.
 5. The planner reads the operator's Secret by its name and no other one (ADR 39). It changes nothing but the number of RoleScalers, the
    statuses of ServingPlans, and its Lease.
@@ -70,6 +71,9 @@ ACCESS: tuple[RoleRule, ...] = (
     _of(kinds.SECRET, ("create",), own_namespace=True),
     _of(kinds.SECRET, ("get",), own_namespace=True, names=(OWN_SECRET,)),
 )
+
+CLUSTER_ACCESS: tuple[RoleRule, ...] = (_of(kinds.NODE, ("list",)),)
+"""Further rights of an operator that manages the whole cluster; it works without them."""
 
 LEASE_NAME = "{lease}"
 """Stands for the name of the planner's Lease, which the chart fills in."""

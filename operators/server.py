@@ -37,6 +37,7 @@ from fleet.net.kubernetes.views import VIEW_OF_KIND, CustomObject, KubernetesLea
 from operators.controller.applier import Applier, NotLeading
 from operators.controller.control_secrets import ControlSecrets
 from operators.controller.loop import Controller
+from operators.controller.room_reader import RoomReader
 from operators.controller.work_queue import IMMEDIATELY, WorkQueue
 from operators.keys import ReconcileKey, deployment_key
 from operators.observed.caches import InformerCaches, affected_keys, all_keys
@@ -102,6 +103,7 @@ class Operator:
             self._add,
             self._prober,
             secrets=secrets,
+            room=RoomReader(cluster, clock),
             plans_obeyed=settings.plans_obeyed,
         )
         asked = routers is not None and settings.ask_routers
@@ -118,6 +120,8 @@ class Operator:
         self._following: list[asyncio.Task[Any]] = []
         self._served = OptionalKinds(leader_worker_sets=False)
         self._stopping = False
+        self._missed = asyncio.Event()
+        """Set when an object or its kind was missing at a write: a kind may have gone."""
 
     # Read by the health server and the metrics.
     def ready(self) -> bool:
@@ -126,7 +130,22 @@ class Operator:
 
     def unread(self) -> list[str]:
         """Return the kinds that have not been read yet."""
-        return sorted({kind.name for (kind, _), each in self._informers.items() if not each.filled.is_set()})
+        return sorted(
+            {
+                kind.name
+                for (kind, _), each in self._informers.items()
+                if not each.filled.is_set() and self._served.has(kind)
+            }
+        )
+
+    def lost(self) -> list[str]:
+        """Return the kinds that were not read yet, or that cannot be followed now."""
+        lost = {kind.name for (kind, _), each in self._informers.items() if each.lost and self._served.has(kind)}
+        return sorted(lost) if self._informers else ["anything"]
+
+    def served(self) -> OptionalKinds:
+        """Return the optional kinds that the API server had when it was last asked."""
+        return self._served
 
     def waiting(self) -> int:
         """Return the number of deployments that are or should be reconciled; 0 if this process does not lead."""
@@ -180,7 +199,10 @@ class Operator:
         return loops
 
     async def _discover(self, tasks: asyncio.TaskGroup) -> None:
-        """Start an informer for every kind that the API server has, also for one that appears later."""
+        """Start an informer for every kind that the API server has, also for one that appears later.
+
+        A kind that has gone took its objects with it; they leave the cache even if no watch has reported it.
+        """
         while True:
             try:
                 served = await self._cluster.served()
@@ -188,6 +210,8 @@ class Operator:
                 log.warning("api server discovery failed", extra={"cause": str(error)})
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
+            for kind in (each for each in kinds.OPTIONAL_KINDS if not served.has(each)):
+                self._changed(kind, self.store.any(kind).clear())
             for kind in (each for each in VIEW_OF_KIND if served.has(each)):
                 for namespace in self._settings.namespaces or ("",):
                     if (kind, namespace) not in self._informers:
@@ -197,7 +221,11 @@ class Operator:
                 log.info("optional kinds changed", extra=msgspec.structs.asdict(served))
                 self._served = served
                 self.enqueue_all()
-            await asyncio.sleep(DISCOVER_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DISCOVER_SECONDS):
+                    await self._missed.wait()
+                    await asyncio.sleep(RETRY_SECONDS)
+            self._missed.clear()
 
     def _informer(self, kind: ApiKind, namespace: str) -> Informer[Any]:
         view = VIEW_OF_KIND[kind]
@@ -237,6 +265,8 @@ class Operator:
                 continue
             except KubernetesError as error:
                 outcome, pause = ReconcileOutcome.FAILED, _pause(error)
+                if isinstance(error, ObjectMissing):
+                    self._missed.set()
                 # A concurrent change by another writer is normal.
                 level = logging.DEBUG if isinstance(error, ObjectConflict | ObjectMissing) else logging.WARNING
                 cause = f"{type(error).__name__}: {error}"
@@ -288,6 +318,10 @@ class Operator:
     # Changes that enqueue keys.
     def _changed(self, kind: ApiKind, views: Sequence[NamedObject]) -> None:
         """Enqueue the keys that a cache's change concerns; the views are the objects before and after it."""
+        if kind == kinds.DISAGG_DEPLOYMENT and self.leader.leads():
+            before, after = views[0], views[-1]
+            if isinstance(before, CustomObject) and isinstance(after, CustomObject):
+                self._controller.edited(before, after)
         for view in views:
             for key in affected_keys(kind, view, self.store):
                 self._add(key)

@@ -18,8 +18,7 @@ from fleet.app.freed_memory import map_large_allocations, trim_heaps
 from fleet.app.hub import fetch_router_models
 from fleet.app.native_modules import warn_of_missing_modules
 from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
-from fleet.backends.combined import CombinedBackends
-from fleet.backends.external.workers import ExternalBackends
+from fleet.backends.external.workers import CombinedBackends, ExternalBackends
 from fleet.backends.workers.streams import WorkerStreams
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused, missing_package

@@ -201,7 +201,9 @@ def _document(content: Any, kind: str, namespace: str, of: type[Spec]) -> tuple[
         raise ConfigurationRefused("metadata.name: is missing")
     named = {"name": metadata["name"], "namespace": metadata.get("namespace") or namespace}
     for field, name in named.items():
-        if not isinstance(name, str) or not NAME.fullmatch(name):
+        # A name with dots is refused later, with a proposal.
+        plain = name.replace(".", "-") if field == "name" and isinstance(name, str) else name
+        if not isinstance(plain, str) or not NAME.fullmatch(plain):
             raise ConfigurationRefused(f"metadata.{field}: {_no_name()}")
     try:
         return named, msgspec.convert(content.get("spec"), of)

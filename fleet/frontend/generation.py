@@ -21,7 +21,7 @@ from functools import partial
 from itertools import chain
 from typing import Protocol, assert_never
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import Reason, RequestRejected, invalid
@@ -50,7 +50,7 @@ from fleet.core.requests import (
 from fleet.core.roles import Placement
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.validation import validate, validate_length
-from fleet.core.work import ParsingTask
+from fleet.core.work import LoraAdapter, ParsingTask
 from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
 from fleet.frontend.text.parsing_plan import ParsingPlans
@@ -58,9 +58,8 @@ from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.ports import TextCodec
-from fleet.router.state.lora import resolve_model
 from fleet.router.tenants import Tenants, admit_with_peers
-from kvstore.block import cache_salt, tenant_salt
+from kvstore.block import adapter_salt, cache_salt, tenant_salt
 
 _NO_CALLS = ToolChoice.NONE  # a module variable is ten times as fast as the enum attribute
 INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenizing; longer prompts go to a thread
@@ -444,6 +443,27 @@ class Generation:
             needs=needs,
             parsing=parsing,
         )
+
+
+class ModelTarget(Struct, frozen=True):
+    """The model, LoRA adapter and salt that a model card stands for."""
+
+    model: ModelName
+    adapter: LoraAdapter | None
+    salt: bytes
+
+
+def resolve_model(card: ModelCard, salt: bytes) -> ModelTarget:
+    """Return the model that a card names: itself, or the base model with a LoRA adapter and the salt of its blocks.
+
+    Args:
+        card: The model card that a request names.
+        salt: The salt of the request's tenant.
+    """
+    if not card.parent:
+        return ModelTarget(card.name, None, salt)
+    adapter = LoraAdapter(card.name, card.revision)
+    return ModelTarget(card.parent, adapter, adapter_salt(adapter.identity, salt))
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:

@@ -1,6 +1,7 @@
 """Call of a gateway: one HTTP request and its answer (rules 1 to 4 and 7 of `endpoint_picker.py`)."""
 
 import asyncio
+import re
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
@@ -13,7 +14,6 @@ from fleet.core.ids import RequestId
 from fleet.core.roles import Placement
 from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES
 from fleet.frontend.openai.relayed_paths import CHAT, COMPLETIONS, EMBEDDINGS
-from fleet.gateway.answer_counter import AnswerCounter
 from fleet.gateway.endpoints import PickerEndpoints
 from fleet.gateway.ext_proc import (
     answer_piece,
@@ -330,3 +330,32 @@ def _api_path(path: str) -> str:
     """Return the path of the API without prefixes of gateways."""
     path = path.partition("?")[0]
     return next((each for each in PLACED if path.endswith(each)), path)
+
+
+TAIL_BYTES = 512  # end of an answer, which holds its usage
+
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')
+_EVENT = b"data: {"
+
+
+class AnswerCounter:
+    """Token count of an answer, from its bytes: its events if it is streamed, else its reported usage."""
+
+    def __init__(self) -> None:
+        self.events = False
+        self.tokens = 0
+        self._tail = b""
+
+    def count(self, piece: bytes) -> int:
+        """Return the number of new tokens in this piece."""
+        text = self._tail + piece
+        if self.events:
+            new = text.count(_EVENT)
+            # Keep a possible beginning of the next event, but no event that was counted.
+            self._tail = text[-(len(_EVENT) - 1) :]
+        else:
+            said = _COMPLETION_TOKENS.findall(text)
+            new = max(0, int(said[-1]) - self.tokens) if said else 0
+            self._tail = text[-TAIL_BYTES:]
+        self.tokens += new
+        return new

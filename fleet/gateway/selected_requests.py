@@ -8,9 +8,10 @@ from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import Finish
 from fleet.core.roles import Phase
 from fleet.core.work import Handoff, Progress, Start
-from fleet.router.messages import Complete, Emit, StartedOver, WorkerStepped, request_of
+from fleet.router.messages import Complete, Emit, StartedOver, WorkerStepped
 from fleet.router.placement.decision import Decision
 from fleet.router.ports import Workers
+from fleet.router.state.live_requests import request_of
 
 TOKEN = 0  # stands for each token of an answer, which only the proxy knows
 

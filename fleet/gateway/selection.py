@@ -29,6 +29,7 @@ from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, ModelCard, Sampling
 from fleet.core.roles import Placement
 from fleet.core.validation import check_hints
+from fleet.frontend.generation import resolve_model
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.gateway.selected_requests import Holder, SelectedRequest, SelectionAwareWorkers
 from fleet.net.control.access import caller_name
@@ -38,7 +39,6 @@ from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived
 from fleet.router.placement.decision import Decision
 from fleet.router.settings.router import SelectionSettings
-from fleet.router.state.lora import resolve_model
 from fleet.v1 import selection_pb2 as pb
 from kvstore.block import tenant_salt
 

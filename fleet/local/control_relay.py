@@ -19,6 +19,7 @@ from itertools import count
 from fleet.core.errors import ConfigurationRefused
 from fleet.net.control.address import ALTERNATIVES, private_umask, remove_stale_socket
 from kvstore.net.addresses import unix_path
+from kvstore.net.listeners import stop_listening
 from kvstore.net.unix_sockets import BACKLOG, identity, remove
 
 MOST_CONNECTIONS = 1024  # a worker and a command need one each
@@ -48,7 +49,8 @@ async def open_control_relay(address: str, targets: Sequence[str]) -> AsyncItera
         try:
             yield
         finally:
-            server.close()
+            stop_listening(server)
+            await asyncio.sleep(0)
             relay.close()
     finally:
         listener.close()

@@ -246,11 +246,18 @@ def _pools(topology: Topology, folder: Path, **fields: Any) -> list[LocalPool]:
                 role=pool.role,
                 workers=tuple(WorkerId(f"{prefix}-{number}") for number in range(pool.replicas)),
                 settings=partial(_worker, topology.cluster, pool, folder, fields),
-                ready_within=SIMULATED_READY_WITHIN if topology.cluster.engine == SIMULATED else ENGINE_READY_WITHIN,
+                ready_within=_ready_within(topology.cluster, pool),
                 limits=liveness_limits(topology.supervision, name),
             )
         )
     return pools
+
+
+def _ready_within(cluster: ClusterSection, pool: PoolSection) -> Nanos:
+    """Return how long a worker may load; the loading time that a simulated engine plays comes on top of its limit."""
+    if cluster.engine != SIMULATED:
+        return ENGINE_READY_WITHIN
+    return Nanos(SIMULATED_READY_WITHIN + int(pool.simulated.start_ms * MILLISECOND))
 
 
 def _worker(

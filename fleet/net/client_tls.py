@@ -24,7 +24,7 @@ from typing import Any
 from cryptography import x509
 
 from fleet.core.errors import ConfigurationRefused
-from fleet.net.connection_table import ConnectionSlot, ConnectionTable, client_key
+from fleet.net.connection_limits import ConnectionSlot, ConnectionTable, client_key
 from fleet.net.limit_log import ClientLog
 from fleet.net.settings import ClientTlsSettings, ConnectionSettings
 from fleet.net.streams.identity import DiagnosedTls, diagnosed

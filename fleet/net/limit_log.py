@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from fleet.net.connection_table import ConnectionTable
+from fleet.net.connection_limits import ConnectionTable
 from fleet.net.settings import ConnectionSettings
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, AnyObject, Finish, KvReport, Sampling
 from fleet.core.roles import KvPath, Phase
 from fleet.core.work import Handoff, Progress
-from fleet.router.kv_index.cache_accuracy import Knowledge
+from fleet.router.kv_index.prefix_index import Knowledge
 from fleet.router.messages import (
     Arrived,
     AttemptRejected,

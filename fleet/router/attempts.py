@@ -1,26 +1,41 @@
-"""Attempts: which part of a request runs on which worker, from the beginning of an attempt to its end or loss.
+"""Attempts: which part of a request runs on which worker, and the prefill queues in which prompts wait for their worker.
 
 Rules:
 
 1. A request has one attempt at a time. Each attempt has an id that is used once: late messages of an attempt that was given up find
    nothing, and a client may reuse the id of a request that has ended.
-2. A prompt may wait in the prefill queue of its worker (`fleet.router.queueing.prefill_queues`). Its attempt has then begun, but the
-   worker has not been sent anything.
-3. What follows the loss of a worker, such as another attempt elsewhere, is decided in `fleet.router.machine` (its rule 4).
+2. An engine computes prompts in the order in which it gets them, and a long one delays all later ones. So a worker gets prompts only
+   while it has fewer than `prefill_window_tokens` to compute. The other prompts wait in the worker's prefill queue, where they
+   can still be overtaken. Their attempts have begun, but the worker has not been sent anything.
+3. A queued prompt holds the same reservations as a sent one; only its dispatch is delayed. So placement sees the same
+   loads with prefill queues and without.
+4. The lowest queue position goes first (`fleet.router.queueing.admission_queue`): it depends on priorities, and prefers short prompts
+   as far as the settings say. A position is an instant, so nobody is overtaken for ever.
+5. Tokens count until the prompt is computed or its attempt ends for another reason. A prompt longer than the window is sent when
+   no other prompt is before it.
+6. The predicted wait follows from the worker's prefill rate: computed prompt tokens over the seconds in which there were any to
+   compute, where recent ones count more. The progress of the current prompts is not known, but their beginning is, so that time
+   is subtracted from what they still need.
+7. What follows the loss of a worker, such as another attempt elsewhere, is decided in `fleet.router.machine` (its rule 4).
 """
 
 from collections.abc import Mapping
+from math import exp
 
-from fleet.core.clock import MILLISECOND, Nanos
+from msgspec import Struct
+
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.roles import Phase
 from fleet.core.work import Handoff, Start
-from fleet.router.messages import CancelAttempt, Command, Dispatch, attempt_id
+from fleet.router.messages import CancelAttempt, Command, Dispatch
 from fleet.router.placement.decision import Decision
-from fleet.router.queueing.admission_queue import queue_position
-from fleet.router.queueing.prefill_queues import PrefillQueues, PrefillRate
+from fleet.router.queueing.admission_queue import OrderedRequests, queue_position
 from fleet.router.settings.router import RouterSettings
-from fleet.router.state.live_requests import Attempt, LiveRequest
+from fleet.router.state.live_requests import Attempt, LiveRequest, attempt_id
+
+MEMORY_SECONDS = 20.0  # memory in seconds of computing; a prompt of 100,000 tokens takes about as long
+EVIDENCE = 3  # prompts before the rate is used; the first may include a compilation
 
 _PREFILL, _DECODE = Phase.PREFILL, Phase.DECODE  # module variables are ten times as fast as enum attributes
 
@@ -168,3 +183,190 @@ class Attempts:
         assert {
             live.attempt.id: live.attempt for live in requests.values() if live.attempt is not None
         } == self._attempts
+
+
+class _QueuedPrompt(Struct):
+    worker_id: WorkerId
+    tokens: int  # to compute
+    rank: int = 0  # this and the next two are set for prompts that have waited
+    seq: int = 0
+    priority: int = 0
+    sent: bool = True
+
+
+class PrefillQueues:
+    """The prefill queues of all workers. Nothing is kept for a worker without prompts."""
+
+    def __init__(self, window_tokens: int) -> None:
+        """Start without prompts.
+
+        Args:
+            window_tokens: The prompt tokens that a worker gets ahead; 0: all prompts are sent at once.
+        """
+        self._window = window_tokens
+        self._tokens: dict[WorkerId, int] = {}  # tokens sent and not computed
+        self._held: dict[WorkerId, OrderedRequests] = {}  # workers with waiting prompts
+        self._prompts: dict[RequestId, _QueuedPrompt] = {}
+        self.opened: dict[WorkerId, None] = {}
+        """Workers that may have room since a prompt left; `next` may return a request while there is one."""
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        """Return the number of waiting prompts."""
+        return self._waiting
+
+    def enter(self, request_id: RequestId, worker_id: WorkerId, tokens: int) -> bool:
+        """Note that a request was placed on a worker that has to compute some of its tokens.
+
+        Returns:
+            True if the prompt is sent at once; else the caller calls `wait`.
+        """
+        if not self._window:
+            return True
+        assert request_id not in self._prompts, request_id
+        if self.full(worker_id):
+            return False
+        self._tokens[worker_id] = self._tokens.get(worker_id, 0) + tokens
+        self._prompts[request_id] = _QueuedPrompt(worker_id, tokens)
+        return True
+
+    def wait(
+        self, request_id: RequestId, worker_id: WorkerId, tokens: int, *, rank: int, seq: int, priority: int = 0
+    ) -> None:
+        """Put a prompt into the worker's queue; `next` will return it."""
+        self._prompts[request_id] = _QueuedPrompt(worker_id, tokens, rank, seq, priority, sent=False)
+        if (held := self._held.get(worker_id)) is None:
+            held = self._held[worker_id] = OrderedRequests()
+        held.add(rank, seq, request_id)
+        self._waiting += 1
+
+    def leave(self, request_id: RequestId) -> int:
+        """Remove a prompt that is computed or given up; nothing happens if it is unknown.
+
+        Returns:
+            The tokens that its worker was sent to compute; 0 if the prompt was not sent.
+        """
+        if (prompt := self._prompts.pop(request_id, None)) is None:
+            return 0
+        worker_id = prompt.worker_id
+        if not prompt.sent:
+            self._no_longer(prompt, request_id)
+            return 0
+        if left := self._tokens.get(worker_id, 0) - prompt.tokens:
+            self._tokens[worker_id] = left
+        else:
+            self._tokens.pop(worker_id, None)
+        if worker_id in self._held:
+            self.opened[worker_id] = None
+        return prompt.tokens
+
+    def full(self, worker_id: WorkerId) -> bool:
+        """Return whether a prompt for this worker has to wait."""
+        if not self._window:
+            return False
+        return worker_id in self._held or self._tokens.get(worker_id, 0) >= self._window
+
+    def sent_tokens(self, worker_id: WorkerId) -> int:
+        """Return the tokens that a worker was sent and has not computed."""
+        return self._tokens.get(worker_id, 0)
+
+    def held_tokens(self, worker_id: WorkerId, priority: int) -> int:
+        """Return the prompt tokens that wait for a worker, of prompts with at least this priority and of any length.
+
+        Prompts of every length count, because short prompts that arrive later overtake long ones. If only the prompts that are ahead now
+        counted, the predicted wait of a long prompt would be too short.
+        """
+        held = self._held.get(worker_id, ())
+        prompts = [self._prompts[request_id] for request_id in held]
+        return sum(prompt.tokens for prompt in prompts if prompt.priority >= priority)
+
+    def holds(self, request_id: RequestId) -> bool:
+        """Return whether a request's prompt waits."""
+        prompt = self._prompts.get(request_id)
+        return prompt is not None and not prompt.sent
+
+    def next(self) -> RequestId | None:
+        """Return a request whose prompt goes now, and count it as sent; None if no queue may send."""
+        while self.opened:
+            worker_id = next(iter(self.opened))
+            held = self._held.get(worker_id)
+            tokens = self._tokens.get(worker_id, 0)
+            if held is None or tokens >= self._window:
+                del self.opened[worker_id]
+                continue
+            first = held.first
+            assert first is not None
+            prompt = self._prompts[first]
+            self._no_longer(prompt, first)
+            self._tokens[worker_id] = tokens + prompt.tokens
+            prompt.sent = True
+            return first
+        return None
+
+    def _no_longer(self, prompt: _QueuedPrompt, request_id: RequestId) -> None:
+        """Remove a prompt from its queue."""
+        held = self._held[prompt.worker_id]
+        held.discard(prompt.rank, prompt.seq, request_id)
+        if not len(held):
+            del self._held[prompt.worker_id]
+        self._waiting -= 1
+
+    def check(self) -> None:
+        """Assert that the sums are those of the prompts, and that no prompt waits without a cause."""
+        assert not self.opened
+        assert self._waiting == sum(not prompt.sent for prompt in self._prompts.values())
+        sent: dict[WorkerId, int] = {}
+        for prompt in self._prompts.values():
+            if prompt.sent:
+                sent[prompt.worker_id] = sent.get(prompt.worker_id, 0) + prompt.tokens
+        assert {**dict.fromkeys(self._tokens, 0), **sent} == {**dict.fromkeys(sent, 0), **self._tokens}
+        for worker_id, held in self._held.items():
+            assert len(held), worker_id
+            assert self._tokens.get(worker_id, 0) >= self._window, worker_id
+            assert all(self.holds(request_id) for request_id in held.ids())
+
+
+class PrefillRate:
+    """The prefill rate of one worker."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._computed = 0
+        self._since: Nanos | None = None  # when the worker began with its current prompts; None: it has none
+
+    def busy(self, now: Nanos) -> None:
+        """Note that the worker has something to compute."""
+        if self._since is None:
+            self._since = now
+
+    def idle(self) -> None:
+        """Note that the worker has nothing to compute."""
+        self._since = None
+
+    def computed(self, tokens: int, now: Nanos) -> None:
+        """Note that the worker has computed a prompt."""
+        if self._since is None:
+            return
+        seconds = max(0, now - self._since) / SECOND
+        keep = exp(-seconds / MEMORY_SECONDS)
+        self._tokens = self._tokens * keep + tokens
+        self._seconds = self._seconds * keep + seconds
+        self._computed += 1
+        self._since = now
+
+    def seconds_to_wait(self, sent: int, held: int, now: Nanos) -> float | None:
+        """Return about how long a prompt would wait until it is computed; None if too little was measured.
+
+        Args:
+            sent: Tokens that the worker was sent and has not reported as computed.
+            held: Waiting tokens that go first.
+            now: The instant.
+        """
+        if self._computed < EVIDENCE or self._seconds <= 0 or self._tokens <= 0:
+            return None
+        rate = self._tokens / self._seconds
+        under_way = sent / rate
+        if self._since is not None:
+            under_way = max(0.0, under_way - (now - self._since) / SECOND)
+        return under_way + held / rate

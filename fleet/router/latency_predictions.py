@@ -42,9 +42,9 @@ from fleet.router.messages import (
     WorkerJoined,
     WorkerLeft,
     WorkerStepped,
-    request_of,
 )
 from fleet.router.placement.decision import Decision
+from fleet.router.state.live_requests import request_of
 
 CLOSE = 0.2
 """The relative error up to which a prediction is close."""

@@ -29,7 +29,6 @@ from fleet.core.requests import Finish, ModelCard
 from fleet.core.roles import Phase, Role
 from fleet.core.work import Handoff, Progress, Rejected
 from fleet.router.attempts import Attempts
-from fleet.router.demand import RouterDemand
 from fleet.router.kv_index.peer_prompts import PromptAnnouncements
 from fleet.router.messages import (
     Arrived,
@@ -69,7 +68,7 @@ from fleet.router.placement.wait_or_reject import Rejection, WaitForRoom
 from fleet.router.placer import Placer
 from fleet.router.policy import PlacementPolicy, RandomSource
 from fleet.router.queueing.admission import QueueAdmission
-from fleet.router.queueing.ordered_requests import OrderedRequests
+from fleet.router.queueing.admission_queue import OrderedRequests
 from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS, BusyWorkers
 from fleet.router.sessions import SessionTable
 from fleet.router.settings.router import RouterSettings, Thresholds
@@ -85,7 +84,7 @@ from fleet.router.state.live_requests import (
 from fleet.router.state.snapshot import Explanation, RemotePrefillSnapshot, RouterSnapshot
 from fleet.router.state.worker_registry import WorkerRegistry
 from fleet.router.state.worker_table import RegisteredWorker
-from fleet.router.statistics import RouterStatistics
+from fleet.router.statistics import RouterDemand, RouterStatistics
 
 _NOT_THE_REQUESTS_FAULT = frozenset(
     {
@@ -213,7 +212,7 @@ class RouterMachine:
                     self._undelivered(event, now, out)
                 case _:
                     assert_never(event)
-        if may_move := self._admission.may_move:
+        if may_move := self.queue.may_move:
             if len(self.queue):
                 self._move_queues(now, out)
             else:
@@ -332,8 +331,9 @@ class RouterMachine:
         return found
 
     def _sessions_dropped(self) -> None:
-        for session in self.placer.sessions.dropped():
-            self._admission.session_moved(session)
+        if (sessions := self.placer.sessions).dropped:
+            for session in sessions.take_dropped():
+                self._admission.session_moved(session)
 
     def _dispatch(self, live: LiveRequest, placed: Decision, now: Nanos, out: list[Command]) -> None:
         self._statistics.placed(live, placed, self.policy)
@@ -671,7 +671,7 @@ class RouterMachine:
     def _release(self, live: LiveRequest, worker_id: WorkerId) -> None:
         """Release what a request holds on a worker, so that queued requests may get it."""
         self.registry.release(live, worker_id)
-        self._admission.room_released(live.arrived.model, worker_id)
+        self.queue.room_released(live.arrived.model, worker_id)
 
     # Views.
 

@@ -16,8 +16,8 @@ from fleet.core.ids import ModelName, RequestId, StoreId, WorkerId
 from fleet.core.requests import Finish, KvPhase, Sampling, TokenBytes
 from fleet.core.roles import KvPath, Placement
 from fleet.core.work import KvEvent, LoadReport, LoraAdapter, ParsingTask, Progress, Rejected, Start, WorkerDescription
-from fleet.router.kv_index.cache_accuracy import Knowledge
 from fleet.router.kv_index.peer_prompts import PlacedPrompt
+from fleet.router.kv_index.prefix_index import Knowledge
 from fleet.router.sessions import SessionBinding
 from fleet.router.settings.router import Thresholds
 from kvstore.messages import POOL_TIER
@@ -282,18 +282,8 @@ class CacheDriftChanged(Struct, frozen=True, kw_only=True):
     worker_id: WorkerId
     knowledge: Knowledge
     drifting: bool
-    precision: float  # precision of the latest comparisons (`fleet.router.kv_index.cache_accuracy`)
+    precision: float  # precision of the latest comparisons (`fleet.router.kv_index.prefix_index`)
     recall: float
 
 
 Command = Dispatch | CancelAttempt | Emit | StartedOver | Complete | Reject | CacheDriftChanged
-
-
-def attempt_id(request_id: RequestId, number: int) -> RequestId:
-    """Return the id of an attempt of a request."""
-    return RequestId(f"{request_id}#{number}")
-
-
-def request_of(work: RequestId) -> RequestId:
-    """Return the request of an attempt."""
-    return RequestId(work.rpartition("#")[0])

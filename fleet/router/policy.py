@@ -9,7 +9,7 @@ Rules:
    sets them by name.
 3. Costs add up: the cost of a candidate is the sum of weight × cost over the scorers, and lower is better.
 4. A filter names the candidates to keep; a filter that would keep none is skipped. Workers that *cannot* serve a request are removed
-   before, and not by the policy (`fleet.router.placement.eligibility`).
+   before, and not by the policy (`fleet.router.placement.candidate_table`).
 5. The same history leads to the same choices: a policy uses no clock, and no randomness but the `RandomSource` that it is given.
 """
 

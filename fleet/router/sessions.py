@@ -53,7 +53,8 @@ class SessionTable:
         self._telling = telling
         self._bindings: OrderedDict[SessionKey, tuple[WorkerId, Nanos, int]] = OrderedDict()  # worker, last use, stamp
         self._news: dict[SessionKey, tuple[WorkerId | None, int]] = {}  # worker, stamp
-        self._dropped: list[SessionKey] = []
+        self.dropped: list[SessionKey] = []
+        """The sessions that rules 1 and 2 ended, until `take_dropped` returns them."""
         self._ahead = 0  # nanoseconds by which the common clock is ahead of this router's clock
         self._stamp = 0  # the latest stamp
 
@@ -67,7 +68,7 @@ class SessionTable:
         worker_id, used, _ = binding
         if now - used > self._ttl:
             del self._bindings[key]
-            self._dropped.append(key)
+            self.dropped.append(key)
             return None
         return worker_id
 
@@ -98,11 +99,9 @@ class SessionTable:
         else:
             self._bind(key, worker_id, now, stamp)
 
-    def dropped(self) -> list[SessionKey]:
+    def take_dropped(self) -> list[SessionKey]:
         """Return the sessions that rules 1 and 2 ended since the last call."""
-        if not self._dropped:
-            return []
-        dropped, self._dropped = self._dropped, []
+        dropped, self.dropped = self.dropped, []
         return dropped
 
     def news(self) -> list[SessionBinding]:
@@ -133,4 +132,4 @@ class SessionTable:
         bindings[key] = worker_id, now, stamp
         bindings.move_to_end(key)
         while bindings and (len(bindings) > self._capacity or now - next(iter(bindings.values()))[1] > self._ttl):
-            self._dropped.append(bindings.popitem(last=False)[0])
+            self.dropped.append(bindings.popitem(last=False)[0])

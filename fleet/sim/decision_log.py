@@ -40,10 +40,10 @@ from fleet.router.messages import (
     ReservationTotals,
     RouterEvent,
     StartedOver,
-    request_of,
 )
 from fleet.router.placement.decision import CostTerms, Decision
 from fleet.router.policy import Rows
+from fleet.router.state.live_requests import request_of
 
 
 class DecisionLog:

@@ -323,10 +323,11 @@ def _decode_sampling(message: pb.Sampling) -> Sampling:
 
 def _encode_sampling(sampling: Mapping[str, object]) -> pb.Sampling:
     given = dict(sampling)
-    form = given.pop("form", None)
+    if (form := given.pop("form", None)) is not None:
+        given["form"] = encode_structured_output(form)  # type: ignore[arg-type]  # by name
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])  # type: ignore[call-overload]  # pairs, or a mapping
-    return pb.Sampling(**given, form=encode_structured_output(form))  # type: ignore[arg-type]  # by name; protobuf checks
+    return pb.Sampling(**given)  # type: ignore[arg-type]  # by name; protobuf checks
 
 
 def _encode_logprobs(logprobs: Logprobs, token_text: Callable[[int], str]) -> pb.TokenLogprobs:

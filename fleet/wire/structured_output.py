@@ -15,10 +15,8 @@ from fleet.core.requests import (
 from fleet.v1 import inference_pb2 as pb
 
 
-def encode_structured_output(form: StructuredOutput | None) -> pb.Form | None:
+def encode_structured_output(form: StructuredOutput) -> pb.Form:
     match form:
-        case None:
-            return None
         case AnyObject():
             return pb.Form(json_object=True)
         case JsonSchema(schema=schema):

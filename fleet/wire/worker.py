@@ -390,7 +390,7 @@ def _sampling_to_wire(sampling: Sampling) -> pb.WorkSampling:
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=sampling.stop_token_ids,
         logprobs=sampling.logprobs,
-        form=encode_structured_output(sampling.form),
+        form=None if sampling.form is None else encode_structured_output(sampling.form),
         logit_bias=dict(sampling.logit_bias),
         allowed_token_ids=sampling.allowed_token_ids,
         prompt_logprobs=sampling.prompt_logprobs,

@@ -33,6 +33,7 @@ from typing import Protocol, cast
 from kvstore.errors import StoreNotStarted
 from kvstore.net import unix_sockets as sockets
 from kvstore.net.addresses import host_port, unix_path
+from kvstore.net.listeners import stop_listening
 from kvstore.net.unix_sockets import BACKLOG
 
 HEAD = struct.Struct("<I")  # number of bytes of the payload
@@ -455,13 +456,10 @@ async def _open_to_all(
     try:
         yield
     finally:
-        _stop_listening(server, path)
-
-
-def _stop_listening(server: asyncio.Server, path: str) -> None:
-    if path:
-        Path(path).unlink(missing_ok=True)  # first, because another process may take the path as soon as nobody listens
-    server.close()
+        if path:
+            Path(path).unlink(missing_ok=True)  # noqa: ASYNC240 - first, because another process may take it as soon as nobody listens
+        stop_listening(server)
+        await asyncio.sleep(0)
 
 
 async def _end(connections: set["_AcceptedConnection"], ended: asyncio.Event) -> None:

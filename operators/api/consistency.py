@@ -3,10 +3,14 @@
 The CEL rules define them; tests compare both on the same samples.
 """
 
+import re
 from collections.abc import Iterator
 
 from fleet.core.roles import KvPath
 from operators.api.disagg_deployment import DisaggDeploymentSpec, EngineKind, RoleSpec, RoleType, ScalingMode
+
+MOST_WITH_ROUTER = 48
+"""The longest name of a deployment whose routers have the role `router`."""
 
 
 def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple[str, str]]:
@@ -41,9 +45,18 @@ def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple
     if KvPath.STORE not in transfer.paths if transfer.redis else transfer.redis_secret:
         why = "takes blocks of stores, so 'store' must be among kvTransfer.paths; and redisSecret is for redis only"
         yield "spec", f"kvTransfer.redis: {why}"
+    if name and not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
+        why = "Services are named after it, so it has letters, digits and dashes only, first a letter"
+        proposed = ("" if name[0].isalpha() else "m-") + name.replace(".", "-")
+        yield "metadata.name", f"{why}; use {proposed}" if "." in name or not name[0].isalpha() else why
     if any(len(name) + len(role.name) > (38 if role.nodes_per_replica > 1 else 54) for role in spec.roles):
         why = "too long beside the name of a role; together 54 characters, 38 with nodesPerReplica above 1"
         yield "metadata.name", why
+    if len(name) > MOST_WITH_ROUTER and all(role.type is not RoleType.ROUTER for role in spec.roles):
+        yield (
+            "metadata.name",
+            "too long beside the name of the routers' role, which is router; use at most 48 characters",
+        )
 
 
 def _of_role(role: RoleSpec) -> Iterator[str]:

@@ -8,6 +8,8 @@ from msgspec import Meta, field
 from fleet.core.roles import KvPath
 from operators.api.fields import (
     MODEL_RULES,
+    NAME_RULE,
+    PROPOSED_NAME,
     Conditions,
     Count,
     Degree,
@@ -252,10 +254,28 @@ DEPLOYMENT_RULES = rules(
     ),
 )
 
+_LONGEST = "((r.nodesPerReplica > 1 ? 38 : 54) - r.name.size())"
+_OTHERS = _LONGEST.replace("r.", "o.")
+_STRICTEST = f"self.spec.roles.filter(r, self.spec.roles.all(o, {_OTHERS} >= {_LONGEST})).map(r, {_LONGEST})[0]"
+"""The longest name that the deployment may have, in CEL, beside its roles."""
+
+_DASHED = f"self.metadata.name.replace('.', '-').substring(0, {_STRICTEST})"
+_CUT = f"({_DASHED}.endsWith('-') ? {_DASHED}.substring(0, {_STRICTEST} - 1) : {_DASHED})"
+
 OBJECT_RULES = rules(
+    (
+        NAME_RULE,
+        "metadata.name: Services are named after it, so it has letters, digits and dashes only, first a letter",
+        f"'metadata.name: Services are named after it, so it has no dots and begins with a letter; use ' + {PROPOSED_NAME}",
+    ),
     (
         "self.spec.roles.all(r, self.metadata.name.size() + r.name.size() <= (r.nodesPerReplica > 1 ? 38 : 54))",
         "metadata.name: too long beside the name of a role; together 54 characters, 38 with nodesPerReplica above 1",
+        f"'metadata.name: too long beside the name of a role; use at most ' + string({_STRICTEST}) + ' characters, such as ' + {_CUT}",
+    ),
+    (
+        "self.metadata.name.size() <= 48 || self.spec.roles.exists(r, r.type == 'router')",
+        "metadata.name: too long beside the name of the routers' role, which is router; use at most 48 characters",
     ),
 )
 """Services are called `<deployment>-<role>-control`, in 63 characters. StatefulSets are called

@@ -15,9 +15,13 @@ def keyed_by(field: str) -> dict[str, Any]:
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [field]}
 
 
-def rules(*pairs: tuple[str, str], **schema: Any) -> Meta:
-    """Return CEL rules, as (rule, message), beside other parts of a schema."""
-    validations = [{"rule": rule, "message": message} for rule, message in pairs]
+def rules(*given: tuple[str, str] | tuple[str, str, str], **schema: Any) -> Meta:
+    """Return CEL rules beside other parts of a schema.
+
+    Each rule is given as (rule, message) or as (rule, message, expression of the message).
+    """
+    names = ("rule", "message", "messageExpression")
+    validations = [dict(zip(names, each, strict=False)) for each in given]
     return Meta(extra_json_schema={"x-kubernetes-validations": validations, **schema})
 
 
@@ -25,6 +29,12 @@ UNCHANGED = ("self == oldSelf", "cannot be changed; delete the object and make a
 
 Name = Annotated[str, Meta(pattern=r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$", max_length=30)]
 """Short enough for `<deployment>-<role>-<ordinal>` to be a label."""
+
+NAME_RULE = "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')"
+"""The rule, in CEL, that an object's name is a DNS label that begins with a letter, as names of Services are."""
+
+PROPOSED_NAME = "(self.metadata.name.matches('^[a-z]') ? '' : 'm-') + self.metadata.name.replace('.', '-')"
+"""The nearest such name, in CEL."""
 
 Text = Annotated[str, Meta(max_length=512)]
 Count = Annotated[int, Meta(ge=0, le=10_000)]

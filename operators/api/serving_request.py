@@ -7,6 +7,8 @@ from msgspec import Meta, field
 
 from operators.api.fields import (
     MODEL_RULES,
+    NAME_RULE,
+    PROPOSED_NAME,
     Conditions,
     ModelSource,
     NodeTopology,
@@ -59,8 +61,12 @@ class Workload(Resource, frozen=True):
 
 REQUEST_RULES = rules(
     (
-        "self.metadata.name.size() <= 47 && self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+        f"self.metadata.name.size() <= 47 && {NAME_RULE}",
         "metadata.name: the deployment and its Services are called after it: 47 letters, digits and dashes at most, first a letter",
+        (
+            "'metadata.name: the deployment and its Services are called after it, so it has at most 47 letters, digits and dashes, "
+            f"first a letter' + (self.metadata.name.size() <= 45 ? '; use ' + {PROPOSED_NAME} : '')"
+        ),
     ),
 )
 

@@ -23,7 +23,7 @@ from operators.chart.crds import KINDS, definition
 from operators.chart.dashboards import DASHBOARDS
 from operators.chart.values import OWNED, Values
 from operators.planner.settings import KubePlannerSettings
-from operators.rbac import ACCESS, PLANNER_ACCESS, RoleRule
+from operators.rbac import ACCESS, CLUSTER_ACCESS, PLANNER_ACCESS, RoleRule
 from operators.settings import OperatorSettings
 
 Schema = dict[str, Any]
@@ -50,7 +50,7 @@ def generated() -> dict[str, str]:
     return {
         "values.yaml": values(),
         "values.schema.json": f"{msgspec.json.format(msgspec.json.encode(schema()), indent=1).decode()}\n",
-        "files/operator-access.yaml": f"{HEADER}\n{_yaml(rules(ACCESS))}",
+        "files/operator-access.yaml": f"{HEADER}\n{_yaml(rules(ACCESS) | {'cluster': rules(CLUSTER_ACCESS)['deployments']})}",
         "files/planner-access.yaml": f"{HEADER}\n{_yaml(rules(PLANNER_ACCESS))}",
         **definitions,
         **dashboards,

@@ -24,7 +24,9 @@ from fleet.net.kubernetes.views import VIEW_OF_KIND, CustomObject, NamedObject, 
 from operators.controller import events
 from operators.controller.events import KubernetesEvent
 from operators.controller.reconcile import Action, Apply, DeletePod, Remove, Scale, SetDeletionCost
+from operators.controller.refusals import refusal
 from operators.observed.caches import InformerCaches
+from operators.observed.drift import DriftDetector
 from operators.observed.observe import DELETION_COST
 from operators.observed.state import ApiRefusal
 from operators.telemetry import OperatorMetrics
@@ -47,6 +49,9 @@ class Applier:
         metrics: OperatorMetrics,
         identity: str,
     ) -> None:
+        self.drift = DriftDetector()
+        """Learns from each write."""
+
         self._cluster = cluster
         self._store = store
         self._leads = leads
@@ -66,17 +71,7 @@ class Applier:
             try:
                 await self._perform(action, namespace)
             except RequestDenied as error:
-                match action:
-                    case Apply(manifest):
-                        kind, name = manifest["kind"], manifest["metadata"]["name"]
-                    case Scale(kind, name) | Remove(kind, name):
-                        pass
-                    case SetDeletionCost(name) | DeletePod(name):
-                        kind = kinds.POD.name
-                    case _:
-                        assert_never(action)
-                reason = "QuotaExceeded" if "exceeded quota" in str(error) else error.reason
-                refusals.append(ApiRefusal(kind, name, reason, str(error)))
+                refusals.append(refusal(action, error))
         return tuple(sorted(refusals))
 
     async def make_secret(self, manifest: Manifest, *, again: bool = False) -> tuple[ApiRefusal, ...]:
@@ -165,11 +160,13 @@ class Applier:
             await self._make(kind, view, manifest)
             return
         owners = {each["uid"] for each in metadata.get("ownerReferences", ()) if each.get("controller")}
-        if owners and found.metadata.owner_uid not in owners:
+        if owners and found.metadata.owner_references and found.metadata.owner_uid not in owners:
             raise NameTaken(f"{kind.name} {metadata['name']} belongs to somebody else since the decision")
         self._permit("apply")
         held = manifest | {"metadata": metadata | {"uid": found.metadata.uid}}
-        cache.put(await self._cluster.apply(kind, view, held))
+        answer = await self._cluster.apply(kind, view, held)
+        cache.put(answer)
+        self.drift.applied(answer)
 
     async def _make(self, kind: ApiKind, view: type[NamedObject], manifest: Manifest) -> None:
         """Create an object.
@@ -188,6 +185,7 @@ class Applier:
                 cache.put(found)
             raise NameTaken(f"{kind.name} {name} exists already") from error
         cache.put(made)
+        self.drift.applied(made)
 
     async def _scale(self, kind: ApiKind, namespace: str, name: str, replicas: int, was: int | None) -> None:
         cache = self._store.of(kind, WorkloadResource)
@@ -200,7 +198,9 @@ class Applier:
             {"op": "replace", "path": "/spec/replicas", "value": replicas},
         ]
         self._permit("scale")
-        cache.put(await self._cluster.patch(kind, WorkloadResource, namespace, name, operations))
+        answer = await self._cluster.patch(kind, WorkloadResource, namespace, name, operations)
+        cache.put(answer)
+        self.drift.scaled(answer)
 
     async def _value(self, namespace: str, name: str, cost: int) -> None:
         cache = self._store.of(kinds.POD, Pod)

@@ -17,7 +17,8 @@ from msgspec import Struct
 from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.kinds import GROUP, ApiKind
 from fleet.net.kubernetes.ports import Manifest
-from fleet.net.kubernetes.views import NamedObject
+from fleet.net.kubernetes.views import CustomObject, NamedObject
+from operators.api.disagg_deployment import ScalingMode
 from operators.api.fields import Condition
 from operators.controller.reconcile import Action, DeletePod, Remove, Scale
 
@@ -32,6 +33,14 @@ HEALTHY_STATUS = {
     "ScalingLimited": "False",
     "Feasible": "True",
 }
+NORMAL_REASONS = frozenset(
+    {
+        *("RolesNotReady", "RollingOut", "Suspending", "Suspended", "ServedProbePending", "RouterSilent"),
+        *("RegistrationUnknown", "NotRegistered", "NotTold"),
+    }
+)
+"""Reasons that belong to each start, change or end, and need nobody's attention; troubles have reasons of their own."""
+
 MOST_CHARACTERS = 1000
 CONTROLLER = f"{GROUP}/operator"
 
@@ -55,7 +64,8 @@ def turns(before: Sequence[Condition], after: Sequence[Condition]) -> Iterator[K
             if well and each.type not in was:
                 continue  # there was no problem before
             note = f"{each.type} is {each.status}" + (f": {each.message}" if each.message else "")
-            yield KubernetesEvent(reason=each.reason, note=note, warning=not well, generation=each.observed_generation)
+            warning = not well and each.reason not in NORMAL_REASONS
+            yield KubernetesEvent(reason=each.reason, note=note, warning=warning, generation=each.observed_generation)
 
 
 def steps(actions: Sequence[Action], generation: int) -> Iterator[KubernetesEvent]:
@@ -69,6 +79,39 @@ def steps(actions: Sequence[Action], generation: int) -> Iterator[KubernetesEven
                 yield KubernetesEvent(reason="Removed", note=f"{kind} {name}", warning=False, generation=generation)
             case DeletePod(pod):
                 yield KubernetesEvent(reason="GroupRestarted", note=f"Pod {pod}", warning=True, generation=generation)
+            case _:
+                pass
+
+
+def restored(kind: str, name: str, managers: Sequence[str], generation: int) -> KubernetesEvent:
+    """Return the event of a child that somebody has edited, and that was set back."""
+    who = ", ".join(managers) or "somebody"
+    note = f"{kind} {name} was edited by {who}, and is set back; change the DisaggDeployment instead"
+    return KubernetesEvent(reason="DriftReverted", note=note, warning=True, generation=generation)
+
+
+def replicas_ignored(before: CustomObject, after: CustomObject) -> Iterator[KubernetesEvent]:
+    """Yield an event for each role whose `replicas` was edited although its RoleScaler has the number."""
+    was = {role: replicas for role, _, replicas in _role_sizes(before)}
+    for role, mode, replicas in _role_sizes(after):
+        if mode != ScalingMode.STATIC and was.get(role, replicas) != replicas:
+            scaler = f"{after.metadata.name}-{role}"
+            note = (
+                f"role {role}: replicas has no effect, because scaling.mode is {mode}; "
+                f"use kubectl scale rolescaler {scaler} --replicas={replicas}"
+            )
+            yield KubernetesEvent(
+                reason="ReplicasIgnored", note=note, warning=True, generation=after.metadata.generation
+            )
+
+
+def _role_sizes(custom: CustomObject) -> Iterator[tuple[str, str, int]]:
+    """Yield name, scaling mode and replicas of each role; nobody has checked the specification."""
+    roles = custom.spec.get("roles")
+    for each in roles if isinstance(roles, list) else ():
+        match each:
+            case {"name": str(name), "scaling": {"mode": str(mode)}, "replicas": int(replicas)}:
+                yield name, mode, replicas
             case _:
                 pass
 

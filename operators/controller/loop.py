@@ -1,6 +1,6 @@
 """Controller: reconciles one key, from the caches to a decision, to writes, and to the time of the next reconcile."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,14 +11,16 @@ from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.kinds import ApiKind, OptionalKinds
 from fleet.net.kubernetes.leader import rfc3339
 from fleet.net.kubernetes.ports import WallClock
-from fleet.net.kubernetes.views import CustomObject, KubernetesLease
-from operators.api.disagg_deployment import DisaggDeploymentSpec, DisaggDeploymentStatus
+from fleet.net.kubernetes.status_errors import lacks_right
+from fleet.net.kubernetes.views import CustomObject, KubernetesLease, ObjectMetadata
+from operators.api.disagg_deployment import DisaggDeploymentSpec, DisaggDeploymentStatus, ScalingMode
 from operators.api.fields import Condition
 from operators.api.serving_request import ServingRequestSpec
 from operators.controller import events, serving_request
 from operators.controller.applier import Applier
 from operators.controller.control_secrets import ControlSecret, ControlSecrets, UnusableSecret
 from operators.controller.reconcile import reconcile
+from operators.controller.room_reader import RoomReader
 from operators.controller.work_queue import IMMEDIATELY
 from operators.keys import ReconcileKey, deployment_key
 from operators.manifests.names import DesiredDeployment
@@ -26,7 +28,7 @@ from operators.manifests.pods import Images
 from operators.observed.caches import InformerCaches
 from operators.observed.observe import conditions_of, observe, scalers_of
 from operators.observed.registrations import SKEW_SECONDS, ReportedWorkers
-from operators.observed.state import ApiRefusal
+from operators.observed.state import ApiRefusal, ObservedState
 from operators.probes.prober import Prober
 from operators.proposals import propose
 from operators.status.deployment import PASSING, TRUE, unreadable_conditions, with_obstacle
@@ -40,6 +42,9 @@ WRITES_BEFORE_PAUSE = 20
 
 TROUBLE_RECHECK = Nanos(15 * SECOND)
 """The time between two reconciles of pods that do not start: passing time alone may require a change."""
+
+MOST_AVOIDED = 64
+"""Nodes of a role that are remembered as too full."""
 
 DERIVED_CONDITIONS = frozenset({"Progressing", "RolesRegistered", "Rebalancing"})
 """Conditions that follow from the requested replicas and from Ready."""
@@ -63,6 +68,7 @@ class Controller:
         prober: Prober | None = None,
         *,
         secrets: ControlSecrets,
+        room: RoomReader,
         plans_obeyed: bool = False,
     ) -> None:
         """Create the controller; `enqueue` takes a key and a delay; without `prober`, no probes are sent.
@@ -79,7 +85,16 @@ class Controller:
         self._enqueue = enqueue
         self._prober = prober
         self._limiter: StatusRateLimiter[ReconcileKey] = StatusRateLimiter()
+        self._room = room
+        self._avoided: dict[ReconcileKey, dict[str, tuple[str, ...]]] = {}
+        self._sizes: dict[ReconcileKey, tuple[str, Mapping[str, int]]] = {}
         self._write_streaks: dict[ReconcileKey, int] = {}
+        self._edits: dict[ReconcileKey, tuple[events.KubernetesEvent, ...]] = {}
+
+    def edited(self, before: CustomObject, after: CustomObject) -> None:
+        """Note an edit of a deployment, for an event with its next reconcile."""
+        if told := tuple(events.replicas_ignored(before, after)):
+            self._edits[deployment_key(after.metadata.namespace, after.metadata.name)] = told
 
     async def reconcile_key(
         self, key: ReconcileKey, reports: ReportedWorkers | None, served: OptionalKinds, *, afresh: bool = False
@@ -101,6 +116,9 @@ class Controller:
         custom = self._store.of(kinds.DISAGG_DEPLOYMENT, CustomObject).get(key.namespace, key.name)
         if custom is None or custom.metadata.deleted:
             self._write_streaks.pop(key, None)
+            self._edits.pop(key, None)
+            self._avoided.pop(key, None)
+            self._sizes.pop(key, None)
             self._limiter.rests(key)
             if self._prober is not None:
                 self._prober.forget(key)
@@ -120,9 +138,20 @@ class Controller:
         secret = ControlSecret(self._secrets.of(key.namespace, key.name))
         desired = msgspec.structs.replace(desired, control_secret=secret.name(key.name))
         evidence = None if self._prober is None else self._prober.of(key)
-        observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence)
+        drift = self._applier.drift
+        observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence, drift)
+        edited = {key: self._metadata(*key, custom) for key in observed.drifted}
+        sizes = {**observed.sizes, **self._last_sizes(key, desired, observed.scalers)}
+        observed = msgspec.structs.replace(observed, avoided=self._avoided.get(key, {}), sizes=sizes)
         decided = reconcile(desired, msgspec.structs.replace(observed, afresh=afresh), self._images, self._now())
+        if decided.needs_room:
+            observed = msgspec.structs.replace(observed, room=await self._room.read())
+            decided = reconcile(desired, msgspec.structs.replace(observed, afresh=afresh), self._images, self._now())
+        room = observed.room
+        self._avoid_nodes(key, observed)
         refusals = await self._applier.perform(decided.actions, key.namespace)
+        for placed in decided.placed:
+            self._room.promise(key.namespace, placed)
         denied: tuple[ApiRefusal, ...] = ()
         if secret.content and (decided.actions or afresh or not _is_ready(decided.status)):
             # Last, because no cache shows whether it exists. Pods wait for it, and ready pods have it.
@@ -133,18 +162,50 @@ class Controller:
         status, wanted = decided.status, decided.wanted
         if decided.actions or denied:  # they may have changed readiness
             observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence)
-            after = reconcile(desired, msgspec.structs.replace(observed, refusals=refusals), self._images, self._now())
+            observed = msgspec.structs.replace(observed, refusals=refusals, room=room, sizes=sizes)
+            after = reconcile(desired, observed, self._images, self._now())
             status, wanted = after.status, after.wanted
         if self._prober is not None:
             self._prober.want(key, wanted)
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, status)
         await self._write_scaler_status(key, desired, status)
         acted = len(decided.actions) > len(refusals) - len(denied)
+        happened = [
+            *self._edits.pop(key, ()),
+            *(
+                events.restored(kind, name, was.ownership.managers, custom.metadata.generation)
+                for (kind, name), was in sorted(edited.items())
+                if self._metadata(kind, name, custom).ownership.ours != was.ownership.ours
+            ),
+        ]
         if not refusals:
-            steps = tuple(events.steps(decided.actions, custom.metadata.generation))
-            await self._applier.record(kinds.DISAGG_DEPLOYMENT, custom, steps, self._wall())
-        self._schedule_next(key, acted and not afresh, troubled=bool(observed.troubles))
+            happened += events.steps(decided.actions, custom.metadata.generation)
+        await self._applier.record(kinds.DISAGG_DEPLOYMENT, custom, happened, self._wall())
+        self._schedule_next(key, acted and not afresh, troubled=bool(observed.troubles) or decided.unfit)
         return ReconcileOutcome.REFUSED if refusals else ReconcileOutcome.ACTED if acted else ReconcileOutcome.SETTLED
+
+    def _last_sizes(
+        self, key: ReconcileKey, desired: DesiredDeployment, scalers: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        """Return the last number that each role's RoleScaler had; the status may be older."""
+        uid, before = self._sizes.get(key, ("", {}))
+        now = {**(before if uid == desired.uid else {}), **scalers}
+        roles = {role.name for role in desired.spec.roles if role.scaling.mode is not ScalingMode.STATIC}
+        sizes = {role: size for role, size in now.items() if role in roles}
+        self._sizes[key] = (desired.uid, sizes)
+        return sizes
+
+    def _avoid_nodes(self, key: ReconcileKey, observed: ObservedState) -> None:
+        """Note where groups found too little room, for the next ones; after a group that found none, begin again."""
+        for child in observed.children:
+            for name in child.half_scheduled[-1:]:
+                avoided = self._avoided.setdefault(key, {})
+                nodes = (*avoided.get(child.role, ()), *child.nodes[name]) if child.nodes[name] else ()
+                avoided[child.role] = tuple(dict.fromkeys(nodes))[-MOST_AVOIDED:]
+
+    def _metadata(self, kind: str, name: str, custom: CustomObject) -> ObjectMetadata:
+        found = self._store.any(kinds.BY_NAME[kind]).get(custom.metadata.namespace, name)
+        return found.metadata if found is not None else ObjectMetadata(name=name)
 
     async def _reconcile_request(self, key: ReconcileKey, *, afresh: bool) -> ReconcileOutcome:
         custom = self._store.of(kinds.SERVING_REQUEST, CustomObject).get(key.namespace, key.name)
@@ -277,9 +338,12 @@ def _urgent(there: Any, said: Any) -> bool:
 
 
 def _brief(there: Any, said: Any) -> bool:
-    """Return whether a status that is not Ready shows a state that usually lasts only a moment."""
+    """Return whether a status shows a state that usually lasts only a moment."""
     if there is None or not isinstance(said, DisaggDeploymentStatus):
         return False
+    # After its restart, an API server refuses everybody until it has read the roles.
+    if lacks_right(_ready(said).message):
+        return not lacks_right(_ready(there).message)
     return (
         there.observed_generation == said.observed_generation
         and _ready(said).reason in PASSING

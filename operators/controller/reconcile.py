@@ -5,13 +5,13 @@ Rules:
 1. Level-triggered: every action follows from the desired and the observed state. Nothing is remembered between calls,
    so an operator that is killed after any write continues where it was.
 2. An object is applied if its digest, kept in an annotation, differs from the observed one. An object of somebody else
-   under one of our names stays unchanged, and the deployment is Degraded until one of the two gets another name. From
-   time to time everything is applied again, which restores what somebody has edited.
+   under one of our names stays unchanged, and the deployment is Degraded until one of the two gets another name. An object
+   that somebody has edited, or that has lost its owner, is applied again at once; from time to time everything is.
 3. Children of workers are scaled by `operators.scaling`, one step in each call. A child that should have no replicas is
    removed when its last pod has gone: the child of an old revision, of a suspended deployment, or of a removed role.
    Other objects of the deployment are removed when they are not desired any more.
 4. Replicas have one writer: for a Static role the specification, else the role's RoleScaler, which is created with the
-   specification's number and never written afterwards.
+   specification's number and never written afterwards. If somebody deletes it, the next one begins with the present number.
 5. Before replicas are removed, the known deletion cost of each pod is annotated for the controller that chooses. Among
    groups that are StatefulSets, those with the fewest warm blocks are removed. A LeaderWorkerSet always removes its
    last groups.
@@ -19,15 +19,17 @@ Rules:
 
 from collections.abc import Iterator, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.kinds import OptionalKinds
 from operators.api.disagg_deployment import DisaggDeploymentStatus, RoleSpec, RoleType, ScalingMode
+from operators.controller.group_placer import GroupPlacer, PlacedGroup, with_unfit
 from operators.manifests.names import DesiredDeployment, child_name
 from operators.manifests.objects import DIGEST, Manifest, with_digest
 from operators.manifests.pods import Images, is_foreign
 from operators.manifests.shared import shared
-from operators.manifests.workloads import group, grouped, revision, role_scaler, workers
+from operators.manifests.workloads import ANYWHERE, group, grouped, revision, role_scaler, workers
 from operators.observed.state import ObservedChild, ObservedState
 from operators.probes.evidence import PendingProbes
 from operators.scaling import PairSide, ReplicaChange, ScaledRole, ScalingBounds, next_changes, targets
@@ -80,6 +82,15 @@ class Reconciled(Struct, frozen=True, kw_only=True):
     wanted: PendingProbes | None = None
     """The probes to send; None: not yet."""
 
+    placed: tuple[PlacedGroup, ...] = ()
+    """New groups with their domains."""
+
+    needs_room: bool = False
+    """True if groups are left out because `ObservedState.room` was not read."""
+
+    unfit: bool = False
+    """True if a group fits nowhere now."""
+
 
 def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Images, now: str) -> Reconciled:
     """Return one step towards the desired state.
@@ -90,30 +101,41 @@ def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Image
         images: Images for deployments that name none.
         now: RFC 3339, for conditions that change.
     """
-    present = revision(desired, images, observed.served)
+    present = revision(desired, images)
     routers = _target_replicas(desired, desired.router, observed)
     wanted = [with_digest(each) for each in shared(desired, images, observed.served, routers=routers)]
     pools = [_pool(desired, role, observed, present) for role in desired.workers]
     possible = targets(pools, _bounds(desired))
     actions: list[Action] = []
     changes = next_changes(possible, _bounds(desired))
+    placer = GroupPlacer(desired, observed, images)
     for change in changes:
         role = next((role for role in desired.workers if role.name == change.role), None)
         assert role is not None, "pools are made of roles"
-        made, moved = _changed(desired, role, change, observed, images)
+        made, moved = _changed(desired, role, change, observed, images, placer)
         wanted += [with_digest(each) for each in made]
         actions += moved
-    if observed.afresh:
+    if observed.afresh or observed.drifted or observed.orphans:
         wanted += [
-            with_digest(each) for each in _present_children(desired, observed, present, images) if each not in wanted
+            each
+            for each in map(with_digest, _present_children(desired, observed, present, images))
+            if each not in wanted and (observed.afresh or _key(each) in _faulty(observed))
         ]
     applied = wanted + [with_digest(each) for each in _scalers(desired, observed)]
     actions += [Apply(each) for each in applied if _key(each) not in observed.foreign and _differs(each, observed)]
     actions += _pruned(desired, observed, possible, wanted)
     taken = sorted(f"{kind} {name}" for kind, name in map(_key, applied) if (kind, name) in observed.foreign)
     at_rest = not changes and not any(each.changing for pool in possible for each in pool.replicas)
+    observed = with_unfit(observed, placer)
     said, wanted_of_probes = status(desired, observed, pools, possible, taken, present, routers, at_rest, now)
-    return Reconciled(actions=tuple(actions), status=said, wanted=wanted_of_probes)
+    return Reconciled(
+        actions=tuple(actions),
+        status=said,
+        wanted=wanted_of_probes,
+        placed=tuple(placer.placed),
+        needs_room=placer.needs_room,
+        unfit=bool(placer.unfit),
+    )
 
 
 def _present_children(
@@ -124,20 +146,25 @@ def _present_children(
         for each in observed.children:
             if (each.role, each.replicas.revision) != (role.name, present) or not each.kind:
                 continue
-            *others, made = workers(desired, role, present, images, observed.served)
-            if each.members:
-                yield from (
-                    *others,
-                    made,
-                    *(group(desired, role, present, _index(name), images) for name in each.members),
+            *others, made = workers(desired, role, present, images, _served(each, observed))
+            if each.kind == kinds.STATEFUL_SET.name:
+                groups = (
+                    group(desired, role, present, _index(name), images, each.placements.get(name, ANYWHERE))
+                    for name in each.members
                 )
+                yield from (*others, made, *groups)
                 continue
             made["spec"]["replicas"] = each.replicas.asked
             yield from (*others, made)
 
 
 def _changed(
-    desired: DesiredDeployment, role: RoleSpec, change: ReplicaChange, observed: ObservedState, images: Images
+    desired: DesiredDeployment,
+    role: RoleSpec,
+    change: ReplicaChange,
+    observed: ObservedState,
+    images: Images,
+    placer: GroupPlacer,
 ) -> tuple[list[Manifest], list[Action]]:
     """Return the manifests to apply and the actions that bring a role's revision to this number of replicas."""
     child = next(
@@ -145,11 +172,12 @@ def _changed(
         None,
     )
     there = child is not None and bool(child.kind)
+    served = _served(child, observed)
     if child is not None and there and child.kind != "StatefulSet":
         deletion_costs = _deletion_costs(child, observed) if change.replicas < child.replicas.asked else []
         return [], [*deletion_costs, Scale(child.kind, child.name, change.replicas, child.replicas.asked)]
-    if not there and not grouped(role, observed.served):
-        *others, made = workers(desired, role, change.revision, images, observed.served)
+    if not there and not grouped(role, served):
+        *others, made = workers(desired, role, change.revision, images, served)
         made["spec"]["replicas"] = change.replicas
         return [*others, made], []
     base = child_name(desired, role.name, change.revision)
@@ -158,10 +186,18 @@ def _changed(
         return [], [Remove("StatefulSet", name) for name in _in_removal_order(child)[: len(members) - change.replicas]]
     free = (index for index in range(len(members) + change.replicas) if f"{base}-{index}" not in members)
     made_groups = [
-        group(desired, role, change.revision, index, images)
+        group(desired, role, change.revision, index, images, placement)
         for index, _ in zip(free, range(change.replicas - len(members)), strict=False)
+        if (placement := placer.place(role, f"{base}-{index}")) is not None
     ]
-    return [*workers(desired, role, change.revision, images, observed.served), *made_groups], []
+    return [*workers(desired, role, change.revision, images, served), *made_groups], []
+
+
+def _served(child: ObservedChild | None, observed: ObservedState) -> OptionalKinds:
+    """Return the kinds for a role's revision: an existing child keeps its kind, whatever the server has by now."""
+    if child is None or not child.kind:
+        return observed.served
+    return structs.replace(observed.served, leader_worker_sets=child.kind == kinds.LEADER_WORKER_SET.name)
 
 
 def _index(name: str) -> int:
@@ -186,8 +222,13 @@ def _key(manifest: Manifest) -> tuple[str, str]:
     return manifest["kind"], manifest["metadata"]["name"]
 
 
+def _faulty(observed: ObservedState) -> frozenset[tuple[str, str]]:
+    """Return the objects that have to be applied although their digest is right."""
+    return observed.drifted | observed.orphans
+
+
 def _differs(manifest: Manifest, observed: ObservedState) -> bool:
-    if observed.afresh:
+    if observed.afresh or _key(manifest) in _faulty(observed):
         return True
     replicas = manifest.get("spec", {}).get("replicas")
     if (
@@ -202,7 +243,16 @@ def _differs(manifest: Manifest, observed: ObservedState) -> bool:
 
 def _scalers(desired: DesiredDeployment, observed: ObservedState) -> list[Manifest]:
     """Return the missing RoleScalers."""
-    return [role_scaler(desired, role) for role in _scaled(desired) if role.name not in observed.scalers]
+    return [
+        role_scaler(desired, role, _first_value(desired, role, observed))
+        for role in _scaled(desired)
+        if role.name not in observed.scalers
+    ]
+
+
+def _first_value(desired: DesiredDeployment, role: RoleSpec, observed: ObservedState) -> int:
+    """Return the replicas of a role without RoleScaler: as before, if somebody has deleted it, else as specified."""
+    return role.replicas if desired.spec.suspend else observed.sizes.get(role.name, role.replicas)
 
 
 def _scaled(desired: DesiredDeployment) -> Iterator[RoleSpec]:
@@ -215,7 +265,7 @@ def _target_replicas(desired: DesiredDeployment, role: RoleSpec, observed: Obser
         return 0
     if role.scaling.mode is ScalingMode.STATIC:
         return role.replicas
-    asked = observed.scalers.get(role.name, role.replicas)
+    asked = observed.scalers.get(role.name, _first_value(desired, role, observed))
     return min(max(asked, role.scaling.least), role.scaling.most)
 
 

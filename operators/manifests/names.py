@@ -22,6 +22,9 @@ CONTROL_SECRET_KEY = "secret"  # noqa: S105 - a name
 NAME = "app.kubernetes.io/name"
 INSTANCE = "app.kubernetes.io/instance"
 MANAGED_BY = "app.kubernetes.io/managed-by"
+OPERATOR = "fleet-operator"
+"""The value of that label."""
+
 PART_OF = "app.kubernetes.io/part-of"
 ROLE = f"{GROUP}/role"
 COMPONENT = "app.kubernetes.io/component"
@@ -31,11 +34,31 @@ REVISION = f"{GROUP}/revision"
 GROUP_LABEL = f"{GROUP}/group"
 """Label of the StatefulSet and the pods of one replica that has several nodes: its number."""
 
+DOMAIN = f"{GROUP}/domain"
+"""Annotation of such a StatefulSet and its pods: the label and the value of the domain that was chosen for them."""
+
+AVOIDED = f"{GROUP}/avoided-nodes"
+"""Annotation of such a StatefulSet: nodes where an earlier group of the role found too little room beside them."""
+
 ROUTER = "router"
 """The name of the routers' role, if the specification has none."""
 
 LEADER, RANK = "LWS_LEADER_ADDRESS", "LWS_WORKER_INDEX"
 """Variables of a group's pods, named as in a LeaderWorkerSet; commands refer to them."""
+
+
+class GroupPlacement(Struct, frozen=True, kw_only=True):
+    """Where the pods of a group may go."""
+
+    domain: str = ""
+    """The value of the role's `topology.domain`; empty: the scheduler chooses one."""
+
+    avoided: tuple[str, ...] = ()
+    """Nodes where they may not go, by name."""
+
+    @property
+    def chosen(self) -> bool:
+        return bool(self.domain or self.avoided)
 
 
 class DesiredDeployment(Struct, frozen=True, kw_only=True):
@@ -102,4 +125,4 @@ def selected(deployment: DesiredDeployment, role: RoleSpec) -> dict[str, str]:
 
 
 def labels_of(deployment: DesiredDeployment, role: RoleSpec) -> dict[str, str]:
-    return selected(deployment, role) | {NAME: "fleet", MANAGED_BY: "fleet-operator", TYPE: role.type.value}
+    return selected(deployment, role) | {NAME: "fleet", MANAGED_BY: OPERATOR, TYPE: role.type.value}

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from fleet.net.kubernetes.kinds import GROUP, VERSION
-from operators.manifests.names import INSTANCE, MANAGED_BY, NAME, DesiredDeployment
+from operators.manifests.names import INSTANCE, MANAGED_BY, NAME, OPERATOR, DesiredDeployment
 
 Manifest = dict[str, Any]
 
@@ -22,7 +22,8 @@ def with_digest(manifest: Manifest) -> Manifest:
     """
     spec = {key: value for key, value in manifest.get("spec", {}).items() if key != "replicas"}
     digest = hashlib.sha256(msgspec.json.encode(manifest | {"spec": spec}, order="sorted")).hexdigest()[:16]
-    return manifest | {"metadata": manifest["metadata"] | {"annotations": {DIGEST: digest}}}
+    annotations = manifest["metadata"].get("annotations", {}) | {DIGEST: digest}
+    return manifest | {"metadata": manifest["metadata"] | {"annotations": annotations}}
 
 
 def mapping(value: Any) -> Manifest:
@@ -54,5 +55,5 @@ def object_of(
 
 def of_all(deployment: DesiredDeployment, api: str, kind: str, name: str, spec: Manifest) -> Manifest:
     """Return an object that belongs to no single role."""
-    labels = {INSTANCE: deployment.name, NAME: "fleet", MANAGED_BY: "fleet-operator"}
+    labels = {INSTANCE: deployment.name, NAME: "fleet", MANAGED_BY: OPERATOR}
     return object_of(deployment, api, kind, name, labels, spec)

@@ -24,6 +24,7 @@ from operators.manifests.names import (
     selected,
 )
 from operators.manifests.objects import Manifest, from_field, mapping
+from operators.manifests.resources import limited_by_user, resources
 from operators.manifests.settings import (
     CONTROL_FOLDER,
     HUB_CACHE,
@@ -52,8 +53,8 @@ LIVENESS = {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6}
 ROUTER_START = {"periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 120}
 """A router that fetches a tokenizer listens before the tokenizer is there."""
 
-WORKER_START = {"periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 7200}
-"""A worker listens when its engine runs. Four hours: it may fetch and load hundreds of gigabytes, and ends by itself if it
+WORKER_START = {"periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 43_200}
+"""A worker listens when its engine runs. A day: it may fetch and load hundreds of gigabytes, and ends by itself if it
 cannot."""
 
 PRODUCT_LABELS = {GpuVendor.NVIDIA: "nvidia.com/gpu.product", GpuVendor.AMD: "amd.com/gpu.product-name"}
@@ -89,10 +90,26 @@ class Images(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def is_foreign(role: RoleSpec) -> bool:
     """Return whether its pods run a user's own command, which may not end when another pod of its group does."""
-    pod = mapping(role.pod_template.get("spec"))
-    containers = pod.get("containers")
-    mains = [each for each in containers if mapping(each).get("name") == "main"] if isinstance(containers, list) else []
-    return any(mapping(each).get("command") for each in mains)
+    return bool(_users_main(role).get("command"))
+
+
+def _users_main(role: RoleSpec) -> Manifest:
+    """Return the user's part of the container `main`; empty: the podTemplate has none."""
+    containers = mapping(role.pod_template.get("spec")).get("containers")
+    named = [mapping(each) for each in containers] if isinstance(containers, list) else []
+    return next((each for each in named if each.get("name") == "main"), {})
+
+
+def _with_users_limits(template: Manifest, role: RoleSpec) -> Manifest:
+    """Return the template without requests that would exceed the user's limits."""
+    pod, theirs = template["spec"], _users_main(role)
+    if not theirs or not isinstance(pod, Mapping) or not isinstance(pod.get("containers"), list):
+        return template
+    containers = [
+        limited_by_user(each, theirs) if isinstance(each, Mapping) and each.get("name") == "main" else each
+        for each in pod["containers"]
+    ]
+    return {**template, "spec": {**pod, "containers": containers}}
 
 
 def pod_template(
@@ -137,7 +154,7 @@ def pod_template(
             }
         }
     labels = labels_of(deployment, role) | ({REVISION: of_revision} if of_revision else {})
-    template: Manifest = merged({"spec": pod}, role.pod_template)
+    template: Manifest = _with_users_limits(merged({"spec": pod}, role.pod_template), role)
     if isinstance(spec := template["spec"], Mapping) and spec.get("hostNetwork") and "dnsPolicy" not in spec:
         # Otherwise pods would use the node's resolver, which knows no Services.
         template["spec"] = {**spec, "dnsPolicy": "ClusterFirstWithHostNet"}
@@ -204,8 +221,7 @@ def _container(
     else:
         # A worker reports ready when it serves and its router knows it.
         container["readinessProbe"] = {"grpc": {"port": WORKER_CONTROL}, "periodSeconds": 2}
-    if resources := _resources(role):
-        container["resources"] = resources
+    container["resources"] = resources(deployment, role)
     return container
 
 
@@ -249,23 +265,13 @@ def merged(ours: Any, theirs: Any, key: str = "") -> Any:
     if isinstance(ours, Sequence) and not isinstance(ours, str) and (by := KEYS.get(key)):
         if not isinstance(theirs, Sequence) or isinstance(theirs, str):
             return theirs
-        named, nameless = {item[by]: item for item in ours}, []
+        named, faulty, seen = {item[by]: item for item in ours}, [], set()
         for item in theirs:
             name = item.get(by) if isinstance(item, Mapping) else None
-            if isinstance(name, str | int):
+            if isinstance(name, str | int) and name not in seen:
                 named[name] = merged(named.get(name), item)
+                seen.add(name)
             else:
-                nameless.append(item)  # the API server reports the fault
-        return [*named.values(), *nameless]
+                faulty.append(item)  # without a name, or with that of another one; the API server reports it
+        return [*named.values(), *faulty]
     return theirs
-
-
-def _resources(role: RoleSpec) -> Manifest:
-    """Return the resources of one pod: its share of the replica's GPUs, and as many RDMA devices."""
-    if role.type is RoleType.ROUTER or not role.gpus.per_replica:
-        return {}
-    each = role.gpus.per_replica // role.nodes_per_replica
-    limits: Manifest = {role.gpus.vendor.value: each}
-    if role.topology.rdma:
-        limits[role.topology.rdma] = each
-    return {"limits": limits}

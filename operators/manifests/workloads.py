@@ -12,31 +12,39 @@ import msgspec
 from fleet.net.kubernetes.kinds import GROUP, VERSION, OptionalKinds
 from operators.api.disagg_deployment import RoleSpec
 from operators.manifests.names import (
+    AVOIDED,
+    DOMAIN,
     GROUP_LABEL,
     LEADER,
     RANK,
     REVISION,
     DesiredDeployment,
+    GroupPlacement,
     base_name,
     child_name,
     host_of,
     labels_of,
     selected,
 )
-from operators.manifests.objects import Manifest, from_field, object_of
+from operators.manifests.objects import Manifest, from_field, mapping, object_of
 from operators.manifests.pods import Images, merged, pod_template
 from operators.manifests.settings import config_map, worker_settings
 
 SERVED = OptionalKinds()
+ANYWHERE = GroupPlacement()
+HOSTNAME = "kubernetes.io/hostname"
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
-def revision(deployment: DesiredDeployment, images: Images, served: OptionalKinds = SERVED) -> str:
-    """Return the revision of all workers in 8 characters; it changes only if pods would have to be recreated."""
+def revision(deployment: DesiredDeployment, images: Images) -> str:
+    """Return the revision of all workers in 8 characters; it changes only if pods would have to be recreated.
+
+    It does not depend on the kinds that the API server has, so that another team's LeaderWorkerSets restart nothing.
+    """
     roles = sorted(deployment.workers, key=lambda role: role.name)
     pods: list[Any] = [
         [pod_template(deployment, role, images, ""), worker_settings(deployment, role)] for role in roles
     ]
-    pods += [GROUP_LABEL for role in roles if grouped(role, served)]
     return hashlib.sha256(msgspec.json.encode(pods, order="sorted")).hexdigest()[:8]
 
 
@@ -79,12 +87,23 @@ def workers(
     return [config, object_of(deployment, "apps/v1", "Deployment", name, labels, spec)]
 
 
-def group(deployment: DesiredDeployment, role: RoleSpec, of_revision: str, index: int, images: Images) -> Manifest:
+def group_name(deployment: DesiredDeployment, role: RoleSpec, of_revision: str, index: int) -> str:
+    return f"{child_name(deployment, role.name, of_revision)}-{index}"
+
+
+def group(
+    deployment: DesiredDeployment,
+    role: RoleSpec,
+    of_revision: str,
+    index: int,
+    images: Images,
+    placement: GroupPlacement = ANYWHERE,
+) -> Manifest:
     """Return one replica of several nodes as a StatefulSet.
 
     Its pods start and end together, and know each other as in a LeaderWorkerSet.
     """
-    name = f"{child_name(deployment, role.name, of_revision)}-{index}"
+    name = group_name(deployment, role, of_revision, index)
     labels = labels_of(deployment, role) | {REVISION: of_revision, GROUP_LABEL: str(index)}
     template = pod_template(deployment, role, images, of_revision)
     template["metadata"]["labels"] = template["metadata"]["labels"] | {GROUP_LABEL: str(index)}
@@ -98,6 +117,8 @@ def group(deployment: DesiredDeployment, role: RoleSpec, of_revision: str, index
         for term in template["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]:
             if "matchLabelKeys" in term:
                 term["matchLabelKeys"] = [GROUP_LABEL]
+    if placement.chosen:
+        _place(template, role, placement)
     spec: Manifest = {
         "serviceName": base_name(deployment, role),
         "replicas": role.nodes_per_replica,
@@ -105,7 +126,36 @@ def group(deployment: DesiredDeployment, role: RoleSpec, of_revision: str, index
         "selector": {"matchLabels": selected(deployment, role) | {REVISION: of_revision, GROUP_LABEL: str(index)}},
         "template": template,
     }
-    return object_of(deployment, "apps/v1", "StatefulSet", name, labels, spec)
+    made = object_of(deployment, "apps/v1", "StatefulSet", name, labels, spec)
+    if placement.domain:
+        made["metadata"]["annotations"] = {DOMAIN: f"{role.topology.domain}={placement.domain}"}
+    elif placement.avoided:
+        made["metadata"]["annotations"] = {AVOIDED: ",".join(placement.avoided)}
+    return made
+
+
+def _place(template: Manifest, role: RoleSpec, placement: GroupPlacement) -> None:
+    """Restrict the nodes of a template's pods, beside what the user's affinity says."""
+    wanted: list[Manifest] = []
+    if placement.domain:
+        wanted.append({"key": role.topology.domain, "operator": "In", "values": [placement.domain]})
+        annotations = mapping(template["metadata"].get("annotations"))
+        domain = f"{role.topology.domain}={placement.domain}"
+        template["metadata"] = template["metadata"] | {"annotations": annotations | {DOMAIN: domain}}
+    if placement.avoided:
+        wanted.append({"key": HOSTNAME, "operator": "NotIn", "values": list(placement.avoided)})
+    affinity = mapping(template["spec"].get("affinity"))
+    nodes = mapping(affinity.get("nodeAffinity"))
+    required = mapping(nodes.get(REQUIRED))
+    given = required.get("nodeSelectorTerms")
+    terms = [mapping(each) for each in given] if isinstance(given, list) and given else [{}]
+    terms = [term | {"matchExpressions": [*_listed(term.get("matchExpressions")), *wanted]} for term in terms]
+    nodes |= {REQUIRED: required | {"nodeSelectorTerms": terms}}
+    template["spec"] = template["spec"] | {"affinity": affinity | {"nodeAffinity": nodes}}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def router_deployment(
@@ -127,8 +177,8 @@ def router_deployment(
     return object_of(deployment, "apps/v1", "Deployment", base_name(deployment, router), labels, spec)
 
 
-def role_scaler(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
+def role_scaler(deployment: DesiredDeployment, role: RoleSpec, replicas: int) -> Manifest:
     """Return the RoleScaler of a role without a static size; from then on only its scaler writes it."""
-    spec = {"target": {"deployment": deployment.name, "role": role.name}, "replicas": role.replicas}
+    spec = {"target": {"deployment": deployment.name, "role": role.name}, "replicas": replicas}
     api = f"{GROUP}/{VERSION}"
     return object_of(deployment, api, "RoleScaler", base_name(deployment, role), labels_of(deployment, role), spec)

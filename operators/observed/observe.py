@@ -2,12 +2,13 @@
 
 Rules:
 
-1. A deployment owns what it controls by its uid. Names and labels prove nothing: a deployment that was deleted and
-   created again owns nothing of its predecessor.
+1. A deployment owns what it controls by its uid. Names and labels prove nothing beside another owner: a deployment that
+   was deleted and created again owns nothing of its predecessor. An object without any owner that carries the operator's
+   labels is an orphan (`kubectl delete --cascade=orphan`), and belongs to the deployment that the labels name.
 2. A replica is a pod, or a group of pods that live and die together. A group is ready when all of its pods are, and
    registered when its first pod is.
 3. A group needs nodes for all of its pods. A scheduler that does not know groups may find nodes for some pods only; the
-   group then gives them back after a while.
+   group then gives them back after a while. So does a group that was placed where no pod of it has found a node.
 4. A pod that is missing on the API server is gone. A pod that is being deleted still has its GPUs.
 """
 
@@ -30,9 +31,22 @@ from fleet.net.kubernetes.views import (
 )
 from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleType
 from operators.api.fields import Condition
-from operators.manifests.names import GROUP_LABEL, REVISION, ROLE, ROUTER, TYPE
+from operators.manifests.names import (
+    AVOIDED,
+    DOMAIN,
+    GROUP_LABEL,
+    INSTANCE,
+    MANAGED_BY,
+    OPERATOR,
+    REVISION,
+    ROLE,
+    ROUTER,
+    TYPE,
+    GroupPlacement,
+)
 from operators.manifests.objects import DIGEST
 from operators.observed.caches import InformerCaches
+from operators.observed.drift import DriftDetector
 from operators.observed.pod_troubles import troubles
 from operators.observed.registrations import (
     ReportedWorkers,
@@ -66,13 +80,14 @@ class ForeignObjects(Struct, frozen=True):
 
     store: InformerCaches
     namespace: str
+    deployment: str
     uid: str
 
     def __contains__(self, key: object) -> bool:
         kind, name = cast(tuple[str, str], key)
         found = self.store.any(kinds.BY_NAME[kind]).get(self.namespace, name)
         # A RoleScaler that somebody else made counts like our own.
-        return found is not None and found.metadata.owner_uid != self.uid and kind != kinds.ROLE_SCALER.name
+        return found is not None and not _is_owned(found, self.deployment, self.uid) and kind != kinds.ROLE_SCALER.name
 
 
 def observe(
@@ -83,6 +98,7 @@ def observe(
     now: datetime,
     served: OptionalKinds,
     evidence: ProbeEvidence | None = None,
+    drift: DriftDetector | None = None,
 ) -> ObservedState:
     """Return the observed state of one deployment.
 
@@ -94,6 +110,7 @@ def observe(
         now: Time of the wall clock.
         served: The optional kinds of the API server.
         evidence: What probes have shown; None: no probes are sent.
+        drift: Says which children somebody else has changed; None: nobody looks.
     """
     namespace, name, uid = custom.metadata.namespace, custom.metadata.name, custom.metadata.uid
     pods = tuple(store.of(kinds.POD, Pod).of(namespace, name).values())
@@ -113,21 +130,25 @@ def observe(
     controllers = [
         (kind, each)
         for kind in kinds.WORKLOAD_KINDS
-        for each in _owned(store.of(kind, WorkloadResource).of(namespace, name), uid)
+        for each in _owned(store.of(kind, WorkloadResource).of(namespace, name), name, uid)
     ]
+    owned = {
+        (kind.name, each.metadata.name): each
+        for kind in (*kinds.WORKLOAD_KINDS, *kinds.SUPPORTING_KINDS)
+        for each in _owned(store.any(kind).of(namespace, name), name, uid)
+    }
     router = next((role.name for role in spec.roles if role.type is RoleType.ROUTER), ROUTER)
     products = [role.gpus.product for role in spec.roles if role.gpus.product]
     return ObservedState(
         children=tuple(_children(controllers, pods, known, partly_known, now)),
-        digests={
-            (kind.name, each.metadata.name): each.metadata.annotations.get(DIGEST, "")
-            for kind in (*kinds.WORKLOAD_KINDS, *kinds.SUPPORTING_KINDS)
-            for each in _owned(store.any(kind).of(namespace, name), uid)
-        },
-        foreign=ForeignObjects(store, namespace, uid),
+        digests={key: each.metadata.annotations.get(DIGEST, "") for key, each in owned.items()},
+        drifted=frozenset(key for key, each in owned.items() if drift is not None and drift.drifted(each)),
+        orphans=frozenset(key for key, each in owned.items() if not each.metadata.owner_uid),
+        foreign=ForeignObjects(store, namespace, name, uid),
         scalers={role: each.spec.get("replicas", 1) for role, each in scalers_of(store, namespace, name).items()},
+        sizes=_sizes(custom),
         own_scalers=frozenset(
-            each.metadata.name for each in _owned(store.any(kinds.ROLE_SCALER).of(namespace, name), uid)
+            each.metadata.name for each in _owned(store.any(kinds.ROLE_SCALER).of(namespace, name), name, uid)
         ),
         conditions=conditions_of(custom),
         generation=custom.metadata.generation,
@@ -186,8 +207,27 @@ def _running(pods: Iterable[Pod]) -> tuple[RunningPod, ...]:
     return tuple(sorted(RunningPod(pod.metadata.name, pod.restarts, pod.metadata.uid) for pod in pods))
 
 
-def _owned(named: Mapping[str, Kept], uid: str) -> Iterator[Kept]:
-    return (each for each in named.values() if each.metadata.owner_uid == uid)
+def _owned(named: Mapping[str, Kept], deployment: str, uid: str) -> Iterator[Kept]:
+    return (each for each in named.values() if _is_owned(each, deployment, uid))
+
+
+def _is_owned(item: NamedObject, deployment: str, uid: str) -> bool:
+    metadata = item.metadata
+    if metadata.owner_references:
+        return metadata.owner_uid == uid
+    ours = {MANAGED_BY: OPERATOR, INSTANCE: deployment}
+    return ours.items() <= metadata.labels.items() and not metadata.deleted
+
+
+def _sizes(custom: CustomObject) -> dict[str, int]:
+    """Return the replicas that each role should have according to the status."""
+    roles = custom.status.get("roles")
+    found = [each for each in roles if isinstance(each, dict)] if isinstance(roles, list) else []
+    return {
+        name: size
+        for each in found
+        if isinstance(name := each.get("name"), str) and isinstance(size := each.get("desired", 0), int)
+    }
 
 
 def _routes(kind: ApiKind, controller: WorkloadResource) -> bool:
@@ -259,12 +299,15 @@ def _group_child(
     staying = {each.metadata.name: each for each in sets if not each.metadata.deleted}
     sizes = {each.metadata.labels.get(GROUP_LABEL, ""): each.spec.replicas for each in sets}
     half_scheduled, left_behind, ready, warm = [], [], [], {}
+    placements: dict[str, GroupPlacement] = {}
+    nodes: dict[str, tuple[str, ...]] = {}
     reports = known if known is not None else {}
     for name, each in sorted(staying.items()):
         members = [pod for pod in pods if pod.alive and pod.metadata.owner_uid == each.metadata.uid]
-        if _is_half_scheduled(
-            members, now - timedelta(seconds=PARTIAL_GROUP_SECONDS + crc32(name.encode()) % PARTIAL_GROUP_SECONDS)
-        ):
+        placements[name] = _placement(each)
+        nodes[name] = tuple(sorted({pod.spec.node_name for pod in members if pod.spec.node_name}))
+        before = now - timedelta(seconds=PARTIAL_GROUP_SECONDS + crc32(name.encode()) % PARTIAL_GROUP_SECONDS)
+        if _is_half_scheduled(members, before) or (placements[name].chosen and _is_unscheduled(members, before)):
             half_scheduled.append(name)
         registrations = [reports[pod.metadata.name] for pod in members if pod.metadata.name in reports]
         if members and _group_ready(members, each.spec.replicas) and (known is None or registrations):
@@ -279,6 +322,8 @@ def _group_child(
         ready_members=tuple(ready),
         warm=warm,
         half_scheduled=tuple(half_scheduled),
+        placements=placements,
+        nodes=nodes,
         left_behind=tuple(left_behind),
     )
 
@@ -287,6 +332,20 @@ def _is_half_scheduled(pods: Sequence[Pod], before: datetime) -> bool:
     """Return whether some pods have a node, and others have found none since `before`."""
     unplaced = [pod.unplaced_since for pod in pods if pod.unplaced_since is not None]
     return len(pods) > len(unplaced) > 0 and min(unplaced) < before
+
+
+def _is_unscheduled(pods: Sequence[Pod], before: datetime) -> bool:
+    """Return whether no pod has found a node since `before`."""
+    return bool(pods) and all(pod.unplaced_since is not None and pod.unplaced_since < before for pod in pods)
+
+
+def _placement(controller: WorkloadResource) -> GroupPlacement:
+    """Return where the pods of a StatefulSet may go, as its annotations say."""
+    annotations = controller.metadata.annotations
+    avoided = annotations.get(AVOIDED, "")
+    return GroupPlacement(
+        domain=annotations.get(DOMAIN, "").partition("=")[2], avoided=tuple(avoided.split(",")) if avoided else ()
+    )
 
 
 def _left_behind(pods: Sequence[Pod], before: datetime) -> list[str]:

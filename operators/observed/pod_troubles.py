@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from fleet.net.kubernetes.status_errors import ApiStatus, public_message
 from fleet.net.kubernetes.views import ContainerStatus, Pod, WorkloadResource
 
 MOST_CHARACTERS = 300
@@ -29,28 +30,32 @@ class TroubleReason(IntEnum):
 
     QuotaExceeded = 1
     PodsRefused = 2
-    """For example by admission control."""
+    """By admission control or validation, whose words are in the ReplicaSet's condition."""
 
-    NoSuchGpu = 3
-    InsufficientCapacity = 4
-    Unschedulable = 5
-    ImagePull = 6
-    ConfigurationMissing = 7
+    NoDomainFits = 3
+    """No domain has room for a group of pods, so none was made."""
+
+    NoSuchGpu = 4
+    InsufficientCapacity = 5
+    Unschedulable = 6
+    ImagePull = 7
+    ConfigurationMissing = 8
     """A Secret, ConfigMap or volume that a container names is missing."""
 
-    ModelNotFound = 8
-    HubUnreachable = 9
+    ModelNotFound = 9
+    HubUnreachable = 10
     """The model hub sent nothing."""
 
-    ConfigurationRefused = 10
-    OutOfMemory = 11
-    CrashLooping = 12
+    ConfigurationRefused = 11
+    OutOfMemory = 12
+    CrashLooping = 13
 
 
 UNPLACED = frozenset(
     {
         TroubleReason.QuotaExceeded,
         TroubleReason.PodsRefused,
+        TroubleReason.NoDomainFits,
         TroubleReason.NoSuchGpu,
         TroubleReason.InsufficientCapacity,
         TroubleReason.Unschedulable,
@@ -90,10 +95,9 @@ def troubles(
 def _refused_pods(controller: WorkloadResource) -> PodTrouble | None:
     for each in controller.status.conditions or ():
         if each.type == "ReplicaFailure" and each.status == "True":
-            _, quota, rest = each.message.partition("exceeded quota: ")
-            if quota:
-                return PodTrouble(TroubleReason.QuotaExceeded, controller.metadata.name, _short(quota + rest))
-            return PodTrouble(TroubleReason.PodsRefused, controller.metadata.name, each.reason)
+            said = public_message(ApiStatus(reason=each.reason, message=each.message))
+            reason = TroubleReason.QuotaExceeded if "exceeded quota: " in said else TroubleReason.PodsRefused
+            return PodTrouble(reason, controller.metadata.name, _short(said))
     return None
 
 

@@ -6,6 +6,8 @@ from msgspec import Struct
 
 from fleet.net.kubernetes.kinds import OptionalKinds
 from operators.api.fields import Condition
+from operators.manifests.names import GroupPlacement
+from operators.observed.domains import ClusterRoom
 from operators.observed.pod_troubles import PodTrouble
 from operators.probes.evidence import ProbeEvidence, RunningPod
 from operators.scaling import RevisionReplicas
@@ -39,7 +41,14 @@ class ObservedChild(Struct, frozen=True, kw_only=True):
     """The known numbers of warm blocks of these StatefulSets, each for all its pods."""
 
     half_scheduled: tuple[str, ...] = ()
-    """The StatefulSets of which some pods have a node, and others have found none for a while."""
+    """The StatefulSets of which some pods have a node, and others have found none for a while; and those of which none has
+    one where they were placed."""
+
+    placements: Mapping[str, GroupPlacement] = {}
+    """Where pods of these StatefulSets may go."""
+
+    nodes: Mapping[str, tuple[str, ...]] = {}
+    """The nodes of their pods."""
 
     left_behind: tuple[str, ...] = ()
     """Pods that go on although another pod of their group has restarted, and the group has not become ready since."""
@@ -89,11 +98,20 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     digests: Mapping[tuple[str, str], str] = {}
     """Digests of the deployment's objects, by kind and name."""
 
+    drifted: frozenset[tuple[str, str]] = frozenset()
+    """Kinds and names of the deployment's objects that somebody else has changed."""
+
+    orphans: frozenset[tuple[str, str]] = frozenset()
+    """Kinds and names of the deployment's objects that have no owner."""
+
     foreign: Container[tuple[str, str]] = frozenset()
     """Kinds and names that the deployment would use, but that belong to others."""
 
     scalers: Mapping[str, int] = {}
     """Replicas that RoleScalers request, by role."""
+
+    sizes: Mapping[str, int] = {}
+    """Replicas that each role had to have before, by its RoleScaler or the status; a role without them is new."""
 
     own_scalers: frozenset[str] = frozenset()
     """Names of RoleScalers that were made for the deployment."""
@@ -128,6 +146,12 @@ class ObservedState(Struct, frozen=True, kw_only=True):
 
     deletion_costs: Mapping[tuple[str, str], tuple[PodDeletionCost, ...]] = {}
     """Deletion costs of pods, by role and revision."""
+
+    room: ClusterRoom | None = None
+    """The room on all nodes; None: it was not read, because no group has to be placed."""
+
+    avoided: Mapping[str, tuple[str, ...]] = {}
+    """Nodes, by role, where groups found too little room; only known if the operator may not read nodes."""
 
     refusals: tuple[ApiRefusal, ...] = ()
     """Refusals of the last writes."""

@@ -66,7 +66,7 @@ async def serve_kube_planner(
             planner = KubePlanner(settings, cluster, leader, secrets, parts, clock, wall, wall_ms)
             registry.register(ClusterPlannerMetrics(leader.leads, planner.planners))
             async with (
-                open_health_server(host, port, planner.ready, planner.unread, registry) as address,
+                open_health_server(host, port, planner.unread, planner.lost, registry) as address,
                 open_planner_port(settings.control_listen, access, planner) as control,
             ):
                 announce({"http": address, "control": control})

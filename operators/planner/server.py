@@ -118,6 +118,10 @@ class KubePlanner:
         """Return the kinds that have not been read yet."""
         return sorted({kind.name for (kind, _), each in self._informers.items() if not each.filled.is_set()})
 
+    def lost(self) -> list[str]:
+        """Return the kinds that were not read yet, or that cannot be followed now."""
+        return sorted({kind.name for (kind, _), each in self._informers.items() if each.lost})
+
     def planners(self) -> Mapping[Place, DeploymentPlanner]:
         """Return the running planners by the namespace and name of their deployment."""
         return {self._place(each.planner): each.planner for each in self._running.values()}

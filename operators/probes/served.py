@@ -29,6 +29,7 @@ from msgspec import Struct
 from fleet.core.errors import Reason
 from fleet.core.requests import Source
 from fleet.core.roles import Phase
+from fleet.net.connection_errors import connection_problem
 from operators.manifests.names import HTTP, host_of
 from operators.probes.evidence import Probe, ProbeCompletion, ProbeFailure
 
@@ -149,7 +150,7 @@ class ServedProbes:
                 answered = await _read(response)
                 status = response.status
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return ProbeFailure(0, f"no answer: {type(error).__name__}")
+            return ProbeFailure(0, f"no answer: {connection_problem(error)}")
         if status == HTTPStatus.OK:
             return _answer(probe, answered)
         if status == HTTPStatus.UNAUTHORIZED:

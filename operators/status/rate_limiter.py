@@ -8,7 +8,8 @@ Rules:
    follows from them. The more deployments have progress to write, the longer each waits, so that together they cause at
    most MOST_PER_SECOND writes. So even if a hundred deployments change at once, or the machine is slow, each has its
    two writes.
-3. A state that usually lasts a moment, until something answers, is written once it has lasted for LONG.
+3. A state that usually lasts a moment, until something answers or an API server has read its roles again, is written once
+   it has lasted for LONG.
 4. An unchanged status is not written.
 """
 

@@ -1,4 +1,12 @@
-"""Waits for a condition, with a deadline that an idle machine never reaches."""
+"""Waiting in tests: for a condition, for turns of the event loop, and for time where its length is what is tested.
+
+No other module of the tests sleeps (`tests/support/source_rules.py` checks this). A test waits in one of four ways:
+
+1. For a condition, with a deadline that a busy machine keeps: `eventually` blocks the thread, `until` and `until_answered` do not.
+2. For tasks of its own event loop that wait for nothing else: `turns`.
+3. To see that something does not happen: it waits for a later event that is ordered behind it. Where there is none: `stays`.
+4. For time, because the length of the time is the input of the test or of a fake: `pace` and `pace_thread`, with the reason.
+"""
 
 import asyncio
 import time
@@ -9,29 +17,113 @@ SECONDS = 60.0
 BETWEEN_SECONDS = 0.01
 
 Found = TypeVar("Found")
+Complaint = Callable[[], object]
 
 
-def eventually(look: Callable[[], Found], seconds: float = SECONDS) -> Found:
-    """Wait until `look` returns a true value and return it; the thread is blocked meanwhile."""
+def _not_met() -> str:
+    return "the condition was not met in time"
+
+
+def eventually(look: Callable[[], Found], seconds: float = SECONDS, otherwise: Complaint = _not_met) -> Found:
+    """Wait until `look` returns a true value and return it; the thread is blocked meanwhile.
+
+    Args:
+        look: Returns the condition. It may fail itself if the condition cannot become true any more.
+        seconds: Deadline. An idle machine needs a small part of it.
+        otherwise: Returns the text of the failure after the deadline.
+    """
     ends = time.monotonic() + seconds
     while not (found := look()):
-        assert time.monotonic() < ends, "the condition was not met in time"
+        assert time.monotonic() < ends, otherwise()
         time.sleep(BETWEEN_SECONDS)
     return found
 
 
-async def until(look: Callable[[], Found], seconds: float = SECONDS) -> Found:
-    """Wait until `look` returns a true value and return it; other tasks run meanwhile."""
+async def until(
+    look: Callable[[], Found],
+    seconds: float = SECONDS,
+    otherwise: Complaint = _not_met,
+    *,
+    between_seconds: float = BETWEEN_SECONDS,
+) -> Found:
+    """Wait until `look` returns a true value and return it; other tasks run meanwhile.
+
+    Args:
+        look: See `eventually`.
+        seconds: See `eventually`.
+        otherwise: See `eventually`.
+        between_seconds: Pause between two looks; 0 to look in every round of the event loop.
+    """
     ends = time.monotonic() + seconds
     while not (found := look()):
-        assert time.monotonic() < ends, "the condition was not met in time"
-        await asyncio.sleep(BETWEEN_SECONDS)
+        assert time.monotonic() < ends, otherwise()
+        await asyncio.sleep(between_seconds)
     return found
 
 
-async def until_answered(ask: Callable[[], Awaitable[Found]], seconds: float = SECONDS) -> Found:
+async def until_answered(
+    ask: Callable[[], Awaitable[Found]], seconds: float = SECONDS, otherwise: Complaint = _not_met
+) -> Found:
     """Wait until `ask` answers with a true value and return it; cancel a call that outlasts the deadline."""
-    async with asyncio.timeout(seconds):
-        while not (found := await ask()):
-            await asyncio.sleep(BETWEEN_SECONDS)
-        return found
+    deadline = asyncio.timeout(seconds)
+    try:
+        async with deadline:
+            while not (found := await ask()):
+                await asyncio.sleep(BETWEEN_SECONDS)
+            return found
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise AssertionError(otherwise()) from None
+
+
+async def until_still(progress: Callable[[], object], seconds: float = 0.5) -> None:
+    """Wait until `progress` has returned the same value for so long, as something that has to stop does."""
+    ends = time.monotonic() + SECONDS
+    value, since = progress(), time.monotonic()
+    while time.monotonic() - since < seconds:
+        await asyncio.sleep(BETWEEN_SECONDS)
+        if (now := progress()) != value:
+            assert time.monotonic() < ends, f"it still moves: {now}"
+            value, since = now, time.monotonic()
+
+
+async def stays(look: Callable[[], object], seconds: float, because: str) -> None:
+    """Check again and again that `look` returns a true value, for a time in which a wrong product would change it.
+
+    Args:
+        look: Returns what has to stay true.
+        seconds: How long to look.
+        because: Why nothing that can be waited for comes afterwards, or which limits of the product pass meanwhile.
+    """
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        assert look(), f"it changed; {because}"
+        await asyncio.sleep(BETWEEN_SECONDS)
+    assert look(), f"it changed; {because}"
+
+
+async def turns(count: int = 1) -> None:
+    """Let the event loop run so many rounds, in which every task that waits for nothing makes a step.
+
+    What one socket of this process has sent to another one is read after two rounds.
+    """
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def pace(seconds: float, because: str) -> None:
+    """Let time pass whose length is an input: the delay of a slow peer, the period of a load, a drawn moment.
+
+    Args:
+        seconds: How long.
+        because: What this time is. It must not be the time that the product needs for something.
+    """
+    assert because
+    await asyncio.sleep(seconds)
+
+
+def pace_thread(seconds: float, because: str) -> None:
+    """Let time pass in a thread, or in a test without event loop. See `pace`."""
+    assert because
+    time.sleep(seconds)

@@ -67,7 +67,7 @@ from fleet.frontend.openai.passage import Passage
 from fleet.frontend.openai.relay import RelayedRequest
 from fleet.frontend.openai.relayed_paths import COMPLETIONS, PLACED
 from fleet.frontend.text.tokenizer_check import TokenizerMatch
-from fleet.router.kv_index.cache_accuracy import Knowledge
+from fleet.router.kv_index.prefix_index import Knowledge
 from fleet.router.messages import (
     AttemptRejected,
     CacheAged,

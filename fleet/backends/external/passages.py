@@ -21,7 +21,7 @@ from fleet.backends.external.http_client import FIRST_FINAL_STATUS, ServerAddres
 from fleet.backends.external.upstream import MAX_HEAD_BYTES, MAX_INTERIM_HEADS, AnswerHead, read_head
 from fleet.core.errors import RequestRejected
 from fleet.frontend.openai.passage import Passage
-from fleet.net.http.messages import ClientDisconnected
+from fleet.net.http.exchange import ClientDisconnected
 
 READ_BYTES = 64 << 10
 NOT_FOUND = 404

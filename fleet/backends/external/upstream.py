@@ -37,7 +37,7 @@ from fleet.core.clock import Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import RequestId
 from fleet.frontend.openai.relay import RelayedRequest
-from fleet.net.http.messages import ClientDisconnected
+from fleet.net.http.exchange import ClientDisconnected
 
 MAX_HEAD_BYTES = 64 << 10  # of an answer
 MAX_KNOWN_HEADS = 256  # cached heads of answers; a head with a date is valid for a second

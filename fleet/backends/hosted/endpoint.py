@@ -22,8 +22,7 @@ from msgspec import Meta, Struct
 
 from fleet.backends.external.http_client import FIRST_FINAL_STATUS, ServerAddress, connection_failure_cause
 from fleet.core.errors import Reason, RequestRejected
-from fleet.net.http.exchange import Exchange
-from fleet.net.http.messages import EVENT_STREAM
+from fleet.net.http.exchange import EVENT_STREAM, Exchange
 from fleet.router.settings.overflow import OverflowSettings
 
 FIRST_REDIRECT = 300

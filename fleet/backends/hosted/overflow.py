@@ -333,7 +333,7 @@ class HostedOverflow:
 
 
 class _Offer:
-    """One request that may overflow. Implements `fleet.frontend.openai.overflow.OverflowOffer`."""
+    """One request that may overflow. Implements `fleet.frontend.openai.service.OverflowOffer`."""
 
     def __init__(
         self,

@@ -10,22 +10,31 @@ Rules:
 """
 
 import asyncio
+import importlib
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
 from msgspec import Struct, structs
 
 from fleet.cli.local.cluster import LocalCluster, LocalClusterOptions, cluster_client, say, with_cluster
-from fleet.cli.local.reference_prompts import LONGEST, reference_prompts
 from fleet.client import AsyncClient, FleetError
 from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.core.requests import TOKEN_BYTES, KvOrigin, KvPhase, Source, TokenBytes
 from fleet.core.roles import KvPath, Phase, Placement, Role
 from fleet.core.system_clock import SystemClock
+from fleet.frontend.text.codec import load_codec
 from fleet.local.processes import ClusterFailed
 from fleet.local.settings import PoolSection, StorePlace, Topology
+
+LONGEST = 3000  # tokens of a prompt
+SHARED = 512  # common tokens
+FEWEST = 20  # prompts
+_LENGTHS = (40, 48, 63, 64, 65, 96, 128, 200, 333, 777, 1024, 1500, 2049)
+_LONG = 2
+_SHARING = 6
 
 ANSWER_TOKENS = 56
 AT_A_TIME = 8
@@ -291,3 +300,35 @@ def _pool(topology: Topology, role: Role) -> PoolSection:
     """Return one worker of a role as the topology has it."""
     of_role = [pool for pool in topology.pools if pool.role is role]
     return structs.replace(of_role[0], replicas=1) if of_role else PoolSection(role=role)
+
+
+def reference_prompts(model_dir: Path, *, max_tokens: int) -> list[TokenBytes]:
+    """Return token ids of at least 20 prompts, none longer than `max_tokens`.
+
+    They are cut from prose that ships with Python, so every machine has the same ones.
+    """
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    codec = load_codec(model_dir)
+    text = codec.encode("\n".join(topics[name] for name in sorted(topics)))
+    prompts = list(_cut(text, max_tokens))
+    prompts.append(prompts[-1])  # a repeated prompt
+    assert len(prompts) >= FEWEST
+    return prompts
+
+
+def _cut(text: TokenBytes, max_tokens: int) -> Iterator[TokenBytes]:
+    """Cut the text into consecutive pieces, so that prompts share nothing by accident."""
+    position = 0
+
+    def take(tokens: int) -> TokenBytes:
+        nonlocal position
+        piece = text[position * TOKEN_BYTES : (position + tokens) * TOKEN_BYTES]
+        position += tokens
+        assert len(piece) == tokens * TOKEN_BYTES, "the text is too short"
+        return piece
+
+    for length in (*_LENGTHS, *[LONGEST] * _LONG):
+        yield take(min(length, max_tokens))
+    shared = take(min(SHARED, max_tokens // 2))
+    for sharing in range(_SHARING):
+        yield shared + take(40 + 16 * sharing)

@@ -1,26 +1,28 @@
 """Local cluster of a command: `fleet up` and its check run their work inside `with_cluster`."""
 
 import asyncio
+import ipaddress
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
+import trustme
 from msgspec import Struct, structs
 
 from fleet.app.hub import fetch_topology_model
 from fleet.cli.console.files import whole_file
-from fleet.cli.local.certificates import with_certificate
 from fleet.client import AsyncClient, ClientTls, FleetError
 from fleet.config import child_environment, default_cache_dir
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock
 from fleet.local.pools import LocalPools, drain, router_cache_worth
 from fleet.local.processes import ClusterFailed, LocalProcesses
-from fleet.local.runs import PARTS, local_runs, runtime_folder
+from fleet.local.runs import AUTHORITY, PARTS, local_runs, runtime_folder
 from fleet.local.settings import SIMULATED, TINY, Topology, adapter_folders, model_folder, served_name
 from fleet.local.tiny_model import build_tiny_model
 from fleet.local.topology import LocalPlan, plan
@@ -29,6 +31,8 @@ from kvstore.clock import nanos
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
 
+CERTIFICATE, KEY = "router.pem", "router.key"  # files of a certificate that is made on the spot
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 WORKERS_VISIBLE_SECONDS = 30.0  # seconds until the router sees the last ready worker; less than one is usual
 STATUS_POLL_SECONDS = 0.05
 
@@ -188,3 +192,40 @@ def _on_signal(processes: LocalProcesses) -> None:
 def say(line: str) -> None:
     """Print one line (or the end of a log) for the person at the terminal."""
     print(f"fleet: {line}", file=sys.stderr, flush=True)
+
+
+def with_certificate(topology: Topology, folder: Path) -> Topology:
+    """Return the topology with the certificate that `cluster.tls` asks for, and write its files into the runtime folder.
+
+    The authority's key is not kept, so nobody can sign another certificate with it. The certificate is for this machine's
+    loopback addresses and for the hosts at which the router listens; an address of all interfaces adds the machine's name.
+    """
+    if not topology.cluster.tls:
+        return topology
+    router = topology.router
+    listens = (router.http_listen, router.grpc_listen, router.kserve_listen)
+    hosts = [listen.rpartition(":")[0].strip("[]") for listen in listens if listen]
+    names = {*LOOPBACK_NAMES, *(host for host in hosts if not _is_any(host))}
+    if any(_is_any(host) for host in hosts):
+        names.add(socket.gethostname())
+    authority = trustme.CA()
+    issued = authority.issue_cert(*sorted(names))
+    _write_private(folder / AUTHORITY, authority.cert_pem.bytes())
+    _write_private(folder / CERTIFICATE, b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    _write_private(folder / KEY, issued.private_key_pem.bytes())
+    tls = structs.replace(router.tls, certificate=str(folder / CERTIFICATE), key=str(folder / KEY))
+    cluster = structs.replace(topology.cluster, tls=False)  # it is done
+    return structs.replace(topology, cluster=cluster, router=structs.replace(router, tls=tls))
+
+
+def _is_any(host: str) -> bool:
+    """Return whether a host stands for all interfaces."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:  # noqa: PTH123 - with a mode
+        file.write(content)

@@ -124,7 +124,7 @@ def _stores(snapshot: RouterSnapshot) -> Metric:
 
 
 def _knowledge(snapshot: RouterSnapshot) -> Iterator[Metric]:
-    """Yield the metrics of what the router knows of caches, see `fleet.router.kv_index.cache_accuracy`."""
+    """Yield the metrics of what the router knows of caches, see `fleet.router.kv_index.prefix_index`."""
     gauges = {
         "workers": "Workers by how the router knows their cache",
         "drifting_workers": "Workers whose reported cache differs from what the router believes",

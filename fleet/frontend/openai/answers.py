@@ -24,7 +24,7 @@ from fleet.core.requests import (
     join_calls,
 )
 from fleet.frontend.openai.requests import OpenAiRequest
-from fleet.net.http.messages import sse_event
+from fleet.net.http.exchange import sse_event
 
 DONE = b"data: [DONE]\n\n"
 UNKNOWN_MODEL_LENGTH = 2**31 - 1  # tokens; stands for an unknown model length

@@ -1,20 +1,22 @@
-"""Request bodies of the OpenAI API: their fields, the values that are not supported, and the errors of invalid ones."""
+"""Fields of bodies and headers of the OpenAI API, and the values that are not supported.
 
-import re
+Rules of hints in headers, which clients without the object ``fleet`` send under Fleet's and other projects' names:
+
+1. A field of the object ``fleet`` counts before a header, and of several headers the first one in `HINT_HEADERS`.
+2. A value that cannot be used is refused with the name of its header.
+3. Higher priorities run earlier. In vLLM's header lower ones do.
+"""
+
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
-from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error, with_allowed_values
+from fleet.core.errors import RequestRejected, invalid
 from fleet.core.requests import Sampling
 from fleet.core.roles import KvPath, Placement
-from fleet.core.validation import MAX_EXPECTED_TOKENS
-
-BodyType = TypeVar("BodyType", bound=Struct)
-
-_NAMED_FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `(.*)`$")
+from fleet.core.validation import MAX_EXPECTED_TOKENS, MAX_HINT_CHARACTERS, MAX_PRIORITY
 
 
 class FleetOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -303,31 +305,88 @@ OPENAI_FIELD_NAMES: Mapping[str, str] = {
 """Field paths of the public protocol to those of the OpenAI API."""
 
 
-def decode_body(decoder: "msgspec.json.Decoder[BodyType]", body: bytes) -> BodyType:
-    """Return the body, as far as `decoder` reads it.
+MAX_TIMEOUT_MS = 2**32 - 1
+
+
+class HintHeader(Struct, frozen=True):
+    """A header that stands for a field of `FleetOptions`."""
+
+    field: str
+    project: str  # that its name comes from
+    sign: int = 1  # of a number
+    least: int | None = None  # of a number; None: the value is a text
+    most: int = 0
+
+
+HINT_HEADERS: Mapping[bytes, HintHeader] = {
+    b"x-fleet-session": HintHeader("session", "Fleet"),
+    b"x-session-id": HintHeader("session", "vLLM, llm-d, Ray Serve"),
+    b"x-dynamo-session-id": HintHeader("session", "Dynamo"),
+    b"x-smg-routing-key": HintHeader("session", "SGLang Model Gateway"),
+    b"x-session-affinity": HintHeader("session", "agents"),
+    b"x-fleet-priority": HintHeader("priority", "Fleet", 1, -MAX_PRIORITY, MAX_PRIORITY),
+    b"x-vllm-priority": HintHeader("priority", "vLLM", -1, -MAX_PRIORITY, MAX_PRIORITY),
+    b"x-fleet-timeout-ms": HintHeader("timeout_ms", "Fleet", 1, 1, MAX_TIMEOUT_MS),
+    b"x-envoy-expected-rq-timeout-ms": HintHeader("timeout_ms", "Envoy", 1, 1, MAX_TIMEOUT_MS),
+    b"x-fleet-expected-tokens": HintHeader("expected_tokens", "Fleet", 1, 0, MAX_EXPECTED_TOKENS),
+    b"x-fleet-tenant": HintHeader("tenant", "Fleet"),
+}
+"""Headers by name in lower case; where two stand for one field, the first one counts."""
+
+HINT_HEADER_NAMES = frozenset(HINT_HEADERS)
+_DEFAULT_OPTIONS = FleetOptions()
+
+
+def header_hints(headers: Mapping[bytes, bytes], options: FleetOptions | None) -> FleetOptions:
+    """Return the options of a request, completed by headers.
+
+    Call it only if one of `HINT_HEADER_NAMES` is among the headers.
+
+    Args:
+        headers: By name in lower case.
+        options: The object ``fleet`` of the body; None: there is none.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
+        RequestRejected: INVALID_ARGUMENT, with the header's name.
     """
+    given = options or _DEFAULT_OPTIONS
+    found = {
+        field: _hint_value(name, HINT_HEADERS[name], headers[name])
+        for field, name in _used_headers(headers, given).items()
+    }
+    return structs.replace(given, **found) if found else given
+
+
+def hint_names(headers: Mapping[bytes, bytes], options: FleetOptions | None) -> dict[str, str]:
+    """Return the names of the headers that `header_hints` uses, by their fields in the public protocol."""
+    return {field: name.decode() for field, name in _used_headers(headers, options or _DEFAULT_OPTIONS).items()}
+
+
+def _used_headers(headers: Mapping[bytes, bytes], given: FleetOptions) -> dict[str, bytes]:
+    used: dict[str, bytes] = {}
+    for name, hint in HINT_HEADERS.items():
+        if headers.get(name) and getattr(given, hint.field) == getattr(_DEFAULT_OPTIONS, hint.field):
+            used.setdefault(hint.field, name)
+    return used
+
+
+def _hint_value(name: bytes, hint: HintHeader, value: bytes) -> object:
+    if hint.least is None:
+        try:
+            text = value.decode()
+        except UnicodeDecodeError as error:
+            raise _invalid_hint(name, "is not UTF-8") from error
+        if len(text) > MAX_HINT_CHARACTERS:
+            raise _invalid_hint(name, f"has {len(text)} characters, and {MAX_HINT_CHARACTERS} are allowed")
+        return text
     try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise invalid_body(error, kind=decoder.type) from error
-    except UnicodeDecodeError as error:
-        raise RequestRejected(Reason.INVALID_ARGUMENT, f"the body is not valid UTF-8: {error.reason}") from error
-    except RecursionError as error:
-        raise RequestRejected(Reason.INVALID_ARGUMENT, "the body is nested too deeply") from error
-    except msgspec.DecodeError as error:
-        raise RequestRejected(Reason.INVALID_ARGUMENT, f"the body is not valid JSON: {error}") from error
+        number = int(value) if len(value) <= 20 else hint.most + 1
+    except ValueError as error:
+        raise _invalid_hint(name, "must be a whole number") from error
+    if not hint.least <= number <= hint.most:
+        raise _invalid_hint(name, f"must be from {hint.least} to {hint.most}")
+    return hint.sign * number
 
 
-def invalid_body(error: msgspec.ValidationError, parent: str = "", kind: Any = None) -> RequestRejected:
-    """Return the rejection of a value in `parent` with a wrong type or range; `kind` is the type of what was decoded."""
-    message, path = split_validation_error(error)
-    message = with_allowed_values(message, kind, path)
-    field = parent + path
-    if (named := _NAMED_FIELD.search(message)) is not None:
-        field += f".{named[1]}"
-    message = message[0].lower() + message[1:]
-    field = field.removeprefix(".")
-    return invalid(field, message) if field else RequestRejected(Reason.INVALID_ARGUMENT, f"the body: {message}")
+def _invalid_hint(name: bytes, message: str) -> RequestRejected:
+    return invalid(name.decode(), message)

@@ -55,8 +55,7 @@ from fleet.frontend.openai.answers import (
     usage_object,
 )
 from fleet.frontend.openai.requests import Details, OpenAiRequest
-from fleet.net.http.exchange import Exchange
-from fleet.net.http.messages import EVENT_STREAM
+from fleet.net.http.exchange import EVENT_STREAM, Exchange
 from fleet.net.status_codes import rename_field
 
 NO_TOKEN = None

@@ -29,8 +29,7 @@ from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import TOKEN_BYTES
 from fleet.frontend.metrics.relay import RelayMetrics
 from fleet.frontend.openai.answers import rate_limit_headers
-from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES
-from fleet.frontend.openai.header_hints import NAMES, header_hints
+from fleet.frontend.openai.bodies import HINT_HEADER_NAMES, OPENAI_FIELD_NAMES, header_hints
 from fleet.frontend.openai.passage import Passage
 from fleet.frontend.openai.prompt_keys import KeyedPrompt, PromptReader
 from fleet.frontend.openai.relay_requests import (
@@ -57,10 +56,10 @@ from fleet.frontend.openai.relayed_paths import (
     PathClass,
     RelayedPaths,
 )
+from fleet.frontend.openai.requests import authorization_of, bearer_of_key
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.net.http.errors import ANTHROPIC_ERRORS, OPENAI_ERRORS, RESPONSES_ERRORS, ErrorForm, send_rejection
-from fleet.net.http.exchange import Exchange, ExchangeTask
-from fleet.net.http.messages import ClientDisconnected
+from fleet.net.http.exchange import ClientDisconnected, Exchange, ExchangeTask
 from fleet.net.status_codes import rename_field
 from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived, Complete, Emit, StartedOver
@@ -300,7 +299,7 @@ class Relay:
         path = request.head.path
         try:
             body = read_body(request.body, path)
-            if not NAMES.isdisjoint(request.head.headers):
+            if not HINT_HEADER_NAMES.isdisjoint(request.head.headers):
                 body.fleet = header_hints(request.head.headers, body.fleet)
             tenant = "" if body.fleet is None else body.fleet.tenant
             if self.takes_keys:
@@ -537,17 +536,6 @@ class Relay:
                 relayed.refuse(internal_error())
 
         waiting.add_done_callback(done)
-
-
-def bearer_of_key(headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the authorization that the header ``x-api-key`` of Anthropic's clients stands for; empty without one."""
-    key = headers.get(b"x-api-key", b"")
-    return b"Bearer " + key if key else b""
-
-
-def authorization_of(headers: Mapping[bytes, bytes]) -> str:
-    """Return the authorization of a request; empty if there is none."""
-    return (headers.get(b"authorization") or bearer_of_key(headers)).decode("latin-1")
 
 
 class _FinishedTask:

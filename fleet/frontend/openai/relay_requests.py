@@ -14,10 +14,11 @@ from fleet.core.errors import RequestRejected
 from fleet.core.ids import WorkerId
 from fleet.core.requests import Sampling
 from fleet.core.validation import check_hints
-from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES, FleetOptions, decode_body
+from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES, FleetOptions
 from fleet.frontend.openai.prompt_keys import KeyedPrompt, PromptReader
 from fleet.frontend.openai.relayed_paths import CHAT, COMPLETIONS, COUNT_TOKENS, EMBEDDINGS, MESSAGES, RESPONSES
-from fleet.net.http.messages import HttpHead
+from fleet.frontend.openai.requests import decode_body
+from fleet.net.http.exchange import HttpHead
 from fleet.net.status_codes import rename_field
 from fleet.router.messages import Arrived
 

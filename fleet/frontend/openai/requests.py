@@ -1,4 +1,4 @@
-"""Reads request bodies of the OpenAI API.
+"""Reads requests of the OpenAI API: bodies, request ids and API keys.
 
 Rules:
 
@@ -8,20 +8,23 @@ Rules:
    lists all fields.
 4. Options without an OpenAI field are in the object ``fleet``, where unknown names are rejected.
 5. Tools become part of the prompt, and the model's calls are parsed out of its answer. The same holds for reasoning.
+6. An unusable `x-request-id` is ignored, because proxies send it.
 
 vLLM's sampling parameters are supported too, because benchmarks and evaluations send them, and vLLM's, OpenAI's and SGLang's
 fields for structured output.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any
+import re
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
 from fleet.core.clock import MILLISECOND, Nanos
-from fleet.core.errors import invalid
+from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error, with_allowed_values
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import (
     AnswerParsing,
@@ -41,7 +44,7 @@ from fleet.core.requests import (
     TokenPrompt,
     ToolChoice,
 )
-from fleet.core.validation import MAX_PRIORITY, checked_request_id
+from fleet.core.validation import MAX_PRIORITY, REQUEST_ID, checked_request_id
 from fleet.frontend.openai.bodies import (
     ACCEPTED_VALUES,
     COMPLETION_FIELDS,
@@ -59,14 +62,18 @@ from fleet.frontend.openai.bodies import (
     StreamOptions,
     StrictChatBody,
     StrictCompletionBody,
-    decode_body,
-    invalid_body,
+    header_hints,
+    hint_names,
     unsupported,
 )
-from fleet.frontend.openai.header_hints import header_hints, hint_names
 
 Headers = Mapping[bytes, bytes]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+
+BodyType = TypeVar("BodyType", bound=Struct)
+
+REQUEST_ID_HEADER = b"x-request-id"
+_NAMED_FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `(.*)`$")
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 MAX_N = 128  # OpenAI's limit
@@ -506,3 +513,56 @@ def _content(field: str, message: MessageBody) -> str:
                     raise invalid(f"{field}.content[{position}]", "only parts of type text, with a text, are supported")
                 texts.append(part.text)
             return "".join(texts)
+
+
+def decode_body(decoder: "msgspec.json.Decoder[BodyType]", body: bytes) -> BodyType:
+    """Return the body, as far as `decoder` reads it.
+
+    Raises:
+        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise invalid_body(error, kind=decoder.type) from error
+    except UnicodeDecodeError as error:
+        raise RequestRejected(Reason.INVALID_ARGUMENT, f"the body is not valid UTF-8: {error.reason}") from error
+    except RecursionError as error:
+        raise RequestRejected(Reason.INVALID_ARGUMENT, "the body is nested too deeply") from error
+    except msgspec.DecodeError as error:
+        raise RequestRejected(Reason.INVALID_ARGUMENT, f"the body is not valid JSON: {error}") from error
+
+
+def invalid_body(error: msgspec.ValidationError, parent: str = "", kind: Any = None) -> RequestRejected:
+    """Return the rejection of a value in `parent` with a wrong type or range; `kind` is the type of what was decoded."""
+    message, path = split_validation_error(error)
+    message = with_allowed_values(message, kind, path)
+    field = parent + path
+    if (named := _NAMED_FIELD.search(message)) is not None:
+        field += f".{named[1]}"
+    message = message[0].lower() + message[1:]
+    field = field.removeprefix(".")
+    return invalid(field, message) if field else RequestRejected(Reason.INVALID_ARGUMENT, f"the body: {message}")
+
+
+def new_request_id(headers: Mapping[bytes, bytes], is_running: Callable[[RequestId], bool]) -> RequestId:
+    """Return the client's id of a request, or a new one if there is none that can be used.
+
+    The id of a running request is not used again, because proxies repeat requests.
+    """
+    if REQUEST_ID_HEADER in headers:
+        chosen = RequestId(headers[REQUEST_ID_HEADER].decode("latin-1"))
+        if REQUEST_ID.fullmatch(chosen) and not is_running(chosen):
+            return chosen
+    return RequestId(uuid.uuid4().hex)
+
+
+def bearer_of_key(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the authorization that the header ``x-api-key`` of Anthropic's clients stands for; empty without one."""
+    key = headers.get(b"x-api-key", b"")
+    return b"Bearer " + key if key else b""
+
+
+def authorization_of(headers: Mapping[bytes, bytes]) -> str:
+    """Return the authorization of a request; empty if there is none."""
+    return (headers.get(b"authorization") or bearer_of_key(headers)).decode("latin-1")

@@ -19,7 +19,7 @@ from fleet.core.errors import Reason, RequestRejected, draining_rejection
 from fleet.core.ids import RequestId
 from fleet.core.requests import Admitted, CallDelta, Delta, Finished, Logprobs
 from fleet.core.system_clock import unix_seconds
-from fleet.frontend.generation import Generation
+from fleet.frontend.generation import Generation, OverflowTerms
 from fleet.frontend.metrics.merged import merge_metrics
 from fleet.frontend.openai.answers import (
     AnswerFormatter,
@@ -29,19 +29,17 @@ from fleet.frontend.openai.answers import (
     model_object,
     rate_limit_headers,
 )
+from fleet.frontend.openai.bodies import HINT_HEADER_NAMES
 from fleet.frontend.openai.branches import BranchedAnswers
-from fleet.frontend.openai.header_hints import NAMES, new_request_id
 from fleet.frontend.openai.openapi import openapi_document
-from fleet.frontend.openai.overflow import Overflow, OverflowOffer
-from fleet.frontend.openai.relay import Relay, authorization_of
+from fleet.frontend.openai.relay import Relay
 from fleet.frontend.openai.relayed_paths import PathClass
-from fleet.frontend.openai.requests import OpenAiRequest, read_chat, read_completion
+from fleet.frontend.openai.requests import OpenAiRequest, authorization_of, new_request_id, read_chat, read_completion
 from fleet.frontend.openai.translated.service import TranslatedFrontend
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.client_tls import ServerCertificates
 from fleet.net.http.errors import send_http_error, send_rejection
-from fleet.net.http.exchange import Exchange, ExchangeTask
-from fleet.net.http.messages import EVENT_STREAM, HttpHead
+from fleet.net.http.exchange import EVENT_STREAM, Exchange, ExchangeTask, HttpHead
 from fleet.net.http.server import HttpServer, RouteHandler, run_server
 from fleet.net.settings import KIB, MIB, HttpSettings
 from fleet.net.status_codes import rename_field
@@ -58,6 +56,33 @@ HEALTH_LIMITS = HttpSettings(
     idle_timeout_seconds=75.0,
     write_timeout_seconds=10.0,
 )
+
+
+class OverflowOffer(OverflowTerms, Protocol):
+    """One request that may overflow."""
+
+    async def serve(self, exchange: Exchange, refused: RequestRejected) -> RequestRejected | None:
+        """Answer a request that the router has refused.
+
+        Returns:
+            The rejection to answer instead; None if the exchange has its answer.
+
+        Raises:
+            RequestRejected: The tenant's limit is reached, or an answer that has begun broke off.
+            ClientDisconnected: The client has gone.
+        """
+        ...
+
+
+class Overflow(Protocol):
+    """All hosted endpoints of one router process, which take requests that the model's own workers cannot.
+
+    `fleet.backends.hosted.overflow` implements it.
+    """
+
+    def offer(self, parsed: OpenAiRequest, exchange: Exchange, authorization: str) -> OverflowOffer | None:
+        """Return the offer of a request; None if it must not overflow."""
+        ...
 
 
 class ReadBody(Protocol):
@@ -249,7 +274,7 @@ class HttpFrontend(HttpServer):
         request = exchange.request
         headers = request.head.headers
         request_id = new_request_id(headers, self._generation.serves)
-        hinted = None if NAMES.isdisjoint(headers) else headers
+        hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
         parsed = read(request.body, request_id, self._clock.now(), hinted, strict=self._refuses_unknown_fields)
         offer = None
         if self._overflow is not None and parsed.details is None:

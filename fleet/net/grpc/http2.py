@@ -20,8 +20,9 @@ import contextlib
 import random
 import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from errno import EADDRINUSE, EADDRNOTAVAIL, EAFNOSUPPORT
+from functools import partial
 from pathlib import Path
 from typing import Any, Never, cast
 
@@ -30,12 +31,19 @@ import ngh2
 from ngh2.events import DataReceived, RequestReceived, StreamClosed, TrailersReceived
 
 from fleet.net.client_tls import HTTP_2, ServerCertificates, TlsPort
-from fleet.net.connection_table import ConnectionSlot, ConnectionTable, WaitingFor, client_key
+from fleet.net.connection_limits import (
+    ConnectionSlot,
+    ConnectionTable,
+    SlowReader,
+    WaitingFor,
+    WriteBufferCounter,
+    client_key,
+)
 from fleet.net.grpc.http2_call import CallContext
 from fleet.net.limit_log import ClientLog, ConnectionLimitLog
 from fleet.net.settings import DEFAULT_GRPC_LIMITS, MIB, GrpcSettings
-from fleet.net.slow_reader import SlowReader, WriteBufferCounter
 from fleet.net.sockets import BACKLOG, configure_client_socket, split_listen_address
+from kvstore.net.listeners import stop_listening
 
 HELD_BYTES = 256 << 20  # as much as ordinary requests of all connections may take over HTTP
 MAX_CALLS = 32_768  # concurrent calls
@@ -98,7 +106,7 @@ class Http2Server:
         self._handlers: list[Any] = []
         self._sockets: list[socket.socket] = []
         self._paths: list[Path] = []
-        self._servers: list[asyncio.Server | TlsPort] = []
+        self._stop_listening: list[Callable[[], None]] = []
         self._certificates = certificates
         self._sweep: asyncio.Task[Never] | None = None
         self._limit_log = ConnectionLimitLog(self.table)
@@ -135,17 +143,19 @@ class Http2Server:
         loop = asyncio.get_running_loop()
         for bound in self._sockets:
             if self._certificates is not None and bound.family != socket.AF_UNIX:
-                self._servers.append(self._tls_port(bound, self._certificates))
+                self._stop_listening.append(self._tls_port(bound, self._certificates).close)
                 continue
             make = loop.create_unix_server if bound.family == socket.AF_UNIX else loop.create_server
-            self._servers.append(await make(lambda: Http2Connection(self), sock=bound, backlog=BACKLOG))
+            server = await make(lambda: Http2Connection(self), sock=bound, backlog=BACKLOG)
+            self._stop_listening.append(partial(stop_listening, server))
         self._sweep = loop.create_task(self._sweep_forever())
 
     async def stop(self, grace: float | None) -> None:
         """Accept nothing new, let calls finish for `grace` seconds, then cancel the rest."""
         self.closing = True
-        for server in self._servers:
-            server.close()
+        for stop in self._stop_listening:
+            stop()
+        await asyncio.sleep(0)
         for bound in self._sockets:
             bound.close()
         for path in self._paths:

@@ -26,12 +26,12 @@ from urllib.parse import quote
 import grpc
 import ngh2
 
+from fleet.net.connection_limits import SlowReader
 from fleet.net.grpc.compression import ENCODINGS, IDENTITY, DecompressedTooLarge, decompress_message
 from fleet.net.grpc.errors import encode_status, long_message_rejection
 from fleet.net.grpc.options import LONGEST_REQUEST_BYTES
 from fleet.net.limit_log import ClientLog
 from fleet.net.settings import ORDINARY_BODY_BYTES, GrpcSettings
-from fleet.net.slow_reader import SlowReader
 
 log = logging.getLogger(__name__)
 

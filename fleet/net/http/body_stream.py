@@ -16,7 +16,7 @@ HIGH_WATER_BYTES = 64 << 10
 
 
 class BodyStream:
-    """Implements `fleet.net.http.messages.ArrivingBody`."""
+    """Implements `fleet.net.http.exchange.ArrivingBody`."""
 
     def __init__(self, read: Callable[[], None]) -> None:
         """Create an empty stream; `read` is called when a full stream has been read."""

@@ -31,24 +31,33 @@ import httptools
 
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import Reason, RequestRejected
-from fleet.net.connection_table import ConnectionSlot, ConnectionTable, WaitingFor, client_key
+from fleet.net.connection_limits import (
+    ConnectionSlot,
+    ConnectionTable,
+    SlowReader,
+    WaitingFor,
+    WriteBufferCounter,
+    client_key,
+)
 from fleet.net.http.body_stream import BodyStream
-from fleet.net.http.exchange import Exchange, ExchangeTask, RelaySource, StartExchange
-from fleet.net.http.messages import (
+from fleet.net.http.exchange import (
     BAD_REQUEST_LINE,
     BodyBuffer,
     ClientDisconnected,
+    Exchange,
+    ExchangeTask,
     HeadCache,
     HeldBodyBytes,
     HttpHead,
     HttpRequest,
     MalformedRequest,
+    RelaySource,
+    StartExchange,
     split_target,
     version_problem,
 )
 from fleet.net.limit_log import ClientLog
 from fleet.net.settings import ORDINARY_BODY_BYTES, HttpSettings
-from fleet.net.slow_reader import SlowReader, WriteBufferCounter
 from fleet.net.sockets import configure_client_socket
 
 HIGH_WATER_BYTES = 64 << 10  # unsent bytes above which the writer of a connection waits

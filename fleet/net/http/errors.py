@@ -7,8 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from fleet.core.errors import Reason, RequestRejected
-from fleet.net.http.exchange import Exchange
-from fleet.net.http.messages import EVENT_STREAM, MalformedRequest, sse_event
+from fleet.net.http.exchange import EVENT_STREAM, Exchange, MalformedRequest, sse_event
 from fleet.net.status_codes import REASON_STATUSES
 
 ANTHROPIC_PATHS = "/v1/messages"  # with all below

@@ -1,12 +1,13 @@
 """HTTP server: one port, its connections and a table of routes.
 
-Each request runs in a supervised task, so an error in one request does not end the others.
+Each request runs in a supervised task, so an error in one request does not end the others. If the settings allow it, web
+pages of other origins may call the port (https://fetch.spec.whatwg.org/#http-cors-protocol).
 """
 
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from http import HTTPStatus
@@ -14,17 +15,28 @@ from http import HTTPStatus
 from fleet.core.clock import SECOND, Clock
 from fleet.core.errors import RequestRejected, internal_error
 from fleet.net.client_tls import HTTP_1, ServerCertificates, TlsPort
-from fleet.net.connection_table import ConnectionTable
+from fleet.net.connection_limits import ConnectionTable
 from fleet.net.http.connection import HttpConnection, StreamsBody
-from fleet.net.http.cors import answer_options, cors_headers
 from fleet.net.http.errors import http_error_body, send_http_error, send_rejection
-from fleet.net.http.exchange import Exchange, ExchangeTask
-from fleet.net.http.messages import ClientDisconnected, HeadCache, HeldBodyBytes, HttpHead, MalformedRequest
+from fleet.net.http.exchange import (
+    ClientDisconnected,
+    Exchange,
+    ExchangeTask,
+    HeadCache,
+    HeldBodyBytes,
+    HttpHead,
+    MalformedRequest,
+)
 from fleet.net.limit_log import ClientLog, ConnectionLimitLog
 from fleet.net.settings import HttpSettings
 from fleet.net.sockets import BACKLOG, bind_tcp
+from kvstore.net.listeners import stop_listening
 
 log = logging.getLogger(__name__)
+
+ANY_ORIGIN = "*"
+PREFLIGHT_SECONDS = "600"  # how long a browser may remember the answer; the longest time that Chrome and Safari keep
+_HEADER_CHARACTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_, "
 
 SWEEP_SECONDS = 0.25
 
@@ -56,20 +68,19 @@ async def run_server(
     failure: Exception | None = None
     async with asyncio.TaskGroup() as tasks:
         server.tasks = tasks
-        port: asyncio.Server | TlsPort
         if certificates is None:
             # Without an explicit backlog the event loop uses 100.
             port = await asyncio.get_running_loop().create_server(server.connection, sock=listening, backlog=BACKLOG)
+            server.stop_listening = partial(stop_listening, port)
         else:
-            port = server.tls_port(listening, certificates)
-        server.stop_listening = port.close
+            server.stop_listening = server.tls_port(listening, certificates).close
         sweep = tasks.create_task(server.sweep())
         try:
             yield
         except Exception as error:  # noqa: BLE001 - raised again below
             failure = error  # the task group would wrap the body's own error
         finally:
-            port.close()
+            server.stop_listening()
             sweep.cancel()
             server.disconnect_all()
     if failure is not None:
@@ -217,3 +228,37 @@ class HttpServer:
             allowed = ", ".join(methods)
             message = f"{request.path[:200]} takes {allowed}, not {request.method}"
             send_http_error(exchange, HTTPStatus.METHOD_NOT_ALLOWED, message, allow=allowed)
+
+
+def cors_headers(origin: bytes, allowed: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return the headers of an answer to a page of this origin; none if it may not read the answer."""
+    if ANY_ORIGIN in allowed:
+        return (("access-control-allow-origin", ANY_ORIGIN), ("access-control-expose-headers", ANY_ORIGIN))
+    name = origin.decode("latin-1")
+    if name not in allowed:
+        return ()
+    return (
+        ("access-control-allow-origin", name),
+        ("access-control-expose-headers", "x-request-id, retry-after"),
+        ("vary", "origin"),
+    )
+
+
+def answer_options(exchange: Exchange, methods: Sequence[str], allowed: Sequence[str]) -> None:
+    """Answer an OPTIONS request: the methods of a path and, to a preflight request of a browser, what its page may send.
+
+    Raises:
+        ClientDisconnected: The connection is closed.
+    """
+    asked = exchange.request.head.headers
+    listed = ", ".join((*methods, "OPTIONS"))
+    headers = [("allow", listed)]
+    if cors_headers(asked.get(b"origin", b""), allowed) and b"access-control-request-method" in asked:
+        wanted = asked.get(b"access-control-request-headers", b"")
+        headers += [
+            ("access-control-allow-methods", listed),
+            ("access-control-max-age", PREFLIGHT_SECONDS),
+        ]
+        if wanted and not wanted.strip(_HEADER_CHARACTERS):
+            headers.append(("access-control-allow-headers", wanted.decode("ascii")))
+    exchange.respond(HTTPStatus.OK, b"", headers=headers)

@@ -89,6 +89,12 @@ class Cache(Generic[View]):
             changed += self.put(each)
         return changed
 
+    def clear(self) -> list[View]:
+        """Remove everything because the kind has gone; return what there was."""
+        gone = list(self._objects.values())
+        self._objects, self._by_deployment, self._removed = {}, {}, {}
+        return gone
+
     def _keep(self, place: Place, item: View) -> None:
         if place in self._objects:
             self._drop(place)

@@ -15,7 +15,7 @@ Rules:
    hide other objects.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlencode
@@ -25,6 +25,7 @@ import msgspec
 from kubernetes.aio.client import ApiClient
 from msgspec import Struct
 
+from fleet.net.connection_errors import connection_problem
 from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.kinds import ApiKind, OptionalKinds
 from fleet.net.kubernetes.kubeconfig import api_configuration
@@ -40,9 +41,9 @@ from fleet.net.kubernetes.ports import (
     WatchEvent,
 )
 from fleet.net.kubernetes.status_errors import ApiStatus, refuse
-from fleet.net.kubernetes.views import NamedObject, View
+from fleet.net.kubernetes.views import FIELD_MANAGER, ChildObject, NamedObject, View
 
-MANAGER = "fleet-operator"
+MANAGER = FIELD_MANAGER
 CALL_SECONDS = 30.0
 WATCH_SECONDS = 300
 WATCH_GRACE_SECONDS = 15
@@ -55,6 +56,9 @@ LONGEST_EVENT = 8 << 20
 """Bytes; etcd keeps objects of at most 1.5 MiB."""
 
 NAMES_ONLY = "application/json;as=PartialObjectMetadata{list};g=meta.k8s.io;v=v1,application/json"
+NAMED_ONLY: tuple[type[NamedObject], ...] = (NamedObject, ChildObject)
+"""Views for which the server leaves the content out."""
+
 Decoded = TypeVar("Decoded")
 
 
@@ -106,7 +110,7 @@ class ApiServerClient:
     async def list(self, kind: ApiKind, of: type[View], namespace: str, selector: str = "") -> ObjectList[View]:
         items: list[View] = []
         query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
-        accept = NAMES_ONLY.format(list="List") if of is NamedObject else "application/json"
+        accept = NAMES_ONLY.format(list="List") if of in NAMED_ONLY else "application/json"
         while True:
             content = await self._call("GET", kind.path(namespace), query, accept=accept)
             page = _decoded(content, _Page)
@@ -116,7 +120,13 @@ class ApiServerClient:
             query["continue"] = page.metadata.continue_
 
     async def watch(
-        self, kind: ApiKind, of: type[View], namespace: str, version: str, selector: str = ""
+        self,
+        kind: ApiKind,
+        of: type[View],
+        namespace: str,
+        version: str,
+        selector: str = "",
+        began: Callable[[], None] | None = None,
     ) -> AsyncGenerator[WatchEvent[View], None]:
         query = {
             "watch": "true",
@@ -124,9 +134,11 @@ class ApiServerClient:
             "resourceVersion": version,
             "timeoutSeconds": str(WATCH_SECONDS),
         } | ({"labelSelector": selector} if selector else {})
-        accept = NAMES_ONLY.format(list="") if of is NamedObject else "application/json"
+        accept = NAMES_ONLY.format(list="") if of in NAMED_ONLY else "application/json"
         within = aiohttp.ClientTimeout(total=WATCH_SECONDS + WATCH_GRACE_SECONDS, sock_connect=CALL_SECONDS)
         async with self._answer("GET", kind.path(namespace), query, accept=accept, within=within) as answer:
+            if began is not None:
+                began()
             async for line in _lines(answer):
                 event = _decoded(line, _RawWatchEvent)
                 if event.type == "ERROR":
@@ -141,7 +153,7 @@ class ApiServerClient:
         return _decoded(await self._call("GET", kind.path(namespace, name)), of)
 
     async def find(self, kind: ApiKind, of: type[View], namespace: str, name: str) -> View | None:
-        accept = NAMES_ONLY.format(list="List") if of is NamedObject else "application/json"
+        accept = NAMES_ONLY.format(list="List") if of in NAMED_ONLY else "application/json"
         content = await self._call(
             "GET", kind.path(namespace), {"fieldSelector": f"metadata.name={name}"}, accept=accept
         )
@@ -242,7 +254,7 @@ class ApiServerClient:
         except TimeoutError as error:
             raise ApiServerUnreachable("no answer in time") from error
         except aiohttp.ClientError as error:
-            raise ApiServerUnreachable(f"{type(error).__name__}") from error
+            raise ApiServerUnreachable(connection_problem(error)) from error
         finally:
             if response is not None:
                 # A fully read connection goes back to the pool; an unfinished stream is closed.

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 SHORTEST_SECONDS = 0.1
 LONGEST_SECONDS = 10.0
+MOST_FAILURES = 4
+"""Failed attempts in a row, over about a second, after which the informer is lost."""
 
 
 class Informer(Generic[View]):
@@ -62,6 +64,12 @@ class Informer(Generic[View]):
         self._heard = heard
         self._version = ""
         self._pause = SHORTEST_SECONDS
+        self._failures = 0  # since a list or a watch was last answered
+
+    @property
+    def lost(self) -> bool:
+        """True if nothing was read yet, or if the server or the kind is missing now."""
+        return not self.filled.is_set() or self._failures >= MOST_FAILURES
 
     async def run(self) -> Never:
         """Follow the API server until cancelled."""
@@ -77,8 +85,10 @@ class Informer(Generic[View]):
                 self._version = ""
                 pause = self._next_pause()
             except ApiServerBusy as error:
+                self._failures += 1
                 pause = max(self._next_pause(), error.after_seconds or 0.0)
             except KubernetesError as error:
+                self._failures += 1
                 # A missing kind may appear, and a forbidden one be allowed, later.
                 pause = self._next_pause()
                 if pause == SHORTEST_SECONDS:
@@ -90,12 +100,15 @@ class Informer(Generic[View]):
         listed = await self._cluster.list(self._kind, self._view, self._namespace, self._selector)
         self._tell(self._cache.fill(map(self._listed, listed.items), listed.version, self._namespace))
         self._version = listed.version
+        self._failures = 0
         self.filled.set()
 
     async def _watch(self) -> bool:
         """Watch until the stream ends; return whether it received anything."""
         told_any = False
-        stream = self._cluster.watch(self._kind, self._view, self._namespace, self._version, self._selector)
+        stream = self._cluster.watch(
+            self._kind, self._view, self._namespace, self._version, self._selector, self._began
+        )
         async with aclosing(stream) as events:
             async for told in events:
                 told_any, self._pause = True, SHORTEST_SECONDS
@@ -105,6 +118,9 @@ class Informer(Generic[View]):
                         self._cache.end(told.item) if told.gone else self._cache.put(self._kept(told.item, news=True))
                     )
         return told_any
+
+    def _began(self) -> None:
+        self._failures = 0
 
     def _listed(self, item: View) -> View:
         known = self._cache.get(item.metadata.namespace, item.metadata.name)

@@ -55,6 +55,7 @@ SUPPORTING_KINDS = (CONFIG_MAP, SERVICE, DISRUPTION_BUDGET, NETWORK_POLICY, POD_
 """Kinds of which only names, owners and digests are read."""
 
 POD = ApiKind("", "v1", "pods", "Pod")
+NODE = ApiKind("", "v1", "nodes", "Node")
 SECRET = ApiKind("", "v1", "secrets", "Secret")
 LEASE = ApiKind("coordination.k8s.io", "v1", "leases", "Lease")
 EVENT = ApiKind("events.k8s.io", "v1", "events", "Event")

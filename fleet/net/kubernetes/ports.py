@@ -1,6 +1,6 @@
 """Ports of the Kubernetes API: the calls that Fleet makes to an API server, and their errors."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Generic, Protocol
 
@@ -83,9 +83,18 @@ class KubernetesApi(Protocol):
     async def list(self, kind: ApiKind, of: type[View], namespace: str, selector: str = "") -> ObjectList[View]: ...
 
     def watch(
-        self, kind: ApiKind, of: type[View], namespace: str, version: str, selector: str = ""
+        self,
+        kind: ApiKind,
+        of: type[View],
+        namespace: str,
+        version: str,
+        selector: str = "",
+        began: Callable[[], None] | None = None,
     ) -> AsyncGenerator[WatchEvent[View], None]:
-        """Yield changes after a version, until the server ends the stream, which it does now and then."""
+        """Yield changes after a version, until the server ends the stream, which it does now and then.
+
+        `began` is called when the server has taken the watch, which may be long before the first change.
+        """
         ...
 
     async def get(self, kind: ApiKind, of: type[View], namespace: str, name: str) -> View: ...

@@ -1,7 +1,13 @@
 """Status errors: what an API server's error status means, and which part of its text may be repeated. Pure.
 
-Servers quote the values that they refuse, and a value may be a password in an environment variable. So only parts of a
-message are passed on: the field, its requirement, and for a forbidden request the quota or the missing right.
+Rules:
+
+1. Servers quote the values that they refuse, and a value may be a password in an environment variable. So only parts of a
+   message are passed on: the field and its requirement.
+2. Words of admission control are passed on as they are: a quota, a limit range, a policy or a webhook says them to whoever
+   is refused.
+3. A server-side apply with a field of a wrong name or type is answered with 500 and without a reason, because the server
+   does not translate the errors of structured-merge-diff. Such an answer is a refusal, and not a failure of the server.
 """
 
 import re
@@ -19,16 +25,44 @@ from fleet.net.kubernetes.ports import (
 )
 
 MOST_CAUSES = 8
+MOST_CHARACTERS = 600
+"""The length at which words of admission control are cut."""
+
 # The requirement after a refused value, without any quotation.
 REQUIREMENT = re.compile(r": ((?:must|may|should|cannot|can not|is|field is|supported values)\b[^\"'{}\[\]]*)$")
-# The server's own words for a forbidden request, which contain no field's value.
-FORBIDDEN = re.compile(r"(exceeded quota: .*|User \"[^\"]*\" cannot .*)$")
+# Words of admission control or of authorization, which contain no field's value.
+FORBIDDEN = re.compile(r" is forbidden: (.+)$", re.DOTALL)
+DENIED = re.compile(
+    r"((?:ValidatingAdmissionPolicy '|admission webhook \")[^'\"]+['\"].* denied (?:the )?request.*)$", re.DOTALL
+)
+RIGHT = re.compile(r'User "[^"]*" cannot ')
 
 # An object that could not be decoded has no causes: take the first named field, and its required type.
 FIELD = re.compile(
     r"(?<![\w.])\.?((?:spec|metadata)(?:\.\w+|\[\d+\]|\[name=\"[-a-z0-9]+\"\])+): "
     r"(?:.*?(expected [a-z ()]+, got [a-z]+|must be of type [a-z]+))?"
 )
+
+
+# A server-side apply whose object does not fit the schema (`sigs.k8s.io/structured-merge-diff`).
+UNTYPED = re.compile(
+    r"failed to (?:create typed patch object|convert new (?:typed )?object) \(.*?, Kind=\w+\)[^:]*: (.*)", re.DOTALL
+)
+_TEXT = r'"(?:[^"\\]|\\.)*"'
+_VALUE = rf"(?:{_TEXT}|-?[0-9.]+|true|false)"
+_KEYS = rf"\[\w+={_VALUE}(?:,\w+={_VALUE})*\]"
+MISFIT = re.compile(
+    rf"\s*(?P<path>(?:\.[-\w/]+|\[\d+\]|\[={_VALUE}\]|{_KEYS})+): "
+    r"(?P<text>field not declared in schema|expected [a-z]+(?: \([a-z ]+\))?|duplicate entries for key|element \d+)"
+    rf"(?P<key> {_KEYS}|: associative list with keys has an element that omits key field \"\w+\")?"
+)
+QUANTITY = re.compile(
+    r"quantities must match the regular expression|unable to parse (?:numeric part of quantity|quantity's suffix)"
+)
+BAD_QUANTITY = "a quantity must be a number with a suffix such as m, k, M, Gi"
+# A key is repeated if it can only be a name, a number or a path.
+KEY = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|[^,\]]+)')
+PLAIN_KEY = re.compile(r'name="[A-Za-z_][-.\w]{0,252}"|mountPath="/[-./\w]*"|protocol="[A-Z]{1,8}"|\w+=-?\d+')
 
 
 class StatusCause(Struct, frozen=True):
@@ -69,19 +103,56 @@ def refuse(status: ApiStatus, after_seconds: float | None = None) -> NoReturn:
             raise RequestDenied(status.reason or str(status.code), public_message(status))
         case 503 if after_seconds is not None:
             raise ApiServerBusy("the server is not ready", after_seconds)
+        case 500 if UNTYPED.match(status.message):
+            raise RequestDenied("Invalid", public_message(status))
     raise ApiServerUnreachable(f"status {status.code} {status.reason}".strip())
 
 
+def lacks_right(message: str) -> bool:
+    """Return whether a public message, or a text that contains one, says that a caller lacks a right."""
+    return RIGHT.search(message) is not None
+
+
 def public_message(status: ApiStatus) -> str:
-    """Return what may be repeated of an error: the fields, their requirements, and the missing quota or right."""
+    """Return what may be repeated of an error: fields and their requirements, or the words of admission control."""
+    if untyped := UNTYPED.match(status.message):
+        return _misfits(untyped[1])
+    if denied := DENIED.search(status.message):
+        return _cut(denied[1])
     said = []
     for cause in (status.details.causes if status.details else None) or ():
         requirement = REQUIREMENT.search(" ".join(cause.message.split()))
         said.append(f"{cause.field or 'object'}: {requirement[1] if requirement else cause.reason}")
     if said:
         return "; ".join(said[:MOST_CAUSES])
-    if forbidden := FORBIDDEN.search(" ".join(status.message.split())):
-        return forbidden[1]
+    if words := admission_words(status.message):
+        return words
     if field := FIELD.search(" ".join(status.message.split())):
         return f"{field[1]}: {field[2] or status.reason}"
     return status.reason
+
+
+def admission_words(message: str) -> str:
+    """Return what admission control says in an error's message; empty: the error is not of admission control."""
+    found = DENIED.search(message) or FORBIDDEN.search(message)
+    return _cut(found[1]) if found else ""
+
+
+def _misfits(text: str) -> str:
+    """Return the fields that do not fit the schema, each with what is expected there."""
+    if QUANTITY.search(text):
+        return BAD_QUANTITY
+    said = []
+    for line in text.removeprefix("errors:").splitlines():
+        if (found := MISFIT.match(line)) is not None:
+            path, key = (KEY.sub(_plain, each or "") for each in (found["path"], found["key"]))
+            said.append(f"{path.removeprefix('.')}: {found['text']}{key}")
+    return "; ".join(said[:MOST_CAUSES]) or "a field has a wrong name or type"
+
+
+def _plain(key: re.Match[str]) -> str:
+    return key[0] if PLAIN_KEY.fullmatch(key[0]) else f"{key[1]}=..."
+
+
+def _cut(words: str) -> str:
+    return " ".join(words.split())[:MOST_CHARACTERS]

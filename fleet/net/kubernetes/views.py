@@ -4,7 +4,8 @@ All other fields are skipped while an object is decoded, so that a cache of a th
 stream of events leaves nothing behind.
 """
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self, TypeVar
 
@@ -14,6 +15,11 @@ from msgspec import Struct
 from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.kinds import GROUP, ApiKind
 from fleet.net.kubernetes.nesting import DEEPEST, prune
+
+FIELD_MANAGER = "fleet-operator"
+"""The operator's name in an object's `managedFields`."""
+
+CONTENT_FIELDS = (b'"f:spec"', b'"f:data"', b'"f:binaryData"')
 
 READ_ANNOTATIONS = (f"{GROUP}/", "leaderworkerset.sigs.k8s.io/", "controller.kubernetes.io/")
 """Prefixes of the annotations that a decision needs."""
@@ -30,6 +36,27 @@ class OwnerReference(_View, frozen=True):
     controller: bool | None = False
 
 
+class FieldOwnership(Struct, frozen=True):
+    """The owners of a child object's fields, in short (`metadata.managedFields`)."""
+
+    ours: str = ""
+    """Digest of the fields that our last apply owns: it changes when somebody else changes or removes one of them."""
+
+    others: str = ""
+    """Digest of what other managers own of the specification or of the data; empty: nothing."""
+
+    managers: tuple[str, ...] = ()
+    """The names of these managers."""
+
+
+class ManagedFieldsEntry(_View, frozen=True):
+    manager: str = ""
+    operation: str = ""
+    subresource: str = ""
+    time: str = ""
+    fields_v1: msgspec.Raw = msgspec.Raw(b"")
+
+
 class ObjectMetadata(_View, frozen=True):
     name: str
     namespace: str = ""
@@ -40,6 +67,8 @@ class ObjectMetadata(_View, frozen=True):
     annotations: Mapping[str, str] = {}
     owner_references: tuple[OwnerReference, ...] = ()
     deletion_timestamp: str | None = None
+    ownership: FieldOwnership = FieldOwnership()
+    """Known for child objects only (`ChildMetadata`)."""
 
     def __post_init__(self) -> None:
         """Keep only annotations that are read: kubectl stores the whole object in one of them."""
@@ -66,6 +95,20 @@ class ObjectMetadata(_View, frozen=True):
         return int(self.resource_version) if self.resource_version.isdecimal() else 0
 
 
+class ChildMetadata(ObjectMetadata, frozen=True):
+    """Metadata of an object that the operator applies."""
+
+    managed_fields: tuple[ManagedFieldsEntry, ...] | None = ()
+    """Empty once it is summed up in `ownership`."""
+
+    def __post_init__(self) -> None:
+        """Sum up the managed fields, which are long."""
+        ObjectMetadata.__post_init__(self)
+        if self.managed_fields:
+            msgspec.structs.force_setattr(self, "ownership", _ownership(self.managed_fields))
+            msgspec.structs.force_setattr(self, "managed_fields", ())
+
+
 class NamedObject(_View, frozen=True):
     """An object of which only the metadata is read."""
 
@@ -74,6 +117,12 @@ class NamedObject(_View, frozen=True):
     def essence(self) -> Self:
         """Return the object without the fields whose change is no news."""
         return msgspec.structs.replace(self, metadata=_unversioned(self.metadata))
+
+
+class ChildObject(NamedObject, frozen=True):
+    """An object that the operator applies, of which only the metadata is read."""
+
+    metadata: ChildMetadata
 
 
 class SecretData(NamedObject, frozen=True):
@@ -105,6 +154,7 @@ class WorkloadStatus(_View, frozen=True):
 class WorkloadResource(NamedObject, frozen=True):
     """A Deployment, StatefulSet or LeaderWorkerSet."""
 
+    metadata: ChildMetadata
     spec: WorkloadSpec = WorkloadSpec()
     status: WorkloadStatus = WorkloadStatus()
 
@@ -141,7 +191,12 @@ class PodStatus(_View, frozen=True):
     init_container_statuses: tuple[ContainerStatus, ...] | None = ()
 
 
+class PodSpec(_View, frozen=True):
+    node_name: str = ""
+
+
 class Pod(NamedObject, frozen=True):
+    spec: PodSpec = PodSpec()
     status: PodStatus = PodStatus()
 
     @property
@@ -230,10 +285,30 @@ View = TypeVar("View", bound=NamedObject)
 VIEW_OF_KIND: Mapping[ApiKind, type[NamedObject]] = {
     **dict.fromkeys(kinds.CUSTOM_KINDS, CustomObject),
     **dict.fromkeys(kinds.WORKLOAD_KINDS, WorkloadResource),
-    **dict.fromkeys(kinds.SUPPORTING_KINDS, NamedObject),
+    **dict.fromkeys(kinds.SUPPORTING_KINDS, ChildObject),
     kinds.POD: Pod,
     kinds.LEASE: KubernetesLease,
 }
+
+
+def _ownership(entries: Sequence[ManagedFieldsEntry]) -> FieldOwnership:
+    """Return who owns what; entries of subresources are those of controllers, which write statuses."""
+    whole = [each for each in entries if not each.subresource]
+    ours = [bytes(each.fields_v1) for each in whole if (each.manager, each.operation) == (FIELD_MANAGER, "Apply")]
+    others = [
+        each
+        for each in whole
+        if each.manager != FIELD_MANAGER and any(part in bytes(each.fields_v1) for part in CONTENT_FIELDS)
+    ]
+    return FieldOwnership(
+        ours=_digest(*ours),
+        others=_digest(*(part for each in others for part in (each.time.encode(), bytes(each.fields_v1)))),
+        managers=tuple(sorted({each.manager for each in others})),
+    )
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16] if parts else ""
 
 
 def _unversioned(metadata: ObjectMetadata) -> ObjectMetadata:

@@ -72,19 +72,7 @@ class OfferedLoad(Struct, frozen=True, kw_only=True):
 
     def rounded(self) -> "OfferedLoad":
         """Return the load on the grid."""
-        prompt = _on_grid(max(1.0, self.shape.prompt_tokens), GRID)
-        new = _on_grid(max(1.0, self.shape.new_tokens), GRID)
-        shape = RequestShape(
-            prompt_tokens=prompt,
-            answer_tokens=_on_grid(max(1.0, self.shape.answer_tokens), GRID),
-            cached_tokens=max(0.0, prompt - new),
-        )
-        return OfferedLoad(
-            shape=shape,
-            prompt_spread=_on_grid(1.0 + max(0.0, self.prompt_spread), DISPERSION_GRID) - 1.0,
-            answer_spread=_on_grid(1.0 + max(0.0, self.answer_spread), DISPERSION_GRID) - 1.0,
-            dispersion=_on_grid(min(max(1.0, self.dispersion), MOST_DISPERSION), DISPERSION_GRID),
-        )
+        return _rounded(self)
 
 
 class PredictedLatency(Struct, frozen=True, kw_only=True):
@@ -353,6 +341,24 @@ def _fewer_on_grid(replicas: int) -> int:
         return replicas
     steps = int(log(replicas / EXACT_REPLICAS) / log(REPLICAS_GRID) + 1e-9)
     return int(EXACT_REPLICAS * REPLICAS_GRID**steps)
+
+
+@lru_cache(maxsize=64)
+def _rounded(load: OfferedLoad) -> OfferedLoad:
+    """Return the load on the grid. A round asks for the same one thousands of times."""
+    prompt = _on_grid(max(1.0, load.shape.prompt_tokens), GRID)
+    new = _on_grid(max(1.0, load.shape.new_tokens), GRID)
+    shape = RequestShape(
+        prompt_tokens=prompt,
+        answer_tokens=_on_grid(max(1.0, load.shape.answer_tokens), GRID),
+        cached_tokens=max(0.0, prompt - new),
+    )
+    return OfferedLoad(
+        shape=shape,
+        prompt_spread=_on_grid(1.0 + max(0.0, load.prompt_spread), DISPERSION_GRID) - 1.0,
+        answer_spread=_on_grid(1.0 + max(0.0, load.answer_spread), DISPERSION_GRID) - 1.0,
+        dispersion=_on_grid(min(max(1.0, load.dispersion), MOST_DISPERSION), DISPERSION_GRID),
+    )
 
 
 def _on_grid(value: float, ratio: float) -> float:

@@ -13,7 +13,7 @@ Rules:
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +39,9 @@ GAP = 1e-6
 
 TIME_LIMIT_SECONDS = 5.0
 """Longest time for one linear program. The largest ones that were measured take a quarter of a second."""
+
+KEPT = 256
+"""Programs whose solutions are kept. While the load is steady, two thirds of all programs repeat, within a round and between rounds."""
 
 ROUNDING = 1e-9
 ENOUGH = 1.0 - 1e-6
@@ -223,6 +226,9 @@ def _highs() -> Any:
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("mip_rel_gap", GAP)
     solver.setOptionValue("threads", 1)
+    # This heuristic looks for a first solution of hard programs. Ours are easy: it took 90 % of the time of a few pools, and half of that
+    # of 48, and found nothing that the solver does not find itself.
+    solver.setOptionValue("mip_heuristic_run_feasibility_jump", False)
     return solver
 
 
@@ -234,25 +240,27 @@ def _solve(
     The weight of the served rate decides almost always at once. A last bit of the rate may be worth less than the replica that it needs.
     Then the highest rate is found by itself, and becomes a bound.
     """
-    found = _minimise(candidates, rate, per_replica, budget)
+    program = (tuple(candidates), rate, tuple(per_replica), budget)
+    found = _minimise(*program)
     if found is None or found[1] >= rate * ENOUGH:
-        return found[0] if found is not None else None
-    most = _minimise(candidates, rate, per_replica, budget, by_price=False)
+        return list(found[0]) if found is not None else None
+    most = _minimise(*program, by_price=False)
     if most is None or found[1] >= most[1] * ENOUGH:
-        return found[0]
-    bounded = _minimise(candidates, rate, per_replica, budget, least_served=most[1] * ENOUGH)
-    return bounded[0] if bounded is not None else most[0]
+        return list(found[0])
+    bounded = _minimise(*program, least_served=most[1] * ENOUGH)
+    return list((bounded or most)[0])
 
 
+@lru_cache(maxsize=KEPT)
 def _minimise(
-    candidates: Sequence[Candidate],
+    candidates: tuple[Candidate, ...],
     rate: float,
-    per_replica: Sequence[float],
+    per_replica: tuple[float, ...],
     budget: PlanBudget,
     *,
     by_price: bool = True,
     least_served: float = 0.0,
-) -> tuple[list[int], float] | None:
+) -> tuple[tuple[int, ...], float] | None:
     """Solve the linear integer program once, and return the replicas and the served rate.
 
     Columns: replicas n of each candidate, replicas started s, replicas held h, and the served rate r. Minimise
@@ -334,7 +342,7 @@ def _minimise(
     if status != highspy.HighsModelStatus.kOptimal:
         return None
     values = solver.getSolution().col_value
-    return [round(each) for each in values[:count]], float(values[3 * count])
+    return tuple(round(each) for each in values[:count]), float(values[3 * count])
 
 
 class _Rows:

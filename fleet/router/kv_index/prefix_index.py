@@ -1,4 +1,4 @@
-"""Prefix index: which worker or store tier holds which blocks of a prompt.
+"""Prefix index: which worker or store tier holds which blocks of a prompt, and how accurate this view of the caches is.
 
 Rules:
 
@@ -13,15 +13,30 @@ Rules:
 
 The index is a dict of integers and one set of integers for each holder, without an object for each block. If a block has one holder,
 its set shares the integer object with the dict. Removing a holder costs what that holder holds.
+
+Rules of cache accuracy, which compares the predicted cached tokens with those that workers report:
+
+5. The comparison is between the prompt tokens that placement expected to be cached and those that were cached, once for each request,
+   on the worker that computed its prompt. Both are whole blocks and exclude the last token, which every engine computes.
+6. The smaller number agrees, because a cached prefix begins at the start. Precision is the agreed share of the predicted tokens, recall
+   the agreed share of the reported tokens. The hit-rate error is the excess of the prediction (negative: its shortfall) over all prompt
+   tokens.
+7. For each worker the latest `WINDOW` comparisons count in which something was predicted or reported. When at least `ENOUGH` of them
+   have a precision or recall below `DRIFTS`, the cache is said to drift; it no longer drifts when both are above `RECOVERED`. Each
+   change is reported once.
 """
 
 import struct
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from enum import StrEnum
 from itertools import accumulate, islice, pairwise, repeat
 from operator import and_
 from typing import NamedTuple, NewType
+
+from msgspec import Struct
 
 from fleet.core.ids import StoreId, WorkerId
 from kvstore.block import HASH_BYTES, BlockHash
@@ -40,6 +55,12 @@ class StoreNamespace(NamedTuple):
 SAMPLED_BLOCKS = 256  # of a holder whose worth is asked for; the error of a share is then below 0.07 in 95 % of cases
 WORTH_BISECTING = 64  # keys; fewer keys are looked up as fast as they are bisected
 KEY_BYTES = 8  # bytes of the block hash; the store compares all of them, since a collision would do harm there
+
+# Cache accuracy (rule 7)
+WINDOW = 64  # comparisons
+ENOUGH = 16  # comparisons
+DRIFTS = 0.8  # one evicted block in ten, or a guessed chat template, is no reason to worry
+RECOVERED = 0.9
 
 
 def engine_cache_holder(worker_id: WorkerId) -> Holder:
@@ -210,3 +231,86 @@ class PrefixIndex:
     @property
     def blocks(self) -> Mapping[Holder, int]:
         return {holder: len(held) for holder, held in self.held.items()}
+
+
+class Knowledge(StrEnum):
+    """How the router knows what a worker has cached. Public: a metric label."""
+
+    EXACT = "exact"  # the worker reports it
+    APPROXIMATE = "approximate"  # the worker is assumed to hold what it was sent
+
+
+class CacheComparison(Struct, frozen=True):
+    """Tokens of one prompt, or the sums of several."""
+
+    prompt: int = 0
+    predicted: int = 0
+    reported: int = 0
+    agreed: int = 0
+
+    def __add__(self, other: "CacheComparison") -> "CacheComparison":
+        return CacheComparison(
+            self.prompt + other.prompt,
+            self.predicted + other.predicted,
+            self.reported + other.reported,
+            self.agreed + other.agreed,
+        )
+
+    @property
+    def precision(self) -> float:
+        return self.agreed / self.predicted if self.predicted else 1.0
+
+    @property
+    def recall(self) -> float:
+        return self.agreed / self.reported if self.reported else 1.0
+
+    @property
+    def hit_rate_error(self) -> float:
+        return (self.predicted - self.reported) / self.prompt if self.prompt else 0.0
+
+
+_NOTHING = CacheComparison()
+
+
+def compare(prompt_tokens: int, predicted_tokens: int, reported_tokens: int, block_tokens: int) -> CacheComparison:
+    """Compare the tokens of one prompt (rule 5)."""
+    most = max(0, prompt_tokens - 1) // block_tokens * block_tokens
+    predicted, reported = max(0, min(predicted_tokens, most)), min(reported_tokens, most)
+    return CacheComparison(prompt_tokens, predicted, reported, min(predicted, reported))
+
+
+class CacheAccuracy:
+    """The latest comparisons of one worker."""
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        self.knowledge = knowledge
+        self.drifting = False
+        self.recent = CacheComparison()
+        self._window: deque[CacheComparison] = deque()
+
+    def __len__(self) -> int:
+        return len(self._window)
+
+    def note(self, compared: CacheComparison) -> bool:
+        """Add a comparison; return whether `drifting` has changed."""
+        if not compared.predicted and not compared.reported:
+            return False
+        window, recent = self._window, self.recent
+        gone = window.popleft() if len(window) == WINDOW else _NOTHING
+        window.append(compared)
+        self.recent = recent = CacheComparison(
+            recent.prompt + compared.prompt - gone.prompt,
+            recent.predicted + compared.predicted - gone.predicted,
+            recent.reported + compared.reported - gone.reported,
+            recent.agreed + compared.agreed - gone.agreed,
+        )
+        worst = min(recent.precision, recent.recall)
+        drifting = worst < (RECOVERED if self.drifting else DRIFTS) and len(self._window) >= ENOUGH
+        changed = drifting is not self.drifting
+        self.drifting = drifting
+        return changed
+
+    def check(self) -> None:
+        """Assert that the sum is that of the window."""
+        assert sum(self._window, start=CacheComparison()) == self.recent
+        assert len(self._window) <= WINDOW

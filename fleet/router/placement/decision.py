@@ -3,7 +3,7 @@
 Rules:
 
 1. The decode worker is chosen first, as if it had to do everything: the policy takes it from the eligible workers
-   (`fleet.router.placement.eligibility`). The default policy's cost is counted in blocks of prefill (`policies.fleet`).
+   (`fleet.router.placement.candidate_table`). The default policy's cost is counted in blocks of prefill (`policies.fleet`).
 2. The `split` rule alone decides whether another worker computes the prompt.
 3. The same policy chooses the prefill worker among those that pair with the decode worker, without the decode part of the cost,
    because a prefill worker holds blocks only while it computes. A prefill pool consists of workers with the role PREFILL. A worker
@@ -28,10 +28,11 @@ from fleet.core.ids import WorkerId
 from fleet.core.roles import KvPath, Phase, Placement
 from fleet.core.work import WorkerDescription
 from fleet.router.placement.break_even import PrefillBreakEven
-from fleet.router.placement.candidate_table import CandidateTable, common_path
-from fleet.router.placement.eligibility import (
+from fleet.router.placement.candidate_table import (
+    CandidateTable,
     IneligibleReason,
     capable,
+    common_path,
     eligible,
     ineligible_reasons,
     prefer_lora_workers,

@@ -14,8 +14,7 @@ from msgspec import Struct
 from fleet.core.errors import Reason
 from fleet.core.ids import WorkerId
 from fleet.core.roles import Placement, Role
-from fleet.router.placement.candidate_table import CandidateTable
-from fleet.router.placement.eligibility import IneligibleReason, ineligible_reasons
+from fleet.router.placement.candidate_table import CandidateTable, IneligibleReason, ineligible_reasons
 from fleet.router.policy import PlacementRequest
 
 

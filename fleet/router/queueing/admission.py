@@ -38,9 +38,6 @@ class QueueAdmission:
     def __init__(self, settings: RouterSettings, registry: WorkerRegistry):
         self.settings = settings
         self.queue = AdmissionQueue({name: tenant.weight for name, tenant in settings.tenants.items()})
-        self.may_move: dict[ModelName, bool] = {}
-        """Models whose queues may move; True if a worker has gone."""
-
         self._registry = registry
 
     def enqueue(self, live: LiveRequest, now: Nanos, busy: BusyWorkers) -> None:
@@ -106,29 +103,24 @@ class QueueAdmission:
         """Return the retry hint for a predicted wait."""
         return round(min(max(self.settings.retry_after_ms, seconds * 1000), MAX_RETRY_AFTER_MS))
 
-    def room_released(self, model: ModelName, worker_id: WorkerId) -> None:
-        """Note that a request has released its place on a worker."""
-        self.queue.changed(model, worker_id)
-        self.may_move.setdefault(model, False)
-
     def worker_joined(self, model: ModelName) -> None:
         """Note that a worker of this model takes requests from now on, or can form other pairs than before."""
         self.queue.set_sizes(model, self._registry.sizes(model))
         self.queue.all_changed(model)
-        self.may_move.setdefault(model, False)
+        self.queue.may_move.setdefault(model, False)
 
     def worker_gone(self, worker: RegisteredWorker) -> None:
         """Note that a worker takes no more requests, or has left."""
         model = worker.description.model
         self.queue.set_sizes(model, self._registry.sizes(model))
         self.queue.gone(model, worker.description.worker_id)
-        self.may_move[model] = True
+        self.queue.may_move[model] = True
 
     def peer_reserved(self, peer: str, booked: Mapping[WorkerId, ReservationTotals]) -> None:
         """Replace the reservations of a peer router."""
         for worker in self._registry.set_peer_reservations(peer, booked):
             self.queue.changed(worker.description.model, worker.description.worker_id)
-        self.may_move.update(dict.fromkeys(self.queue.models(), False))
+        self.queue.may_move.update(dict.fromkeys(self.queue.models(), False))
 
     def tune(self, settings: RouterSettings) -> None:
         """Apply changed settings; workers may have room now."""
@@ -136,18 +128,18 @@ class QueueAdmission:
         self._registry.tune(settings)
         models = self.queue.models()
         self.queue.all_changed(*models)
-        self.may_move.update(dict.fromkeys(models, False))
+        self.queue.may_move.update(dict.fromkeys(models, False))
 
     def session_moved(self, session: SessionKey) -> None:
         """Note that the requests of a session may go to another worker than before."""
         for model in self.queue.session_moved(session):
-            self.may_move.setdefault(model, False)
+            self.queue.may_move.setdefault(model, False)
 
     def move(self, place: TryPlace) -> None:
         """Place the queued requests that can be placed since something has changed."""
-        while self.may_move:
-            model = next(iter(self.may_move))
-            gone = self.may_move.pop(model)
+        while self.queue.may_move:
+            model = next(iter(self.queue.may_move))
+            gone = self.queue.may_move.pop(model)
             if self.queue.first(model) is None:
                 continue
             search = self.queue.search(model, None if gone else MAX_FAILED_TRIES, self._registry.has_room)
@@ -156,7 +148,7 @@ class QueueAdmission:
 
     def check(self) -> None:
         """Assert that the queue is consistent and has moved."""
-        assert not self.may_move
+        assert not self.queue.may_move
         self.queue.check()
 
 

@@ -27,7 +27,6 @@ from msgspec import Struct
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.router.placement.candidate_table import WorkerSizes
-from fleet.router.queueing.ordered_requests import OrderedRequests, QueuePosition
 from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS, BusyWorkers, HasRoom, WaitGroup, WaitGroups
 from fleet.router.sessions import SessionKey
 
@@ -36,6 +35,70 @@ EVIDENCE = 8  # departures before the rate is used
 MAX_SECONDS = 1e9  # thirty years; more makes no difference, and infinity cannot be used in sums
 MAX_FIRST_TRIES = 1024  # they take about 35 ms, and only after as many requests have come
 MAX_IDLE_CLOCKS = 64  # clocks of tenants without waiting requests that are kept before a clean-up
+
+QueuePosition = tuple[int, int, RequestId]
+"""Rank, order of arrival and request id."""
+
+
+class OrderedRequests:
+    """Request ids by rank, the lowest first; equal ranks are in the order of `seq`.
+
+    It is a sorted list, because a request may leave from any place and must leave nothing behind. Moving a thousand pointers
+    takes less than a microsecond.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[QueuePosition] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[RequestId]:
+        """Iterate from the lowest rank; valid until an entry is added or removed."""
+        return (request_id for _, _, request_id in self._entries)
+
+    def __reversed__(self) -> Iterator[RequestId]:
+        """Iterate from the highest rank; valid until an entry is added or removed."""
+        return (request_id for _, _, request_id in reversed(self._entries))
+
+    def add(self, rank: int, seq: int, request_id: RequestId) -> None:
+        insort(self._entries, (rank, seq, request_id))
+
+    def discard(self, rank: int, seq: int, request_id: RequestId) -> bool:
+        """Remove the entry with exactly these values; return False if there is none."""
+        entry = (rank, seq, request_id)
+        place = bisect_left(self._entries, entry)
+        if place == len(self._entries) or self._entries[place] != entry:
+            return False
+        del self._entries[place]
+        return True
+
+    @property
+    def first(self) -> RequestId | None:
+        return self._entries[0][2] if self._entries else None
+
+    @property
+    def place(self) -> QueuePosition:
+        """The first entry; there has to be one."""
+        return self._entries[0]
+
+    @property
+    def lowest(self) -> int | None:
+        """The rank of the first entry."""
+        return self._entries[0][0] if self._entries else None
+
+    def before(self, rank: int) -> int:
+        """Return how many entries would go before a new one of this rank."""
+        return bisect_left(self._entries, (rank + 1,))
+
+    def copy(self) -> "OrderedRequests":
+        copy = OrderedRequests()
+        copy._entries = self._entries.copy()
+        return copy
+
+    def ids(self) -> list[RequestId]:
+        return list(self)
+
 
 GroupHead = tuple[int, int, RequestId, WaitGroup]
 """Queue position of the first request of a wait group, and the group."""
@@ -394,6 +457,8 @@ class AdmissionQueue:
         self.queues: dict[ModelName, FairQueue] = {}  # by model that ever had a queued request
         self._waiting: dict[RequestId, QueuedRequest] = {}
         self._sizes: dict[ModelName, WorkerSizes] = {}
+        self.may_move: dict[ModelName, bool] = {}
+        """Models whose queues may move; True if a worker has gone."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -427,6 +492,11 @@ class AdmissionQueue:
         """Note that a worker may have room again."""
         if (queue := self.queues.get(model)) is not None and queue.groups.blockages:
             queue.groups.changed(worker_id)
+
+    def room_released(self, model: ModelName, worker_id: WorkerId) -> None:
+        """Note that a request has released its place on a worker."""
+        self.changed(model, worker_id)
+        self.may_move.setdefault(model, False)
 
     def gone(self, model: ModelName, worker_id: WorkerId) -> None:
         """Note that a worker takes no more requests."""

@@ -86,6 +86,16 @@ class Attempt(Struct, frozen=True, kw_only=True):
     phase: Phase
 
 
+def attempt_id(request_id: RequestId, number: int) -> RequestId:
+    """Return the id of an attempt of a request, by the number of the attempt."""
+    return RequestId(f"{request_id}#{number}")
+
+
+def request_of(attempt: RequestId) -> RequestId:
+    """Return the request of an attempt."""
+    return RequestId(attempt.rpartition("#")[0])
+
+
 class LiveRequest(Struct):
     """The state of one request until it ends."""
 

@@ -8,21 +8,18 @@ Rules:
 2. A request goes to a worker that has its adapter loaded, or is loading it for an earlier request. If there is none, or their batches
    are full, it goes to a worker with a free slot. If there is none, it goes to any worker that can have the adapter, which then drops
    another one. Among these workers the policy chooses.
-3. The blocks of an adapter have a salt of their own (`kvstore.block.adapter_salt`), so no cache ever mixes them.
+3. The blocks of an adapter have a salt of their own (`fleet.frontend.generation.resolve_model`), so no cache ever mixes them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
-from msgspec import Struct
 
 from fleet.core.ids import ModelName
-from fleet.core.requests import ModelCard
 from fleet.core.work import LoadReport, LoraAdapter, WorkerDescription
 from fleet.router.placement.candidate_table import PoolTopology
 from fleet.router.policy import MAX_RUNNING, REQUESTS, Flags, Floats
-from kvstore.block import adapter_salt
 
 
 class LoraWorker(Protocol):
@@ -56,27 +53,6 @@ def lora_groups(
         free[row] = len(there) < slots
     roomy: Flags = columns[REQUESTS] < columns[MAX_RUNNING]
     return (loaded & roomy, free & ~loaded, able)
-
-
-class ModelTarget(Struct, frozen=True):
-    """The model, LoRA adapter and salt that a model card stands for."""
-
-    model: ModelName
-    adapter: LoraAdapter | None
-    salt: bytes
-
-
-def resolve_model(card: ModelCard, salt: bytes) -> ModelTarget:
-    """Return the model that a card names: itself, or the base model with a LoRA adapter and its salt (rule 3).
-
-    Args:
-        card: The model card that a request names.
-        salt: The salt of the request's tenant.
-    """
-    if not card.parent:
-        return ModelTarget(card.name, None, salt)
-    adapter = LoraAdapter(card.name, card.revision)
-    return ModelTarget(card.parent, adapter, adapter_salt(adapter.identity, salt))
 
 
 def listed_loras(descriptions: Iterable[WorkerDescription]) -> dict[ModelName, tuple[ModelName, LoraAdapter]]:

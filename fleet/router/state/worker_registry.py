@@ -10,9 +10,10 @@ from fleet.core.ids import ModelName, RequestId, StoreId, WorkerId
 from fleet.core.requests import AnswerParsers, ModelCard
 from fleet.core.roles import KvPath, Role
 from fleet.core.work import KvCleared, KvEvent, KvRemoved, KvStored, WorkerDescription
-from fleet.router.kv_index.cache_accuracy import CacheComparison, Knowledge
 from fleet.router.kv_index.peer_prompts import MAX_ANNOUNCED_PROMPTS, PlacedPrompt, PromptAnnouncements
 from fleet.router.kv_index.prefix_index import (
+    CacheComparison,
+    Knowledge,
     PrefixIndex,
     StoreNamespace,
     engine_cache_holder,

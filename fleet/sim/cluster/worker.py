@@ -30,8 +30,8 @@ from fleet.router.messages import (
     RouterEvent,
     WorkerJoined,
     WorkerStepped,
-    request_of,
 )
+from fleet.router.state.live_requests import request_of
 from fleet.sim.cluster.channels import Channel
 from fleet.sim.cluster.handoffs import Handoffs, handoff_params
 from fleet.sim.cluster.node_store import AttachedWorker, NodeStore

@@ -29,8 +29,8 @@ from fleet.router.messages import (
     RequestCancelled,
     RouterEvent,
     StartedOver,
-    request_of,
 )
+from fleet.router.state.live_requests import request_of
 from fleet.sim.cluster.elastic_pools import ElasticPools
 from fleet.sim.cluster.simulated_cluster import SimulatedCluster
 from fleet.sim.kernel import Kernel

@@ -1,6 +1,5 @@
 """Contract tests of worker directories: in a folder, in a real etcd. The Kubernetes directory is in tests/kube."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from tests.support.certificates import Authority
 from tests.support.servers.etcd import EtcdServer, an_etcd_server
 from tests.support.servers.processes import a_free_port
 from tests.support.servers.severable_proxy import SeverableProxy
+from tests.support.waiting import pace
 
 LEASE_SECONDS = 2
 
@@ -88,7 +88,7 @@ class EtcdDirectorySetup:
     async def half_a_lease(self, *clocks) -> None:
         for clock in clocks:
             clock.move(self.lease // 2)
-        await asyncio.sleep(LEASE_SECONDS / 2)  # etcd has its own clock
+        await pace(LEASE_SECONDS / 2, "half a lease by the clock of etcd, which a test cannot move")
 
     async def shows(self, addresses) -> None:
         pass

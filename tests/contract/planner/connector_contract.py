@@ -16,6 +16,7 @@ from fleet.planner.messages import Observation, Plan, PlanId, PlanWriter, PoolGa
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanConnector, PlanRefused
 from fleet.planner.server import carry_out
 from tests.support.kvstore.builders import ManualClock
+from tests.support.waiting import until_answered
 
 SECONDS = 60
 PREFILL, DECODE = PoolName("prefill"), PoolName("decode")
@@ -59,13 +60,15 @@ def a_plan(name: str, within: int = SECONDS * SECOND, **replicas: int) -> Plan:
 async def observed(connector: PlanConnector, condition: Callable[[Observation], bool]) -> Observation:
     """Return the first observation that satisfies the condition."""
     seen = None
-    try:
-        async with asyncio.timeout(SECONDS):
-            while not condition(seen := await connector.observe()):
-                await asyncio.sleep(0.02)
-    except TimeoutError:
-        pytest.fail(f"the expected state was not observed in time; last: {seen}")
-    return seen
+
+    async def look() -> Observation | None:
+        nonlocal seen
+        seen = await connector.observe()
+        return seen if condition(seen) else None
+
+    found = await until_answered(look, SECONDS, lambda: f"the expected state was not observed in time; last: {seen}")
+    assert found is not None
+    return found
 
 
 def sizes(seen: Observation) -> dict[str, tuple[int, int, int]]:

@@ -21,6 +21,7 @@ from tests.support.planner.connectors import KilledOnWrite
 from tests.support.sim.worlds import BLOCK, a_pool
 from tests.support.sim.worlds import a_plan as a_run_plan
 from tests.support.sim.worlds import a_world as a_cluster
+from tests.support.waiting import pace, until
 
 STRIDE = Nanos(SECOND // 10)
 """Virtual time that passes at once; answers of hours keep workers busy for longer than any test takes."""
@@ -44,7 +45,7 @@ class SimulatedConnectorSetup:
             self.kernel.run(until)
             self.kernel.skip(until)
             self.pools.check()
-            await asyncio.sleep(0.01)
+            await pace(0.01, "the world advances by one stride in each of these periods")
 
     @contextlib.asynccontextmanager
     async def open(self, writer=PlanWriter.PLANNER):
@@ -67,9 +68,7 @@ class SimulatedConnectorSetup:
         for number in range(4):
             now = self.kernel.instant
             self.busy.append(self.world.send(TraceRequest(now, BLOCK, (number,), 10**7)))
-        async with asyncio.timeout(60):
-            while any(not worker.engine.held for worker in self.world.cluster if worker.role is Role.DECODE):
-                await asyncio.sleep(0.01)
+        await until(lambda: all(worker.engine.held for worker in self.world.cluster if worker.role is Role.DECODE))
 
     async def finish(self) -> None:
         assert all(worker.engine.held for worker in self.world.cluster if worker.leaves)

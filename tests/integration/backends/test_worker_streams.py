@@ -1,7 +1,6 @@
 """Tests of streams to workers and their failures, with workers played by the test."""
 
 import asyncio
-import time
 
 import pytest
 from msgspec import structs
@@ -21,7 +20,7 @@ from kvstore.net.frames import HEAD
 from tests.support.backends.stream_workers import StreamSetup, StreamWorker, a_stream_setup
 from tests.support.builders import a_description, a_load, a_start
 from tests.support.stopwatch import at_most
-from tests.support.waiting import until
+from tests.support.waiting import pace, pace_thread, stays, turns, until
 
 pytestmark = pytest.mark.integration
 
@@ -91,7 +90,7 @@ async def test_worker_that_listens_late_is_reached():
         peer = await world.peer(a_description())
         await peer.leave()
         world.announce(peer)
-        await asyncio.sleep(0)
+        await turns()
 
         await peer.start()
 
@@ -125,7 +124,7 @@ async def test_a_worker_that_reports_its_load_is_alive():
         await joined(world)
 
         for _ in range(6):
-            await asyncio.sleep(silence / 3)
+            await pace(silence / 3, "the worker says nothing for a third of the timeout")
             await nothing_but_load(world, peer)
 
 
@@ -134,7 +133,7 @@ async def test_paused_router_does_not_blame_its_workers():
         peer = await world.join(a_description())
         await joined(world)
 
-        time.sleep(SHORT * 2)  # everything stands still, like a stopped process
+        pace_thread(SHORT * 2, "everything stands still, like a stopped process")
 
         await nothing_but_load(world, peer)
 
@@ -231,8 +230,7 @@ async def test_deregistered_worker_keeps_its_stream_until_it_ends():
         other = await world.join(a_description(worker_id="w2"))
 
         assert (await joined(world)).description.worker_id == "w2"
-        await asyncio.sleep(0.3)  # several pauses between attempts
-        assert len(peer.hellos) == 1
+        await stays(lambda: len(peer.hellos) == 1, 0.3, "several pauses between attempts pass")
         await nothing_but_load(world, other)
 
 
@@ -241,13 +239,14 @@ async def test_worker_that_leaves_before_contact_is_dropped():
         peer = await world.peer(a_description())
         await peer.leave()
         world.announce(peer)
-        await asyncio.sleep(0.1)
+        await world.join(a_description(worker_id="w2"))
+        assert (await joined(world)).description.worker_id == "w2"
         world.withdraw("w1")
-        await asyncio.sleep(0.1)
+        await world.join(a_description(worker_id="w3"))
+        assert (await joined(world)).description.worker_id == "w3"
         await peer.start()
-        await asyncio.sleep(0.3)
 
-        assert peer.hellos == []
+        await stays(lambda: peer.hellos == [], 0.3, "several pauses between attempts pass")
 
 
 async def test_renewed_registration_leaves_the_stream_alone():

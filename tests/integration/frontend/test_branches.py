@@ -14,6 +14,7 @@ from tests.support.builders import token_ids
 from tests.support.frontend.frontends import Frontends, open_frontends
 from tests.support.frontend.text_model import EOS, write_json
 from tests.support.router.fake_router import a_model_card
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -167,9 +168,7 @@ async def test_failed_branch_ends_all_others(frontends, client, stream):
         await ask()
 
     router = frontends.router
-    async with asyncio.timeout(60):
-        while len(router.cancelled) + len(router.completed) < len(router.submitted):
-            await asyncio.sleep(0.01)
+    await until(lambda: len(router.cancelled) + len(router.completed) >= len(router.submitted))
     assert "mine-2" in router.cancelled
     assert frontends.generation.running == 0
 

@@ -5,18 +5,11 @@ wait per token in place of a callback, needless parsing of a message, and additi
 """
 
 import asyncio
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import httpx
 import pytest
-from msgspec import Struct
 
-import fleet
 from fleet.core.ids import WorkerId
 from fleet.core.requests import Sampling
 from fleet.core.roles import Role
@@ -25,13 +18,13 @@ from fleet.router.messages import WorkerStepped
 from tests.support.backends.openai_servers import MODEL, OpenAiServer, ServerExchange, a_relay, token
 from tests.support.builders import MODEL as OWN_MODEL
 from tests.support.builders import a_prompt, an_arrival
+from tests.support.counted_calls import count_calls
 from tests.support.frontend.frontends import open_frontends
 from tests.support.frontend.http_clients import RawHttpClient, post
 from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, the
 
 pytestmark = pytest.mark.integration
 
-OURS = os.path.dirname(fleet.__file__) + os.sep  # noqa: PTH120 - compared with what frames have
 FEW, MANY = 20, 220  # tokens; the tests count the difference
 
 RELAYED = 2
@@ -42,29 +35,6 @@ FRONTED = 26
 
 DECIDED = 9
 """Calls for a token of Fleet's own worker in the router machine. It takes 7."""
-
-
-class CountedCalls(Struct):
-    calls: int = 0
-    files: set[str] = set()
-
-
-@contextmanager
-def count_calls() -> Iterator[CountedCalls]:
-    """Count the calls of functions in `fleet` on this thread."""
-    counted = CountedCalls()
-
-    def called(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(OURS):
-            counted.calls += 1
-            counted.files.add(os.path.basename(frame.f_code.co_filename))  # noqa: PTH119
-
-    before = sys.getprofile()
-    sys.setprofile(called)
-    try:
-        yield counted
-    finally:
-        sys.setprofile(before)
 
 
 async def stream_tokens(address: str, model: str, tokens: int, received: asyncio.Semaphore) -> None:
@@ -131,8 +101,9 @@ async def test_chat_without_tools_runs_no_code_of_parsers(model_dir):
         with count_calls() as counted:
             answer = await httpx_chat(frontends.http.address)
     assert answer["choices"][0]["finish_reason"] == "length"
-    assert "generation.py" in counted.files
-    assert not counted.files & {"parsing_plan.py", "parsed_answer.py", "response_templates.py"}
+    assert "frontend/generation.py" in counted.files
+    parsers = {f"frontend/text/{name}.py" for name in ("parsing_plan", "parsed_answer", "response_templates")}
+    assert not counted.files & parsers
 
 
 async def httpx_chat(address: str) -> dict[str, Any]:

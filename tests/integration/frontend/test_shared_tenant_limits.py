@@ -99,7 +99,11 @@ def count_admitted(cluster, count, tenant, model="tiny", prompt="x", at_once=Tru
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
 
     async def status():
+        nonlocal connections
         reader, writer = await asyncio.open_connection("127.0.0.1", cluster.port)
+        connections += 1
+        if connections == count:
+            connected.set()
         await connected.wait()
         writer.write(head.encode() + content)
         answer = await reader.read()
@@ -109,14 +113,11 @@ def count_admitted(cluster, count, tenant, model="tiny", prompt="x", at_once=Tru
     async def all_of_them():
         async with asyncio.timeout(120):
             if at_once:
-                waiting = [asyncio.ensure_future(status()) for _ in range(count)]
-                await asyncio.sleep(0.2)  # connections are spread over the processes
-                connected.set()
-                return await asyncio.gather(*waiting)
+                return await asyncio.gather(*(status() for _ in range(count)))
             connected.set()
             return [await status() for _ in range(count)]
 
-    connected = asyncio.Event()
+    connections, connected = 0, asyncio.Event()
     return asyncio.run(all_of_them()).count(200)
 
 

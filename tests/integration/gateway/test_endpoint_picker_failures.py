@@ -20,7 +20,7 @@ from tests.support.gateway.endpoint_pickers import (
     a_picker_setup,
 )
 from tests.support.gateway.envoy import FULL_DUPLEX, a_completion, a_header_map
-from tests.support.waiting import until
+from tests.support.waiting import pace, until
 
 pytestmark = pytest.mark.integration
 
@@ -281,7 +281,7 @@ async def test_random_gateway_messages_leave_no_reservation(model_dir):
         try:
             for step in steps[: chance.randrange(1, 8)]:
                 await step()
-                await asyncio.sleep(chance.random() / 100)
+                await pace(chance.random() / 100, "a drawn moment of the other calls")
             if chance.random() < 0.5:
                 await request.over()
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, AssertionError, AttributeError):
@@ -297,7 +297,7 @@ async def test_random_gateway_messages_leave_no_reservation(model_dir):
                 calls.create_task(call(world))
                 if number % 20 == 10:
                     world.router.hear(WorkerLeft(worker_id=WorkerId("d2")))
-                    await asyncio.sleep(0.02)
+                    await pace(0.02, "the worker is away for a while")
                     world.router.hear(a_joined_endpoint("d2", "10.0.0.2:8000", **small))
         await world.idle()
         world.machine.check()

@@ -258,8 +258,7 @@ async def test_host_cancelled_while_the_node_starts_leaves_nothing():
 
         async with asyncio.TaskGroup() as tasks:
             opening = tasks.create_task(open_it())
-            while not node_threads():
-                await asyncio.sleep(0)
+            await until(node_threads, between_seconds=0)
             opening.cancel()
         with suppress(asyncio.CancelledError):
             await opening

@@ -38,7 +38,7 @@ from tests.support.kvstore.builders import (
     a_store_client,
 )
 from tests.support.stopwatch import at_most
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, turns, until
 
 pytestmark = pytest.mark.integration
 
@@ -353,16 +353,14 @@ async def test_client_that_takes_no_answers_is_paused_then_cut():
             try:
                 sent += line.send(request[sent % len(request) :])
             except BlockingIOError:
-                await asyncio.sleep(0)
-        await asyncio.sleep(0)
+                await turns()
+        await turns()
 
         assert sent < call_server.SEND_BYTES, "the node goes on reading"
         server.cut_stalled(Nanos(1))
         server.cut_stalled(Nanos(STALLED + 1))
 
-        async with asyncio.timeout(60):
-            while server.callers:
-                await asyncio.sleep(0)
+        await until(lambda: not server.callers)
 
 
 async def test_heavy_client_shares_turns_with_others():
@@ -400,12 +398,10 @@ async def test_heavy_client_shares_turns_with_others():
 async def test_heavy_client_that_leaves_costs_nothing_more():
     async with a_server() as (server, line):
         line.send(framed(Method.MATCH, b"") * 2000)
-        await asyncio.sleep(0)
+        await turns()
         line.close()
 
-        async with asyncio.timeout(60):
-            while server.callers:
-                await asyncio.sleep(0)
+        await until(lambda: not server.callers)
 
 
 async def test_bug_in_a_later_turn_ends_the_connection(caplog):

@@ -22,6 +22,7 @@ from kvstore.net.frames import (
     open_server,
 )
 from tests.support.certificates import Authority
+from tests.support.waiting import turns, until
 
 pytestmark = pytest.mark.integration
 
@@ -116,7 +117,7 @@ async def a_raw_client() -> AsyncIterator[tuple[FrameInbox, asyncio.StreamReader
 async def keep_sending(end: FrameInbox, payload: bytes) -> None:
     for _ in range(10_000):
         end.connection.send(payload)
-        await asyncio.sleep(0)
+        await turns()
 
 
 @pytest.mark.parametrize("kind", ["tcp", "tcp6", "unix"])
@@ -175,9 +176,9 @@ async def test_frames_of_one_turn_leave_in_one_write():
         for payload in (b"one", b"two", b"three"):
             client.connection.send(payload)
         assert writes == []
-        await asyncio.sleep(0)
+        await turns()
         client.connection.send(b"four")
-        await asyncio.sleep(0)
+        await turns()
         client.connection.transport = transport
 
     assert writes == [
@@ -221,7 +222,7 @@ async def test_lost_peer_is_reported_once_and_sending_is_harmless():
         await server.ended()
         server.connection.send(b"nobody hears this")
         server.connection.close()
-        await asyncio.sleep(0)
+        await turns()
 
     assert len(server.ends) == 1
 
@@ -236,7 +237,7 @@ async def test_unread_frames_fill_the_connection_until_taken():
                 server.connection.send(piece)
                 sent += 1
                 if not sent % 100:
-                    await asyncio.sleep(0)
+                    await turns()
         before = server.resumptions
         client.connection.resume_reading()
         await server.until(lambda: server.resumptions > before)
@@ -270,19 +271,14 @@ async def test_pause_holds_after_a_large_piece_was_cut():
         server.received = lambda payload: (server.payloads.append(payload), server.connection.pause_reading())
         for _ in range(40):
             client.connection.send(b"x" * 50_000)
-        async with asyncio.timeout(60):
-            while not server.payloads:
-                await asyncio.sleep(0)
+        await until(lambda: server.payloads)
         held = len(server.payloads)
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turns(20)
 
         assert len(server.payloads) == held
         server.received = server.payloads.append
         server.connection.resume_reading()
-        async with asyncio.timeout(60):
-            while len(server.payloads) < 40:
-                await asyncio.sleep(0)
+        await until(lambda: len(server.payloads) == 40)
 
 
 async def test_unread_bytes_beyond_the_bound_are_not_kept():
@@ -323,9 +319,10 @@ async def test_stopping_server_ends_connections_that_do_not_read(monkeypatch):
         client = await connected(listening)
         client.connection.pause_reading()
         server = await accepted.first()
-        while not server.connection.full:
-            server.connection.send(b"x" * LIMIT)
-            await asyncio.sleep(0)
+        async with asyncio.timeout(60):
+            while not server.connection.full:
+                server.connection.send(b"x" * LIMIT)
+                await turns()
     await server.ended()
     client.connection.abort()
 

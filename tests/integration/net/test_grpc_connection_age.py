@@ -9,7 +9,7 @@ from fleet.net.grpc import http2 as grpc_http2
 from fleet.net.grpc.client_servers import client_server
 from fleet.net.grpc.options import SHARED_SERVER_OPTIONS, frontend_server_options
 from fleet.net.settings import GrpcLibrary, GrpcSettings
-from tests.support.waiting import until_answered
+from tests.support.waiting import pace, until_answered
 
 pytestmark = pytest.mark.integration
 
@@ -36,7 +36,7 @@ async def test_connections_end_by_age_without_losing_calls(server):
     async def stream(content: bytes, context: grpc.aio.ServicerContext) -> None:
         for _ in range(8):
             await context.write(b"part")
-            await asyncio.sleep(SECONDS / 2)
+            await pace(SECONDS / 2, "the stream lasts for four times the age limit of its connection")
 
     methods = {
         "Ask": grpc.unary_unary_rpc_method_handler(answer),

@@ -7,6 +7,7 @@ import pytest
 import uvloop
 
 from tests.support.planner.connectors import silent_port
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -24,7 +25,7 @@ def test_late_call_end_does_not_disturb_the_next_event_loop(new_loop, caplog):
 
     async def left(port):
         channel, call = await a_call(port)
-        await asyncio.sleep(0.05)  # the call has begun
+        await until(lambda: channel.get_state() is grpc.ChannelConnectivity.CONNECTING)  # the call has begun
         call.cancel()
         return channel
 

@@ -21,7 +21,7 @@ from fleet.net.grpc.http2 import Http2Server
 from fleet.net.settings import GrpcSettings
 from tests.support.frontend.counting_service import CountingService, status_of
 from tests.support.frontend.http2_frames import END_HEADERS, HEADERS, PREFACE, RESET, SETTINGS, call, frame
-from tests.support.waiting import until
+from tests.support.waiting import pace, turns, until, until_still
 
 pytestmark = pytest.mark.integration
 
@@ -235,7 +235,7 @@ async def test_message_may_arrive_in_any_pieces(world):
             for piece in pieces:
                 client.http.send_data(call, piece, end_stream=False)
                 client.flush()
-                await asyncio.sleep(0)
+                await turns()
             client.http.send_data(call, b"", end_stream=True)
             client.flush()
             assert (await client.end_of(call))[b"grpc-status"] == b"0"
@@ -263,11 +263,10 @@ async def test_sender_faster_than_the_reader_is_throttled(world):
             await call.done_writing()
 
         writing = asyncio.create_task(write())
-        held = 0
-        for _ in range(30):
-            await asyncio.sleep(0.01)
-            held = max(held, world.server.held_bytes)
-        assert held < 2 << 20
+        await until(lambda: world.server.held_bytes)
+        await until_still(lambda: world.server.held_bytes)
+        assert world.server.held_bytes < 2 << 20
+        assert not writing.done()
         world.service.go.set()
         assert sum([len(message) async for message in call]) == 10_000_000
         await writing
@@ -437,7 +436,7 @@ async def test_stream_may_be_idle_between_messages(world, monkeypatch):
     async with world.channel() as channel:
         call = channel.stream_stream("/x.Y/LateEcho")()
         for _ in range(2):
-            await asyncio.sleep(0.3)
+            await pace(0.3, "the stream is idle for three times the limit of an incomplete message")
             await call.write(b"a")
             assert await call.read() == b"a"
         await call.done_writing()
@@ -515,7 +514,7 @@ async def test_connection_that_reads_slowly_and_enough_is_not_cut(world):
         until_then = loop.time() + 4  # periods
         while loop.time() < until_then:
             assert await loop.sock_recv(sock, 10_000)
-            await asyncio.sleep(0.02)
+            await pace(0.02, "the client reads slowly")
 
         assert (world.service.began, world.service.cancelled) == (1, 0)
 
@@ -531,7 +530,7 @@ async def test_caller_that_drips_is_reset_and_its_connection_lives(world):
                 with contextlib.suppress(ngh2.NGH2Error):  # the stream was just reset
                     client.http.acknowledge_received_data(20, stream)
                 client.flush()
-                await asyncio.sleep(0.02)
+                await pace(0.02, "the client takes few bytes at a time")
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(drip())

@@ -17,13 +17,13 @@ import pytest
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.requests import Logprobs
 from fleet.frontend.openai.service import open_http_frontend
-from fleet.net import connection_table
+from fleet.net import connection_limits
 from fleet.net.http.connection import MAX_LINGERING
 from fleet.net.settings import HttpSettings
 from tests.support.frontend.frontends import Frontends, open_frontends
 from tests.support.frontend.http_clients import RawHttpClient, error_of, get, post, raw_http_client
 from tests.support.frontend.text_model import EOS
-from tests.support.waiting import until
+from tests.support.waiting import pace, turns, until, until_still
 
 pytestmark = pytest.mark.integration
 
@@ -176,7 +176,7 @@ async def test_request_sent_byte_by_byte_is_understood(frontends):
     async with raw_http_client(frontends) as peer:
         for byte in post(COMPLETIONS, {"prompt": "once"}):
             await peer.send(bytes([byte]))
-            await asyncio.sleep(0)
+            await turns()
 
         assert (await peer.answer())[0] == 200
 
@@ -203,7 +203,7 @@ async def test_pipelined_requests_are_answered_in_order(frontends):
             + b"BAD\r\n\r\n"
         )
         await frontends.router.until(frontends.router.submitted)
-        await asyncio.sleep(0.05)
+        await until(lambda: any(len(each.waiting) == 3 for each in frontends.http.connections))
         assert len(frontends.router.submitted) == 1
         frontends.router.release.set()
 
@@ -248,7 +248,7 @@ async def test_upgrade_offer_is_served_with_http_1(frontends, whole):
     async with raw_http_client(frontends) as peer:
         await peer.send(asked if whole else asked[:-1])
         if not whole:
-            await asyncio.sleep(0.02)
+            await turns(10)
             await peer.send(asked[-1:])
         status, headers, body = await peer.answer()
 
@@ -389,7 +389,7 @@ async def test_dripping_bytes_extend_no_timeout(model_dir, begin, drop):
                 await peer.send(begin)
                 while True:
                     await peer.send(drop)
-                    await asyncio.sleep(0.02)
+                    await pace(0.02, "the client drips")
 
         dripping = tasks.create_task(drip())
         status, headers, body = await peer.answer()
@@ -446,13 +446,10 @@ async def test_slow_client_delays_only_itself_and_memory_stays_flat(frontends):
     async with raw_http_client(frontends, limit=16 << 10) as peer:
         await peer.send(post(CHAT, MUCH))
         await peer.head()
-        taken = -1
-        while taken != frontends.router.steps_taken:  # until nothing moves any more
-            taken = frontends.router.steps_taken
-            await asyncio.sleep(0.2)
+        await until_still(lambda: frontends.router.steps_taken)
         (connection,) = frontends.http.connections
 
-        assert taken < steps
+        assert frontends.router.steps_taken < steps
         assert connection.transport.get_write_buffer_size() < 256 << 10
         body = b"".join([chunk async for chunk in peer.chunks()])
         assert body.endswith(b"data: [DONE]\n\n")
@@ -482,7 +479,7 @@ async def test_client_that_drips_is_cut_off(model_dir):
                     while True:
                         with suppress(BlockingIOError):
                             os.read(sock.fileno(), 1)
-                        await asyncio.sleep(0.01)
+                        await pace(0.01, "the client reads a byte at a time")
 
             dripping = tasks.create_task(drip())
             await frontends.router.until(frontends.router.cancelled)
@@ -516,7 +513,7 @@ async def test_slow_client_that_takes_enough_gets_all_of_it(model_dir):
             began = asyncio.get_running_loop().time()
             while left:
                 left -= len(await peer.reader.readexactly(min(left, 50_000)))
-                await asyncio.sleep(0.02)
+                await pace(0.02, "the client reads slowly")
 
             assert status == 200
             assert asyncio.get_running_loop().time() - began > 1.5
@@ -533,7 +530,7 @@ async def test_stream_whose_client_reads_slowly_comes_whole(model_dir):
             until_then = loop.time() + 4  # periods
             while loop.time() < until_then:
                 await peer.reader.readexactly(10_000)
-                await asyncio.sleep(0.02)
+                await pace(0.02, "the client reads slowly")
 
             assert (await peer.rest()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
@@ -624,7 +621,7 @@ WAITING = {
 
 
 async def test_waiting_connections_give_way_to_new_ones(model_dir, monkeypatch):
-    monkeypatch.setattr(connection_table, "GRACE_SECONDS", 0)
+    monkeypatch.setattr(connection_limits, "GRACE_SECONDS", 0)
     async with open_frontends(model_dir, max_connections=5) as frontends, AsyncExitStack() as stack:
         frontends.will_answer("the fox")
         frontends.router.hold_after = 0
@@ -769,7 +766,7 @@ async def test_requests_without_one_host_or_a_version_are_rejected(frontends, se
     async with raw_http_client(frontends) as peer:
         for piece in (bytes([byte]) for byte in sent) if in_pieces else (sent,):
             await peer.send(piece)
-            await asyncio.sleep(0)
+            await turns()
 
         status, headers, body = await peer.answer()
 

@@ -10,6 +10,7 @@ import pytest
 
 from fleet.local.control_relay import open_control_relay
 from tests.support.kvstore.builders import a_short_folder
+from tests.support.waiting import turns
 
 pytestmark = pytest.mark.integration
 
@@ -42,7 +43,7 @@ async def test_all_bytes_arrive_when_the_process_ends(folder):
         heard = bytearray()
         while piece := await reader.read(4096):  # slower than the relay
             heard += piece
-            await asyncio.sleep(0)
+            await turns()
         writer.close()
 
     assert heard == SAID

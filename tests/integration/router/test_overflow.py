@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.backends.openai_servers import OpenAiServer, metered_tokens
 from tests.support.fleet_processes import fleet_up, run_fleet
+from tests.support.waiting import until_answered
 
 pytestmark = pytest.mark.integration
 
@@ -64,11 +65,10 @@ async def test_overloaded_cluster_overflows_and_accounts_for_it(tmp_path):
 
         async def seen():
             shown = await asyncio.to_thread(run_fleet, "plan", "--json", "--planner", planner)
-            return json.loads(shown.stdout)["overflow"]
+            overflow = json.loads(shown.stdout)["overflow"]
+            return overflow if overflow["requests"] >= len(hosted) else None
 
-        async with asyncio.timeout(60):
-            while (overflow := await seen())["requests"] < len(hosted):
-                await asyncio.sleep(0.2)
+        overflow = await until_answered(seen)
     await server.stop()
 
     assert [each.status_code for each in answers] == [200] * len(answers)

@@ -397,7 +397,8 @@ def test_an_unknown_resource_is_404(api, namespace):
 # Watching.
 
 
-def test_watch_sends_events_since_a_version_and_a_bookmark(api, widgets):
+def test_watch_sends_events_since_a_version(api, widgets):
+    """A watch as short as this one may end without a bookmark."""
     start = api.get(widgets).expect(200)["metadata"]["resourceVersion"]
     api.post(widgets, a_widget()).expect(201)
     api.patch(f"{widgets}/a", "merge", {"spec": {"replicas": 2}}).expect(200)
@@ -406,7 +407,7 @@ def test_watch_sends_events_since_a_version_and_a_bookmark(api, widgets):
     events = list(api.watch(widgets, resourceVersion=start, allowWatchBookmarks="true", timeoutSeconds=WATCH_SECONDS))
 
     assert [kind for kind, _ in events][:3] == ["ADDED", "MODIFIED", "DELETED"]
-    assert {kind for kind, _ in events[3:]} == {"BOOKMARK"}
+    assert {kind for kind, _ in events[3:]} <= {"BOOKMARK"}
     assert [each["spec"]["replicas"] for _, each in events[:3]] == [1, 2, 2]
     versions = [int(each["metadata"]["resourceVersion"]) for _, each in events]
     assert versions == sorted(versions)

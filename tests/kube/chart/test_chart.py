@@ -18,7 +18,7 @@ from operators.chart.metric_catalogue import router_metric_descriptions
 from operators.manifests.names import GRPC, HTTP
 from operators.manifests.workloads import router_deployment
 from operators.planner.settings import KubePlannerSettings, PlannerLeaseSettings
-from operators.rbac import ACCESS, LEASE_NAME, OWN_SECRET, PLANNER_ACCESS
+from operators.rbac import ACCESS, CLUSTER_ACCESS, LEASE_NAME, OWN_SECRET, PLANNER_ACCESS
 from operators.settings import OperatorSettings
 from tests.support.kube.charts import (
     CHART,
@@ -552,7 +552,7 @@ def test_crds_are_the_operators_and_kept_if_configured():
     ("name", "kind", "component", "access"),
     [
         ("default", "Role", "operator", ACCESS),
-        ("everything", "ClusterRole", "operator", ACCESS),
+        ("everything", "ClusterRole", "operator", (*ACCESS, *CLUSTER_ACCESS)),
         ("brought", "Role", "planner", PLANNER_ACCESS),
         ("everything", "ClusterRole", "planner", PLANNER_ACCESS),
     ],

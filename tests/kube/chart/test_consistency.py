@@ -29,3 +29,15 @@ def test_name_that_the_server_refuses_is_not_rendered(tmp_path, capsys):
         file.write_text(yaml.safe_dump(deployment))
         assert run(["kube", "render", "-f", str(file)]) == status
     assert "metadata.name: too long beside the name of a role" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "proposed"), [("llama-3.3-70b", "llama-3-3-70b"), ("7b", "m-7b")])
+def test_name_with_dots_or_digit_is_not_rendered(tmp_path, capsys, name, proposed):
+    file = tmp_path / "deployment.yaml"
+    deployment = test_crds.a_deployment(test_crds.a_role("aggregated"))
+    deployment["metadata"]["name"] = name
+    file.write_text(yaml.safe_dump(deployment))
+
+    assert run(["kube", "render", "-f", str(file)]) == 3
+
+    assert f"use {proposed}" in capsys.readouterr().err

@@ -198,6 +198,51 @@ def test_name_too_long_for_children_is_refused(api, path, wide, most):
     assert "metadata.name: too long beside the name of a role" in refusal(api.post(path("disaggdeployments"), made))
 
 
+@pytest.mark.parametrize(
+    ("name", "proposed"),
+    [("llama-3.3-70b", "llama-3-3-70b"), ("7b", "m-7b"), ("3.1-8b", "m-3-1-8b")],
+)
+def test_name_that_services_cannot_have_is_refused(api, path, name, proposed):
+    made = a_deployment()
+    made["metadata"]["name"] = name
+
+    said = refusal(api.post(path("disaggdeployments"), made))
+
+    assert f"no dots and begins with a letter; use {proposed}" in said
+    made["metadata"]["name"] = proposed
+    api.post(path("disaggdeployments"), made).expect(201)
+
+
+def test_refusal_of_a_long_name_proposes_an_accepted_one(api, path):
+    made = a_deployment(a_role("prefill"), a_role("decode"))
+    made["metadata"]["name"] = "a" * 45 + "-b-and-more"
+
+    said = refusal(api.post(path("disaggdeployments"), made))
+
+    assert "use at most 47 characters, such as " + "a" * 45 in said
+    made["metadata"]["name"] = said.partition("such as ")[2].split(";")[0]
+    made["spec"]["roles"].append(a_role("router"))
+    api.post(path("disaggdeployments"), made).expect(201)
+
+
+def test_name_too_long_beside_the_routers_is_refused(api, path):
+    made = a_deployment(a_role("aggregated") | {"name": "a"})
+    made["metadata"]["name"] = "d" * 49
+
+    assert "beside the name of the routers' role" in refusal(api.post(path("disaggdeployments"), made))
+
+    made["spec"]["roles"].append(a_role("router") | {"name": "r"})
+    api.post(path("disaggdeployments"), made).expect(201)
+
+
+def test_request_with_dots_in_its_name_is_refused(api, path):
+    spec = {"model": {"name": "a"}, "hardware": {"gpu": "h100", "count": 8}}
+    made = an_object("ServingRequest", **spec, workload={"promptTokens": 1, "answerTokens": 1, "concurrency": 1})
+    made["metadata"]["name"] = "llama-3.3"
+
+    assert "use llama-3-3" in refusal(api.post(path("servingrequests"), made))
+
+
 def test_the_type_of_a_role_cannot_be_changed(api, path):
     made = api.post(path("disaggdeployments"), a_deployment()).expect(201)
     made["spec"]["roles"][0]["type"] = "aggregated"

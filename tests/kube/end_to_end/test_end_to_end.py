@@ -141,6 +141,14 @@ def that_fails(deployment: dict) -> dict:
     return deployment
 
 
+def patch_template(kube: Command, operation: dict) -> None:
+    """Add or remove a misspelt field in the podTemplate of the role decode."""
+    roles = [each["name"] for each in yaml.safe_load(SAMPLE.read_text())["spec"]["roles"]]
+    path = f"/spec/roles/{roles.index('decode')}/podTemplate/spec/containers/0/imagePullPolcy"
+    patch = msgspec.json.encode([{"path": path} | operation]).decode()
+    kube("patch", "disaggdeployment/tiny", "--type=json", "-p", patch)
+
+
 def test_from_an_empty_cluster_to_an_empty_cluster(server, cluster, tmp_path, model_dir):
     config = server.kubeconfig(tmp_path, token="admin")
     helm = Command(helm_3(tools_folder()), config, tmp_path)
@@ -195,6 +203,17 @@ def test_from_an_empty_cluster_to_an_empty_cluster(server, cluster, tmp_path, mo
                 kube("patch", "disaggdeployment/tiny", "--type=merge", "-p", patch)
                 eventually(lambda before=before: not before & {pod["metadata"]["uid"] for pod in pods()}, SECONDS)
                 eventually(lambda: conditions()["Ready"] == "True", SECONDS)
+            before = sorted(pod["metadata"]["uid"] for pod in pods())
+            patch_template(kube, {"op": "add", "value": "Always"})
+            wrong = eventually(lambda: (each := said()["Degraded"]).get("reason") == "Invalid" and each, SECONDS)
+            assert "imagePullPolcy: field not declared in schema" in wrong["message"]
+            assert conditions()["Ready"] == "False"
+            rolled = load.answered
+            eventually(lambda: load.answered > rolled)
+            assert sorted(pod["metadata"]["uid"] for pod in pods()) == before, "the old pods serve until it is mended"
+            patch_template(kube, {"op": "remove"})
+            eventually(lambda: conditions()["Ready"] == "True", SECONDS)
+            assert sorted(pod["metadata"]["uid"] for pod in pods()) == before
             rolled = load.answered
             helm("upgrade", "fleet", str(CHART), "--values", str(values), "--set", "operator.replicas=2")
             kube("rollout", "status", "deployment/fleet-operator", f"--timeout={SECONDS}s")

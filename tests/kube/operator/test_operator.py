@@ -286,8 +286,9 @@ async def test_server_refusal_is_a_condition_without_the_value(asked, caplog):
     async with an_operator(asked):
         asked.apply(a_deployment(*roles)).expect(201)
         found = await until(lambda: (each := asked.condition("Degraded")).get("status") == "True" and each)
-        assert found["reason"] == "BadRequest"
-        assert "spec.template.spec.containers[0].ports[1].containerPort: must be of type integer" in found["message"]
+        assert found["reason"] == "Invalid"
+        where = 'spec.template.spec.containers[name="main"].ports[containerPort=...,protocol="TCP"].containerPort'
+        assert f"{where}: expected numeric (int or float)" in found["message"]
 
         asked.apply(a_deployment({"name": "all", "type": "aggregated"})).expect(200)
         await until(asked.ready)

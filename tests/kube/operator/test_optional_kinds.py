@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
 
+from operators import server
 from tests.support.kube.operator import a_deployment, an_operator
 from tests.support.waiting import until
 
@@ -54,6 +55,55 @@ def optional_kinds(asked):
     yield
     for plural in GROUPS:
         asked.api.delete(f"{path}/{plural}.{GROUPS[plural][0]}")
+
+
+def define(asked, plural):
+    asked.api.post("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", a_definition(plural)).expect(201)
+
+
+def remove(asked, plural):
+    path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{plural}.{GROUPS[plural][0]}"
+    asked.api.delete(path).expect(200)
+
+
+async def test_lws_coming_and_going_replaces_no_single_node_role(asked, monkeypatch):
+    """Another team installs LeaderWorkerSet, and removes it: only groups that were made of it are made again."""
+    monkeypatch.setattr(server, "DISCOVER_SECONDS", 0.1)
+    single = {"name": "single", "type": "aggregated"}
+    spec = {"routing": {"policy": "fleet"}}
+
+    def pods(role):
+        return [name for name in asked.workers() if f"-{role}-" in name]
+
+    def sets(kind, group="apps/v1"):
+        found = asked.api.get(asked.path(kind, "", group))
+        return [each["metadata"]["name"] for each in found.body["items"]] if found.code == 200 else []
+
+    def groups():
+        return sets("leaderworkersets", "leaderworkerset.x-k8s.io/v1")
+
+    async with an_operator(asked) as operator:
+        asked.apply(a_deployment(single, WIDE, **spec)).expect(201)
+        await until(lambda: asked.ready() and not operator.waiting())
+        before = asked.workers()
+        asked.server.forget_requests()
+
+        define(asked, "leaderworkersets")
+        try:
+            await until(lambda: operator.served().leader_worker_sets)
+            await until(lambda: asked.ready() and not operator.waiting())
+            assert asked.workers() == before, "groups of StatefulSets stay as well"
+            assert [each for each in asked.writes() if "/status" not in each[1]] == []
+
+            asked.apply(a_deployment(single, WIDE, image="another:2", **spec)).expect(200)
+            await until(lambda: asked.ready() and groups() and not sets("statefulsets"))
+            singles = pods("single")
+        finally:
+            remove(asked, "leaderworkersets")
+        await until(lambda: not operator.served().leader_worker_sets)
+        await until(lambda: asked.ready() and len(sets("statefulsets")) == 1)
+        assert pods("single") == singles
+        assert len(pods("wide")) == 2
 
 
 async def test_served_optional_kinds_are_used(asked, optional_kinds):

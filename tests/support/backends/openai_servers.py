@@ -33,7 +33,7 @@ from fleet.router.settings.router import OpenAiWorkerSettings, RouterSettings
 from fleet.router.tenants import Tenants, TenantSettings
 from tests.support.fleet_processes import start_service
 from tests.support.servers.processes import a_free_port
-from tests.support.waiting import until
+from tests.support.waiting import pace, turns, until
 
 MODEL = ModelName("mock")
 CHAT = "/v1/chat/completions"
@@ -163,7 +163,7 @@ class OpenAiServer:
             self._server.close()
         for writer in list(self._writers):
             writer.transport.abort()
-        await asyncio.sleep(0)
+        await turns()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
@@ -172,7 +172,7 @@ class OpenAiServer:
             while (seen := await _read(reader)) is not None:
                 if seen.start.startswith("GET"):
                     self.health_checks += 1
-                    await asyncio.sleep(self.health_seconds)
+                    await pace(self.health_seconds, "the server is slow to answer a health check")
                     await until(self.may_join)
                     await ServerExchange(seen, writer).respond(self.health_status, b"{}", "connection: close")
                     break

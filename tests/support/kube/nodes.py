@@ -16,6 +16,7 @@ from operators.observed.registrations import REGISTRATION, WORKER
 from tests.support.kube.api.cluster import PODS, ObjectStore, Options
 from tests.support.kube.api.errors import ApiError
 from tests.support.kube.api.values import clone
+from tests.support.waiting import pace
 
 DEPLOYMENTS = ("apps", "deployments")
 STATEFUL_SETS = ("apps", "statefulsets")
@@ -23,6 +24,11 @@ LEADER_WORKER_SETS = ("leaderworkerset.x-k8s.io", "leaderworkersets")
 LEASES = ("coordination.k8s.io", "leases")
 COST = "controller.kubernetes.io/pod-deletion-cost"
 OPTIONS = Options(manager="nodes")
+NODES = ("", "nodes")
+DOMAIN = "example.com/domain"
+"""The label of Node objects whose values are domains."""
+
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
 class Nodes:
@@ -66,6 +72,12 @@ class Nodes:
         self.quota = None
         """The number of pods that a namespace may hold."""
 
+        self.denial = ""
+        """Words of admission control that refuses every pod of a Deployment; empty: it refuses none."""
+
+        self.requires_requests = False
+        """True if a quota of CPU and memory refuses pods whose containers request neither."""
+
         self.most_gpus = 0
         """The most GPUs that were ever in use at once."""
 
@@ -86,7 +98,7 @@ class Nodes:
                             await changed.wait()
                     except TimeoutError:
                         pass
-                await asyncio.sleep(self.pause)
+                await pace(self.pause, "the nodes report in this period")
         finally:
             cluster.storage.forget(changed)
 
@@ -120,8 +132,13 @@ class Nodes:
         if place == DEPLOYMENTS:
             wanted = spec["replicas"]
             for index in range(wanted - len(fresh)):
+                denial = self.denial
                 if self.quota is not None and len(self.pods(metadata["namespace"])) >= self.quota:
-                    text = f'pods "x" is forbidden: exceeded quota: small, requested: pods=1, used: pods={self.quota}'
+                    denial = f"exceeded quota: small, requested: pods=1, used: pods={self.quota}"
+                if self.requires_requests and (missing := _unrequested(template)):
+                    denial = f"failed quota: compute: must specify {missing}"
+                if denial:
+                    text = f'pods "x" is forbidden: {denial}'
                     failure = [{"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": text}]
                     break
                 self._create(
@@ -214,12 +231,15 @@ class Nodes:
         if not self.working:
             return
         if not pod["spec"].get("nodeName"):
-            if (why := self._unplaced(pod)) is not None:
+            machine, why = self._machine(pod) if self.cluster.storage.items(NODES) else ("node", self._unplaced(pod))
+            if why is not None:
                 said = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why}
-                if pod["status"].get("conditions") != [said]:
+                before = pod["status"].get("conditions") or [{}]
+                if before != [said | {"lastTransitionTime": before[0].get("lastTransitionTime")}]:
+                    said["lastTransitionTime"] = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
                     self._put(PODS, pod, status={"phase": "Pending", "conditions": [said]})
                 return
-            pod = self._put(PODS, pod, spec=pod["spec"] | {"nodeName": "node"})
+            pod = self._put(PODS, pod, spec=pod["spec"] | {"nodeName": machine})
             if _gpus(pod):
                 used = sum(_gpus(each) for each in self.pods() if each["spec"].get("nodeName"))
                 self.most_gpus = max(self.most_gpus, used)
@@ -254,6 +274,33 @@ class Nodes:
     def _address(self, metadata):
         routes = metadata["labels"].get(TYPE) == "router"
         return self.router_address if routes and self.router_address else address(metadata["name"])
+
+    def _machine(self, pod):
+        """Return the Node object for a pod, or why there is none.
+
+        The fullest domain is preferred, as by a scheduler that packs pods and does not know of groups.
+        """
+        free = {}
+        for node in self.cluster.storage.items(NODES):
+            name = node["metadata"]["name"]
+            used = sum(_gpus(each) for each in self.pods() if each["spec"].get("nodeName") == name)
+            free[name] = int(node["status"]["allocatable"].get("nvidia.com/gpu", 0)) - used
+        labels = {node["metadata"]["name"]: node["metadata"]["labels"] for node in self.cluster.storage.items(NODES)}
+        affinity = pod["spec"].get("affinity") or {}
+        fitting = [name for name in free if free[name] >= _gpus(pod) and _selected(affinity, labels[name])]
+        for term in (affinity.get("podAffinity") or {}).get(REQUIRED) or ():
+            key = term["topologyKey"]
+            mates = [each for each in self.pods() if _owner(each) == _owner(pod) and each["spec"].get("nodeName")]
+            taken = {labels[each["spec"]["nodeName"]].get(key) for each in mates}
+            fitting = [name for name in fitting if labels[name].get(key) and (not taken or labels[name][key] in taken)]
+        if not fitting:
+            return "", f"0/{len(free)} nodes are available: {len(free)} Insufficient nvidia.com/gpu."
+
+        def left(name):
+            domain = labels[name].get(DOMAIN)
+            return sum(count for each, count in free.items() if labels[each].get(DOMAIN) == domain), name
+
+        return min(fitting, key=left), None
 
     def _unplaced(self, pod):
         product = (pod["spec"].get("nodeSelector") or {}).get("nvidia.com/gpu.product")
@@ -314,6 +361,28 @@ def _main(pod):
     """Return the container of the engine or router; a pod of the chart has one container with a name of its own."""
     containers = pod["spec"]["containers"]
     return next((each for each in containers if each["name"] == "main"), containers[0])
+
+
+def _selected(affinity, labels):
+    """Return whether a node affinity allows a node with these labels."""
+    terms = ((affinity.get("nodeAffinity") or {}).get(REQUIRED) or {}).get("nodeSelectorTerms")
+    return not terms or any(
+        all(
+            (labels.get(each["key"]) in each["values"]) is (each["operator"] == "In")
+            for each in term.get("matchExpressions", ())
+        )
+        for term in terms
+    )
+
+
+def _unrequested(template):
+    """Return what a quota of CPU and memory misses, in its words."""
+    containers = template["spec"]["containers"]
+    lacks = {
+        resource: [each["name"] for each in containers if resource not in each.get("resources", {}).get("requests", {})]
+        for resource in ("cpu", "memory")
+    }
+    return "; ".join(f"{resource} for: {','.join(names)}" for resource, names in lacks.items() if names)
 
 
 def _gpus(pod):

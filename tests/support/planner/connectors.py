@@ -1,10 +1,11 @@
 """Doubles for tests of plan connectors: an orchestrator, a wrapper that dies on a write, and a silent port."""
 
-import asyncio
 import contextlib
 import json
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+
+from tests.support.waiting import pace
 
 
 class KilledOnWrite:
@@ -41,7 +42,7 @@ class FakeOrchestrator:
     async def run(self) -> None:
         while True:
             await self.step()
-            await asyncio.sleep(0.01)
+            await pace(0.01, "the period of the orchestrator")
 
     async def step(self) -> None:
         plan = json.loads(await self._read() or b'{"revision": 0, "pools": {}}')

@@ -16,6 +16,7 @@ from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.settings.router import Thresholds
 from fleet.router.state.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot, RouterCounters, RouterSnapshot
 from tests.support.builders import BLOCK_TOKENS, MODEL, a_kv_report
+from tests.support.waiting import pace
 
 
 def a_model_card(**fields: object) -> ModelCard:
@@ -161,7 +162,7 @@ class FakeStream:
             raise RequestRejected(Reason.WORKER_LOST, "its worker is gone", retry_after_ms=1500)
         if self._steps == router.hold_after:
             await router.release.wait()
-        await asyncio.sleep(router.pause_seconds)
+        await pace(router.pause_seconds, "the worker makes a step in this time")
         self._steps += 1
         router.steps_taken += 1
         return self._next()

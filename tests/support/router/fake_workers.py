@@ -27,6 +27,7 @@ from fleet.router.messages import (
     WorkerStepped,
 )
 from fleet.router.ports import WorkerUnreachable
+from tests.support.waiting import turns, until
 
 
 class FakeWorker:
@@ -97,10 +98,8 @@ class FakeWorkers:
 
     async def settle(self) -> None:
         """Wait until the router has received every event."""
-        async with asyncio.timeout(60):
-            while self._untold:
-                await asyncio.sleep(0)
-            await asyncio.sleep(0)
+        await until(lambda: not self._untold, between_seconds=0)
+        await turns()
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
         if (worker := self._up.get(worker_id)) is None:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from unittest import mock
 import pytest
 
 from tests.support.kvstore.builders import a_short_folder
+from tests.support.waiting import eventually
 
 START_SECONDS = 60
 PORTS = 10_000  # to choose from
@@ -49,12 +49,19 @@ class ServerProcess:
             self.process = subprocess.Popen(
                 self.command, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
-        deadline = time.monotonic() + START_SECONDS
-        while not self._listens():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(f"{self.command[0]} does not start: {(self.folder / 'output').read_text()}")
-            time.sleep(0.005)
+
+        def failure() -> str:
+            return f"{self.command[0]} does not start: {(self.folder / 'output').read_text()}"
+
+        def is_ready() -> bool:
+            assert self.process.poll() is None, failure()
+            return self._listens()
+
+        try:
+            eventually(is_ready, START_SECONDS, failure)
+        except AssertionError:
+            self.kill()
+            raise
 
     def kill(self) -> None:
         if self.process.poll() is None:

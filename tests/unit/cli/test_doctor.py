@@ -111,7 +111,7 @@ def test_looking_loads_no_heavy_module():
 def test_an_answer_that_does_not_come_is_a_finding(monkeypatch):
     monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.2)
 
-    verdict = doctor.probe_output(sys.executable, "-c", "import time; time.sleep(60)")
+    verdict = doctor.probe_output(sys.executable, "-c", "import signal; signal.pause()")
 
     assert not verdict.usable
     assert "no answer within" in verdict.detail

@@ -43,6 +43,7 @@ from kvstore.block import tenant_salt
 from tests.support.builders import BLOCK_TOKENS, MODEL, a_prompt, a_request, token_ids
 from tests.support.frontend.text_model import END, EOS, write_model
 from tests.support.router.fake_router import FakeRouter, a_model_card
+from tests.support.waiting import turns
 
 SECRET = b"secret"
 
@@ -526,7 +527,7 @@ async def test_long_prompts_tokenize_in_threads_in_bounded_number(generations, c
         async with asyncio.TaskGroup() as tasks:
             for number in range(MAX_TASKS):
                 tasks.create_task(collect(generation.generate(a_request(id=f"r{number}", prompt=TextPrompt(text)))))
-            await asyncio.sleep(0)  # the loop still turns
+            await turns()  # the loop still turns
             with pytest.raises(RequestRejected) as refused:
                 await collect(generation.generate(a_request(id="one-more", prompt=TextPrompt(text))))
             may_go.set()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fleet.gateway.answer_counter import AnswerCounter
+from fleet.gateway.call import AnswerCounter
 
 EVENT = b'data: {"choices":[{"text":"a"}]}\n\n'
 

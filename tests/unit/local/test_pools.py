@@ -6,18 +6,20 @@ import pytest
 from msgspec import structs
 
 from fleet.core.clock import SECOND, Nanos
+from fleet.core.ids import ModelName
 from fleet.core.roles import KvPath, Role
 from fleet.local.pools import DRAIN, LocalPools
 from fleet.local.settings import ClusterSection, PoolSection, Topology
 from fleet.local.supervision import ChildState
-from fleet.local.topology import LocalPlan, LocalPool, pool_names
+from fleet.local.topology import LocalPlan, LocalPool, plan, pool_names
 from fleet.planner.connectors.folder import FolderRecords
 from fleet.planner.connectors.virtual import Intent, PoolIntent
 from fleet.planner.messages import PlanId, PoolGapReason, PoolName
 from fleet.planner.ports import ConnectorUnreachable
+from fleet.router.settings.router import RouterSettings
 from kvstore.security.credentials import Credentials
 from tests.support.waiting import until
-from workers.settings import WorkerSettings
+from workers.settings import SimulatedSettings, WorkerSettings
 
 
 class Processes:
@@ -210,10 +212,8 @@ async def test_plans_are_obeyed_without_a_lock_file(world, capsys):
     (world.pools.folder / ".orchestrator").mkdir()  # stands for a full disk
     following = asyncio.create_task(world.pools.follow())
     try:
-        async with asyncio.timeout(60):
-            while not (world.pools.folder / "report.json").exists():
-                assert not following.done() or following.result()
-                await asyncio.sleep(0.01)
+        await until(lambda: following.done() or (world.pools.folder / "report.json").exists())
+        assert not following.done() or following.result()
     finally:
         following.cancel()
     assert capsys.readouterr().out == f"{world.pools.folder}: Is a directory\n"
@@ -225,3 +225,17 @@ def test_pools_of_one_role_are_numbered():
 
     assert pool_names(Topology(pools=tuple(of[:2]))) == ["decode", "prefill"]
     assert pool_names(structs.replace(Topology(), pools=tuple(of))) == ["decode/1", "prefill", "decode/2"]
+
+
+def test_simulated_loading_time_extends_the_limit_of_a_start(tmp_path):
+    """A simulated worker that loads for ten minutes is not taken for one that never starts."""
+    (tmp_path / "config.json").write_text("{}")
+    sections = tuple(
+        PoolSection(role=Role.BOTH, simulated=SimulatedSettings(start_ms=start_ms)) for start_ms in (0, 600_000)
+    )
+    router = RouterSettings(http_listen="127.0.0.1:0", grpc_listen="127.0.0.1:0")
+    topology = Topology(cluster=ClusterSection(engine="simulated"), router=router, pools=sections)
+
+    quick, slow = plan(topology, folder=tmp_path, model_dir=tmp_path, model=ModelName("tiny")).pools
+
+    assert slow.ready_within == quick.ready_within + 600 * SECOND

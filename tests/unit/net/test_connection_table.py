@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.net.connection_table import (
+from fleet.net.connection_limits import (
     GRACE_SECONDS,
     ORDER_SECONDS,
     ConnectionAdmission,

@@ -1,6 +1,6 @@
 """Slow reader limit."""
 
-from fleet.net.slow_reader import SlowReader, WriteBufferCounter
+from fleet.net.connection_limits import SlowReader, WriteBufferCounter
 
 
 def test_client_that_reads_nothing_is_overdue_after_period():

@@ -14,6 +14,7 @@ from fleet.planner.messages import Observation, Plan, PlanId, PlanWriter, PoolGa
 from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
 from fleet.planner.server import carry_out
 from tests.support.kvstore.builders import ManualClock
+from tests.support.waiting import pace
 
 WITHIN = Nanos(10 * SECOND)
 
@@ -224,7 +225,7 @@ async def test_repeatedly_overtaken_plan_is_given_up_in_one_call(monkeypatch):
     monkeypatch.setattr(connector_virtual, "CALL_SECONDS", 0.05)
 
     async def overtaken(intent: Intent, over: RecordsSnapshot) -> bool:
-        await asyncio.sleep(0.03)  # two of these exceed the limit of a call
+        await pace(0.03, "a write takes so long that two of them exceed the limit of a call")
         return False
 
     monkeypatch.setattr(records, "stumble", lambda: None)

@@ -21,6 +21,7 @@ from fleet.planner.rehearsal import PoolsPrediction, RehearsalResult, RehearsalS
 from fleet.planner.settings import FolderTarget, LoadRuleSettings, PlannerMode, PlannerSettings, RouterDemandSettings
 from fleet.sim.kernel import Kernel
 from fleet.sim.virtual_loop import VirtualLoop
+from tests.support.waiting import pace, until
 
 DECODE, PREFILL = PoolName("decode"), PoolName("prefill")
 
@@ -126,7 +127,7 @@ class FixedRehearsal:
 
     async def rehearse(self, sample, rate, present, planned):
         if self.hangs:
-            await asyncio.sleep(1000)
+            await asyncio.Event().wait()
         if self.error is not None:
             raise self.error
         return self.result
@@ -187,7 +188,7 @@ def played(world, *steps):
     async def play():
         async with world.running():
             for seconds, action in steps:
-                await asyncio.sleep(seconds)
+                await pace(seconds, "virtual time of the step")
                 action()
 
     VirtualLoop(Kernel(1), Nanos(0)).complete(play())
@@ -208,8 +209,7 @@ def test_event_loop_turns_while_the_rule_computes():
 
     async def play():
         deciding = asyncio.create_task(decide_in_thread(Slow(), Nanos(0), Demand().window(), Observation(())))
-        while not begun.is_set():
-            await asyncio.sleep(0.001)
+        await until(begun.is_set)
         released.set()
         return await deciding
 

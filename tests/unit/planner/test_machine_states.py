@@ -24,6 +24,8 @@ NAMES = st.sampled_from([each.name for each in POOLS])
 BUDGET = PlanBudget(gpus=14, dollars_per_hour=54.0, least_ratio=0.25, most_ratio=3.0)
 GOALS = PlanGoals(ttft_seconds=1.0, tpot_seconds=0.03)
 ENDS = {"superseded", PlanOutcome.SETTLED, PlanOutcome.ROLLED_BACK}
+"""How plans end while no pool has bounds of its own. With such bounds, nothing may be left to roll back at a deadline."""
+
 CAPACITY = StepCapacity(
     {each.name: engine("b200" if each.gpu == "b200" else "h100") for each in POOLS},
 )
@@ -37,7 +39,7 @@ class PlannerStates(RuleBasedStateMachine):
         machine = PlannerMachine(PlannerRuleSettings(cool_down_seconds=60.0), POOLS, GOALS, CAPACITY, BUDGET)
         self.world = World(machine, POOLS, {"decode": 1, "prefill": 1})
         self.rate = 0.0
-        self.disturbed = False
+        self.ends = set(ENDS)
 
     @rule(rate=st.sampled_from([0.0, 0.2, 5.0, 30.0, 90.0, 200.0, 1000.0]), ticks=st.integers(1, 40))
     def load(self, rate: float, ticks: int) -> None:
@@ -56,6 +58,8 @@ class PlannerStates(RuleBasedStateMachine):
     @rule(name=NAMES, why=st.sampled_from([None, PoolGapReason.LIMITED]))
     def bounds_elsewhere(self, name: str, why: PoolGapReason | None) -> None:
         self.world.pools[name].why = why
+        if why is not None:
+            self.ends.add(PlanOutcome.UNSETTLED)
 
     @rule(name=NAMES)
     def pin(self, name: str) -> None:
@@ -104,10 +108,10 @@ class PlannerStates(RuleBasedStateMachine):
             assert each.wanted <= each.pool.most
 
     @invariant()
-    def plans_end_in_one_of_three_ways(self) -> None:
+    def plans_end_in_an_expected_way(self) -> None:
         *earlier, last = [each.outcome for each in self.world.plans] or [None]
-        assert set(earlier) <= ENDS
-        assert last is None or last in ENDS
+        assert set(earlier) <= self.ends
+        assert last is None or last in self.ends
 
     @invariant()
     def replicas_that_serve_or_start_are_the_wanted_ones(self) -> None:
@@ -129,9 +133,9 @@ class PlannerStates(RuleBasedStateMachine):
             self.world.tick(self.world.arrivals(5.0 * self.rate))
             self.limits_hold()
             self.ratio_holds_after_a_plan()
-            self.plans_end_in_one_of_three_ways()
+            self.plans_end_in_an_expected_way()
             self.replicas_that_serve_or_start_are_the_wanted_ones()
 
 
-PlannerStates.TestCase.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
-TestPlannerStates = pytest.mark.timeout(600)(PlannerStates.TestCase)  # each round searches the rates of three pools
+PlannerStates.TestCase.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
+TestPlannerStates = pytest.mark.timeout(600)(PlannerStates.TestCase)  # 150 examples take about 40 s

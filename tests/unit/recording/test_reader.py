@@ -20,8 +20,8 @@ from fleet.recording.format import (
     record_command,
 )
 from fleet.recording.reader import Recording
-from fleet.router.kv_index.cache_accuracy import Knowledge
 from fleet.router.kv_index.peer_prompts import PlacedPrompt
+from fleet.router.kv_index.prefix_index import Knowledge
 from fleet.router.messages import (
     Arrived,
     AttemptRejected,

@@ -19,6 +19,7 @@ from fleet.router.server import RouterServer
 from fleet.router.settings.router import RouterSettings
 from tests.support.builders import BLOCK_TOKENS, a_description, a_handoff, a_kv_report, an_arrival, some_progress
 from tests.support.router.fake_workers import FakeWorker, FakeWorkers
+from tests.support.waiting import turns
 
 
 class FirstOfAll:
@@ -230,7 +231,7 @@ async def test_earlier_deadline_that_arrives_later_fires_in_time():
         await router.join()
         now = router.clock.now()
         async with router.server.submit(an_arrival(request_id="patient", deadline=Nanos(now + 60 * SECOND))):
-            await asyncio.sleep(0)  # the timer is set for the patient one
+            await turns()  # the timer is set for the patient one
             hasty = an_arrival(request_id="hasty", deadline=Nanos(now + 20 * MILLISECOND))
             async with router.server.submit(hasty) as events:
                 with pytest.raises(RequestRejected):
@@ -260,7 +261,7 @@ async def test_drain_finishes_running_requests_only():
         async with router.server.submit(an_arrival()) as events, asyncio.TaskGroup() as tasks:
             start = await a_start_at(worker)
             draining = tasks.create_task(router.server.drain(Nanos(10 * SECOND)))
-            await asyncio.sleep(0)
+            await turns()
             with pytest.raises(RequestRejected) as refusal:
                 async with router.server.submit(an_arrival(request_id="late")):
                     pytest.fail("was entered")

@@ -285,7 +285,7 @@ def test_older_routers_tell_the_begun_answer_with_its_parsing():
     assert start.generated_tokens == 2
 
 
-def test_older_workers_are_told_the_begun_answer_with_its_parsing():
+def test_older_workers_learn_the_begun_answer_with_its_parsing():
     start = a_start(tokens=3, parsing=ParsingTask(), generated_tokens=2)
 
     assert encode_router_message(start).start.parsing.answered_tokens == 2

@@ -7,6 +7,7 @@ from msgspec import structs
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import Incarnation, WorkerId
 from fleet.membership.ports import NameHeld, RegistrationRefused, RegistryUnreachable, WorkerSuperseded
+from tests.support.waiting import turns
 from workers import registration
 from workers.registration import RegistryEntry, WorkerMembership
 
@@ -114,7 +115,7 @@ async def test_worker_is_ready_from_registration_until_it_leaves():
         await near.taken.wait()
         assert not presence.ready
         await far.taken.wait()
-        await asyncio.sleep(0)
+        await turns()
         assert presence.ready
 
         await presence.leave()

@@ -25,7 +25,7 @@ from fleet.core.work import (
 )
 from kvstore.block import chain
 from tests.support.stopwatch import at_most
-from tests.support.waiting import until
+from tests.support.waiting import turns, until
 from tests.support.workers.engine_driver import an_attempt, fresh_prompt, greedy
 from workers.cache_view import CHUNK, CacheView
 from workers.engines.simulated.launch import open_engine
@@ -154,7 +154,7 @@ async def a_worker(told: WorkerSettings | None = None, clock: Clock | None = Non
             return None
 
         running = Running(server, tasks.create_task(run()))
-        await asyncio.sleep(0)
+        await turns()
         yield running
         running.task.cancel()
 

@@ -28,6 +28,7 @@ from fleet.batching.kv_blocks import KvBlocks
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from kvstore.block import BlockHash
+from kvstore.net.listeners import stop_listening
 
 log = logging.getLogger(__name__)
 
@@ -267,7 +268,8 @@ async def listen(lending: BlockLending, address: str) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        server.close()
+        stop_listening(server)
+        await asyncio.sleep(0)
         lending.close()
         await server.wait_closed()
         if path != address:

@@ -224,7 +224,7 @@ metadata:
   namespace: {{ $root.Release.Namespace }}
   {{- end }}
   labels: {{- include "fleet.labels" (list $root $component) | nindent 4 }}
-rules: {{- toYaml $rules.deployments | nindent 2 }}
+rules: {{- toYaml (concat $rules.deployments (ternary ($rules.cluster | default list) list $cluster)) | nindent 2 }}
 ---
 apiVersion: rbac.authorization.k8s.io/v1
 kind: {{ $kind }}Binding

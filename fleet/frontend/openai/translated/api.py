@@ -15,7 +15,7 @@ from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import Delta, Finished
 from fleet.frontend.openai.requests import OpenAiRequest, read_chat
 from fleet.net.http.errors import ErrorForm
-from fleet.net.http.messages import sse_event
+from fleet.net.http.exchange import sse_event
 
 Json = dict[str, Any]
 Headers = Mapping[bytes, bytes]

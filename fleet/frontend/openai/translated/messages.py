@@ -19,7 +19,8 @@ from fleet.core.clock import Nanos
 from fleet.core.errors import invalid
 from fleet.core.ids import RequestId
 from fleet.core.requests import Delta, Finish, Finished, Usage
-from fleet.frontend.openai.bodies import FleetOptions, decode_body
+from fleet.frontend.openai.bodies import FleetOptions
+from fleet.frontend.openai.requests import decode_body
 from fleet.frontend.openai.translated.api import (
     AnswerStart,
     Headers,

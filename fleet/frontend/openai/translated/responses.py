@@ -19,7 +19,8 @@ from fleet.core.errors import invalid
 from fleet.core.ids import RequestId
 from fleet.core.requests import Delta, Finish, Finished, Usage
 from fleet.frontend.openai.bodies import ACCEPTED_VALUES as CHAT_ACCEPTED_VALUES
-from fleet.frontend.openai.bodies import FleetOptions, decode_body, unsupported
+from fleet.frontend.openai.bodies import FleetOptions, unsupported
+from fleet.frontend.openai.requests import decode_body
 from fleet.frontend.openai.translated.api import (
     AnswerStart,
     Headers,

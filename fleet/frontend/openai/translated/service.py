@@ -16,16 +16,15 @@ from fleet.core.requests import Admitted, Delta, Finished, GenerateRequest, Mode
 from fleet.core.system_clock import unix_seconds
 from fleet.frontend.generation import Generation
 from fleet.frontend.openai.answers import rate_limit_headers
-from fleet.frontend.openai.header_hints import NAMES, new_request_id
-from fleet.frontend.openai.relay import authorization_of
+from fleet.frontend.openai.bodies import HINT_HEADER_NAMES
 from fleet.frontend.openai.relayed_paths import COUNT_TOKENS, MESSAGES, RESPONSES
+from fleet.frontend.openai.requests import authorization_of, new_request_id
 from fleet.frontend.openai.translated.api import AnswerStart, AnswerWriter, TranslatedApi, TranslatedRequest
 from fleet.frontend.openai.translated.messages import COUNT_TOKENS_API, MESSAGES_API
 from fleet.frontend.openai.translated.responses import RESPONSES_API
 from fleet.frontend.openai.translated.tokens import read_detokenize, read_tokenize, tokens_object
 from fleet.net.http.errors import ErrorForm, send_http_error, send_rejection
-from fleet.net.http.exchange import Exchange
-from fleet.net.http.messages import EVENT_STREAM
+from fleet.net.http.exchange import EVENT_STREAM, Exchange
 from fleet.net.http.server import RouteHandler
 from fleet.net.status_codes import rename_field
 
@@ -78,7 +77,7 @@ class TranslatedFrontend:
         try:
             if self._is_draining():
                 raise draining_rejection()
-            hinted = None if NAMES.isdisjoint(headers) else headers
+            hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
             asked = api.read(exchange.request.body, request_id, self._clock.now(), hinted)
             names = asked.chat.names
             if asked.chat.stream:

@@ -11,7 +11,8 @@ from fleet.core.clock import Nanos
 from fleet.core.errors import invalid
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import GenerateRequest, TextPrompt, TokenBytes
-from fleet.frontend.openai.bodies import decode_body, unsupported
+from fleet.frontend.openai.bodies import unsupported
+from fleet.frontend.openai.requests import decode_body
 from fleet.frontend.openai.translated.api import Json, read_translated_chat
 
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]

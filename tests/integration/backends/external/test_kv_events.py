@@ -16,7 +16,7 @@ from fleet.backends.kv_events.stream import END_OF_REPLAY
 from fleet.core.clock import Nanos
 from fleet.core.ids import RequestId
 from fleet.frontend.text.codec import load_codec
-from fleet.router.kv_index.cache_accuracy import Knowledge
+from fleet.router.kv_index.prefix_index import Knowledge
 from tests.support.backends.openai_servers import (
     COMPLETIONS,
     MODEL,

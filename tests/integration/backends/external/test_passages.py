@@ -19,7 +19,7 @@ from fleet.router.tenants import TenantSettings
 from tests.support.backends.api_servers import ApiServer
 from tests.support.backends.openai_servers import MODEL, a_relay, an_openai_client
 from tests.support.frontend.http_clients import error_of, get, raw_http_client
-from tests.support.waiting import until
+from tests.support.waiting import pace, until, until_still
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -146,10 +146,7 @@ async def test_slow_client_stops_a_long_download():
     ):
         await peer.send(get("/v1/files/f/content"))
         await peer.head()
-        before, still = -1, 0
-        while still < 10 and sent < 256:  # a second without progress
-            before, still = sent, still + 1 if sent == before else 0
-            await asyncio.sleep(0.1)
+        await until_still(lambda: sent, 1.0)
         assert sent < 64, "MiB fit into the buffers of four sockets"
         total = 0
         async for chunk in peer.chunks():
@@ -180,10 +177,7 @@ async def test_server_that_does_not_read_stops_the_upload():
                 return answer.status, await answer.text()
 
         uploading = tasks.create_task(upload())
-        before, still = -1, 0
-        while still < 10 and taken < 256:
-            before, still = taken, still + 1 if taken == before else 0
-            await asyncio.sleep(0.1)
+        await until_still(lambda: taken, 1.0)
         assert taken < 64
         release.set()
         assert await uploading == (413, "too long"), "an early answer ends the upload"
@@ -445,7 +439,7 @@ async def test_departed_client_ends_the_request_at_the_server():
         try:
             while True:
                 await answer.write(b"x")
-                await asyncio.sleep(0.01)
+                await pace(0.01, "the server needs this time for a byte")
         finally:
             ended.set()
 

@@ -24,7 +24,7 @@ from tests.support.backends.openai_servers import (
     token,
 )
 from tests.support.frontend.http_clients import error_of, post, raw_http_client
-from tests.support.waiting import until
+from tests.support.waiting import turns, until
 
 pytestmark = pytest.mark.integration
 
@@ -232,11 +232,11 @@ async def test_answer_carries_the_request_id(server):
 async def test_head_and_first_event_arrive_in_one_piece(server):
     async def in_pieces(exchange: ServerExchange) -> None:
         await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-ty")
-        await asyncio.sleep(0.02)
+        await turns(10)
         await exchange.send(EVENTS.removeprefix(b"content-ty") + b"\r\n")
-        await asyncio.sleep(0.02)
+        await turns(10)
         await exchange.event(token("a"))
-        await asyncio.sleep(0.02)
+        await turns(10)
         await exchange.end()
 
     server.play = in_pieces
@@ -356,7 +356,7 @@ async def test_request_with_a_cached_head_may_come_in_pieces(server):
     async with a_relay(server) as world, raw_http_client(world) as peer:
         for cut in (len(request), 40, request.index(b"\r\n\r\n") + 4, request.index(b"\r\n\r\n") + 2, 300, 301):
             await peer.send(request[:cut])
-            await asyncio.sleep(0.002)
+            await turns(10)
             await peer.send(request[cut:] + request[:10])  # the next request begins in the same piece
             assert json.loads((await peer.answer())[2])["prompt"] == "x" * 500
             await peer.send(request[10:])

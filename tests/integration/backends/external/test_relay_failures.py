@@ -34,7 +34,7 @@ from tests.support.backends.openai_servers import (
     token,
 )
 from tests.support.frontend.http_clients import error_of, post, raw_http_client
-from tests.support.waiting import until, until_answered
+from tests.support.waiting import pace, stays, turns, until, until_answered, until_still
 
 pytestmark = pytest.mark.integration
 
@@ -218,7 +218,7 @@ async def test_done_is_found_however_it_is_cut(server, cut):
         await exchange.begin_events()
         await exchange.event(token("a"))
         await exchange.send(chunk(b"data: " + b"[DONE]"[:cut]))
-        await asyncio.sleep(0.02)
+        await turns(10)
         await exchange.send(chunk(b"[DONE]"[cut:] + b"\n\n") + b"0\r\n\r\n")
 
     async with a_relay(server) as world, raw_http_client(world) as peer:
@@ -285,8 +285,7 @@ async def test_router_without_sockets_blames_no_server_and_recovers(server):
     async with a_relay(server) as world, raw_http_client(world) as peer:
         with no_file_left():
             await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
-            await asyncio.sleep(0.6)  # six health checks that find no socket
-            assert world.serving() == 1
+            await stays(lambda: world.serving() == 1, 0.6, "six health checks find no socket")
         assert (await peer.answer())[0] == 200
         await world.settled()
 
@@ -382,7 +381,7 @@ async def test_unhealthy_server_keeps_its_running_requests(server):
         await exchange.begin_events()
         while not go_on.is_set():
             await exchange.event(token("a"))
-            await asyncio.sleep(0.01)
+            await pace(0.01, "the server needs this time for a token")
         await exchange.event(b"[DONE]")
         await exchange.end()
 
@@ -391,8 +390,7 @@ async def test_unhealthy_server_keeps_its_running_requests(server):
         stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
         await anext(stream)
         server.health_status = 500
-        await asyncio.sleep(0.6)  # six probe periods, in which a busy server is not probed
-        assert world.serving() == 1
+        await stays(lambda: world.serving() == 1, 0.6, "six probe periods pass, in which a busy server is not probed")
 
         go_on.set()
         assert set(await streamed_text(stream)) == {"a"}
@@ -506,10 +504,7 @@ async def test_client_that_does_not_read_stops_the_server(server):
     async with a_relay(server) as world, raw_http_client(world, limit=1000) as peer:
         await peer.send(post(COMPLETIONS, STREAMING_REQUEST))
         await peer.head()
-        before = -1
-        while sent != before:
-            before = sent
-            await asyncio.sleep(0.2)
+        await until_still(lambda: sent)
         assert sent < 400  # 20 MB, the most that the kernel buffers of four sockets take
 
         received = 0
@@ -545,7 +540,7 @@ async def test_request_from_before_a_drain_is_rejected_as_draining(server):
         await until(lambda: len(server.seen) == 1)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(world.http.drain(10))
-            await asyncio.sleep(0)
+            await turns()
             go_on.set()
             assert (await peer.answer())[0] == 200
             status, _, content = await peer.answer()

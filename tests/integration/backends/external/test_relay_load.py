@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.backends.openai_servers import COMPLETIONS, EVENTS, MODEL, RelaySetup, a_relay, chunk, token
 from tests.support.frontend.http_clients import post
-from tests.support.waiting import until
+from tests.support.waiting import pace, turns, until
 
 pytestmark = pytest.mark.integration
 
@@ -132,15 +132,20 @@ async def clients(world: RelaySetup, server: CrowdServer, prompts: list[str]) ->
 
 async def until_begun(world: RelaySetup, server: CrowdServer, asking: dict[str, StreamingClient]) -> None:
     """Wait until the server has all requests; fail at once with the cause if one of them was refused."""
-    try:
-        async with asyncio.timeout(SECONDS / 2):
-            while missing := asking.keys() - server.streams.keys():
-                refused = {prompt: asking[prompt].received for prompt in missing if asking[prompt].refused}
-                assert not refused, f"{len(refused)} refused: {next(iter(refused.items()))}"
-                await asyncio.sleep(0.01)
-    except TimeoutError:
+
+    def missing() -> set[str]:
+        return asking.keys() - server.streams.keys()
+
+    def all_there() -> bool:
+        refused = {prompt: asking[prompt].received for prompt in missing() if asking[prompt].refused}
+        assert not refused, f"{len(refused)} refused: {next(iter(refused.items()))}"
+        return not missing()
+
+    def said() -> str:
         counters = world.router.status().counters
-        pytest.fail(f"{len(missing)} of {len(asking)} requests did not arrive, such as {min(missing)}: {counters}")
+        return f"{len(missing())} of {len(asking)} requests did not arrive, such as {min(missing())}: {counters}"
+
+    await until(all_there, SECONDS / 2, said)
 
 
 @pytest.fixture
@@ -197,14 +202,14 @@ async def test_slow_reader_costs_other_clients_nothing(server):
                 await until(lambda: server.streams["slow"].writable)
                 server.streams["slow"].say("x" * 60_000)
                 sent += 60_000
-                await asyncio.sleep(0)
+                await turns()
             server.streams["slow"].end()
 
         async def dribble() -> None:
             """Read a byte a second."""
             while True:
                 assert len(await loop.sock_recv(slow, 1)) == 1
-                await asyncio.sleep(1)
+                await pace(1, "the client reads a byte a second")
 
         async with asyncio.TaskGroup() as tasks:
             flooding, dribbling = tasks.create_task(flood()), tasks.create_task(dribble())

@@ -216,7 +216,9 @@ async def test_reported_cache_is_known_by_token(servers, model_dir):
             publisher.send_multipart([b"", number.to_bytes(8, "big"), msgspec.msgpack.encode([0.0, copies, 0])])
             await until(lambda: world.router.status().index_blocks == 0)
             publisher.send_multipart([b"", (number + 1).to_bytes(8, "big"), b"\xc1 no msgpack"])
-            await asyncio.sleep(0.2)
+            payload = msgspec.msgpack.encode([0.0, [stored], 0])
+            publisher.send_multipart([b"", (number + 2).to_bytes(8, "big"), payload])
+            await until(lambda: world.router.status().index_blocks == len(hashes))
             assert world.serving() == 1
 
 

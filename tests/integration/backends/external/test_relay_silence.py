@@ -29,7 +29,7 @@ from tests.support.backends.openai_servers import (
 from tests.support.fleet_processes import start_service
 from tests.support.frontend.http_clients import error_of, post, raw_http_client
 from tests.support.servers.processes import a_free_port
-from tests.support.waiting import until
+from tests.support.waiting import pace, stays, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -175,7 +175,7 @@ async def only_comments(exchange: ServerExchange) -> None:
     await exchange.begin_events()
     while True:
         await exchange.send(chunk(b": keep-alive\n\n"))
-        await asyncio.sleep(0.1)
+        await pace(0.1, "the period of the comments")
 
 
 @pytest.mark.parametrize("play", [an_empty_first_event, only_comments])
@@ -183,7 +183,7 @@ async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
     """Run four clients that leave after a while, each making room for the next."""
 
     async def soon(exchange: ServerExchange) -> None:
-        await asyncio.sleep(0.15)  # clients leave before one request's silence is too long
+        await pace(0.15, "an answer takes so long that clients leave before one request's silence is too long")
         await five_tokens(exchange)
 
     for server in servers:
@@ -193,7 +193,7 @@ async def test_events_without_content_do_not_hide_a_hung_server(servers, play):
         servers[0].play = play
 
         async def one_after_the_other(client: int) -> list[int | None]:
-            await asyncio.sleep(0.4 * client)  # one of them has always just begun
+            await pace(0.4 * client, "the clients begin one after the other, so that one of them has always just begun")
             prompts = [f"{client} {number}" for number in range(20)]
             return [await status_within(world.http.address, each, patience=1.6, path=CHAT) for each in prompts]
 
@@ -295,7 +295,7 @@ async def test_long_prompt_and_its_queue_are_no_hang(servers):
     def one_by_one(server: OpenAiServer):
         async def play(exchange: ServerExchange) -> None:
             async with turns[id(server)]:
-                await asyncio.sleep(3.0 if len(exchange.seen.body) > 20_000 else 0.02)
+                await pace(3.0 if len(exchange.seen.body) > 20_000 else 0.02, "the server computes the prompt")
                 await five_tokens(exchange)
 
         return play
@@ -308,8 +308,7 @@ async def test_long_prompt_and_its_queue_are_no_hang(servers):
             asking = [tasks.create_task(status_within(world.http.address, "long " * 12_000))]
             for number in range(20):
                 asking.append(tasks.create_task(status_within(world.http.address, f"short {number}")))
-                await asyncio.sleep(0.1)
-                assert world.serving() == 2
+                await stays(lambda: world.serving() == 2, 0.1, "the next request follows after this time")
 
         assert {each.result() for each in asking} == {200}
         assert world.router.status().counters.retried == 0
@@ -319,7 +318,7 @@ async def test_servers_that_slow_down_together_all_stay(servers):
     slow = asyncio.Event()
 
     async def play(exchange: ServerExchange) -> None:
-        await asyncio.sleep(1.5 if slow.is_set() else 0.0)
+        await pace(1.5 if slow.is_set() else 0.0, "the server computes the prompt")
         await five_tokens(exchange)
 
     for server in servers:
@@ -329,9 +328,7 @@ async def test_servers_that_slow_down_together_all_stay(servers):
         slow.set()
         async with asyncio.TaskGroup() as tasks:
             asking = [tasks.create_task(status_within(world.http.address, f"{number}")) for number in range(12)]
-            for _ in range(15):
-                await asyncio.sleep(0.1)
-                assert world.serving() == 2
+            await stays(lambda: world.serving() == 2, 1.5, "the servers are silent for so long")
 
         assert {each.result() for each in asking} == {200}
 
@@ -349,8 +346,7 @@ async def test_servers_that_load_on_first_requests_all_stay(servers):
         async with asyncio.TaskGroup() as tasks:
             asking = [tasks.create_task(status_within(world.http.address, f"{number}")) for number in range(4)]
             await until(lambda: sum(len(server.seen) for server in servers) == 4)
-            await asyncio.sleep(1.0)  # twenty times the minimum
-            assert world.serving() == 2
+            await stays(lambda: world.serving() == 2, 1.0, "twenty times the minimum passes")
             loaded.set()
 
         assert {each.result() for each in asking} == {200}
@@ -403,9 +399,9 @@ async def test_suspended_router_blames_no_server(servers, tmp_path):
             await until(lambda: sum(len(server.seen) for server in servers) == before + 12)
             process.send_signal(signal.SIGSTOP)
             await asyncio.wait(leaving)
-            await asyncio.sleep(1.0)
+            await pace(1.0, "the router is stopped for so long")
             process.send_signal(signal.SIGCONT)
-            await asyncio.sleep(0.2)
+            await pace(0.2, "the servers are silent for a little longer than the router is stopped")
             awake.set()
         assert [each.result() for each in waiting] == [200] * 6
         assert [await status_within(address, f"after {number}") for number in range(6)] == [200] * 6

@@ -14,7 +14,7 @@ from fleet.router.tenants import TenantSettings
 from tests.support.backends.openai_servers import OpenAiServer, five_tokens, metered_tokens, token
 from tests.support.builders import MODEL
 from tests.support.frontend.frontends import open_frontends
-from tests.support.waiting import until
+from tests.support.waiting import until, until_answered
 
 pytestmark = pytest.mark.integration
 
@@ -221,9 +221,7 @@ async def test_endpoint_out_of_reach_gets_requests_again_later(model_dir, tmp_pa
             except openai.RateLimitError:
                 return None
 
-        async with asyncio.timeout(60):
-            while (answer := await answered()) is None:
-                await asyncio.sleep(0.1)
+        answer = await until_answered(answered)
     assert answer.choices[0].text == "abcde"
 
 

@@ -15,6 +15,7 @@ from kvstore.hierarchy.transfers import Confirm, Demote
 from kvstore.messages import BlockKey
 from kvstore.service.evacuation import Evacuations
 from tests.support.kvstore.builders import BLOCK_BYTES, MachineDriver, ManualClock, a_chain
+from tests.support.waiting import turns, until
 
 pytestmark = pytest.mark.integration
 
@@ -60,8 +61,7 @@ class EvacuatingNode:
 
     async def is_asked(self) -> None:
         """Wait until the tier has a command."""
-        while not self.asked:
-            await asyncio.sleep(0)
+        await until(lambda: self.asked, SECONDS, between_seconds=0)
 
     @property
     def keys(self) -> list[BlockKey]:
@@ -101,8 +101,7 @@ class EvacuatingNode:
 
 
 async def have_begun(*tasks: asyncio.Task) -> None:
-    for _ in range(2 * len(tasks)):
-        await asyncio.sleep(0)
+    await turns(2 * len(tasks))
     assert not any(task.done() for task in tasks)
 
 
@@ -169,7 +168,7 @@ async def test_possibly_evicted_block_is_checked_and_rewritten():
         assert question.keys == tuple(node.keys[:4]), "less valuable blocks wait for this answer"
         while not one.done():
             node.answer()
-            await asyncio.sleep(0)
+            await turns()
 
     assert (one.result().there, one.result().moved, one.result().done) == (2, 4, BLOCKS)
     assert node.held == set(node.names)
@@ -207,7 +206,7 @@ async def test_never_written_blocks_go_first_while_tier_is_silent():
     async with node.evacuating() as one:
         await node.is_asked()
         node.answer()
-        await asyncio.sleep(0)
+        await turns()
         node.clock.move(DEADLINE)
 
     assert (one.result().moved, one.result().there, one.result().done) == (BLOCKS - 2, 0, 0)
@@ -250,7 +249,7 @@ async def test_failing_block_is_left_out_and_stops_no_other():
                 node.fail()
             elif node.asked:
                 node.answer_one()
-            await asyncio.sleep(0)
+            await turns()
 
     assert (one.result().moved, one.result().refused, one.result().done) == (BLOCKS - 1, 1, BLOCKS)
 
@@ -261,7 +260,7 @@ async def test_unreachable_tier_keeps_its_blocks_until_the_deadline():
         while not one.done():
             if node.asked:
                 node.fail()
-            await asyncio.sleep(0)
+            await turns()
 
     assert (one.result().moved, one.result().refused, one.result().done) == (0, 0, 0), "each block was charged once"
     assert one.result().failed > 10

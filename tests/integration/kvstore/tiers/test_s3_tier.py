@@ -334,13 +334,14 @@ def test_slowly_dripping_doubted_object_costs_the_deadline():
 
 
 ASKS = """
-import sys, threading, time
+import psutil, sys, threading
 from tests.integration.kvstore.tiers.test_s3_tier import KEYS, open_with_endpoint
 from tests.support.kvstore.builders import deadline_in
+from tests.support.waiting import eventually
 tier = open_with_endpoint("blocks", int(sys.argv[1]))
 tier.backend.clients.within(10)  # which takes long to make
 threading.Thread(target=tier.holds, args=(KEYS[:1], deadline_in(8)), daemon=True).start()
-time.sleep(0.5)
+eventually(lambda: any(each.status == "ESTABLISHED" for each in psutil.Process().net_connections("tcp")))
 tier.close()
 """
 

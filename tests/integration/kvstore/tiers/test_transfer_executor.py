@@ -22,7 +22,7 @@ from kvstore.service.transfer_executor import THREADS_PER_TIER, TransferExecutor
 from kvstore.system_clock import MonotonicClock
 from kvstore.tiers.daemon_threads import DaemonThreads
 from tests.support.kvstore.builders import MachineDriver, a_chain
-from tests.support.waiting import until
+from tests.support.waiting import turns, until
 
 MAX_WAIT = Nanos(30 * MILLISECOND)
 
@@ -129,7 +129,7 @@ async def test_tier_answer_after_the_node_stopped_is_ignored():
         node.prefetch(a_chain(4, "a"), Nanos(10 * SECOND))
         await asyncio.to_thread(node.disk.reading.acquire)
     await until(lambda: not any(thread.name.startswith("kvstore-disk") for thread in threading.enumerate()))
-    await asyncio.sleep(0)
+    await turns()
     gc.collect()
 
     assert complaints == []

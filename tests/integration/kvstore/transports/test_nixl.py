@@ -18,7 +18,7 @@ from kvstore.transports.nixl import NixlTransport
 from kvstore.transports.nixl_node import NixlNode
 from tests.support.kvstore.builders import a_block, deadline_in
 from tests.support.stopwatch import at_most
-from tests.support.waiting import eventually, until, until_answered
+from tests.support.waiting import eventually, pace, stays, until, until_answered
 
 pytestmark = [
     pytest.mark.integration,
@@ -95,15 +95,14 @@ async def test_hung_node_is_a_miss_and_writes_nothing_later(pool, monkeypatch):
     os.kill(pool.node.pid, signal.SIGCONT)
     assert outcome == [BlockOutcome.GONE]
     before = into.copy()
-    await asyncio.sleep(0.3)  # it would arrive now
-    assert np.array_equal(into, before)
+    await stays(lambda: np.array_equal(into, before), 0.3, "the node goes on, and a late write would arrive now")
     transport.close()
 
 
 async def test_agent_process_ends_with_the_node_and_uses_no_cpu(pool):
     process = psutil.Process(pool.node.pid)
     before, began = process.cpu_times(), time.monotonic()
-    await asyncio.sleep(1)
+    await pace(1, "the time of which the processor's share is measured")
     after, took = process.cpu_times(), time.monotonic() - began
 
     assert after.user + after.system - before.user - before.system < 0.15 * took

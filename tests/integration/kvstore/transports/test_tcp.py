@@ -37,7 +37,7 @@ from kvstore.transports.tcp_frames import (
 from kvstore.transports.tcp_server import STALLED, DataPlaneServer
 from tests.support.kvstore.builders import BLOCK_BYTES, LEASE, a_block, a_chain, a_namespace, deadline_in
 from tests.support.stopwatch import at_most
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 pytestmark = pytest.mark.integration
 
@@ -203,9 +203,7 @@ async def test_writer_of_an_ended_reservation_touches_nothing_more(plane):
         a_request(Slot(slot.offset, slot.generation, crc32c([a_block(1)])), DataPlaneOperation.PUT) + late[:100]
     )
     place = plane.tier.view(plane.machine.writable(plane.namespace.digest, slot))
-    async with asyncio.timeout(60):
-        while bytes(place[:100]) != late[:100]:
-            await asyncio.sleep(0)
+    await until(lambda: bytes(place[:100]) == late[:100])
     plane.machine.expire(LEASE)
     plane.settle()
     present = plane.hold(a_chain(1, "new")[0], a_block(2))
@@ -255,13 +253,9 @@ async def test_bytes_damaged_on_read_are_noticed_by_the_client(plane):
 async def test_client_that_stops_midway_is_cut(plane):
     idle_reader, idle_writer = await plane.dial()
     reader, writer = await plane.dial()
-    async with asyncio.timeout(60):
-        while any(connection.busy for connection in plane.plane.connections):
-            await asyncio.sleep(0)
+    await until(lambda: not any(connection.busy for connection in plane.plane.connections))
     writer.write(MAGIC)
-    async with asyncio.timeout(60):
-        while not any(connection.busy for connection in plane.plane.connections):
-            await asyncio.sleep(0)
+    await until(lambda: any(connection.busy for connection in plane.plane.connections))
 
     plane.plane.cut_stalled(Nanos(CLOCK.now() + STALLED))
 

@@ -13,11 +13,12 @@ Rules:
 
 import random
 import uuid
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
 
-from tests.support.kube.api import errors, names, ownership, patching
+from tests.support.kube.api import errors, names, ownership, patching, typed_patches
 from tests.support.kube.api.errors import ApiError, ErrorCause
 from tests.support.kube.api.kinds import ages, builtin_rules, custom
 from tests.support.kube.api.kinds import builtin as builtin_kinds
@@ -30,6 +31,7 @@ from tests.support.kube.api.values import Json, Object, clone, dig, without
 
 NAMESPACES: Place = ("", "namespaces")
 PODS: Place = ("", "pods")
+API_SERVICES: Place = ("apiregistration.k8s.io", "apiservices")
 UNCONDITIONAL_NOT_ALLOWED = frozenset({"Lease", "CustomResourceDefinition", "PodDisruptionBudget"})
 CAUSES_SHOWN = 10
 
@@ -68,6 +70,7 @@ class ObjectStore:
             self.create(
                 self.catalogue.at(NAMESPACES), "", {"metadata": {"name": name}}, Options(manager="kube-apiserver")
             )
+        self._list_api_services()
 
     # Reading.
 
@@ -169,7 +172,7 @@ class ObjectStore:
             raise ApiError("BadRequest", "metadata.managedFields must be nil")
         self._check_namespace(resource, namespace, metadata, exists=False)
         drop_nulls(applied, resource.shape)
-        unknown = _refuse_unknown(resource, applied, options)
+        typed_patches.check_types(applied, resource)
         _only(applied, options.subresource, resource)
         live = self.storage.get(resource.place, _key(resource, namespace, name))
         manager = Manager(options.manager, "Apply", resource.api_version, options.subresource)
@@ -184,12 +187,14 @@ class ObjectStore:
                 "resourceVersion", None
             )  # any version passes, since no object exists that it could differ from
             _, claims = ownership.apply(None, applied, manager, resource.shape, ages.now(), force=options.force)
+            typed_patches.check_quantities(applied, resource)
             made = self.create(resource, namespace, applied, msgspec.structs.replace(options, dry_run=True))
             item = clone(made.item)
             ownership.write_claims(item["metadata"], claims)
-            return Written(self._keep(resource, namespace, item, options), created=True, warnings=unknown)
+            return Written(self._keep(resource, namespace, item, options), created=True)
         live = as_version(live, resource)
         merged, claims = ownership.apply(live, applied, manager, resource.shape, ages.now(), force=options.force)
+        typed_patches.check_quantities(merged, resource)
         return self._change(resource, namespace, live, merged, options, claims=claims)
 
     def _change(
@@ -299,7 +304,7 @@ class ObjectStore:
             item["metadata"]["finalizers"] = [*item["metadata"].get("finalizers", ()), CLEAN]
         item = self.storage.put(resource.place, key, item)
         if resource.place == custom.PLACE and not item["metadata"].get("deletionTimestamp"):
-            self.catalogue.replace(_place_of(item), custom.resources_of(item))
+            self._serve(_place_of(item), custom.resources_of(item))
             established = custom.establish(item)
             if established["status"] != item.get("status"):
                 self.storage.put(resource.place, key, established)
@@ -378,7 +383,7 @@ class ObjectStore:
     def _removed(self, resource: ServedResource, key: Key) -> Object:
         last = self.storage.remove(resource.place, key)
         if resource.place == custom.PLACE:
-            self.catalogue.replace(_place_of(last), ())
+            self._serve(_place_of(last), ())
         elif resource.custom:
             definition = self.storage.get(custom.PLACE, ("", f"{resource.plural}.{resource.group}"))
             if definition is not None and definition["metadata"].get("deletionTimestamp"):
@@ -397,6 +402,23 @@ class ObjectStore:
             self.release(self.catalogue.at(custom.PLACE), ("", definition["metadata"]["name"]), CLEAN)
 
     # Details.
+
+    def _serve(self, place: Place, resources: Sequence[ServedResource]) -> None:
+        """Serve these versions of a custom kind, and list each version of each group as an APIService."""
+        self.catalogue.replace(place, resources)
+        self._list_api_services()
+
+    def _list_api_services(self) -> None:
+        kind = self.catalogue.at(API_SERVICES)
+        served = {f"{each.version}.{each.group}": each for each in self.catalogue}
+        listed = {each["metadata"]["name"] for each in self.storage.items(API_SERVICES)}
+        for name in listed - served.keys():
+            self.delete(kind, "", name, {})
+        for name in sorted(served.keys() - listed):
+            spec = {"version": served[name].version, "groupPriorityMinimum": 1000, "versionPriority": 100}
+            spec |= {"group": served[name].group} if served[name].group else {}
+            metadata = {"name": name, "labels": {"kube-aggregator.kubernetes.io/automanaged": "true"}}
+            self.create(kind, "", {"metadata": metadata, "spec": spec}, Options(manager="kube-apiserver"))
 
     def _check_namespace(
         self, resource: ServedResource, namespace: str, metadata: Object, *, exists: bool = True

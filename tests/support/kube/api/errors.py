@@ -65,7 +65,10 @@ Reason = Literal[
     "TooManyRequests",
     "Unauthorized",
     "UnsupportedMediaType",
+    "",
 ]
+"""The reasons of a `Status`; empty for errors to which kube-apiserver gives none."""
+
 CODES: dict[Reason, int] = {
     "AlreadyExists": 409,
     "BadRequest": 400,
@@ -80,6 +83,7 @@ CODES: dict[Reason, int] = {
     "TooManyRequests": 429,
     "Unauthorized": 401,
     "UnsupportedMediaType": 415,
+    "": 500,
 }
 
 
@@ -110,8 +114,9 @@ class ApiError(Exception):
             "metadata": {},
             "status": "Failure",
             "message": str(self),
-            "reason": self.reason,
         }
+        if self.reason:
+            answer["reason"] = self.reason
         if self.details:
             answer["details"] = self.details
         return answer | {"code": self.code}
@@ -146,6 +151,13 @@ def forbidden(group: str, plural: str, name: str, why: str) -> ApiError:
     where = f"{plural}.{group}" if group else plural
     named = f'{where} "{name}"' if name else where
     return ApiError("Forbidden", f"{named} is forbidden: {why}", details=_details(group, plural, name))
+
+
+def denied(group: str, plural: str, name: str, words: str) -> ApiError:
+    """Return the refusal of a ValidatingAdmissionPolicy: worded as forbidden, but with its own reason and a bare cause."""
+    where = f"{plural}.{group}" if group else plural
+    details = _details(group, plural, name) | {"causes": [{"message": words}]}
+    return ApiError("Invalid", f'{where} "{name}" is forbidden: {words}', details=details)
 
 
 def invalid(group: str, kind: str, name: str, causes: list[ErrorCause]) -> ApiError:

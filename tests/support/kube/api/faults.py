@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["status", "expire", "cut", "delay", "hold", "drop"]
+Kind = Literal["status", "deny", "expire", "cut", "delay", "hold", "drop"]
 
 
 class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -18,6 +18,7 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     - `status`: the answer is `code`, with `Retry-After: retry_after_seconds` if that is given; nothing is done. 409 is
       a conflict:
       many of them are a conflict storm.
+    - `deny`: a ValidatingAdmissionPolicy refuses the write, with `message`.
     - `expire`: a watch gets an ERROR event with code 410 after `events` events, and ends.
     - `cut`: a watch, or the body of any other answer, breaks off in the middle: a watch after `events` events.
     - `drop`: the request is carried out, but its answer never comes: the connection closes.
@@ -45,6 +46,8 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     retry_after_seconds: int | None = None
     seconds: float = 0.0
     events: int = 0
+    message: str = ""
+    """The words of `status` and `deny`."""
     struck: int = 0
 
 

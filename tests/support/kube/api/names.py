@@ -31,6 +31,7 @@ BY_KIND = {
     "RoleBinding": "segment",
     "ClusterRole": "segment",
     "ClusterRoleBinding": "segment",
+    "APIService": "segment",
 }
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 QUALIFIED = re.compile(rf"({LABEL}(\.{LABEL})*/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?")

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import random
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -100,10 +101,15 @@ def an_api_server(
 
     async def start() -> int:
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port, ssl_context=context)
-        await site.start()
+        await web.SockSite(runner, listening, ssl_context=context).start()
         return runner.addresses[0][1]
 
+    async def stop() -> None:
+        loop.remove_reader(listening.fileno())
+        await asyncio.sleep(0)  # see `kvstore.net.listeners.stop_listening`
+        await runner.cleanup()
+
+    listening = socket.create_server(("127.0.0.1", port))
     thread = threading.Thread(target=loop.run_forever, name="api-server")
     thread.start()
     other = None
@@ -120,7 +126,7 @@ def an_api_server(
             other.cancel()
             with contextlib.suppress(concurrent.futures.CancelledError):
                 other.result(STOP_SECONDS)
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(STOP_SECONDS)
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(STOP_SECONDS)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(STOP_SECONDS)
         loop.close()

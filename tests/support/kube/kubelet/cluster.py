@@ -17,6 +17,7 @@ from tests.support.kube.kubelet import controllers
 from tests.support.kube.kubelet.network import Network
 from tests.support.kube.kubelet.objects import Object, Objects, Refused
 from tests.support.kube.kubelet.pods import Kubelet
+from tests.support.waiting import pace
 
 NODE = "node-1"
 START_SECONDS = 60
@@ -86,7 +87,7 @@ class ToyCluster:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._run())
-            self._loop.run_until_complete(asyncio.sleep(CLOSE_SECONDS))
+            self._loop.run_until_complete(pace(CLOSE_SECONDS, "aiohttp does not tell when connections are closed"))
         except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
             self._failure = error
         finally:
@@ -134,7 +135,9 @@ class ToyCluster:
             except Refused as refused:
                 if refused.code not in GONE_OR_CHANGED:
                     raise
-                await asyncio.sleep(AGAIN_SECONDS)  # the watch has not reported it yet
+                with contextlib.suppress(TimeoutError):  # the watch has not reported it yet
+                    async with asyncio.timeout(AGAIN_SECONDS):
+                        await self._objects.changed.wait()
                 continue
             self._kubelet.settle(pods)
             await self._serve()

@@ -22,11 +22,17 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Self
 
+from kvstore.net.listeners import stop_listening
+from tests.support.waiting import turns
+
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 NODE_ADDRESS = "10.244.0.1"
 DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 CHUNK = 1 << 16
 DIAL_SECONDS = 5
+ACCEPTING_TURNS = (
+    4  # of the loop: from an accepted connection to its transport, its protocol and its task, which then ends it
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -100,7 +106,6 @@ class Network:
     async def __aexit__(self, *_: object) -> None:
         for proxy in (*self._proxies.values(), *self._ways):
             await proxy.close()
-        await asyncio.sleep(0)  # connections that were accepted in the last turn of the loop are closed in this one
         self._node.kill()
         await self._node.wait()
 
@@ -184,13 +189,11 @@ class Proxy:
         self._server = await asyncio.start_server(self._accept, sock=listening)
 
     async def close(self) -> None:
-        """Refuse new connections, and close those that are open.
-
-        One accepted a moment ago is closed in its first turn.
-        """
+        """Refuse new connections, and close those that are open, also those that were accepted a moment ago."""
         self._closed = True
         if self._server is not None:
-            self._server.close()
+            stop_listening(self._server)
+        await turns(ACCEPTING_TURNS)
         for carried in list(self._carried):
             carried.cancel()
         if self._carried:

@@ -8,6 +8,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.support.waiting import pace
+
 Object = dict[str, Any]
 
 PATHS = {
@@ -145,7 +147,7 @@ class Objects:
             try:
                 await self._watch(plural)
             except (aiohttp.ClientError, OSError, ValueError, TimeoutError):
-                await asyncio.sleep(PAUSE_SECONDS)
+                await pace(PAUSE_SECONDS, "the pause before a watch is opened again")
 
     async def _watch(self, plural: str) -> None:
         path = f"{PATHS[plural]}/{plural}"

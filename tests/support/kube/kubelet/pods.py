@@ -24,6 +24,7 @@ from tests.support.kube.kubelet.network import Network
 from tests.support.kube.kubelet.objects import Object, Objects, ends
 from tests.support.kube.kubelet.probes import succeeds
 from tests.support.kube.kubelet.sandbox import REPOSITORY, Sandbox
+from tests.support.waiting import pace
 
 FLEET = (sys.executable, "-m", "fleet.cli.main")
 RESTART_SECONDS = 0.5
@@ -221,7 +222,7 @@ class _Pod:
         while not self.ending.is_set():
             if (mounts := self._mounts()) is not None:
                 return mounts
-            await asyncio.sleep(0.02)
+            await pace(0.02, "the period in which a kubelet looks for the sources of volumes")
         return None
 
     def _mounts(self) -> dict[str, Path] | None:
@@ -338,7 +339,7 @@ class _Container:
                 return
             self._count += 1
             await self._pod.report()
-            await asyncio.sleep(min(RESTART_SECONDS * 2 ** min(self._count - 1, 5), 10))
+            await pace(min(RESTART_SECONDS * 2 ** min(self._count - 1, 5), 10), "the back-off before a restart")
 
     async def stop(self, grace: float) -> None:
         """Run the hook and send SIGTERM, and SIGKILL when the grace period is over."""
@@ -358,7 +359,7 @@ class _Container:
     async def _hook(self, hook: Object) -> None:
         match hook:
             case {"sleep": {"seconds": seconds}}:
-                await asyncio.sleep(seconds)
+                await pace(seconds, "the hook of the pod sleeps")
             case {"exec": {"command": command}}:
                 await self._execute(command)
 
@@ -400,7 +401,7 @@ class _Container:
         """Report by probes whether it is ready, and kill it when its liveness probe fails."""
         if startup := self._spec.get("startupProbe"):
             while not await self._asked(startup):
-                await asyncio.sleep(_period(startup) / 4)
+                await pace(_period(startup) / 4, "the period of the probe, shortened")
         readiness, liveness = self._spec.get("readinessProbe"), self._spec.get("livenessProbe")
         failures = 0
         while True:
@@ -413,7 +414,7 @@ class _Container:
                 if failures >= liveness.get("failureThreshold", 3):
                     self._signal(signal.SIGKILL)
                     return
-            await asyncio.sleep(_period(readiness or liveness or {}) / (1 if self.ready else 4))
+            await pace(_period(readiness or liveness or {}) / (1 if self.ready else 4), "the period of the probe")
 
     async def _asked(self, probe: Object) -> bool:
         return await succeeds(probe, self._sandbox.address, self._ports, self._pod.network, self._execute)

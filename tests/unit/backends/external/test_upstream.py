@@ -1,7 +1,5 @@
 """Upstream connection: what it passes on and reports of an answer, and when."""
 
-import asyncio
-
 import pytest
 
 from fleet.backends.external.upstream import (
@@ -15,6 +13,7 @@ from fleet.backends.external.upstream import (
 )
 from fleet.backends.external.write_batcher import MAX_BATCHED_MESSAGES, WriteBatcher
 from fleet.core.ids import RequestId
+from tests.support.waiting import turns
 
 WORK = RequestId("r#1")
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -100,7 +99,7 @@ async def make_busy(owner):
     """Run a turn with several messages, so that those of the next one wait for its end."""
     for _ in range(2):
         owner.write_batcher.send(lambda: None)
-    await asyncio.sleep(0)
+    await turns()
 
 
 @pytest.fixture
@@ -117,7 +116,7 @@ async def asked(owner):
     upstream.connection_made(Transport())
     relayed = Relayed()
     upstream.begin(WORK, relayed, REQUEST)
-    await asyncio.sleep(0)
+    await turns()
     assert upstream.transport.written == REQUEST + relayed.body
     await make_busy(owner)
     return upstream, relayed
@@ -136,7 +135,7 @@ async def test_answers_of_a_turn_are_sent_before_any_report(owner, asked):
     other.data_received(HEAD + EVENT + LAST)
 
     assert owner.told == []
-    await asyncio.sleep(0)
+    await turns()
     assert owner.told == [("finished", 1, "reusable")] * 2
     assert relayed.client.written.endswith(EVENT + LAST)
     assert written_when_told == [relayed.client.written]
@@ -148,13 +147,13 @@ async def test_every_client_has_its_answer_however_many_come_in_a_turn(owner):
     for upstream, relayed in asked:
         upstream.connection_made(Transport())
         upstream.begin(WORK, relayed, REQUEST)
-    await asyncio.sleep(0)
+    await turns()
 
     for upstream, _ in asked:
         upstream.data_received(HEAD + EVENT)
     for upstream, _ in asked:
         upstream.data_received(LAST)
-    await asyncio.sleep(0)
+    await turns()
 
     assert all(upstream.transport.written == REQUEST + relayed.body for upstream, relayed in asked)
     assert all(relayed.client.written.endswith(EVENT + LAST) for _, relayed in asked)
@@ -164,16 +163,16 @@ async def test_bytes_before_a_request_are_no_answer(owner):
     upstream, relayed = Upstream(owner, report_every=2), Relayed()
     upstream.connection_made(Transport())
     upstream.begin(WORK, relayed, REQUEST)
-    await asyncio.sleep(0)
+    await turns()
     upstream.data_received(HEAD + EVENT + LAST)
-    await asyncio.sleep(0)
+    await turns()
     owner.told.clear()
     again = Relayed()
     await make_busy(owner)
 
     upstream.begin(WORK, again, REQUEST)
     upstream.data_received(HEAD + EVENT + LAST)
-    await asyncio.sleep(0)
+    await turns()
     upstream.connection_lost(None)
 
     assert again.client.written == b""
@@ -199,7 +198,7 @@ async def test_pending_bytes_reach_the_client_before_an_error(owner, asked, end)
 
     assert relayed.client.written.endswith(EVENT + EVENT)
     written = relayed.client.written
-    await asyncio.sleep(0)
+    await turns()
     assert relayed.client.written == written  # once
 
 
@@ -209,7 +208,7 @@ async def test_a_request_that_is_dropped_in_its_turn_is_not_sent(owner):
     upstream.begin(WORK, Relayed(), REQUEST)
 
     upstream.drop()
-    await asyncio.sleep(0)
+    await turns()
 
     assert upstream.transport.written == b""
 
@@ -221,7 +220,7 @@ async def test_tokens_of_a_turn_are_reported_once(owner, asked):
     for _ in range(4):
         upstream.data_received(EVENT)
     upstream.data_received(EVENT + LAST)
-    await asyncio.sleep(0)
+    await turns()
 
     assert sum(tokens for _, tokens, *_ in owner.told) == relayed.answer_tokens == 6
     assert owner.told[-1][0] == "finished"
@@ -232,7 +231,7 @@ async def test_dropped_answer_is_not_reported(owner, asked):
     upstream.data_received(HEAD + EVENT + LAST)
 
     upstream.drop()
-    await asyncio.sleep(0)
+    await turns()
 
     assert owner.told == []
     assert not relayed.ended
@@ -244,7 +243,7 @@ async def test_close_right_after_the_answer_is_no_failure(owner, asked):
 
     upstream.transport.closed = True
     upstream.connection_lost(None)
-    await asyncio.sleep(0)
+    await turns()
 
     assert owner.told == [("finished", 1, "of no use")]
     assert relayed.ended == 1
@@ -255,7 +254,7 @@ async def test_bytes_after_the_answer_close_only_the_connection(owner, asked):
     upstream.data_received(HEAD + EVENT + LAST)
 
     upstream.data_received(b"HTTP/1.1 200 OK\r\n\r\n")
-    await asyncio.sleep(0)
+    await turns()
 
     assert relayed.client.written.endswith(EVENT + LAST)
     assert owner.told == [("finished", 1, "of no use")]
@@ -274,7 +273,7 @@ async def test_usage_is_read_wherever_the_answer_is_split(owner):
         upstream.flush()
         upstream.data_received(head + body[:-cut])
         upstream.data_received(body[-cut:])
-        await asyncio.sleep(0)
+        await turns()
 
         assert (relayed.ended, relayed.answer_tokens) == (1, 21), cut
         assert upstream.usage() == UpstreamUsage(7, 3), cut
@@ -292,7 +291,7 @@ async def test_usage_counts_in_however_many_pieces_it_comes(asked, size):
     upstream.data_received(HEAD + EVENT)
     for begin in range(0, len(rest), size):
         upstream.data_received(rest[begin : begin + size])
-    await asyncio.sleep(0)
+    await turns()
 
     assert (relayed.ended, relayed.answer_tokens) == (1, 21)
     assert upstream.usage() == UpstreamUsage(7, 3)
@@ -309,7 +308,7 @@ async def test_usage_counts_in_however_many_chunks_it_comes(asked, size):
     upstream.data_received(
         HEAD + EVENT + b"".join(b"%x;a=b\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + LAST
     )
-    await asyncio.sleep(0)
+    await turns()
 
     assert upstream.usage() == UpstreamUsage(1234, 89)
     assert relayed.answer_tokens == 567
@@ -354,7 +353,7 @@ async def test_interim_heads_are_skipped_wherever_they_are_split(owner, interim,
         upstream.flush()
         upstream.data_received(sent[:cut])
         upstream.data_received(sent[cut:])
-        await asyncio.sleep(0)
+        await turns()
 
         assert relayed.ended == 1, cut
         assert relayed.client.written.startswith(b"HTTP/1.1 200 OK\r\n")
@@ -377,7 +376,7 @@ async def test_too_many_interim_heads_or_other_bytes_fail(owner, asked, said, si
     for begin in range(0, len(sent), size):
         if not upstream.transport.closed:
             upstream.data_received(sent[begin : begin + size])
-    await asyncio.sleep(0)
+    await turns()
 
     assert [event for event, *_ in owner.told] == ["failed"]
     assert relayed.client.written == b""
@@ -387,7 +386,7 @@ async def test_interim_head_shows_that_the_request_was_seen(owner, asked):
     """The request is not sent again if the connection closes then, unlike after an idle time."""
     upstream, _ = asked
     upstream.data_received(HEAD + EVENT + LAST)
-    await asyncio.sleep(0)
+    await turns()
     owner.told.clear()
     upstream.begin(WORK, Relayed(), REQUEST)
     upstream.flush()
@@ -404,7 +403,7 @@ async def test_invalid_token_count_is_not_charged(asked, told):
     relayed.tenant = "somebody"
     body = b'{"prompt_tokens":1,"completion_tokens":' + told + b"}"
     upstream.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-    await asyncio.sleep(0)
+    await turns()
 
     assert (relayed.ended, relayed.answer_tokens) == (1, 1)
 

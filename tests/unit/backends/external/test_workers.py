@@ -1,7 +1,6 @@
 """Fleet's own workers beside external backends, whose names and models are reserved."""
 
-from fleet.backends.combined import CombinedBackends
-from fleet.backends.external.workers import ExternalBackends
+from fleet.backends.external.workers import CombinedBackends, ExternalBackends
 from fleet.core.ids import WorkerId
 from fleet.core.system_clock import SystemClock
 from fleet.router.messages import LoadReported, StoreChanged, WorkerDraining, WorkerEvent, WorkerJoined, WorkerLeft

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from fleet.backends.external.write_batcher import MAX_BATCHED_MESSAGES, WriteBatcher
+from tests.support.waiting import turns
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ async def turn_end():
     turn_end = WriteBatcher()
     for _ in range(2):
         turn_end.send(lambda: None)
-    await asyncio.sleep(0)
+    await turns()
     return turn_end
 
 
@@ -27,7 +28,7 @@ async def test_a_message_goes_at_once_where_turns_have_but_one(done):
     for number in range(3):
         turn_end.send(lambda number=number: done.append(number))
         assert done[-1] == number
-        await asyncio.sleep(0)
+        await turns()
 
 
 async def test_messages_after_the_first_one_wait_and_so_does_next_turn(done):
@@ -35,12 +36,12 @@ async def test_messages_after_the_first_one_wait_and_so_does_next_turn(done):
     for number in range(3):
         turn_end.send(lambda number=number: done.append(number))
     assert done == [0]
-    await asyncio.sleep(0)
+    await turns()
     assert done == [0, 1, 2]
 
     turn_end.send(lambda: done.append(3))
     assert done == [0, 1, 2]
-    await asyncio.sleep(0)
+    await turns()
     assert done == [0, 1, 2, 3]
 
     turn_end.send(lambda: done.append(4))
@@ -49,7 +50,7 @@ async def test_messages_after_the_first_one_wait_and_so_does_next_turn(done):
 
 async def test_a_turn_without_messages_says_nothing_of_the_next(done, turn_end):
     turn_end.afterwards(lambda: None)
-    await asyncio.sleep(0)
+    await turns()
 
     turn_end.send(lambda: done.append("a message"))
 
@@ -62,7 +63,7 @@ async def test_everything_is_sent_before_books_are_kept(done, turn_end):
     turn_end.send(lambda: done.append("another"))
 
     assert done == []
-    await asyncio.sleep(0)
+    await turns()
     assert done == ["a message", "another", "a book"]
 
 
@@ -70,7 +71,7 @@ async def test_messages_of_a_callback_are_sent_before_the_next_one(done, turn_en
     turn_end.afterwards(lambda: turn_end.send(lambda: done.append("a message")))
     turn_end.afterwards(lambda: done.append("a book"))
 
-    await asyncio.sleep(0)
+    await turns()
 
     assert done == ["a message", "a book"]
 
@@ -80,7 +81,7 @@ async def test_a_long_turn_does_not_hold_back_more_than_a_few_messages(done, tur
         turn_end.send(lambda number=number: done.append(number))
 
     assert done == list(range(MAX_BATCHED_MESSAGES))
-    await asyncio.sleep(0)
+    await turns()
     assert done == list(range(MAX_BATCHED_MESSAGES + 1))
 
 
@@ -96,8 +97,7 @@ async def test_one_that_fails_is_reported_and_the_others_go_on(done, turn_end):
     turn_end.send(lambda: done.append("a message"))
     turn_end.afterwards(fail)
     turn_end.afterwards(lambda: done.append("a book"))
-    for _ in range(3):
-        await asyncio.sleep(0)
+    await turns(3)
 
     assert reported == [failure, failure]
     assert done == ["a message", "a book"]
@@ -106,6 +106,6 @@ async def test_one_that_fails_is_reported_and_the_others_go_on(done, turn_end):
 async def test_every_turn_has_an_end(done, turn_end):
     for number in range(3):
         turn_end.send(lambda number=number: done.append(number))
-        await asyncio.sleep(0)
+        await turns()
 
     assert done == [0, 1, 2]

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -21,6 +20,7 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.sim.experiments import sweep
 from tests.support.sim.scenarios import SCENARIO
 from tests.support.sim.traces import AGENTIC, CONVERSATION
+from tests.support.waiting import eventually
 
 COMPUTES_SECONDS = 0.3  # processor time after which a run has begun
 TRACE = f"workload={{kind='trace',file='{CONVERSATION}',requests=60}}"
@@ -269,14 +269,12 @@ def test_killed_run_process_reports_what_to_do(scenario, which):
     rows = sweep.run_all(made, 2)
     others = {child.pid for child in multiprocessing.active_children()}  # of other tests
 
+    def computes():
+        ours = sorted(child.pid for child in multiprocessing.active_children() if child.pid not in others)
+        return len(ours) == 2 and sum(psutil.Process(ours[which]).cpu_times()[:2]) > COMPUTES_SECONDS and ours[which]
+
     def kill_one():
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            ours = sorted(child.pid for child in multiprocessing.active_children() if child.pid not in others)
-            if len(ours) == 2 and sum(psutil.Process(ours[which]).cpu_times()[:2]) > COMPUTES_SECONDS:
-                os.kill(ours[which], signal.SIGKILL)
-                return
-            time.sleep(0.01)
+        os.kill(eventually(computes), signal.SIGKILL)
 
     killer = threading.Thread(target=kill_one)
     killer.start()
@@ -288,13 +286,16 @@ def test_killed_run_process_reports_what_to_do(scenario, which):
 def test_runs_end_with_a_caller_that_is_killed(scenario):
     """A killed caller cannot tell its processes, so they notice it."""
     script = (
-        "import multiprocessing, os, signal, sys, threading, time\n"
+        "import multiprocessing, os, psutil, signal, sys, threading\n"
         "from pathlib import Path\n"
         "from fleet.sim.experiments import sweep\n"
+        "from tests.support.waiting import eventually\n"
+        "def computing():\n"
+        "    times = [psutil.Process(each.pid).cpu_times() for each in multiprocessing.active_children()]\n"
+        f"    return len(times) == 2 and all(each.user + each.system > {COMPUTES_SECONDS} for each in times)\n"
         "def killed():\n"
-        "    while len(children := multiprocessing.active_children()) < 2: time.sleep(0.01)\n"
-        "    time.sleep(1.0)\n"
-        "    os.write(1, ' '.join(str(each.pid) for each in children).encode())\n"
+        "    eventually(computing)\n"
+        "    os.write(1, ' '.join(str(each.pid) for each in multiprocessing.active_children()).encode())\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "threading.Thread(target=killed, daemon=True).start()\n"
         "if __name__ == '__main__':\n"
@@ -305,12 +306,11 @@ def test_runs_end_with_a_caller_that_is_killed(scenario):
     with said.open("wb") as file:
         caller = subprocess.run([sys.executable, "-c", script, scenario], stdout=file, timeout=60, check=False)
     assert caller.returncode == -signal.SIGKILL
-    left = [int(pid) for pid in said.read_bytes().split()]
-    assert len(left) == 2
-    deadline = time.monotonic() + 60
-    while left and time.monotonic() < deadline:
-        left = [pid for pid in left if Path(f"/proc/{pid}").exists()]
-        time.sleep(0.02)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert not left
+    pids = [int(pid) for pid in said.read_bytes().split()]
+    assert len(pids) == 2
+    try:
+        eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

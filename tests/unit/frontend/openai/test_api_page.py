@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from fleet.frontend.openai.bodies import ACCEPTED_VALUES, COMPLETION_FIELDS, ChatBody, CompletionBody, OpenAiBody
-from fleet.frontend.openai.header_hints import HINT_HEADERS
+from fleet.frontend.openai.bodies import (
+    ACCEPTED_VALUES,
+    COMPLETION_FIELDS,
+    HINT_HEADERS,
+    ChatBody,
+    CompletionBody,
+    OpenAiBody,
+)
 
 PAGE = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
 OF_CHATS = {"tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort"}

@@ -6,8 +6,7 @@ from fleet.core.clock import Nanos
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import RequestId
 from fleet.frontend.openai.relay import RelayedRequest
-from fleet.net.http.exchange import Exchange
-from fleet.net.http.messages import HttpHead, HttpRequest
+from fleet.net.http.exchange import Exchange, HttpHead, HttpRequest
 
 EVENT = b"9\r\ndata: a\n\n\r\n"
 REQUEST = HttpRequest(

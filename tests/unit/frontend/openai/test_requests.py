@@ -21,8 +21,7 @@ from fleet.core.requests import (
     ToolChoice,
 )
 from fleet.core.roles import KvPath, Placement
-from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES, FleetOptions
-from fleet.frontend.openai.header_hints import HINT_HEADERS
+from fleet.frontend.openai.bodies import HINT_HEADERS, OPENAI_FIELD_NAMES, FleetOptions
 from fleet.frontend.openai.requests import Details, read_chat, read_completion
 from fleet.net.status_codes import rename_field
 from tests.support.builders import token_bytes

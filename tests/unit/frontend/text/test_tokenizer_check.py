@@ -5,8 +5,7 @@ import logging
 import pytest
 from msgspec import structs
 
-from fleet.backends.combined import CombinedBackends
-from fleet.backends.external.workers import ExternalBackends
+from fleet.backends.external.workers import CombinedBackends, ExternalBackends
 from fleet.core.work import TokenizerDigests
 from fleet.frontend.text import tokenizer_check
 from fleet.frontend.text.codec import load_codec

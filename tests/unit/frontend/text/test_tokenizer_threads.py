@@ -13,6 +13,7 @@ from fleet.frontend.text.tokenizer_threads import (
     VERY_LONG_BYTES,
     TokenizerThreads,
 )
+from tests.support.waiting import turns, until_answered
 
 SIZE = 10_000
 VERY_LONG = VERY_LONG_BYTES + 1
@@ -69,8 +70,7 @@ async def test_cancelled_waiting_work_frees_its_place(threads):
         given_up = [threads.run(slow, SIZE) for _ in range(MAX_TASKS - THREADS)]
         for each in given_up:
             each.cancel()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await turns(2)
     slow.go.set()
     async with asyncio.timeout(60):
         await asyncio.gather(*running)
@@ -82,7 +82,7 @@ async def test_started_work_counts_until_it_is_done(threads):
     slow = Slow()
     for each in [threads.run(slow, SIZE) for _ in range(THREADS)]:
         each.cancel()
-    await asyncio.sleep(0)
+    await turns()
     waiting = [threads.run(slow, SIZE) for _ in range(MAX_TASKS - THREADS)]
 
     with pytest.raises(RequestRejected):
@@ -92,12 +92,14 @@ async def test_started_work_counts_until_it_is_done(threads):
     async with asyncio.timeout(60):
         for each in waiting:
             await each
-        while True:
+
+        async def runs_again() -> bool:
             try:
-                await threads.run(slow, SIZE)
-                break
+                return await threads.run(slow, SIZE) == 7
             except RequestRejected:
-                await asyncio.sleep(0)
+                return False
+
+        await until_answered(runs_again)
 
 
 async def test_long_prompt_passes_very_long_ones(threads):

@@ -6,9 +6,9 @@ import pytest
 from fleet.core.clock import SECOND
 from fleet.core.errors import RequestRejected
 from fleet.core.system_clock import SystemClock
-from fleet.net.connection_table import ConnectionTable
+from fleet.net.connection_limits import ConnectionTable
 from fleet.net.http.connection import HttpConnection
-from fleet.net.http.messages import HeadCache, HeldBodyBytes, HttpHead
+from fleet.net.http.exchange import HeadCache, HeldBodyBytes, HttpHead
 from fleet.net.limit_log import ClientLog
 from fleet.net.settings import HttpSettings
 from tests.support.kvstore.builders import ManualClock

@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry
 
 from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.ports import NameTaken, ObjectConflict
-from fleet.net.kubernetes.views import NamedObject, ObjectMetadata, OwnerReference
+from fleet.net.kubernetes.views import ChildMetadata, ChildObject, OwnerReference
 from operators.controller.applier import Applier
 from operators.controller.reconcile import Apply
 from operators.observed.caches import InformerCaches
@@ -14,10 +14,10 @@ from operators.telemetry import OperatorMetrics
 
 def a_service(owner):
     reference = OwnerReference(kind="DisaggDeployment", name="dd", uid=owner, controller=True)
-    metadata = ObjectMetadata(
+    metadata = ChildMetadata(
         name="dd-router", namespace="ns", uid="its-uid", resource_version="7", owner_references=(reference,)
     )
-    return NamedObject(metadata=metadata)
+    return ChildObject(metadata=metadata)
 
 
 def a_manifest(owner):
@@ -53,7 +53,7 @@ def a_hand(cluster, store):
 
 async def test_object_taken_over_by_others_is_left_alone():
     cluster, store = Cluster(a_service("theirs")), InformerCaches()
-    store.of(kinds.SERVICE, NamedObject).put(a_service("theirs"))
+    store.of(kinds.SERVICE, ChildObject).put(a_service("theirs"))
 
     with pytest.raises(ObjectConflict, match="Service dd-router belongs to somebody else"):
         await a_hand(cluster, store).perform([Apply(a_manifest("ours"))], "ns")
@@ -68,7 +68,7 @@ async def test_taken_name_is_in_the_cache_afterwards():
         await a_hand(cluster, store).perform([Apply(a_manifest("ours"))], "ns")
 
     assert cluster.written == []
-    assert store.of(kinds.SERVICE, NamedObject).get("ns", "dd-router") == a_service("theirs")
+    assert store.of(kinds.SERVICE, ChildObject).get("ns", "dd-router") == a_service("theirs")
 
 
 async def test_known_object_is_applied_by_uid_and_new_one_created():

@@ -2,7 +2,6 @@
 
 import pytest
 
-from fleet.net.kubernetes.status_errors import ApiStatus, StatusCause, StatusDetails, public_message
 from fleet.net.kubernetes.views import (
     ContainerState,
     ContainerStatus,
@@ -120,37 +119,25 @@ def test_quota_comes_before_its_consequences():
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ('Invalid value: "hunter2": must be a number', "f: must be a number"),
-        ("Invalid value: {'p': 'hunter2'}: must be one of 'hunter2'", "f: FieldValueInvalid"),
-        ('Invalid value: "a: must hunter2"', "f: FieldValueInvalid"),
-        ("Required value: field is immutable", "f: field is immutable"),
+        ('pods "x" is forbidden: [maximum cpu usage per Container is 2, but limit is 4]', "[maximum cpu usage"),
+        ('pods "x" is forbidden: failed quota: q: must specify cpu for: main', "failed quota: q: must specify cpu"),
+        (
+            "pods \"x\" is forbidden: ValidatingAdmissionPolicy 'p' with binding 'b' denied request: name a team",
+            "ValidatingAdmissionPolicy 'p' with binding 'b' denied request: name a team",
+        ),
+        (
+            'Pod "x" is invalid: spec.containers[0].env[0].name: Invalid value: "hunter2": hunter2',
+            "spec.containers[0].env[0].name",
+        ),
+        ("something else with hunter2", "FailedCreate"),
     ],
 )
-def test_refusal_names_field_and_requirement_not_the_value(message, said):
-    causes = [StatusCause(field="f", reason="FieldValueInvalid", message=message)]
+def test_refused_pods_say_why_without_values(message, said):
+    failed = ObjectCondition(type="ReplicaFailure", status="True", reason="FailedCreate", message=message)
+    child = WorkloadResource(metadata=ObjectMetadata(name="dd"), status=WorkloadStatus(conditions=(failed,)))
 
-    assert public_message(ApiStatus(reason="Invalid", message="hunter2", details=StatusDetails(causes=causes))) == said
+    [found] = troubles([], [child], [])
 
-
-def test_forbidden_request_names_only_quota_or_right():
-    quota = 'pods "x" is forbidden: exceeded quota: small, requested: pods=1, used: pods=2'
-    right = 'leases is forbidden: User "system:serviceaccount:a:b" cannot create resource "leases"'
-
-    assert public_message(ApiStatus(reason="Forbidden", message=quota)).startswith("exceeded quota: small")
-    assert public_message(ApiStatus(reason="Forbidden", message=right)).startswith(
-        'User "system:serviceaccount:a:b" cannot create'
-    )
-    assert public_message(ApiStatus(reason="Forbidden", message="admission webhook denied: hunter2")) == "Forbidden"
-
-
-def test_undecodable_object_names_field_and_type():
-    strange = 'failed to create typed patch object (ns/dd; apps/v1, Kind=Deployment): .spec.template.spec.containers[name="main"].env: expected list, got string'
-    quoted = 'spec.template.spec.nodeName: Invalid value: "hunter2": hunter2'
-
-    assert public_message(_bad(strange)) == 'spec.template.spec.containers[name="main"].env: expected list, got string'
-    assert public_message(_bad(quoted)) == "spec.template.spec.nodeName: BadRequest"
-    assert public_message(_bad("hunter2")) == "BadRequest"
-
-
-def _bad(message):
-    return ApiStatus(reason="BadRequest", message=message)
+    assert found.reason is TroubleReason.PodsRefused
+    assert found.message.startswith(said)
+    assert "hunter2" not in found.message

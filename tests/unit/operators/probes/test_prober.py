@@ -8,7 +8,10 @@ import msgspec
 from operators.keys import deployment_key
 from operators.probes.evidence import PendingProbes, ProbeCompletion, ProbeEvidence, ProbeFailure, unanswered
 from operators.probes.prober import Prober
+from tests.support.waiting import turns
 from tests.unit.operators.probes.test_evidence import REFUSED, a_subject, an_aim
+
+TURNS = 20  # enough for a probe to be sent, or its answer to be learnt
 
 
 class Clients:
@@ -44,7 +47,7 @@ async def a_prober(clients, at_once=2, leads=lambda: True, longest_seconds=0.01)
     heard = []
     prober = Prober(clients, at_once, longest_seconds, leads, heard.append)
     running = asyncio.create_task(prober.run())
-    await asyncio.sleep(0)
+    await turns()
     yield prober, heard
     running.cancel()
     await asyncio.wait([running])
@@ -54,17 +57,12 @@ def a_want(*workers):
     return PendingProbes(a_subject(*map(an_aim, workers)), ProbeEvidence())
 
 
-async def turns(count=20):
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
 async def test_concurrent_probes_are_limited_and_one_per_deployment():
     clients = Clients()
     async with a_prober(clients) as (prober, _):
         for at in range(5):
             prober.want(deployment_key("ns", f"dd-{at}"), a_want("a", "b"))
-        await turns()
+        await turns(TURNS)
         assert clients.asked == [("dd-0", "a"), ("dd-1", "a")]
         for sent in range(3, 11):
             clients.answers.put_nowait(ProbeCompletion(True))
@@ -82,7 +80,7 @@ async def test_unneeded_probe_is_cancelled_and_evidence_kept():
         clients.answers.put_nowait(ProbeCompletion(True))
         await clients.until(2)
         prober.want(key, None)
-        await turns()
+        await turns(TURNS)
 
         assert clients.on_the_way == 0
         assert [target.worker.pod for target in unanswered(wanted.subject, prober.of(key))] == ["b"]
@@ -95,17 +93,17 @@ async def test_new_pods_are_probed_at_once_and_known_ones_not_again():
     clients, key = Clients(), deployment_key("ns", "dd")
     async with a_prober(clients) as (prober, heard):
         prober.want(key, a_want("a"))
-        await turns()
+        await turns(TURNS)
         prober.want(key, a_want("a"))
-        await turns()
+        await turns(TURNS)
         prober.want(key, a_want("b"))
-        await turns()
+        await turns(TURNS)
         assert clients.asked == [("dd", "a"), ("dd", "b")]
         clients.answers.put_nowait(ProbeCompletion(True))
-        await turns()
+        await turns(TURNS)
 
         prober.want(key, PendingProbes(a_want("b").subject, prober.of(key)))
-        await turns()
+        await turns(TURNS)
 
         assert (len(clients.asked), heard) == (2, [key])
 
@@ -121,7 +119,7 @@ async def test_failed_probe_repeats_after_pause_and_is_reported_once():
         clients.answers.put_nowait(ProbeFailure(500, "something else"))
         await clients.until(5)
         clients.answers.put_nowait(ProbeCompletion(True))
-        await turns()
+        await turns(TURNS)
 
     assert heard == [key] * 3
 
@@ -140,12 +138,12 @@ async def test_the_routers_take_turns():
 
 async def test_failing_deployments_leave_room_for_others():
     clients = Clients()
-    async with a_prober(clients) as (prober, _):
+    async with a_prober(clients, longest_seconds=0) as (prober, _):
         for name in ("dd-0", "dd-1"):
             prober.want(deployment_key("ns", name), a_want("a"))
             clients.answers.put_nowait(REFUSED)
         await clients.until(3)
-        await asyncio.sleep(0.05)  # both pauses are over
+        await turns(TURNS)  # both pauses of no length are over
         prober.want(deployment_key("ns", "other"), a_want("a"))
         await clients.until(4)
 
@@ -159,7 +157,7 @@ async def test_after_a_failure_there_is_a_pause():
         prober.want(deployment_key("ns", "dd"), a_want("a"))
         clients.answers.put_nowait(REFUSED)
         await clients.until(1)
-        await turns()
+        await turns(TURNS)
         assert (len(clients.asked), clients.on_the_way) == (1, 0)
 
 
@@ -167,11 +165,11 @@ async def test_follower_sends_no_probes_until_it_leads_again():
     clients, key, leading = Clients(), deployment_key("ns", "dd"), []
     async with a_prober(clients, leads=lambda: bool(leading)) as (prober, _):
         prober.want(key, a_want("a"))
-        await turns()
+        await turns(TURNS)
         assert clients.asked == []
         leading.append(True)
         prober.want(key, a_want("a"))
-        await turns()
+        await turns(TURNS)
         assert clients.asked == [("dd", "a")]
 
 

@@ -10,7 +10,7 @@ from fleet.core.ids import WorkerId
 from fleet.core.requests import Finish
 from fleet.core.roles import Role
 from fleet.router.kv_index.assumed_cache import MAX_LISTED_FACTOR, AssumedCache
-from fleet.router.kv_index.cache_accuracy import Knowledge
+from fleet.router.kv_index.prefix_index import Knowledge
 from fleet.router.kv_index.radix_tree import RadixTree
 from fleet.router.messages import CacheAged
 from tests.support.builders import a_joined_worker, a_prompt, an_arrival

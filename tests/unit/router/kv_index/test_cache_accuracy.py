@@ -8,7 +8,7 @@ from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import Finish
 from fleet.core.roles import Phase, Role
 from fleet.core.work import KvStored
-from fleet.router.kv_index.cache_accuracy import ENOUGH, WINDOW, CacheAccuracy, CacheComparison, Knowledge, compare
+from fleet.router.kv_index.prefix_index import ENOUGH, WINDOW, CacheAccuracy, CacheComparison, Knowledge, compare
 from fleet.router.messages import CacheDriftChanged, CacheReported, KvChanged, WorkerJoined
 from kvstore.block import chain
 from tests.support.builders import BLOCK_TOKENS, a_description, a_kv_report, a_prompt, an_arrival

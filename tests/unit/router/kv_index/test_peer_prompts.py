@@ -12,7 +12,6 @@ from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import Finish, Sampling
 from fleet.core.roles import Role
 from fleet.router.kv_index import peer_prompts
-from fleet.router.kv_index.cache_accuracy import Knowledge
 from fleet.router.kv_index.peer_prompts import (
     MAX_ANNOUNCED_KEYS,
     MIN_ANNOUNCED_TOKENS,
@@ -21,6 +20,7 @@ from fleet.router.kv_index.peer_prompts import (
     marks,
     with_peer_prompts,
 )
+from fleet.router.kv_index.prefix_index import Knowledge
 from fleet.router.kv_index.radix_tree import ChainHolder, RadixTree
 from fleet.router.messages import PeerLeft, PeerPlaced, PeerReserved
 from tests.support.builders import a_joined_worker, a_prompt, an_arrival

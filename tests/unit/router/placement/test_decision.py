@@ -10,9 +10,8 @@ from msgspec import structs
 from fleet.core.errors import Reason
 from fleet.core.ids import StoreId, WorkerId
 from fleet.core.roles import KvPath, Placement, Role
-from fleet.router.placement.candidate_table import common_path
+from fleet.router.placement.candidate_table import IneligibleReason, common_path
 from fleet.router.placement.decision import DecisionExplanation, PlacementReason
-from fleet.router.placement.eligibility import IneligibleReason
 from fleet.router.placement.wait_or_reject import Rejection, WaitForRoom
 from fleet.router.policy import PlacementRequest
 from fleet.router.settings.router import RouterSettings

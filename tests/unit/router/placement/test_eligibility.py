@@ -8,8 +8,8 @@ from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, WorkerId
 from fleet.core.roles import KvPath, Placement, Role
 from fleet.core.work import LoraAdapter
+from fleet.router.placement.candidate_table import IneligibleReason
 from fleet.router.placement.decision import DecisionExplanation
-from fleet.router.placement.eligibility import IneligibleReason
 from fleet.router.placement.wait_or_reject import Rejection, RejectionCause, WaitForRoom
 from fleet.router.policy import PlacementRequest
 from fleet.router.settings.router import RouterSettings

@@ -9,7 +9,7 @@ from fleet.core.requests import Finish
 from fleet.core.roles import Phase, Role
 from fleet.core.work import KvStored, LoadReport, LoraAdapter
 from fleet.router.messages import KvChanged, LoadReported, Reject, WorkerDraining
-from fleet.router.placement.eligibility import IneligibleReason
+from fleet.router.placement.candidate_table import IneligibleReason
 from fleet.router.placement.wait_or_reject import RejectionCause
 from kvstore.block import adapter_salt, chain
 from tests.support.builders import BLOCK_TOKENS, MODEL, a_joined_worker, a_prompt, an_arrival

@@ -11,7 +11,7 @@ from fleet.core.requests import Sampling
 from fleet.core.roles import Role
 from fleet.router.kv_index.radix_tree import RadixTree
 from fleet.router.policy import ACTIVE_BLOCKS, QUANTITIES, TOKEN_SECONDS
-from fleet.router.state.reservations import WorkerReservations
+from fleet.router.state.worker_table import WorkerReservations
 from tests.support.builders import an_arrival
 from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, the
 

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import threading
-import time
 
 import psutil
 import pytest
@@ -17,6 +16,7 @@ from fleet.sim.run_plan import run_scenario
 from fleet.sim.scenario import Scenario, SimulatedPoolSection
 from fleet.sim.workload.drawn import DrawnWorkload
 from tests.support.sim.model_configs import LLAMA_70B
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -70,13 +70,12 @@ def endless(scenario):
 
 def the_child(others):
     """Wait for the process that runs beside the caller, and return it."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+
+    def look():
         ours = [child for child in multiprocessing.active_children() if child not in others]
-        if ours and sum(psutil.Process(ours[0].pid).cpu_times()[:2]) > 1.0:
-            return ours[0]
-        time.sleep(0.01)
-    raise AssertionError("nothing runs beside the caller")
+        return ours[0] if ours and sum(psutil.Process(ours[0].pid).cpu_times()[:2]) > 1.0 else None
+
+    return eventually(look, otherwise=lambda: "nothing runs beside the caller")
 
 
 def test_unused_runs_end_with_the_block(endless, tmp_path):

@@ -25,11 +25,13 @@ from tests.support.kube.api.http.openapi import Documents
 from tests.support.kube.api.kinds.resources import ServedResource
 from tests.support.kube.api.kinds.selectors import Test, field_test, label_test
 from tests.support.kube.api.values import Json, Object, without
+from tests.support.waiting import pace, until
 
 log = logging.getLogger(__name__)
 
 BODY_BYTES = 3 * 1024 * 1024  # as kube-apiserver limits it
 LOGGED_REQUESTS = 100_000
+HOLD_SECONDS = 600.0  # longest time that a fault holds a request back
 WATCH_SECONDS = 1800  # kube-apiserver ends watches after 30 to 60 minutes
 V2_PROTOBUF = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
 VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete", "GET": "get"}
@@ -191,6 +193,8 @@ class KubeHttpServer:
             if not permissions.allowed(self.cluster, seen):
                 raise errors.forbidden(*resource.place, target.name, permissions.refusal(seen))
             fault = self.faults.strike(seen)
+            if fault is not None and fault.kind == "deny":
+                raise errors.denied(*resource.place, target.name, fault.message)
             if fault is not None:
                 await self._suffer(fault)
             if verb == "watch":
@@ -220,12 +224,12 @@ class KubeHttpServer:
             reason: errors.Reason = next(
                 (each for each, code in errors.CODES.items() if code == fault.code), "InternalError"
             )
-            text = f"ordered by the test: {fault.code}"
+            text = fault.message or f"ordered by the test: {fault.code}"
             raise ApiError(reason, text, code=fault.code, retry_after_seconds=fault.retry_after_seconds)
         if fault.kind == "delay":
-            await asyncio.sleep(fault.seconds)
-        while fault.kind == "hold" and self.faults.stands(fault) and not self._closing:
-            await asyncio.sleep(0.005)
+            await pace(fault.seconds, "the fault delays the request")
+        if fault.kind == "hold":
+            await until(lambda: self._closing or not self.faults.stands(fault), HOLD_SECONDS)
 
     def _perform(self, request: web.Request, target: Target, verb: str, body: bytes) -> web.Response:
         """Carry out any request but a watch, without waiting."""

@@ -20,6 +20,9 @@ from tests.support.kube.api.storage import Storage, StoredChange
 from tests.support.kube.api.values import Object
 
 BOOKMARK_SECONDS = 10.0
+LEAST_SECONDS = 5.0
+"""The shortest watch that ends with a bookmark: kube-apiserver sends the last one 2 s before the end, if it comes to that."""
+
 Kind = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR", "STATE TOLD"]
 """The kinds of watch events; the last, of this module only, says that all initial events are sent."""
 
@@ -106,7 +109,7 @@ async def _events(
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout((min(ends, bookmark_at) if watch.bookmarks else ends) - now):
                     await changed.wait()
-        if watch.bookmarks:
+        if watch.bookmarks and watch.seconds >= LEAST_SECONDS:
             yield "BOOKMARK", _bookmark(resource, position)
     finally:
         storage.forget(changed)

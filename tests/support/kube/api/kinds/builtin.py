@@ -57,6 +57,7 @@ discovery.k8s.io/v1             endpointslices            EndpointSlice         
 events.k8s.io/v1                events                    Event                    names    -   ev
 scheduling.k8s.io/v1            priorityclasses           PriorityClass            cluster  -   pc
 storage.k8s.io/v1               storageclasses            StorageClass             cluster  -   sc
+apiregistration.k8s.io/v1       apiservices               APIService               cluster  S   -         api-extensions
 apiextensions.k8s.io/v1         customresourcedefinitions CustomResourceDefinition cluster  SG  crd,crds  api-extensions
 """
 """API, plural, kind, scope, then flags, short names and category.

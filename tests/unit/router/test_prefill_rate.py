@@ -8,7 +8,7 @@ from fleet.core.errors import Reason
 from fleet.core.ids import WorkerId
 from fleet.core.requests import Finish, Sampling
 from fleet.core.roles import Role
-from fleet.router.queueing.prefill_queues import EVIDENCE, PrefillRate
+from fleet.router.attempts import EVIDENCE, PrefillRate
 from tests.support.builders import an_arrival
 from tests.support.router.machine_driver import Dispatch, Reject, RouterMachineDriver, the
 

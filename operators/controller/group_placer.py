@@ -1,0 +1,81 @@
+"""Group placer: chooses the domains of the groups that one reconcile makes. Pure; `operators.observed.domains` has the rules.
+
+Rules:
+
+1. Only groups that are StatefulSets, of roles with a `topology.domain`, are placed; a LeaderWorkerSet's controller or a gang
+   scheduler places its own.
+2. A group is not made while no domain has room for it, so that it does not hold a part of the GPUs that others need.
+3. If the operator may not read nodes, the scheduler chooses the domain. A group that found nodes for a part of its pods
+   is made again away from these nodes.
+"""
+
+import msgspec
+from msgspec import Struct
+
+from operators.api.disagg_deployment import RoleSpec
+from operators.manifests.names import DesiredDeployment, GroupPlacement
+from operators.manifests.pods import Images, pod_template
+from operators.manifests.workloads import ANYWHERE
+from operators.observed.domains import ClusterRoom, GroupDemand, choose, demand_of, slots_by_domain
+from operators.observed.pod_troubles import PodTrouble, TroubleReason
+from operators.observed.state import ObservedState
+
+MOST_TOLD = 4
+
+
+class PlacedGroup(Struct, frozen=True):
+    """A group that was given a domain."""
+
+    name: str
+    demand: GroupDemand
+    domain: str
+
+
+class GroupPlacer:
+    def __init__(self, desired: DesiredDeployment, observed: ObservedState, images: Images) -> None:
+        self.needs_room = False
+        """True if a group has to be placed and the room was not read."""
+
+        self.unfit: list[PodTrouble] = []
+        self.placed: list[PlacedGroup] = []
+        self._desired = desired
+        self._images = images
+        self._room: ClusterRoom | None = observed.room
+        self._avoided = observed.avoided
+
+    def place(self, role: RoleSpec, name: str) -> GroupPlacement | None:
+        """Return where the pods of a new group go; None: it cannot be made now."""
+        if not role.topology.domain:
+            return ANYWHERE
+        if self._room is None:
+            self.needs_room = True
+            return None
+        if self._room.nodes is None:
+            return GroupPlacement(avoided=self._avoided.get(role.name, ()))
+        template = pod_template(self._desired, role, self._images, "")
+        demand = demand_of(template, role.topology.domain, role.nodes_per_replica)
+        domain, left = choose(self._room, demand)
+        if not domain:
+            self.unfit.append(PodTrouble(TroubleReason.NoDomainFits, name, _why(self._room, demand)))
+            return None
+        self._room = left
+        self.placed.append(PlacedGroup(name, demand, domain))
+        return GroupPlacement(domain=domain)
+
+
+def _why(room: ClusterRoom, demand: GroupDemand) -> str:
+    """Return which domains there are, and for how many pods each has room."""
+    slots = slots_by_domain(room, demand)
+    if not slots:
+        return f"no usable node has the label {demand.label}"
+    fullest = sorted(slots.items(), key=lambda each: (-each[1], each[0]))
+    told = ", ".join(f"{value}: {count}" for value, count in fullest[:MOST_TOLD])
+    more = f", and {len(fullest) - MOST_TOLD} more" if len(fullest) > MOST_TOLD else ""
+    return f"{demand.pods} pods need room in one {demand.label}; there is room for {told}{more}"
+
+
+def with_unfit(observed: ObservedState, placer: GroupPlacer) -> ObservedState:
+    """Return the observed state with the groups that fit nowhere among its troubles."""
+    if not placer.unfit:
+        return observed
+    return msgspec.structs.replace(observed, troubles=tuple(sorted((*observed.troubles, *placer.unfit))))

@@ -1,0 +1,65 @@
+"""Refusals: which write the API server has refused, and why, for a condition. Pure."""
+
+import re
+from collections.abc import Iterator
+from typing import Any, assert_never
+
+from fleet.net.kubernetes import kinds
+from fleet.net.kubernetes.ports import Manifest, RequestDenied
+from fleet.net.kubernetes.status_errors import BAD_QUANTITY
+from operators.controller.reconcile import Action, Apply, DeletePod, Remove, Scale, SetDeletionCost
+from operators.observed.state import ApiRefusal
+
+QUANTITY = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?")
+"""https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/"""
+
+QUANTITY_MAPS = frozenset({"limits", "requests", "overhead"})
+"""Fields whose values are quantities by resource."""
+
+QUANTITY_FIELDS = frozenset({"sizeLimit", "divisor"})
+
+
+def refusal(action: Action, error: RequestDenied) -> ApiRefusal:
+    """Return the refusal of an action.
+
+    The server does not name the field of a quantity that it cannot parse, so it is looked up in the manifest.
+    """
+    message = str(error)
+    match action:
+        case Apply(manifest):
+            kind, name = manifest["kind"], manifest["metadata"]["name"]
+            if message == BAD_QUANTITY and (fields := sorted(_bad_quantities(manifest))):
+                message = f"{', '.join(fields)}: {message}"
+        case Scale(kind, name) | Remove(kind, name):
+            pass
+        case SetDeletionCost(name) | DeletePod(name):
+            kind = kinds.POD.name
+        case _:
+            assert_never(action)
+    reason = "QuotaExceeded" if "exceeded quota" in message else error.reason
+    return ApiRefusal(kind, name, reason, message)
+
+
+def _bad_quantities(manifest: Manifest) -> Iterator[str]:
+    """Yield the paths of quantities that Kubernetes cannot parse."""
+
+    def walk(node: Any, path: str) -> Iterator[str]:
+        if isinstance(node, list):
+            for index, each in enumerate(node):
+                named = isinstance(each, dict) and isinstance(each.get("name"), str)
+                yield from walk(each, f'{path}[name="{each["name"]}"]' if named else f"{path}[{index}]")
+        elif isinstance(node, dict):
+            for name, each in node.items():
+                at = f"{path}.{name}" if path else name
+                if name in QUANTITY_MAPS and isinstance(each, dict):
+                    yield from (f"{at}.{resource}" for resource, value in each.items() if not _is_quantity(value))
+                elif name in QUANTITY_FIELDS and not _is_quantity(each):
+                    yield at
+                else:
+                    yield from walk(each, at)
+
+    return walk(manifest.get("spec"), "spec")
+
+
+def _is_quantity(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, str) and QUANTITY.fullmatch(value) is not None)

@@ -1,0 +1,79 @@
+"""Behaviours in which this server once differed from kube-apiserver 1.36.2 (see README.md of tests/kube).
+
+They run unchanged on the server that FLEET_TEST_KUBE_API names.
+"""
+
+import pytest
+
+from tests.support.kube.widgets import API, DEFINITION, GROUP, a_deployment, a_widget
+
+APPS = "apps/v1, Kind=Deployment"
+MAIN = '.spec.template.spec.containers[name="main"]'
+
+
+def with_main(**fields):
+    made = a_deployment(replicas=0)
+    made["spec"]["template"]["spec"]["containers"][0] |= fields
+    return made
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prot": 1}, f"{MAIN}.prot: field not declared in schema"),
+        (
+            {"env": [{"name": "A", "value": 1}]},
+            f'{MAIN}.env[name="A"].value: expected string, got ',
+        ),
+        (
+            {"ports": [{"containerPort": "80"}]},
+            f'{MAIN}.ports[containerPort="80",protocol="TCP"].containerPort: expected numeric (int or float), got string',
+        ),
+        (
+            {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]},
+            f'{MAIN}.env: duplicate entries for key [name="A"]',
+        ),
+    ],
+    ids=("unknown-field", "number-for-text", "text-for-number", "duplicate"),
+)
+def test_apply_that_does_not_fit_the_schema_is_500(api, namespace, fields, words):
+    path = f"/apis/apps/v1/namespaces/{namespace}/deployments/web"
+
+    status = api.apply(path, with_main(**fields), "one").expect(500)
+
+    assert status["message"].startswith(f"failed to create typed patch object ({namespace}/web; {APPS}): ")
+    assert words in status["message"]
+    assert not status.get("reason")
+    assert api.get(path).code == 404
+
+
+def test_apply_with_bad_quantity_is_500(api, namespace):
+    path = f"/apis/apps/v1/namespaces/{namespace}/deployments/web"
+
+    status = api.apply(path, with_main(resources={"limits": {"memory": "64 GB"}}), "one").expect(500)
+
+    assert "quantities must match the regular expression" in status["message"]
+
+
+def test_apply_of_unknown_custom_field_is_500(api, namespace):
+    api.post("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", DEFINITION)
+    path = f"/apis/{API}/namespaces/{namespace}/widgets/a"
+    try:
+        status = api.apply(path, a_widget(modle="x"), "one").expect(500)
+    finally:
+        api.delete(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/widgets.{GROUP}")
+
+    assert ".spec.modle: field not declared in schema" in status["message"]
+
+
+def test_short_watch_ends_without_a_bookmark(api, namespace):
+    path = f"/api/v1/namespaces/{namespace}/configmaps"
+    since = api.get(path).expect(200)["metadata"]["resourceVersion"]
+
+    assert list(api.watch(path, resourceVersion=since, allowWatchBookmarks="true", timeoutSeconds=1)) == []
+
+
+def test_each_group_version_is_an_api_service(api):
+    listed = api.get("/apis/apiregistration.k8s.io/v1/apiservices").expect(200)["items"]
+
+    assert {"v1.", "v1.apps", "v1.coordination.k8s.io"} <= {each["metadata"]["name"] for each in listed}

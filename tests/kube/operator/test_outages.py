@@ -1,0 +1,126 @@
+"""An API server that is away for a while: the operator says so by /readyz, and in no status."""
+
+import httpx
+import pytest
+
+pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
+
+from prometheus_client import CollectorRegistry
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.net.kubernetes import client, informer
+from fleet.net.kubernetes.client import open_api_client
+from fleet.net.kubernetes.ports import ApiServerUnreachable
+from operators.chart.crds import KINDS, definition
+from operators.health_server import open_health_server
+from operators.status import rate_limiter
+from tests.support.kube.api.running import an_api_server
+from tests.support.kube.clients import Api
+from tests.support.kube.nodes import Nodes
+from tests.support.kube.operator import AskedRouters, a_deployment, an_operator, install
+from tests.support.waiting import until
+
+ROLE = {"name": "all", "type": "aggregated"}
+RIGHT = 'deployments.apps "x" is forbidden: User "operator" cannot patch resource "deployments" in API group "apps"'
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Run a server of the test's own, whose kinds the test may remove."""
+    nodes = Nodes()
+    with an_api_server(with_controllers=True, beside=nodes.run) as server, Api(server.url) as api:
+        install(server)
+        yield AskedRouters(server, api, "default", tmp_path)
+
+
+async def readyz(address):
+    async with httpx.AsyncClient(trust_env=False) as asking:
+        answer = await asking.get(f"http://{address}/readyz")
+        return answer.status_code, answer.text
+
+
+async def test_readyz_fails_without_kinds_or_server(own, monkeypatch):
+    monkeypatch.setattr(client, "WATCH_SECONDS", 1)  # then the server ends a watch
+    monkeypatch.setattr(informer, "LONGEST_SECONDS", 0.5)
+    [made] = [definition(kind) for kind in KINDS if kind.name == "ServingPlan"]
+    crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    async with (
+        an_operator(own) as operator,
+        open_health_server("127.0.0.1", 0, operator.unread, operator.lost, CollectorRegistry()) as address,
+    ):
+        await until(lambda: not operator.lost())
+        assert await readyz(address) == (200, "ok\n")
+
+        own.api.delete(f"{crds}/{made['metadata']['name']}").expect(200)
+        await until(operator.lost)
+        assert await readyz(address) == (503, "cannot be followed at the API server now: ServingPlan\n")
+        own.api.post(crds, made).expect(201)
+        await until(lambda: not operator.lost())
+
+        away = own.server.order_fault("status", user="fleet-operator", code=500, times=-1)
+        await until(lambda: len(operator.lost()) > 5)
+        assert (await readyz(address))[0] == 503
+        own.server.remove_fault(away)
+        await until(lambda: not operator.lost())
+        assert await readyz(address) == (200, "ok\n")
+
+
+async def test_brief_refusals_after_a_restart_reach_no_status(asked, monkeypatch):
+    """An API server that has not read the roles yet refuses everybody for some seconds."""
+    monkeypatch.setattr(rate_limiter, "LONG", Nanos(60 * SECOND))  # for slow machines
+    async with an_operator(asked) as operator:
+        asked.apply(a_deployment(ROLE)).expect(201)
+        await until(lambda: asked.ready() and not operator.waiting())
+        fault = asked.server.order_fault(
+            "status", verb="patch", resource="deployments", namespace=asked.namespace, code=403, message=RIGHT, times=6
+        )
+
+        asked.apply(a_deployment(ROLE | {"replicas": 2})).expect(200)
+        await until(asked.ready)
+
+        assert asked.server.faults()[str(fault)]["struck"] == 6
+    told = [each["note"] for each in asked.children("events", "events.k8s.io/v1").values()]
+    assert not [each for each in told if "cannot patch" in each]
+
+
+async def test_lasting_lack_of_a_right_is_reported(asked):
+    async with an_operator(asked) as operator:
+        asked.apply(a_deployment(ROLE)).expect(201)
+        await until(lambda: asked.ready() and not operator.waiting())
+        fault = asked.server.order_fault(
+            "status", verb="patch", resource="deployments", namespace=asked.namespace, code=403, message=RIGHT, times=-1
+        )
+
+        asked.apply(a_deployment(ROLE | {"replicas": 2})).expect(200)
+        said = await until(lambda: (each := asked.condition("Ready")).get("reason") == "Forbidden" and each)
+
+        assert 'User "operator" cannot patch' in said["message"]
+        asked.server.remove_fault(fault)
+        await until(asked.ready)
+
+
+async def test_start_has_no_warning_events(asked):
+    async with an_operator(asked) as operator:
+        asked.apply(a_deployment(ROLE | {"replicas": 3})).expect(201)
+        await until(lambda: asked.ready() and not operator.waiting())
+
+    events = asked.children("events", "events.k8s.io/v1").values()
+    assert [each["reason"] for each in events if each["type"] == "Warning"] == []
+    assert [each for each in events if each["reason"] == "RolesNotReady"]
+
+
+async def test_name_that_does_not_resolve_is_named(tmp_path):
+    config = tmp_path / "kubeconfig"
+    config.write_text(
+        """
+apiVersion: v1
+kind: Config
+clusters: [{name: a, cluster: {server: "http://api.example.invalid:6443"}}]
+users: [{name: a, user: {}}]
+contexts: [{name: a, context: {cluster: a, user: a}}]
+current-context: a
+"""
+    )
+    async with open_api_client(str(config), "test") as cluster:
+        with pytest.raises(ApiServerUnreachable, match=r"the name api\.example\.invalid does not resolve"):
+            await cluster.served()

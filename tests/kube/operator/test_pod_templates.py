@@ -1,0 +1,123 @@
+"""Mistakes in pod templates, and pods that nobody may create: the status says what is wrong, and old pods serve on."""
+
+import pytest
+
+pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
+
+from tests.support.kube.operator import a_deployment, an_operator
+from tests.support.waiting import until
+
+MAIN = 'spec.template.spec.containers[name="main"]'
+
+
+def a_role(**main):
+    template = {"spec": {"containers": [{"name": "main", **main}]}}
+    return {"name": "all", "type": "aggregated", "podTemplate": template}
+
+
+MISTAKES = {
+    "unknown-field": ({"prot": 1}, f"{MAIN}.prot: field not declared in schema"),
+    "number-in-env": (
+        {"env": [{"name": "A", "value": 4711}]},
+        f'{MAIN}.env[name="A"].value: expected string',
+    ),
+    "quoted-port": (
+        {"ports": [{"containerPort": "4711"}]},
+        f'{MAIN}.ports[containerPort=...,protocol="TCP"].containerPort: expected numeric',
+    ),
+    "duplicate-env": (
+        {"env": [{"name": "A", "value": "4711"}, {"name": "A", "value": "4711"}]},
+        f'{MAIN}.env: duplicate entries for key [name="A"]',
+    ),
+    "bad-quantity": (
+        {"resources": {"requests": {"memory": "4711 GB"}}},
+        f"{MAIN}.resources.requests.memory: a quantity must be a number",
+    ),
+}
+
+
+@pytest.mark.parametrize(("main", "words"), MISTAKES.values(), ids=MISTAKES)
+async def test_template_mistake_is_reported_and_mended(asked, main, words):
+    async with an_operator(asked):
+        asked.apply(a_deployment(a_role())).expect(201)
+        await until(asked.ready)
+        before = asked.workers()
+
+        asked.apply(a_deployment(a_role(**main))).expect(200)
+        said = await until(lambda: (each := asked.condition("Degraded")).get("status") == "True" and each)
+
+        assert (said["reason"], said["observedGeneration"]) == ("Invalid", 2)
+        assert words in said["message"]
+        assert "4711" not in said["message"]
+        assert asked.condition("Ready")["status"] == "False"
+        assert asked.status()["observedGeneration"] == 2
+        assert asked.workers() == before, "old pods serve on"
+
+        asked.apply(a_deployment(a_role())).expect(200)
+        await until(asked.ready)
+        assert asked.workers() == before
+    warnings = [
+        each["note"]
+        for each in asked.children("events", "events.k8s.io/v1").values()
+        if each["type"] == "Warning" and each["reason"] == "Invalid"
+    ]
+    assert any(words in each for each in warnings)
+
+
+async def test_mistake_in_the_routers_template_is_reported(asked):
+    router = {"name": "router", "type": "router"}
+    async with an_operator(asked):
+        asked.apply(a_deployment({"name": "all", "type": "aggregated"}, router)).expect(201)
+        await until(asked.ready)
+        faulty = router | {"podTemplate": {"spec": {"containers": [{"name": "main", "imagePullPolcy": "Always"}]}}}
+        asked.apply(a_deployment({"name": "all", "type": "aggregated"}, faulty)).expect(200)
+
+        said = await until(lambda: (each := asked.condition("Degraded")).get("status") == "True" and each)
+
+        assert f"Deployment dd-router: {MAIN}.imagePullPolcy: field not declared in schema" in said["message"]
+
+
+async def test_limit_range_denial_is_in_the_condition(asked, nodes):
+    nodes.denial = "[maximum cpu usage per Container is 2, but limit is 4]"
+    async with an_operator(asked):
+        asked.apply(a_deployment(a_role())).expect(201)
+
+        said = await until(lambda: (each := asked.condition("Scheduled")).get("reason") == "PodsRefused" and each)
+
+        assert "maximum cpu usage per Container is 2, but limit is 4" in said["message"]
+        nodes.denial = ""
+        await until(asked.ready)
+
+
+async def test_policy_denial_is_in_the_condition(asked):
+    words = "ValidatingAdmissionPolicy 'team' with binding 'all' denied request: a Deployment needs the label team"
+    fault = asked.server.order_fault(
+        "deny", verb="patch", resource="deployments", namespace=asked.namespace, message=words, times=-1
+    )
+    async with an_operator(asked):
+        asked.apply(a_deployment(a_role())).expect(201)
+
+        said = await until(lambda: (each := asked.condition("Degraded")).get("reason") == "Invalid" and each)
+
+        assert words in said["message"]
+        asked.server.remove_fault(fault)
+        await until(asked.ready)
+
+
+async def test_deployment_becomes_ready_under_a_quota_of_requests(asked, nodes):
+    nodes.requires_requests = True
+    side = {"name": "side", "image": "side:1"}
+    greedy = {"name": "all", "type": "aggregated", "podTemplate": {"spec": {"containers": [side]}}}
+    async with an_operator(asked):
+        asked.apply(a_deployment(greedy)).expect(201)
+        said = await until(lambda: (each := asked.condition("Scheduled")).get("reason") == "PodsRefused" and each)
+        assert "failed quota: compute: must specify cpu for: side" in said["message"]
+
+        asked.apply(a_deployment(a_role(), kvTransfer={"paths": ["store"], "storeMemory": "64Gi"})).expect(200)
+        await until(asked.ready)
+
+    pods = {name: each["spec"]["containers"][0] for name, each in asked.children("pods", "v1").items()}
+    requests = {
+        "router" if "router" in name else "worker": each["resources"]["requests"] for name, each in pods.items()
+    }
+    assert requests == {"router": {"cpu": "500m", "memory": "512Mi"}, "worker": {"cpu": "250m", "memory": "66048Mi"}}

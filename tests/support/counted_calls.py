@@ -1,0 +1,50 @@
+"""Counts the calls of functions in `fleet`, for tests of what a request or a token costs."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+
+import fleet
+
+OURS = f"{Path(fleet.__file__).parent}/"
+
+
+class CountedCalls:
+    """The calls of one thread by function."""
+
+    def __init__(self) -> None:
+        self.by_function: dict[CodeType, int] = {}
+
+    @property
+    def calls(self) -> int:
+        return sum(self.by_function.values())
+
+    @property
+    def files(self) -> set[str]:
+        """The files with a called function, by their paths in `fleet`."""
+        return {file_of(function) for function in self.by_function}
+
+
+def file_of(function: CodeType) -> str:
+    """Return the file of a function, by its path in `fleet`."""
+    return function.co_filename.removeprefix(OURS)
+
+
+@contextmanager
+def count_calls() -> Iterator[CountedCalls]:
+    """Count the calls of functions in `fleet` on this thread."""
+    counted = CountedCalls()
+    by_function = counted.by_function
+
+    def called(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and (function := frame.f_code).co_filename.startswith(OURS):
+            by_function[function] = by_function.get(function, 0) + 1
+
+    before = sys.getprofile()
+    sys.setprofile(called)
+    try:
+        yield counted
+    finally:
+        sys.setprofile(before)

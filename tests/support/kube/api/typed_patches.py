@@ -1,0 +1,118 @@
+"""Typed patches: what a server-side apply checks before anything else, with kube-apiserver's words.
+
+A real server converts an applied object to a typed value (sigs.k8s.io/structured-merge-diff). A field that the schema does
+not declare, a value of another type, or a second item with the same key is an error there that nobody translates, so the
+answer is 500 without a reason. A quantity is parsed later, with the same result.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+
+from tests.support.kube.api import ownership
+from tests.support.kube.api.errors import ApiError
+from tests.support.kube.api.kinds.resources import ServedResource
+from tests.support.kube.api.kinds.schemas import StructuralSchema
+from tests.support.kube.api.values import Json, Object, every_dict
+
+QUANTITY = re.compile(r"([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)")
+QUANTITY_TEXT = "quantities must match the regular expression '^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'"
+TYPES = {"string": str, "boolean": bool, "integer": (int, float), "number": (int, float), "object": dict, "array": list}
+WORDS = {
+    "boolean": "expected boolean, got {brief}",
+    "integer": "expected numeric (int or float), got {go}",
+    "number": "expected numeric (int or float), got {go}",
+    "object": "expected map, got {brief}",
+    "array": "expected list, got {brief}",
+}
+
+
+def check_types(applied: Object, resource: ServedResource) -> None:
+    """Check an object as it was sent.
+
+    Raises:
+        ApiError: A field is unknown, has another type, or occurs twice (500).
+    """
+    if found := list(_violations(applied, resource.shape, "")):
+        text = found[0] if len(found) == 1 else "errors:\n" + "\n".join(f"  {each}" for each in found)
+        raise _error(f"failed to create typed patch object ({_names(applied, resource)}): {text}")
+
+
+def check_quantities(merged: Object, resource: ServedResource) -> None:
+    """Check the quantities of the resulting object.
+
+    Raises:
+        ApiError: One cannot be parsed (500).
+    """
+    if resource.custom:
+        return
+    for part in every_dict(merged):
+        for name in ("limits", "requests", "overhead"):
+            values = part.get(name)
+            for each in values.values() if isinstance(values, dict) else ():
+                if isinstance(each, str) and not QUANTITY.fullmatch(each):
+                    kind = _kind(resource)
+                    raise _error(
+                        f"failed to convert new object ({_names(merged, resource)}) to proper version: "
+                        f"unable to convert unstructured object to {kind}: {QUANTITY_TEXT}"
+                    )
+
+
+def _error(text: str) -> ApiError:
+    return ApiError("", text, code=500)
+
+
+def _names(item: Object, resource: ServedResource) -> str:
+    metadata = item["metadata"]
+    return f"{metadata.get('namespace', '')}/{metadata['name']}; {_kind(resource)}"
+
+
+def _kind(resource: ServedResource) -> str:
+    return f"{resource.group}/{resource.version}, Kind={resource.kind}"
+
+
+def _violations(value: Json, shape: StructuralSchema, path: str) -> Iterator[str]:
+    if value is None or shape.type is None:
+        return
+    if not isinstance(value, TYPES[shape.type]) or (isinstance(value, bool) and shape.type != "boolean"):
+        yield f"{path}: {_mistyped(value, shape.type)}"
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            child = shape.field(name)
+            if child is not None:
+                yield from _violations(each, child, f"{path}.{name}")
+            elif not shape.open:
+                yield f"{path}.{name}: field not declared in schema"
+                return
+    elif isinstance(value, list):
+        yield from _of_items(value, shape, path)
+
+
+def _of_items(items: list[Json], shape: StructuralSchema, path: str) -> Iterator[str]:
+    seen = set()
+    for index, each in enumerate(items):
+        at = f"[{index}]"
+        if shape.list_type == "map" and isinstance(each, dict):
+            if missing := [name for name in shape.keys if name not in shape.keys_of(each)]:
+                yield (
+                    f"{path}: element {index}: associative list with keys has an element that omits key field "
+                    f"{json.dumps(missing[0])} (and doesn't have default value)"
+                )
+                return
+            at = ownership.readable(("k:" + json.dumps(dict(sorted(shape.keys_of(each).items()))),))
+        elif shape.list_type == "set":
+            at = f"[={json.dumps(each)}]"
+        if shape.list_type != "atomic":
+            if at in seen:
+                yield f"{path}: duplicate entries for key {at}"
+            seen.add(at)
+        yield from _violations(each, shape.item, path + at)
+
+
+def _mistyped(value: Json, expected: str) -> str:
+    """Return the words of Go's formats %v, %#v and %T for a value that was decoded without a type."""
+    kinds = {bool: "bool", int: "int64", float: "float64", str: "string", dict: "map[string]interface {}"}
+    if expected == "string":
+        text = json.dumps(value) if isinstance(value, str | int | float) else f"{value!r}"
+        return f"expected string, got &value.valueUnstructured{{Value:{text}}}"
+    return WORDS[expected].format(brief=f"&{{{value}}}", go=kinds.get(type(value), "[]interface {}"))

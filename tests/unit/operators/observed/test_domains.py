@@ -1,0 +1,120 @@
+"""Domains: the smallest one with room for the whole group, on nodes that its pods can use."""
+
+from decimal import Decimal
+
+import msgspec
+import pytest
+
+from operators.manifests.names import DOMAIN
+from operators.observed.domains import (
+    ClusterRoom,
+    GroupDemand,
+    Node,
+    PlacedPod,
+    choose,
+    cluster_room,
+    demand_of,
+    requested,
+    slots_by_domain,
+)
+
+GPU = "nvidia.com/gpu"
+LABEL = "clique"
+
+
+def a_node(name, domain, gpus=8, *, taints=(), unschedulable=False, ready="True", **labels):
+    content = {
+        "metadata": {"name": name, "labels": {LABEL: domain, **labels}},
+        "spec": {"unschedulable": unschedulable, "taints": list(taints)},
+        "status": {
+            "allocatable": {GPU: str(gpus), "memory": "1Ti"},
+            "conditions": [{"type": "Ready", "status": ready}],
+        },
+    }
+    return msgspec.convert(content, Node)
+
+
+def a_pod(node="", gpus=8, phase="Running", domain=""):
+    annotations = {DOMAIN: f"{LABEL}={domain}"} if domain else {}
+    containers = [{"name": "main", "resources": {"limits": {GPU: gpus}}}]
+    content = {
+        "metadata": {"name": "pod", "annotations": annotations},
+        "spec": {"nodeName": node, "containers": containers},
+        "status": {"phase": phase},
+    }
+    return msgspec.convert(content, PlacedPod)
+
+
+def a_group(pods=2, gpus=8, **fields):
+    return GroupDemand(LABEL, pods, {GPU: Decimal(gpus)}, **fields)
+
+
+def test_half_free_domain_is_not_chosen():
+    nodes = [a_node("a1", "a"), a_node("a2", "a"), a_node("b1", "b"), a_node("b2", "b")]
+
+    assert choose(cluster_room(nodes, [a_pod("a1")]), a_group())[0] == "b"
+    assert choose(cluster_room(nodes, [a_pod("a1"), a_pod("b2")]), a_group())[0] == ""
+    assert choose(cluster_room(nodes, [a_pod("a1", phase="Succeeded"), a_pod("b2")]), a_group())[0] == "a"
+
+
+def test_smallest_domain_that_fits_is_chosen():
+    nodes = [*(a_node(f"a{n}", "a") for n in range(4)), *(a_node(f"b{n}", "b") for n in range(2))]
+
+    assert choose(cluster_room(nodes, []), a_group())[0] == "b"
+    assert choose(cluster_room(nodes, []), a_group(pods=3))[0] == "a"
+
+
+def test_chosen_and_promised_room_is_taken():
+    nodes = [a_node("a1", "a"), a_node("a2", "a"), a_node("b1", "b"), a_node("b2", "b")]
+    first, left = choose(cluster_room(nodes, []), a_group())
+
+    assert (first, choose(left, a_group())[0]) == ("a", "b")
+    assert choose(cluster_room(nodes, [], [(a_group(), "a")]), a_group())[0] == "b"
+    waiting = [a_pod(domain="a", phase="Pending"), a_pod(domain="a", phase="Pending")]
+    assert choose(cluster_room(nodes, waiting), a_group())[0] == "b"
+
+
+@pytest.mark.parametrize(
+    "unusable",
+    [
+        {"unschedulable": True},
+        {"ready": "False"},
+        {"taints": [{"key": "gpu", "effect": "NoSchedule"}]},
+        {"product": "old"},
+    ],
+    ids=("cordoned", "not-ready", "tainted", "other-product"),
+)
+def test_unusable_nodes_do_not_count(unusable):
+    group = a_group(selector={"product": "new"})
+    nodes = [a_node("a1", "a", product="new"), a_node("a2", "a", **({"product": "new"} | unusable))]
+
+    assert slots_by_domain(cluster_room(nodes, []), group) == {"a": 1}
+
+
+def test_tolerated_taint_is_no_obstacle():
+    taint = {"key": "gpu", "value": "yes", "effect": "NoSchedule"}
+    room = cluster_room([a_node("a1", "a", taints=[taint])], [])
+
+    for toleration in ({"operator": "Exists"}, {"key": "gpu", "value": "yes"}, {"key": "gpu", "operator": "Exists"}):
+        assert slots_by_domain(room, a_group(tolerations=(toleration,))) == {"a": 1}
+    assert slots_by_domain(room, a_group(tolerations=({"key": "gpu", "value": "no"},))) == {}
+
+
+def test_demand_is_that_of_all_containers():
+    containers = [
+        {"name": "main", "resources": {"limits": {GPU: 4}, "requests": {"cpu": "1500m", "memory": "2Gi"}}},
+        {"name": "side", "resources": {"limits": {"cpu": "0.5"}, "requests": {"memory": "strange"}}},
+    ]
+    template = {"spec": {"containers": containers, "nodeSelector": {"a": "b"}, "tolerations": [{"operator": "Exists"}]}}
+
+    demand = demand_of(template, LABEL, 2)
+
+    assert demand.each == {GPU: 4, "cpu": 2, "memory": 2 << 30} == requested(containers)
+    assert (demand.pods, demand.selector, demand.tolerations) == (2, {"a": "b"}, ({"operator": "Exists"},))
+
+
+def test_pods_without_requests_fit_on_each_node():
+    room = cluster_room([a_node("a1", "a"), a_node("a2", "a")], [])
+
+    assert choose(room, GroupDemand(LABEL, 2, {}))[0] == "a"
+    assert choose(ClusterRoom(()), a_group())[0] == ""

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A settings Struct stands beside the code that obeys it and documents each field.
+1. A settings Struct is defined next to the code that uses it, and documents each field.
 2. A file is TOML (`.toml`) or JSON (any other suffix) of exactly one Struct. An unknown key, a wrong type or a value
    out of range raises `ConfigurationRefused` with the file, the path of the key and the cause, in one line.
 3. The environment only says where caches go. It is passed on to child processes.

@@ -1,4 +1,4 @@
-"""Time as integers, and the port of clocks. The rest of Fleet has the same under `fleet.core.clock`."""
+"""Time as integers, and the port of clocks. The rest of Fleet imports them from `fleet.core.clock`."""
 
 from typing import NewType, Protocol
 

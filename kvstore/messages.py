@@ -268,7 +268,10 @@ class StoreClientCounters(Struct, frozen=True, kw_only=True):
 
 
 class TenantStats(Struct, frozen=True, kw_only=True):
-    """Usage of a tenant with a quota. Counters start when its last account was opened."""
+    """Usage of a tenant with a quota.
+
+    The counters restart at zero if the node has forgotten the tenant meanwhile (`kvstore.pool.quotas`, rule 4).
+    """
 
     tenant: str  # first 16 hexadecimal digits of the SHA-256 of its salt; the salt itself is a secret
     bytes: int  # bytes that its blocks occupy

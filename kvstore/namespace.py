@@ -33,7 +33,7 @@ ELEMENT_BYTES: Mapping[str, int] = {
     "bfloat16": 2,
     "fp8": 1,  # vLLM's name for e4m3
     "fp8_e4m3": 1,
-    "fp8_e4m3fnuz": 1,  # other bias, no infinities: other numbers than e4m3
+    "fp8_e4m3fnuz": 1,  # not the same as e4m3: another exponent bias, so the same bits mean other numbers
     "fp8_e5m2": 1,
     "int8": 1,
 }

@@ -4,7 +4,8 @@ Rules:
 
 1. The process goes STARTING -> SERVING -> DRAINING -> GONE and never back (`NEXT`). Only SERVING takes new attempts.
    DRAINING finishes what runs until its deadline and then gives up the rest. It becomes GONE when the engine holds
-   nothing more (rule 7), or `GRACE` after the deadline.
+   nothing more (rule 7), or `GRACE` after the deadline. A drain begins with SIGTERM (`fleet.app.worker`), and
+   `drain_timeout_ms` (`workers.settings`) sets its deadline.
 2. A router is told exactly one end of each attempt that it started: a step with a finish, or a rejection. Later
    outputs of the engine for that attempt are dropped. A router whose stream has ended is told nothing.
 3. Routers choose request ids, and two routers may choose the same one, but the engine needs unique ids. Outside, an

@@ -52,7 +52,7 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     store_id: StoreId | None = None  # the KV store node that the engine writes to
     kv: Fingerprint | None = None  # the meaning and the layout of its blocks; None: unknown
     keeps_forms: bool = False  # true if it supports structured output
-    sampling_fields: tuple[str, ...] = ()  # `fleet.core.requests.ENGINE_FIELDS` that it obeys
+    sampling_fields: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that it supports
     continued_fields: tuple[str, ...] = ()  # `fleet.core.requests.STATE_FIELDS` whose state it rebuilds
     adapters: tuple[LoraAdapter, ...] = ()  # LoRA adapters that it can load
     adapter_slots: int = 0  # LoRA adapters loaded at a time; 0: all of them
@@ -99,6 +99,8 @@ class Pulse(Struct, frozen=True, kw_only=True):
 
 class Engine(Protocol):
     """One running engine. `open_engine`, an async context manager, starts and stops it.
+
+    `fleet.app.worker` finds it by the entry point of the group `workers.engines` that the setting `engine` names.
 
     An engine never blocks the event loop. After `submit` a request ends in exactly one `Progress` with a `finish`, or
     one `Rejected`. After `cancel` it ends as well, with `Finish.CANCELLED` unless it ended before, and the engine
@@ -148,22 +150,22 @@ class Engine(Protocol):
         ...
 
     def traced(self) -> bool:
-        """Return whether a debugger is attached to one of its processes.
+        """Return whether a debugger is attached to one of the engine's processes.
 
         The call is slow, so it is made only when a hang is suspected.
         """
         ...
 
     def kill(self) -> None:
-        """End its processes at once, even if they do not respond.
+        """Kill the processes of the engine at once, even if they do not respond.
 
-        The engine yields nothing afterwards, and its context ends next.
+        After this call the engine yields no events, and the server leaves the engine's context.
         """
         ...
 
     @property
     def lent(self) -> int:
-        """The number of handoffs whose blocks it holds until a decode engine has fetched them, or their lease ends."""
+        """The number of handoffs whose blocks the engine holds until a decode engine has fetched them or their lease ends."""
         ...
 
 

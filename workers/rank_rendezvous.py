@@ -1,6 +1,6 @@
 """Rank rendezvous: how the ranks of one engine on several hosts find each other, and when their group ends. Pure.
 
-`workers.group_connections` carries the messages.
+`workers.connections.ranks` carries the messages.
 
 Rules:
 

@@ -9,7 +9,7 @@ from workers.ports import Outlet
 
 
 class RouterSession:
-    """Takes a router's messages, and sends messages to it: at once while its outlet is free, else later in order.
+    """Receives a router's messages, and sends messages to it in order. While its outlet is full, they wait in a queue.
 
     The introduction (the worker's description and its cache) may be large and does not count. After it, at most
     `limit` messages wait. One more cuts the stream, so that a router that does not read costs no memory.
@@ -39,7 +39,7 @@ class RouterSession:
             self._introduction.append(self._numbered(events))
 
     def receive(self, message: Start | Cancel) -> None:
-        """Handle a router's message; the answer leaves by the outlet."""
+        """Pass a router's message to the worker's machine. Replies are sent later, by `offer`."""
         match message:
             case Start():
                 self._absorb(AttemptRequested(stream=self.stream, start=message))
@@ -61,7 +61,7 @@ class RouterSession:
         return self.offer(self._numbered(events))
 
     def flow(self) -> None:
-        """Send waiting messages while the outlet takes them; the outlet's owner calls it again when it takes more."""
+        """Send waiting messages until the outlet is full. The owner of the outlet calls this again when it has room."""
         while (queue := self._introduction or self.waiting) and not self._outlet.full:
             self._outlet.put(queue.popleft())
         if self._finished and not queue and not self._ended:

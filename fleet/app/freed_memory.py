@@ -1,7 +1,7 @@
-"""Freed memory: makes the C library return it to the system.
+"""Freed memory: makes the C library return freed memory to the operating system.
 
-glibc keeps freed memory in one heap per thread. After large pieces are freed, it takes the next large ones from a heap
-too. So a router with a few large requests would keep their memory until it ends. Other C libraries are left alone.
+glibc keeps freed memory in one heap per thread. Once it has freed some large allocations, it takes later large ones from
+these heaps as well. So a router would keep the memory of a few large requests until it ends. Only glibc is changed.
 """
 
 import ctypes

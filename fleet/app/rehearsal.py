@@ -1,5 +1,8 @@
 """Rehearsal of plans in the simulator, in a process of its own. `python -m fleet.app.rehearsal` is that process.
 
+`fleet.planner.loop` rehearses plans through the port `fleet.planner.ports.Rehearsal`, and may hold back a plan that shrinks pools (its
+rule 5).
+
 Rules:
 
 1. The recent requests arrive at the rate that the plan is made for, with the gaps between them that they had. If they are too few for
@@ -27,7 +30,7 @@ from fleet.core.system_clock import SystemClock
 from fleet.planner.decisions import PlanGoals, PlannedPool
 from fleet.planner.demand import RecentRequest
 from fleet.planner.messages import PoolName
-from fleet.planner.rehearsal import PoolsPrediction, RehearsalResult, RehearsalSkipped
+from fleet.planner.ports import PoolsPrediction, RehearsalResult, RehearsalSkipped
 from fleet.planner.settings import PlannerSettings
 from fleet.planner.sizing.capacity import PoolEngine
 from fleet.router.settings.router import RouterSettings
@@ -64,7 +67,7 @@ class RehearsalTask(Struct, frozen=True, kw_only=True):
 
 
 class SimulatedRehearsal:
-    """Implements `fleet.planner.rehearsal.Rehearsal`."""
+    """Implements `fleet.planner.ports.Rehearsal`."""
 
     def __init__(self, pools: tuple[RehearsedPool, ...], goals: PlanGoals) -> None:
         self._pools = pools

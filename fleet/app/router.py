@@ -25,6 +25,7 @@ from fleet.core.errors import ConfigurationRefused, missing_package
 from fleet.core.ids import Incarnation, ModelName
 from fleet.core.system_clock import SystemClock, unix_seconds, utc_now
 from fleet.core.telemetry import RouterProcessMetrics
+from fleet.frontend.answer_journal import AnswerJournal
 from fleet.frontend.control.demand import DemandWatch
 from fleet.frontend.control.port import open_control_port
 from fleet.frontend.generation import Generation
@@ -36,6 +37,7 @@ from fleet.frontend.openai.prompt_keys import PromptReader, SecretBlockKeys
 from fleet.frontend.openai.relay import Relay
 from fleet.frontend.openai.relayed_paths import RelayedPaths
 from fleet.frontend.openai.service import HttpFrontend, open_http_frontend
+from fleet.frontend.resume_tokens import ResumeTokens
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_check import TokenizerCheck
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
@@ -49,6 +51,7 @@ from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
 from fleet.net.client_tls import ServerCertificates
 from fleet.net.control.access import ControlAccess, load_control_access
+from fleet.net.settings import MIB
 from fleet.peers.routers import PeerLimits, PeerRouters
 from fleet.router.machine import RouterMachine
 from fleet.router.observer import ObservedMachine
@@ -132,6 +135,7 @@ class _Shared(Struct, frozen=True, kw_only=True):
     threads: TokenizerThreads
     secret_keys: SecretBlockKeys
     control_access: ControlAccess
+    journal: AnswerJournal
     certificates: ServerCertificates | None  # of the ports for clients; None if they do not speak TLS
 
     @classmethod
@@ -154,6 +158,7 @@ class _Shared(Struct, frozen=True, kw_only=True):
             threads=TokenizerThreads(trim_heaps),
             secret_keys=SecretBlockKeys(settings.prompt_secret or settings.tenant_secret),
             control_access=load_control_access("control_credentials", settings.control_credentials),
+            journal=AnswerJournal(settings.resume.journal_mib * MIB, settings.resume.journal_seconds, clock),
             certificates=certificates,
         )
 
@@ -296,6 +301,8 @@ class _Core(Struct, frozen=True, kw_only=True):
             tenant_secret=tenant_secret,
             metrics=shared.metrics,
             threads=shared.threads,
+            resume_tokens=_resume_tokens(settings),
+            journal=shared.journal,
         )
         return cls(
             server=server,
@@ -308,6 +315,14 @@ class _Core(Struct, frozen=True, kw_only=True):
             demand=demand,
             overflow=overflow,
         )
+
+
+def _resume_tokens(settings: RouterSettings) -> ResumeTokens | None:
+    """Build the resume tokens; None if clients have keys and the routers have no common secret."""
+    secret = settings.prompt_secret or settings.tenant_secret
+    if not secret and any(tenant.api_key_sha256 for tenant in settings.tenants.values()):
+        return None
+    return ResumeTokens(secret.encode(), settings.resume.token_seconds, unix_seconds)
 
 
 def _predictions(settings: RouterSettings) -> "PredictionMetrics | None":
@@ -428,6 +443,7 @@ def _peers(settings: RouterSettings, shared: _Shared, backends: _Backends, core:
         private=shared.secret_keys.fingerprint,
         limits=PeerLimits(shared.tenants, shared.clock) if settings.counts_limits_without_redis else None,
         overflow=core.overflow,
+        journal=shared.journal,
     )
     core.selection.others = peers
     return peers

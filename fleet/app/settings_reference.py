@@ -1,4 +1,4 @@
-"""Settings reference: docs/settings.md, generated from the types that the processes obey.
+"""Settings reference: docs/settings.md, generated from the types that define the settings.
 
 `make chart` writes the page. A unit test compares it with the types.
 """

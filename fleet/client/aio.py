@@ -1,14 +1,14 @@
 """Asynchronous client: like `fleet.client.sync`, where arguments and errors are described, for one event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
 
 from fleet.client.control import ControlPort, control_errors
-from fleet.client.errors import Cancelled, error_of
+from fleet.client.errors import Cancelled, FleetError, error_of
 from fleet.client.requests import Options, PromptLike, api_key_metadata, build_message, tune_request
 from fleet.client.results import (
     ClusterStatus,
@@ -23,6 +23,7 @@ from fleet.client.results import (
     remote_prefill_of,
     thresholds_of,
 )
+from fleet.client.resumption import RESUMABLE_OPTIONS, Resumption, RouterRing, addresses_of, resume_limit
 from fleet.client.sync import CALL_SECONDS
 from fleet.client.tls import ClientTls, check_key_is_safe, open_aio_channel
 from fleet.core.errors import Reason
@@ -46,20 +47,26 @@ class AsyncClient:
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         api_key: str = "",
         tls: ClientTls | None = None,
         insecure: bool = False,
+        resume_seconds: float | None = None,
         control: str = "",
         control_credentials: Credentials = Credentials(),  # noqa: B008 - frozen
     ) -> None:
         """Connect to a router; the arguments are those of `fleet.client.Client`."""
-        check_key_is_safe(address, api_key, tls, insecure=insecure)
+        addresses = addresses_of(address)
+        self._resume_seconds = resume_limit(resume_seconds, len(addresses))
+        for each in addresses:
+            check_key_is_safe(each, api_key, tls, insecure=insecure)
         self._metadata = api_key_metadata(api_key)
-        self._channel = open_aio_channel(address, CHANNEL_OPTIONS, tls)
-        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
-        self._control_port = ControlPort(address, control, control_credentials)
+        options = (*CHANNEL_OPTIONS, *(RESUMABLE_OPTIONS if self._resume_seconds else ()))
+        self._channels = [open_aio_channel(each, options, tls) for each in addresses]
+        stubs: list[inference_pb2_grpc.InferenceAsyncStub] = list(map(inference_pb2_grpc.InferenceStub, self._channels))
+        self._routers = RouterRing(stubs)
+        self._control_port = ControlPort(addresses[0], control, control_credentials)
         self._control_channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:
@@ -72,16 +79,20 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection and end all running streams."""
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
         if self._control_channel is not None:
             await self._control_channel.close()
 
     def generate(self, prompt: PromptLike, **options: Unpack[Options]) -> "AsyncStream":
         """Send a request with a streamed answer; arguments as for `fleet.client.Client.generate`."""
-        message = build_message(prompt, options)
-        return AsyncStream(
-            self._inference.Generate(message, timeout=options.get("timeout_seconds"), metadata=self._metadata)
+        resumption = Resumption(
+            build_message(prompt, options),
+            routers=len(self._routers),
+            resume_seconds=self._resume_seconds,
+            timeout_seconds=options.get("timeout_seconds"),
         )
+        return AsyncStream(self._routers, self._metadata, resumption)
 
     async def complete(self, prompt: PromptLike, **options: Unpack[Options]) -> Result:
         """Send a request and wait for the complete answer; arguments as for `generate`."""
@@ -93,7 +104,7 @@ class AsyncClient:
     async def models(self) -> tuple[ModelCard, ...]:
         """Return the models that at least one live worker serves."""
         try:
-            response = await self._inference.ListModels(
+            response = await self._routers.current.ListModels(
                 inference_pb2.ListModelsRequest(), timeout=CALL_SECONDS, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
@@ -145,12 +156,17 @@ class AsyncStream(StreamedAnswer):
     """One streamed answer, to be iterated. Leaving its context, or `cancel`, stops the engine."""
 
     def __init__(
-        self, call: "grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]"
+        self,
+        routers: "RouterRing[inference_pb2_grpc.InferenceAsyncStub]",
+        metadata: tuple[tuple[str, str], ...],
+        resumption: Resumption,
     ) -> None:
-        self._call = call
-        self._messages = aiter(call)
         super().__init__()
+        self._routers = routers
+        self._metadata = metadata
+        self._resumption = resumption
         self._cancelled = False  # by `cancel`, not because the task was cancelled
+        self._send()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -168,14 +184,41 @@ class AsyncStream(StreamedAnswer):
                 self._end()
                 raise
             except grpc.aio.AioRpcError as error:
-                raise error_of(error) from error
+                await self._try_again(error)
+                continue
             except asyncio.CancelledError as error:
                 task = asyncio.current_task()
                 if not self._cancelled or (task is not None and task.cancelling()):
                     raise
                 raise Cancelled("the stream was cancelled", Reason.CANCELLED) from error
+            if self._resumption.is_broken:
+                self._resumption.arrived()
             if (delta := self._take(message)) is not None:
                 return delta
+
+    def _send(self) -> None:
+        self._router = self._routers.current
+        message, timeout = self._resumption.request(self)
+        self._call = self._router.Generate(message, timeout=timeout, metadata=self._metadata)
+        self._messages = aiter(self._call)
+
+    async def _try_again(self, error: grpc.aio.AioRpcError) -> None:
+        """Send the request again after a failure.
+
+        Raises:
+            FleetError: The failure is final.
+        """
+        failure = error_of(error)
+        try:
+            pause = self._resumption.pause(failure)
+        except FleetError as final:
+            raise final from error
+        self._routers.leave(self._router)
+        if pause:
+            await asyncio.sleep(pause)
+        if self._cancelled:
+            raise Cancelled("the stream was cancelled", Reason.CANCELLED) from error
+        self._send()
 
     def cancel(self) -> None:
         """Stop the answer; further iteration raises `Cancelled`, unless the answer was complete."""

@@ -59,7 +59,9 @@ class TooLarge(InvalidRequest):
 
 
 class Unavailable(FleetError):
-    """The request is valid, and a retry may succeed. After the first delta, a retry loses the tokens so far.
+    """The request is valid, and a retry may succeed.
+
+    After the first delta, a retry loses the tokens so far. A client with `resume_seconds` has tried to go on already.
 
     Attributes:
         retry_after_seconds: Time to wait; None if the server gave none.

@@ -5,7 +5,18 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from fleet.client.errors import ServerError
-from fleet.core.requests import Admitted, Delta, Finish, Finished, KvPhase, Logprobs, ToolCall, Usage, join_calls
+from fleet.core.requests import (
+    Admitted,
+    Delta,
+    Finish,
+    Finished,
+    KvPhase,
+    Logprobs,
+    Resume,
+    ToolCall,
+    Usage,
+    join_calls,
+)
 from fleet.v1 import control_pb2, inference_pb2
 from fleet.wire.inference import decode_event
 
@@ -32,6 +43,7 @@ class StreamedAnswer:
         self._admitted: Admitted | None = None
         self._deltas: list[Delta] = []
         self._result: Result | None = None
+        self._resume_token = ""  # the latest one
 
     @property
     def request_id(self) -> str:
@@ -49,6 +61,20 @@ class StreamedAnswer:
             raise RuntimeError("the stream has not ended; iterate it first")
         return self._result
 
+    def resume(self) -> Resume | None:
+        """Return what a router needs to go on with this answer; None if it has given no resume token."""
+        if not self._resume_token:
+            return None
+        token_ids = tuple(token_id for delta in self._deltas for token_id in delta.token_ids)
+        return Resume(
+            token=self._resume_token,
+            token_ids=token_ids,
+            position=len(token_ids),
+            text="".join(delta.text for delta in self._deltas),
+            reasoning="".join(delta.reasoning for delta in self._deltas),
+            calls=tuple(call for delta in self._deltas for call in delta.calls),
+        )
+
     def _take(self, message: inference_pb2.GenerateResponse) -> Delta | None:
         """Add a message; return its delta for the caller, if any.
 
@@ -61,10 +87,12 @@ class StreamedAnswer:
             raise ServerError(f"the server sent what this client does not understand: {error}") from error
         match event:
             case Delta():
+                self._resume_token = event.resume_token or self._resume_token
                 self._deltas.append(event)
                 return event
             case Admitted():
-                self._admitted = event
+                self._resume_token = event.resume_token or self._resume_token
+                self._admitted = self._admitted or event  # a resumed request has another id
                 return None
             case Finished():
                 rest = Delta(text=event.text, token_ids=()) if event.text else None

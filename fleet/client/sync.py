@@ -1,13 +1,14 @@
 """Synchronous client. Several threads may share it; a stream belongs to one thread at a time."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
 import grpc
 
 from fleet.client.control import ControlPort, control_errors
-from fleet.client.errors import error_of
+from fleet.client.errors import Cancelled, FleetError, error_of
 from fleet.client.requests import Options, PromptLike, api_key_metadata, build_message, tune_request
 from fleet.client.results import (
     ClusterStatus,
@@ -22,7 +23,9 @@ from fleet.client.results import (
     remote_prefill_of,
     thresholds_of,
 )
+from fleet.client.resumption import RESUMABLE_OPTIONS, Resumption, RouterRing, addresses_of, resume_limit
 from fleet.client.tls import ClientTls, check_key_is_safe, open_channel
+from fleet.core.errors import Reason
 from fleet.core.requests import Delta, ModelCard
 from fleet.net.grpc.options import CHANNEL_OPTIONS
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -43,21 +46,26 @@ class Client:
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         api_key: str = "",
         tls: ClientTls | None = None,
         insecure: bool = False,
+        resume_seconds: float | None = None,
         control: str = "",
         control_credentials: Credentials = Credentials(),  # noqa: B008 - frozen
     ) -> None:
         """Connect to a router.
 
         Args:
-            address: Its gRPC address for clients, ``host:port`` or ``unix:/path``.
+            address: Its gRPC address for clients, ``host:port`` or ``unix:/path``; several for the routers of one cluster. The
+                first one gets all requests until it fails, then the next one.
             api_key: Needed if the cluster has tenants.
             tls: Files for TLS; None: no TLS.
             insecure: Send the key to another host without TLS, on a network that nobody else is on.
+            resume_seconds: How long a stream that broke may take to go on, at another router or, if there is one address, at
+                whatever answers there; 0: it ends with an error. None: 30 with several addresses, else 0. Temperature 0 gives
+                exactly the same tokens; what cannot be continued exactly ends with an error.
             control: Its control address, for `status`, `explain`, `tune` and `remote_prefill`; empty: that of this
                 user's router on this machine.
             control_credentials: Credentials for a control port over TCP.
@@ -65,11 +73,16 @@ class Client:
         Raises:
             ConfigurationRefused: A credentials file cannot be used, or the key would cross a network in the clear.
         """
-        check_key_is_safe(address, api_key, tls, insecure=insecure)
+        addresses = addresses_of(address)
+        self._resume_seconds = resume_limit(resume_seconds, len(addresses))
+        for each in addresses:
+            check_key_is_safe(each, api_key, tls, insecure=insecure)
         self._metadata = api_key_metadata(api_key)
-        self.channel = open_channel(address, CHANNEL_OPTIONS, tls)
-        self._inference = inference_pb2_grpc.InferenceStub(self.channel)
-        self._control_port = ControlPort(address, control, control_credentials)
+        options = (*CHANNEL_OPTIONS, *(RESUMABLE_OPTIONS if self._resume_seconds else ()))
+        self._channels = [open_channel(each, options, tls) for each in addresses]
+        self.channel = self._channels[0]
+        self._routers = RouterRing([inference_pb2_grpc.InferenceStub(each) for each in self._channels])
+        self._control_port = ControlPort(addresses[0], control, control_credentials)
         self._control_channel: grpc.Channel | None = None
 
     def __enter__(self) -> Self:
@@ -82,7 +95,8 @@ class Client:
 
     def close(self) -> None:
         """Close the connection and end all running streams."""
-        self.channel.close()
+        for channel in self._channels:
+            channel.close()
         if self._control_channel is not None:
             self._control_channel.close()
 
@@ -102,10 +116,13 @@ class Client:
             InvalidRequest: A value does not fit its field; nothing was sent. What the server refuses is raised while
                 iterating.
         """
-        message = build_message(prompt, options)
-        return Stream(
-            self._inference.Generate(message, timeout=options.get("timeout_seconds"), metadata=self._metadata)
+        resumption = Resumption(
+            build_message(prompt, options),
+            routers=len(self._routers),
+            resume_seconds=self._resume_seconds,
+            timeout_seconds=options.get("timeout_seconds"),
         )
+        return Stream(self._routers, self._metadata, resumption)
 
     def complete(self, prompt: PromptLike, **options: Unpack[Options]) -> Result:
         """Send a request and wait for the complete answer; arguments as for `generate`.
@@ -126,7 +143,7 @@ class Client:
             FleetError: The call failed.
         """
         try:
-            response = self._inference.ListModels(
+            response = self._routers.current.ListModels(
                 inference_pb2.ListModelsRequest(), timeout=CALL_SECONDS, metadata=self._metadata
             )
         except grpc.RpcError as error:
@@ -198,9 +215,18 @@ class Client:
 class Stream(StreamedAnswer):
     """One streamed answer, to be iterated. Leaving its context, or `cancel`, stops the engine."""
 
-    def __init__(self, call: "grpc._CallIterator[inference_pb2.GenerateResponse]") -> None:
-        self._call = call
+    def __init__(
+        self,
+        routers: RouterRing[inference_pb2_grpc.InferenceStub],
+        metadata: tuple[tuple[str, str], ...],
+        resumption: Resumption,
+    ) -> None:
         super().__init__()
+        self._routers = routers
+        self._metadata = metadata
+        self._resumption = resumption
+        self._cancelled = False
+        self._send()
 
     def __iter__(self) -> Iterator[Delta]:
         return self
@@ -218,12 +244,39 @@ class Stream(StreamedAnswer):
                 self._end()
                 raise
             except grpc.RpcError as error:
-                raise error_of(error) from error
+                self._try_again(error)
+                continue
+            if self._resumption.is_broken:
+                self._resumption.arrived()
             if (delta := self._take(message)) is not None:
                 return delta
 
+    def _send(self) -> None:
+        self._router = self._routers.current
+        message, timeout = self._resumption.request(self)
+        self._call = self._router.Generate(message, timeout=timeout, metadata=self._metadata)
+
+    def _try_again(self, error: grpc.RpcError) -> None:
+        """Send the request again after a failure.
+
+        Raises:
+            FleetError: The failure is final.
+        """
+        failure = error_of(error)
+        try:
+            pause = self._resumption.pause(failure)
+        except FleetError as final:
+            raise final from error
+        self._routers.leave(self._router)
+        if pause:
+            time.sleep(pause)
+        if self._cancelled:
+            raise Cancelled("the stream was cancelled", Reason.CANCELLED) from error
+        self._send()
+
     def cancel(self) -> None:
         """Stop the answer; further iteration raises `Cancelled`, unless the answer was complete."""
+        self._cancelled = True
         self._call.cancel()
 
     def __enter__(self) -> Self:

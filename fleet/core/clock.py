@@ -1,4 +1,4 @@
-"""Time as integers, and the Clock port. Both come from the store, because workers and routers pass it their times."""
+"""Time as integers, and the Clock port. `kvstore.clock` defines both, because the store gets times from workers and routers."""
 
 from kvstore.clock import MILLISECOND, SECOND, Clock, Nanos
 

@@ -75,7 +75,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # alternatives per token
     form: StructuredOutput | None = None  # None: no rule
-    # Fields that not every engine obeys, see `ENGINE_FIELDS`.
+    # Fields that not every engine supports, see `ENGINE_FIELDS`.
     logit_bias: tuple[tuple[int, float], ...] = ()  # tokens, and what is added to their logits
     allowed_token_ids: tuple[int, ...] = ()  # the only tokens that may be sampled; empty: all
     bad_tokens: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not be sampled
@@ -131,8 +131,8 @@ def state_fields(sampling: Sampling) -> tuple[str, ...]:
 
 
 ENGINE_FIELDS = ("logit_bias", "allowed_token_ids", "bad_tokens", "prompt_logprobs")
-"""Fields of `Sampling` that a worker must know; an engine may lack them. The router places a request only where all that it
-uses are obeyed."""
+"""Fields of `Sampling` that a worker must know; an engine may lack them. The router places a request only on a
+worker that supports all of these fields that the request uses."""
 
 
 def engine_fields(sampling: Sampling) -> tuple[str, ...]:
@@ -185,6 +185,22 @@ class TokenPrompt(Struct, frozen=True, tag=True):
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
+class Resume(Struct, frozen=True, kw_only=True):
+    """Demand to go on with an answer that another router has begun, or this one on a connection that was lost.
+
+    The client's request is the same as before. `position` may exceed the known tokens; then the missing ones are generated
+    again, and the client does not get them twice.
+    """
+
+    token: str  # resume token, see `fleet.frontend.resume_tokens`
+    token_ids: tuple[int, ...] = ()  # known tokens of the answer, from the first one on
+    position: int = 0  # tokens of the answer that the client has
+    # What the client has of an answer that a worker parses.
+    text: str = ""
+    reasoning: str = ""
+    calls: "tuple[CallDelta, ...]" = ()
+
+
 class GenerateRequest(Struct, frozen=True, kw_only=True):
     """One request from a frontend; its syntax is correct, but it is not yet validated against the model."""
 
@@ -215,6 +231,9 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     )
     leads: bool = False  # siblings wait for its first token; where `whole` holds it back, an empty `Delta` tells of it
     parsing: AnswerParsing | None = None  # None: the answer is one text, as the model writes it
+    resumable: bool = False  # the client gets resume tokens
+    journaled: bool = False  # its tokens are kept by the routers, because the client keeps none
+    resume: Resume | None = None  # None: the answer begins
 
 
 class Finish(StrEnum):
@@ -298,6 +317,9 @@ class Admitted(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     tokens: TokenBytes = b""  # the prompt; empty at a client
     allowance: RateLimitStatus | None = None
+    resume_token: str = ""  # for `GenerateRequest.resumable`
+    resumes: RequestId = RequestId("")  # the request whose answer goes on; empty: the answer begins
+    began: int = 0  # Unix time in seconds of that request; 0: the answer begins
 
 
 class CallDelta(Struct, frozen=True, kw_only=True):
@@ -344,6 +366,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[Logprobs, ...] = ()  # in the first delta: of each token of the prompt but the first
     reasoning: str = ""  # more of the reasoning before the answer
     calls: tuple[CallDelta, ...] = ()
+    resume_token: str = ""  # replaces the earlier one; empty: that one stays
 
 
 class Finished(Struct, frozen=True, kw_only=True):

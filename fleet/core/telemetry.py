@@ -55,6 +55,9 @@ class RouterProcessMetrics:
             ["outcome", "placement"],
             registry=registry,
         )
+        self._resumed = Counter(
+            "fleet_resumed_requests", "Requests that went on with an answer of a stream that broke", registry=registry
+        )
         self._ttft = Histogram(
             "fleet_ttft_seconds", "Arrival to first token", buckets=LATENCY_BUCKETS, registry=registry
         )
@@ -95,6 +98,10 @@ class RouterProcessMetrics:
             registry=self.registry,
         )
         end.set_function(ends_at)
+
+    def resumed(self) -> None:
+        """Record that a request goes on with an answer that was begun before."""
+        self._resumed.inc()
 
     def first_token(self, seconds: float) -> None:
         """Record the time from a request's arrival to its first token."""

@@ -57,7 +57,7 @@ class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_di
     adapter_slots: int = 0  # adapters that can be loaded at a time; 0: all of them
     tokenizer_digests: TokenizerDigests | None = None
     keeps_forms: bool = False  # True if the engine can enforce structured output
-    sampling_fields: tuple[str, ...] = ()  # `fleet.core.requests.ENGINE_FIELDS` that the engine obeys
+    sampling_fields: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that the engine supports
     # `fleet.core.requests.STATE_FIELDS` whose state the engine rebuilds when it continues an answer (`Start.generated_tokens`)
     continued_fields: tuple[str, ...] = ()
     start_seconds: float = 0.0  # from the start of its process to this description; 0: unknown

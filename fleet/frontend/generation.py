@@ -11,12 +11,14 @@ router's server, turn tokens into text, look for stop strings, count. Rules:
 4. An answer that the client gets in one piece (`GenerateRequest.whole`) is collected here. So it may start over on another
    worker until it is complete, whatever its sampling.
 5. An engine samples at least one token. A request for none (`max_tokens` 0) computes its prompt, and the token is dropped.
-6. The metrics and the tenant's counters count the same tokens, however a request ends.
+6. The metrics and the tenant's counters count the same tokens, however a request ends. A resumed request
+   (`fleet.frontend.resumed_answer`) counts here with the tokens that are generated here; its client is told all of them.
 """
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from itertools import chain
 from typing import Protocol, assert_never
@@ -51,18 +53,24 @@ from fleet.core.roles import Placement
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.validation import validate, validate_length
 from fleet.core.work import LoraAdapter, ParsingTask
+from fleet.frontend.answer_journal import AnswerJournal, JournalEntry
+from fleet.frontend.resume_tokens import FIELD as RESUME_FIELD
+from fleet.frontend.resume_tokens import ResumeClaims, ResumeTokens, prompt_digest
+from fleet.frontend.resumed_answer import Answer, EndedAnswer, ResumedAnswer
 from fleet.frontend.text.answer_text import AnswerText
-from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
+from fleet.frontend.text.parsed_answer import EngineParsedAnswer
 from fleet.frontend.text.parsing_plan import ParsingPlans
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.ports import TextCodec
+from fleet.router.server import RequestStream
 from fleet.router.tenants import Tenants, admit_with_peers
 from kvstore.block import adapter_salt, cache_salt, tenant_salt
 
 _NO_CALLS = ToolChoice.NONE  # a module variable is ten times as fast as the enum attribute
 INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenizing; longer prompts go to a thread
+INLINE_TOKENS = 256  # of a resumed answer, at about 8 µs each; longer ones are replayed in a thread
 RETRY_AFTER_MS = 1000
 MAX_BAD_SEQUENCES = 128  # vLLM's sampler keeps as many
 
@@ -92,6 +100,8 @@ class Generation:
         tenant_secret: bytes,
         metrics: RouterProcessMetrics,
         threads: TokenizerThreads,
+        resume_tokens: ResumeTokens | None = None,
+        journal: AnswerJournal | None = None,
     ) -> None:
         self._router = router
         self._codecs = codecs
@@ -103,6 +113,8 @@ class Generation:
         self._parents: dict[ModelName, ModelName] = {}  # base model by name of a requested LoRA adapter
         self._threads = threads
         self._parsing_plans = ParsingPlans()
+        self._resume_tokens = resume_tokens  # None: streams cannot be resumed
+        self._journal = journal  # None: no tokens are kept for clients
 
     @property
     def running(self) -> int:
@@ -119,13 +131,13 @@ class Generation:
         return self._tenants.by_key
 
     def identify(self, authorization: str) -> str:
-        """Return the tenant of a client that asks for something else than an answer.
+        """Return the tenant of a client whose request needs no generation, such as a list of models.
 
         Args:
             authorization: The header, as for `generate`.
 
         Raises:
-            RequestRejected: UNAUTHENTICATED; keys are required, and this is not a known one.
+            RequestRejected: UNAUTHENTICATED; keys are required, and the header contains no known key.
         """
         return self._tenants.tenant(authorization, "")
 
@@ -167,6 +179,13 @@ class Generation:
             RequestRejected: Before `Admitted` if the request was not accepted; after it if it could not be completed.
         """
         measured = _RequestTimes(self._clock, self.metrics)
+        resumed = None
+        if request.resume is not None:
+            try:
+                request, resumed = self._resumed(request, authorization)
+            except RequestRejected as refused:
+                measured.ended(refused.reason)
+                raise
         if request.id in self._running:
             measured.ended(Reason.INVALID_ARGUMENT)
             raise invalid("request_id", "a running request has the same id; use another one")
@@ -175,7 +194,7 @@ class Generation:
             tenant = self._tenants.tenant(authorization, request.tenant)
             if tenant != request.tenant:
                 request = structs.replace(request, tenant=tenant)
-            async with aclosing(self._generate(request, measured, overflow)) as events:
+            async with aclosing(self._generate(request, measured, overflow, resumed)) as events:
                 async for event in events:
                     yield event
         except RequestRejected as refused:
@@ -235,7 +254,11 @@ class Generation:
         return structs.replace(self._arrived(request, card, tokens, told), external=True)
 
     async def _generate(
-        self, request: GenerateRequest, measured: "_RequestTimes", overflow: "OverflowTerms | None"
+        self,
+        request: GenerateRequest,
+        measured: "_RequestTimes",
+        overflow: "OverflowTerms | None",
+        resumed: ResumedAnswer | None,
     ) -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)
         prompt_tokens = len(tokens) // TOKEN_BYTES
@@ -250,9 +273,11 @@ class Generation:
         if parsing is not None:
             sampling = parsing.constrained(sampling)
 
-        def begun() -> AnswerText | EngineParsedAnswer | TemplateParsedAnswer:
+        answer_id = request.id if resumed is None else resumed.claims.request_id  # ids of tool calls follow from it
+
+        def begun() -> Answer:
             if parsing is not None and parsing.template is None:
-                return parsing.engine_answer(request.id)
+                return parsing.engine_answer(answer_id)
             text = AnswerText(
                 codec.decoder(tokens, special=parsing is not None or request.show_special_tokens),
                 stop=request.stop,
@@ -260,12 +285,31 @@ class Generation:
                 min_tokens=sampling.min_tokens,
                 include_stop=request.include_stop_string,
             )
-            return text if parsing is None else parsing.answer(request.id, text, codec, tokens)
+            return text if parsing is None else parsing.answer(answer_id, text, codec, tokens)
 
         answer = begun()
+        claims: ResumeClaims | None = None  # of the next resume token
+        replayed, ended = 0, None
+        if resumed is not None:
+            in_engine = isinstance(answer, EngineParsedAnswer)
+            resumed.check(sampling, prompt_digest(card.name, tokens), codec.vocab_size, in_engine=in_engine)
+            if len(resumed.token_ids) <= INLINE_TOKENS:
+                resumed.replay(answer)
+            else:
+                await self._threads.run(partial(resumed.replay, answer), len(resumed.token_ids))
+            replayed, ended = len(resumed.token_ids), resumed.end(answer, sampling)
+        if request.resumable and self._resume_tokens is not None:
+            claims = self._claims(request, card, tokens, resumed)
+        journal, journal_key, turn = None, 0, 0
+        if request.journaled and claims is not None:
+            journal, journal_key, turn = self._journal, claims.answer, claims.resumes
+        noted = 0 if resumed is None else resumed.resume.position
         collected: list[Delta] = []  # parts of an answer that is given in one piece
-        counted_tokens = 0 if request.sibling else prompt_tokens
-        allowance = await admit_with_peers(self._tenants, request.tenant, counted_tokens, self._clock)
+        allowance: RateLimitStatus | None = None
+        counted_tokens = 0
+        if resumed is None or not resumed.is_free:
+            counted_tokens = 0 if request.sibling else prompt_tokens
+            allowance = await admit_with_peers(self._tenants, request.tenant, counted_tokens, self._clock)
         measured.admitted(counted_tokens)
         complete: Complete | None = None
         last: Delta | None = None
@@ -274,14 +318,23 @@ class Generation:
         if overflow is not None:
             most_wait = overflow.admitted(request, prompt_tokens, allowance)
             arrived = structs.replace(arrived, most_wait=most_wait)
-        async with self._router.submit(arrived) as submitted:
+        if resumed is not None:
+            arrived = structs.replace(arrived, answered=resumed.token_ids, fingerprint=resumed.claims.fingerprint)
+        stream: AbstractAsyncContextManager[RequestStream | EndedAnswer]
+        stream = self._router.submit(arrived) if ended is None else EndedAnswer(request.id, ended)
+        async with stream as submitted:
             try:
+                if resumed is not None:
+                    self._note_resumed(resumed)
                 yield Admitted(
                     request_id=request.id,
                     model=card.name,
                     prompt_tokens=prompt_tokens,
                     tokens=tokens,
                     allowance=allowance,
+                    resume_token="" if claims is None else self._issued(claims),
+                    resumes=RequestId("") if resumed is None else resumed.claims.request_id,
+                    began=0 if resumed is None else resumed.claims.issued,
                 )
                 async for event in submitted:
                     if isinstance(event, Complete):
@@ -292,14 +345,25 @@ class Generation:
                         collected.clear()
                     elif event.token_ids or event.parsed is not None:
                         measured.tokens()
+                        progress = event
+                        if resumed is not None and resumed.to_skip:
+                            progress = resumed.skip(answer, event)
+                            if answer.stopped:
+                                break
                         if prompt_only:
                             delta = Delta(text="", token_ids=())
                         elif isinstance(answer, AnswerText):
-                            delta = answer.add(event.token_ids, event.logprobs)
+                            delta = answer.add(progress.token_ids, progress.logprobs)
                         else:
-                            delta = answer.take(event)
+                            delta = answer.take(progress)
                         if event.prompt_logprobs:
                             delta = structs.replace(delta, prompt_logprobs=event.prompt_logprobs)
+                        if journal is not None:
+                            journal.note(JournalEntry(journal_key, turn, noted, delta.token_ids))
+                            noted += len(delta.token_ids)
+                        if claims is not None:
+                            delta = self._with_token(delta, request.id, claims)
+                            claims = None
                         if (
                             answer.stopped
                         ):  # leave the context first, so that the engine stops even if the client reads slowly
@@ -312,8 +376,9 @@ class Generation:
                         else:
                             yield delta
             finally:
-                self._tenants.used(request.tenant, answer.num_tokens, self._clock.now())
-                measured.used(answer.num_tokens, 0 if request.sibling else submitted.cached_tokens, submitted.kv)
+                generated = answer.num_tokens - replayed
+                self._tenants.used(request.tenant, generated, self._clock.now())
+                measured.used(generated, 0 if request.sibling else submitted.cached_tokens, submitted.kv)
         if last is not None:
             collected.append(last)
         text = ""
@@ -328,15 +393,74 @@ class Generation:
             finish = Finish.LENGTH
         elif finish is Finish.STOP and not isinstance(answer, AnswerText) and answer.has_calls:
             finish = Finish.TOOL_CALLS
-        assert measured.usage is not None
+        usage = measured.usage
+        assert usage is not None
         measured.ended(finish)
+        if resumed is not None:
+            usage = structs.replace(usage, prompt_tokens=prompt_tokens, completion_tokens=answer.num_tokens)
         yield Finished(
             finish=finish,
-            usage=measured.usage,
+            usage=usage,
             kv=submitted.kv,
             text=text,
             stop_string=(answer.stop_string or request.stop[0]) if answer.stopped else "",
         )
+
+    def _resumed(self, request: GenerateRequest, authorization: str) -> tuple[GenerateRequest, ResumedAnswer]:
+        """Return a request that goes on with an answer, under its own id, and what is known of the answer.
+
+        Raises:
+            RequestRejected: The token is not one for this tenant, or the key is wrong.
+        """
+        assert request.resume is not None
+        if self._resume_tokens is None:
+            raise invalid(
+                RESUME_FIELD,
+                "streams cannot be resumed here: where clients have keys, routers need a common prompt_secret or tenant_secret",
+            )
+        if request.whole:
+            raise invalid(RESUME_FIELD, "is only for streams")
+        tenant = self._tenants.tenant(authorization, request.tenant)
+        claims = self._resume_tokens.read(request.resume.token, tenant)
+        request_id = claims.next_id
+        while request_id in self._running:  # the stream of an earlier try has broken, and its end is not known yet
+            request_id = RequestId(f"{request_id}x")
+        resume = request.resume
+        if request.journaled and self._journal is not None:
+            known = self._journal.tokens(claims.answer)
+            resume = structs.replace(resume, token_ids=known[: resume.position])
+        answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._resume_tokens.is_free(resume.token, claims))
+        return structs.replace(request, id=request_id, tenant=tenant), answer
+
+    def _claims(
+        self, request: GenerateRequest, card: ModelCard, tokens: TokenBytes, resumed: ResumedAnswer | None
+    ) -> ResumeClaims:
+        """Return the content of the tokens with which this stream can be resumed."""
+        assert self._resume_tokens is not None
+        if resumed is not None:
+            return structs.replace(resumed.claims, resumes=resumed.claims.resumes + 1)
+        return ResumeClaims(
+            request.id,
+            request.tenant,
+            self._resume_tokens.now(),
+            0,
+            prompt_digest(card.name, tokens),
+            secrets.randbits(64),
+        )
+
+    def _note_resumed(self, resumed: ResumedAnswer) -> None:
+        assert self._resume_tokens is not None
+        self._resume_tokens.use(resumed.resume.token)
+        self.metrics.resumed()
+
+    def _issued(self, claims: ResumeClaims) -> str:
+        assert self._resume_tokens is not None
+        return self._resume_tokens.issue(claims)
+
+    def _with_token(self, delta: Delta, request_id: RequestId, claims: ResumeClaims) -> Delta:
+        """Add the token that names the weights, which are known with the first tokens of an answer."""
+        fingerprint = self._router.fingerprint(request_id) or claims.fingerprint
+        return structs.replace(delta, resume_token=self._issued(structs.replace(claims, fingerprint=fingerprint)))
 
     async def _checked(self, request: GenerateRequest) -> tuple[ModelCard, TextCodec, TokenBytes, Sampling]:
         """Return the model card, the codec, the prompt tokens and the engine's sampling parameters of a request.

@@ -1,6 +1,6 @@
 """Heartbeat of a child process, sent by its event loop on the readiness pipe, and samples of its state.
 
-A process that is stopped, or whose event loop is stuck, keeps its sockets and, with `SO_REUSEPORT`, its share of new
+A process that is stopped, or whose event loop is stuck, keeps its sockets and, with `socket.SO_REUSEPORT`, its share of new
 connections. `fleet.local.liveness` judges the heartbeats and the samples.
 """
 

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A plan is obeyed completely, or not at all if its topology would be refused, such as prefill without decode workers.
+1. A plan is carried out completely, or not at all if its topology would be refused, such as prefill without decode workers.
 2. A pool that shrinks first loses workers that do not serve yet, then those whose cache is worth least: computing again what no other
    worker holds takes the fewest seconds. The router says so; if it does not answer, the last workers go. They drain: they take
    nothing new, finish what they have, and end.
@@ -86,7 +86,7 @@ class LocalPools:
         self._reported: PlanReport | None = None
 
     async def follow(self) -> None:
-        """Obey plans until cancelled. A problem is reported once and retried."""
+        """Carry out plans until cancelled. If a plan cannot be carried out, report the problem once and try again."""
         trouble = ""
         with ExitStack() as stack:
             try:

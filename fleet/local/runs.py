@@ -59,7 +59,7 @@ class ProcessReport(Struct, frozen=True, kw_only=True):
 
     @property
     def failing(self) -> bool:
-        """True if it has died since it was last ready for long."""
+        """True if the process has died and was not ready again for long enough since."""
         return self.deaths > 0
 
 

@@ -3,7 +3,8 @@
 Rules:
 
 1. A worker is a member from its registration until its lease ends, it deregisters, or another incarnation takes its
-   place. Registering again renews the lease.
+   place. Registering again renews the lease. The end of a lease ends no stream: attempts on the worker go on
+   (`fleet.backends.workers.streams`, rule 3).
 2. A name belongs to one incarnation. While this router has a stream to a worker, the incarnation at the other end holds
    the name. Without a stream, the member holds it until its lease ends. Another incarnation that registers meanwhile
    gets `NameOccupied`, and nothing changes.

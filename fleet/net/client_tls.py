@@ -39,7 +39,7 @@ HTTP_2 = ("h2",)
 ACCEPTED_PER_TURN = 64  # connections accepted before other events of the loop are handled
 OUT_OF_FILES = frozenset({EMFILE, ENFILE, ENOBUFS, ENOMEM})
 OUT_OF_FILES_SECONDS = 0.1
-FAREWELL_SECONDS = 0.5  # for the alert or answer after a failed handshake to leave
+FAILURE_ANSWER_SECONDS = 0.5  # time to send the alert or the plaintext answer after a failed handshake
 SHUTDOWN_SECONDS = 5.0  # for the client's part of the end of a TLS connection
 DAY_SECONDS = 86_400.0
 
@@ -83,7 +83,7 @@ class ServerCertificates:
         def use_current(connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
             connection.context = self._current[protocols]
 
-        context.sni_callback = use_current  # called for each handshake, also without a name
+        context.sni_callback = use_current  # called in each handshake, even if the client sends no server name
         self._listening[protocols] = context
         return context
 
@@ -200,7 +200,7 @@ class TlsPort:
         limits: ConnectionSettings,
         *,
         now: Callable[[], float],
-        farewell: bytes = b"",
+        plaintext_answer: bytes = b"",
     ) -> None:
         """Create a port that does not accept yet.
 
@@ -212,7 +212,7 @@ class TlsPort:
             client_log: Logs failed handshakes.
             limits: The limits of the port.
             now: Returns the time in seconds by which the table orders connections.
-            farewell: The answer to a client that does not speak TLS.
+            plaintext_answer: The answer to a client that does not speak TLS.
         """
         listening.setblocking(False)
         self._listening = listening
@@ -222,7 +222,7 @@ class TlsPort:
         self._client_log = client_log
         self._handshake_seconds = limits.first_byte_timeout_seconds
         self._now = now
-        self._farewell = farewell
+        self._plaintext_answer = plaintext_answer
         self._loop = asyncio.get_running_loop()
         self._handshakes: dict[asyncio.Task[None], None] = {}
         self._loop.add_reader(self._listening, self._accept)
@@ -273,7 +273,7 @@ class TlsPort:
         handshake.started = True
         try:
             async with asyncio.timeout(self._handshake_seconds) as limit:
-                tls = DiagnosedTls(self._context, self._farewell, partial(self._take_leave, limit))
+                tls = DiagnosedTls(self._context, self._plaintext_answer, partial(self._extend_limit, limit))
                 await self._loop.connect_accepted_socket(
                     lambda: _Established(handshake, self._make),
                     handshake.accepted,
@@ -284,10 +284,10 @@ class TlsPort:
         except OSError as error:
             self._client_log.note_failed_handshake(client, explain((tls and tls.failure) or error))
 
-    def _take_leave(self, limit: asyncio.Timeout) -> None:
-        """Give the alert or the farewell time to leave, unless the time of the handshake has just ended."""
+    def _extend_limit(self, limit: asyncio.Timeout) -> None:
+        """Allow time to send the TLS alert or the plaintext answer, unless the handshake has just timed out."""
         if not limit.expired():
-            limit.reschedule(self._loop.time() + FAREWELL_SECONDS)
+            limit.reschedule(self._loop.time() + FAILURE_ANSWER_SECONDS)
 
 
 class _Handshake:
@@ -297,7 +297,7 @@ class _Handshake:
         self.accepted = accepted
         self.slot: ConnectionSlot[Any]
         self.task: asyncio.Task[None]
-        self.started = False  # the event loop owns the socket
+        self.started = False  # True: the event loop owns the socket and closes it
         self._table = table
 
     def displace(self, *, silent: bool) -> None:  # noqa: ARG002 - it is always silent

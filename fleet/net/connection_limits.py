@@ -273,7 +273,10 @@ class _Buffer(Protocol):
 
 
 class WriteBufferCounter:
-    """Counts the bytes that pass through a transport's write buffer, only at its two water marks."""
+    """Counts the bytes that pass through the write buffer of a transport.
+
+    It looks at the buffer only when the transport pauses writing and when it resumes, so a write itself costs nothing.
+    """
 
     __slots__ = ("_left", "written")
 

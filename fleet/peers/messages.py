@@ -8,6 +8,7 @@ from msgspec import Struct, structs
 from fleet.core.clock import MILLISECOND, Nanos
 from fleet.core.errors import RequestRejected
 from fleet.core.ids import Incarnation, WorkerId
+from fleet.frontend.answer_journal import JournalEntry
 from fleet.frontend.control.cluster import parse_thresholds
 from fleet.membership.messages import Register, Registration
 from fleet.router.kv_index.peer_prompts import MAX_ANNOUNCED_KEYS, PlacedPrompt
@@ -21,6 +22,8 @@ from fleet.v1 import replica_pb2 as pb
 
 PROMPTS_A_MESSAGE = 1000  # 4 MB if all have the maximum length
 MEMBERS_A_MESSAGE = 1000  # about 100 kB
+TOKENS_A_MESSAGE = 200_000  # at most 1 MB
+ANSWER_TOKENS = 10  # stand for the head of an answer
 BINDINGS_A_MESSAGE = 1000  # 2 MB with the longest session names that a client may use
 LATEST = 1 << 62  # nanoseconds of Unix time in the year 2116, the largest accepted time
 MOST_TAKEN = 1e15  # requests or tokens of one tenant in one message
@@ -107,6 +110,26 @@ def encode_sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMe
             for each in bindings[first : first + BINDINGS_A_MESSAGE]
         ]
         yield pb.ReplicaMessage(sessions=pb.ReplicaSessions(bindings=told))
+
+
+def encode_answers(entries: Iterable[JournalEntry]) -> Iterable[pb.ReplicaMessage]:
+    """Return messages with all tokens."""
+    told: list[pb.AnswerTokens] = []
+    tokens = 0
+    for entry in entries:
+        told.append(
+            pb.AnswerTokens(answer=entry.key, turn=entry.turn, position=entry.position, token_ids=entry.token_ids)
+        )
+        tokens += ANSWER_TOKENS + len(entry.token_ids)
+        if tokens > TOKENS_A_MESSAGE:
+            yield pb.ReplicaMessage(answers=pb.ReplicaAnswers(answers=told))
+            told, tokens = [], 0
+    if told:
+        yield pb.ReplicaMessage(answers=pb.ReplicaAnswers(answers=told))
+
+
+def decode_answer(told: pb.AnswerTokens) -> JournalEntry:
+    return JournalEntry(told.answer, told.turn, told.position, tuple(told.token_ids))
 
 
 def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private: int) -> Iterable[pb.ReplicaMessage]:

@@ -11,6 +11,8 @@ Rules:
 4. A Redis without data of a tenant, for example after a restart, learns it from the routers: buckets are as full as the
    routers believe, and for `LEARNING_SECONDS` the lowest value wins. A key expires when its buckets are full, which is
    also what routers assume then.
+
+Without Redis, routers that are peers share the limits by themselves (`fleet.router.tenants`, rule 4).
 """
 
 import asyncio

@@ -34,11 +34,14 @@ Rules:
 12. A router that is reached later gets the reservations last. So a process that shares its ports knows that it has
     caught
     up, and accepts no connection before.
+13. The tokens of answers in the journal (`fleet.frontend.answer_journal`) are sent at once and not in batches: the
+    client gets them only then, and this router may be killed in between. A router that is reached later gets all that
+    is known. A peer that takes nothing more does not get them.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Never, Protocol
 
@@ -49,6 +52,7 @@ from fleet.core.clock import MILLISECOND, Clock
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import Incarnation, RequestId, WorkerId
 from fleet.core.system_clock import unix_nanoseconds
+from fleet.frontend.answer_journal import AnswerJournal, JournalEntry
 from fleet.frontend.control.cluster import explain_request
 from fleet.frontend.overflow import OverflowReports
 from fleet.membership.messages import Deregister, Register, Registration
@@ -57,6 +61,7 @@ from fleet.net.streams.identity import StreamIdentity, router_identity, tls_fail
 from fleet.net.streams.proof import BETWEEN_ROUTERS, is_opening
 from fleet.peers.messages import (
     PeerThresholds,
+    decode_answer,
     decode_binding,
     decode_booked,
     decode_instant,
@@ -66,6 +71,7 @@ from fleet.peers.messages import (
     decode_registered,
     decode_taken,
     decode_thresholds,
+    encode_answers,
     encode_bookings,
     encode_left,
     encode_members,
@@ -90,7 +96,7 @@ SEND_INTERVAL_SECONDS = 0.002
 FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
 DIAL_SECONDS = 1.0  # for an answer, and between two later attempts
-FIRST_PAUSE_SECONDS = 0.05  # after the first attempt: processes of one host start together
+FIRST_PAUSE_SECONDS = 0.05  # after the first attempt; short, because processes of one host start at the same time
 SETTLE_SECONDS = 0.25  # about a hundred times the answer time of idle processes
 ANSWER_SECONDS = 1.0  # for a router's answer to an operator's question
 MAX_MESSAGE_BYTES = 16 << 20  # a worker needs about 50 bytes
@@ -141,6 +147,7 @@ class PeerRouters:
         private: int = 0,
         limits: "PeerLimits | None" = None,
         overflow: OverflowReports | None = None,
+        journal: AnswerJournal | None = None,
         now_unix_ns: Callable[[], int] = unix_nanoseconds,
     ) -> None:
         """Prepare the connections; `run` dials.
@@ -154,11 +161,12 @@ class PeerRouters:
             private: Fingerprint of the secret for block keys (rule 9); 0: no other router has it.
             limits: Tenant limits to share with the other routers; None: not shared here.
             overflow: Hosted endpoints of this process, if there are any.
+            journal: Answers of this process that others may have to go on with; None: there are none.
             now_unix_ns: Clock that decides which threshold change is the latest, and which session binding of routers that
                 have not met. In nanoseconds, because two requests may be less than a millisecond apart.
 
         Raises:
-            ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to strangers.
+            ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to other programs.
         """
         self._settings = settings
         self._own, self._calling = _identities(settings)
@@ -177,6 +185,9 @@ class PeerRouters:
         self._settling: asyncio.Event | None = None
         self._limits = limits
         self._overflow = overflow
+        self._journal = journal
+        if journal is not None:
+            journal.tell = self._tell_answer
         router.on_change = self._changed
         if limits is not None:
             limits.tenants.on_taken = self._changed
@@ -373,6 +384,19 @@ class PeerRouters:
         if self._limits is not None:
             self._limits.tenants.others = sum(not link.deaf for link in self.links.values())
 
+    def _tell_answer(self, entry: JournalEntry) -> None:
+        for message in encode_answers([entry]):
+            payload = message.SerializeToString()
+            for link in list(self.links.values()):
+                link.send(payload)
+                link.connection.flush()
+
+    def answered_elsewhere(self, entries: Iterable[JournalEntry]) -> None:
+        """Note tokens that clients got from another router."""
+        if self._journal is not None:
+            for entry in entries:
+                self._journal.heard(entry)
+
     def _send(self, message: pb.ReplicaMessage) -> None:
         payload = message.SerializeToString()
         for link in list(self.links.values()):
@@ -412,6 +436,7 @@ class PeerRouters:
                 *([] if self._tuned is None else [encode_thresholds(self._tuned)]),
                 *encode_prompts(router.prompts.latest(), (), self._private),
                 *encode_sessions(router.sessions.latest()),
+                *encode_answers(() if self._journal is None else self._journal.entries()),
                 encode_bookings(router.booked()),
             ):
                 link.send(message.SerializeToString())
@@ -572,6 +597,8 @@ class _IncomingPeer:
                 self._replicas.took_elsewhere(decode_taken(message.taken))
             case "left":
                 self._replicas.left_elsewhere(decode_left(message.left))
+            case "answers":
+                self._replicas.answered_elsewhere(map(decode_answer, message.answers.answers))
             case "tuned":
                 self._replicas.tuned_elsewhere(decode_thresholds(message.tuned))
             case None:
@@ -596,7 +623,7 @@ def _identities(settings: RouterSettings) -> tuple[StreamIdentity, StreamIdentit
     """Return the identities of this router for accepted and for dialled connections.
 
     Raises:
-        ConfigurationRefused: A file cannot be used, or an address is open to strangers.
+        ConfigurationRefused: A file cannot be used, or an unprotected address is open to other programs.
     """
     own = worker_identity("replicas_credentials", settings.replicas_credentials)
     calling = router_identity("replicas_credentials", settings.replicas_credentials)

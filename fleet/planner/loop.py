@@ -7,7 +7,8 @@ Rules:
    decision waits until the plan has ended.
 3. A new leader goes on with an unfinished plan of its predecessor: it waits for it, and rolls back what does not come in time.
 4. Bounds of pools are checked here again, whatever the rule says. Pinned pools are left out of plans.
-5. A plan that only shrinks pools is held back if its rehearsal misses a goal that the present pools keep.
+5. A plan that only shrinks pools is held back if its rehearsal misses a goal that the present pools keep. The
+   rehearsal runs in the simulator (`fleet.app.rehearsal`).
 6. If the orchestrator does not answer, nothing is decided; what was written last stays. The same holds if the rule fails: its error is a
    condition, and the rule is asked again in the next round.
 """
@@ -33,9 +34,17 @@ from fleet.planner.demand import DemandWindow
 from fleet.planner.election.ports import PlanElection
 from fleet.planner.execution import PlanOutcome
 from fleet.planner.messages import Observation, Plan, PlanId, PoolName
-from fleet.planner.ports import CALL_SECONDS, ConnectorError, OrchestratorGone, PlanConflict, PlanConnector, PlanRefused
+from fleet.planner.ports import (
+    CALL_SECONDS,
+    ConnectorError,
+    OrchestratorGone,
+    PlanConflict,
+    PlanConnector,
+    PlanRefused,
+    Rehearsal,
+    RehearsalSkipped,
+)
 from fleet.planner.records import PlanHistory, PlannerStatus, PlanRecord, PlanScore, PlanState
-from fleet.planner.rehearsal import Rehearsal, RehearsalSkipped
 from fleet.planner.server import carry_out
 from fleet.planner.settings import PlannerMode, PlannerSettings
 from fleet.planner.sources.ports import DemandSource

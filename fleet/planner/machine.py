@@ -6,7 +6,7 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
    stay as they are, and a condition names the field or the source. History that was taken in before stays.
 2. **Demand.** The arrival rate and the mean lengths of prompts and answers are levels (`fleet.planner.forecasting.level`): steady while the load is, and new
    after a change that chance does not explain. Bursts raise the dispersion of arrivals, for which capacity is reserved. Nobody has arrived and
-   nothing waits or runs for the cool-down, and for `QUIET_GAPS` times the mean time between arrivals: the rate is 0.
+   nothing waits or runs for the cool-down, and for `forecasting.history.QUIET_GAPS` times the mean time between arrivals: the rate is 0.
 3. **Two speeds.** The rate to serve is the larger of the present level (seconds) and the forecast at the time that a replica takes to start
    (minutes). All needs follow from that rate by the capacity model and the solver, for prefill, decode and all GPU types at once.
 4. **Growth** happens at once, if replicas that serve or start do not suffice. Replicas that start count as there, so no plan wants more
@@ -300,9 +300,10 @@ class PlannerMachine:
         return replicas, DecisionReason.LOAD_UP if by_level else DecisionReason.FORECAST_UP
 
     def _exchange(self, view: "_PlanningView", rate: float, grown: Mix | None) -> dict[PoolName, int] | None:
-        """Return numbers by which some pools shrink so that others may grow, or None if growth alone does as well.
+        """Return replica numbers that shrink some pools so that others can grow; None if growth alone serves as much.
 
-        Replicas that drain still hold what the others are to get, so these grow when the drains have ended.
+        Draining replicas still hold their GPUs. So the returned numbers mainly shrink pools, and a later plan lets the
+        other pools grow when the drains have ended.
         """
         final = self._solve(view, rate, drained=True)
         if final is None or (grown is not None and final.served < grown.served * RATIO_GAIN):

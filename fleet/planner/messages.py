@@ -22,7 +22,10 @@ PlanId = NewType("PlanId", str)
 
 
 def worker_prefix(pool: PoolName) -> str:
-    """Return the beginning of the names of a pool's workers; a dash and a number follow. A slash cannot be part of a file's name."""
+    """Return the common prefix of the names of a pool's workers, to which a dash and a number are added.
+
+    Slashes become dots, because the name is also used as a file name.
+    """
     return pool.replace("/", ".")
 
 

@@ -1,8 +1,14 @@
-"""Port of the planner: the connector to the orchestrator that starts and ends replicas."""
+"""Ports of the planner: the connector to the orchestrator that starts and ends replicas, and the rehearsal of plans.
 
-from collections.abc import Sequence
+`fleet.planner.connectors` and `operators.plan_connector` implement the connector, and `fleet.app.rehearsal` the rehearsal.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from msgspec import Struct
+
+from fleet.planner.demand import RecentRequest
 from fleet.planner.messages import Observation, Plan, PoolName
 
 CALL_SECONDS = 10.0
@@ -16,7 +22,7 @@ class PlanConnector(Protocol):
 
         Raises:
             ConnectorUnreachable: Nothing is known; observe again later. The last observation may still be true.
-            OrchestratorGone: Whoever obeyed plans there has ended without a word.
+            OrchestratorGone: The program that carries out the plans has ended without reporting it.
         """
         ...
 
@@ -30,7 +36,7 @@ class PlanConnector(Protocol):
             PlanConflict: Somebody has written since; observe again. Nothing is written, or a part if it happened meanwhile.
             PlanRefused: A pool does not exist, is pinned, or may not be written. Nothing, or a part, is written.
             ConnectorUnreachable: A part may be written.
-            OrchestratorGone: Whoever obeyed plans there has ended without a word.
+            OrchestratorGone: The program that carries out the plans has ended without reporting it.
         """
         ...
 
@@ -76,3 +82,60 @@ class PlanRefused(ConnectorError):
     def __init__(self, pool: PoolName, cause: str) -> None:
         super().__init__(f"{pool}: {cause}")
         self.pool = pool
+
+
+class PoolsPrediction(Struct, frozen=True, kw_only=True):
+    """Prediction for some numbers of replicas and the recent requests."""
+
+    ttft_seconds: float
+    """Percentile of the goals."""
+
+    tpot_seconds: float
+    attainment: float
+    """Share of requests that keep both goals."""
+
+    gpu_hours: float
+    """GPU-hours of one hour."""
+
+    dollars: float
+    """Price of one hour."""
+
+
+class RehearsalResult(Struct, frozen=True, kw_only=True):
+    """Predictions for the pools as they are, and as planned."""
+
+    present: PoolsPrediction
+    planned: PoolsPrediction
+    requests: int
+    """Requests of the sample that were simulated."""
+
+    seconds: float
+    """Duration of the rehearsal."""
+
+
+class RehearsalSkipped(Exception):
+    """There is no prediction; the message says why."""
+
+
+class Rehearsal(Protocol):
+    """Tries plans elsewhere than in production."""
+
+    async def rehearse(
+        self,
+        sample: Sequence[RecentRequest],
+        rate: float,
+        present: Mapping[PoolName, int],
+        planned: Mapping[PoolName, int],
+    ) -> RehearsalResult:
+        """Predict what two sets of replicas give.
+
+        Args:
+            sample: Recent requests in the order of their arrival.
+            rate: Requests per second that the pools must serve.
+            present: Replicas as they are.
+            planned: Replicas as planned.
+
+        Raises:
+            RehearsalSkipped: It took too long, or failed, or there are too few requests.
+        """
+        ...

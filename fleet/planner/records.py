@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from fleet.planner.decisions import DecisionReason, PlanCondition
 from fleet.planner.messages import PlanId, PoolName, PoolObservation
-from fleet.planner.rehearsal import RehearsalResult
+from fleet.planner.ports import RehearsalResult
 from fleet.planner.settings import PlannerMode
 
 log = logging.getLogger(__name__)

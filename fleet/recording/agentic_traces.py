@@ -115,7 +115,7 @@ class _SessionReader:
         self._agents = 0
 
     def of(self, rows: tuple[_Row, ...], field: str, start: float, parent: int) -> Iterator[_TimedRequest]:
-        """Yield the requests of one agent, which started at `start` seconds; `field` is the path of its rows.
+        """Yield the requests of one agent, which started at `start` seconds. Errors name `field`, where the rows were read.
 
         Raises:
             ValueError: A row is malformed; the message names the field.

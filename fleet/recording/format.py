@@ -257,7 +257,8 @@ def without_content(event: RouterEvent) -> RouterEvent | RecordedSteps:
             return RecordedSteps(worker_id=event.worker_id, progress=list(map(_step, event.progress)))
         case Arrived():
             sampling = _without_texts(event.sampling)
-            return structs.replace(event, tokens=b"", salt=b"", sampling=sampling, parsing=None)
+            answered = (0,) * len(event.answered)
+            return structs.replace(event, tokens=b"", salt=b"", sampling=sampling, parsing=None, answered=answered)
         case AttemptRejected():
             return structs.replace(event, rejected=structs.replace(event.rejected, message=""))
         case _:

@@ -16,7 +16,7 @@ from fleet.core.errors import split_validation_error
 
 GZIP_MAGIC = b"\x1f\x8b"
 LONGEST_NUMBER = 1 << 40  # tokens, ids, milliseconds; larger values are errors
-LONGEST_PROMPT = 1 << 24  # tokens; the names of its blocks are in memory
+LONGEST_PROMPT = 1 << 24  # tokens; a limit, because all block names of a prompt are held in memory
 LONGEST_LINE = 64 << 20  # bytes
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ TraceLine = tuple[int, bytes]
 
 
 UnsharedNames = Callable[[int], tuple[int, ...]]
-"""Returns unique names for the blocks of so many tokens."""
+"""A function that takes a number of tokens, and returns unique names for the blocks of these tokens."""
 
 
 class TraceError(Exception):

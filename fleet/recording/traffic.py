@@ -49,7 +49,11 @@ def recorded_block_tokens(path: Path) -> int | None:
 def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> Iterator[TraceRequest]:
     """Yield requests in the order of their arrival, with times from the start of the recording.
 
-    `chain` makes names for prompts without recorded keys for blocks of `block_tokens`.
+    Args:
+        path: The recording.
+        block_tokens: The block size of the keys to use.
+        chain: Makes new block names for a prompt of so many tokens. It is called if the recording has no keys of that
+            block size for a prompt.
 
     Raises:
         TraceError: A line is malformed.

@@ -13,6 +13,7 @@ Rules:
    on another worker, up to `max_attempts` placements in all. Tokens that the client has become part of the prompt, and the attempt says
    how many they are (`Start.generated_tokens`). If no other worker can continue in the same way, the answer starts over, provided that
    the client has seen nothing of it (`Arrived.whole`); else the request is rejected with WORKER_LOST.
+   An answer that another router has begun (`Arrived.answered`) is continued in the same way.
 5. Messages of attempts that were given up are ignored, because each attempt has an id of its own (`fleet.router.attempts`).
 6. A deadline ends a request in any stage; the server sends `RouterTicked` when `next_deadline()` has come.
 """
@@ -240,6 +241,10 @@ class RouterMachine:
             if event.deadline <= now:
                 self._reject(live, Reason.DEADLINE_PASSED, "the deadline had passed on arrival", out)
                 return
+        if event.answered and (hindrance := self._hindrance(live)):
+            message = f"the answer cannot be resumed: {hindrance}; send the request again"
+            self._reject(live, Reason.WORKER_LOST, message, out)
+            return
         # If a worker has room, the queued requests are waiting for other workers.
         busy = UNKNOWN_WORKERS
         if self.queue.first(event.model) is None or self.registry.worth_trying(event.model):
@@ -704,6 +709,11 @@ class RouterMachine:
         """Return the decision for a live request; None if the request has ended or is not placed."""
         live = self.live_requests.get(request_id)
         return None if live is None else live.placed
+
+    def fingerprint(self, request_id: RequestId) -> str:
+        """Return the fingerprint of the worker that began an answer; empty if none has, or if the request has ended."""
+        live = self.live_requests.get(request_id)
+        return "" if live is None else live.fingerprint
 
     def address(self, worker_id: WorkerId) -> str:
         """Return the address of a worker; empty if it has left."""

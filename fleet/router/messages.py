@@ -200,6 +200,8 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
         None  # a longer predicted wait rejects it, because a hosted endpoint then takes it; None: the usual one
     )
     parsing: ParsingTask | None = None  # what workers need to parse the answer; None: they do not parse it
+    answered: tuple[int, ...] = ()  # tokens of the answer that another router has sent; fewer than the most tokens
+    fingerprint: str = ""  # the fingerprint of the worker that sent the first of them; empty: unknown
 
 
 class RequestCancelled(Struct, frozen=True, kw_only=True):

@@ -73,7 +73,7 @@ class PlacementRequest(Struct, frozen=True, kw_only=True, gc=False):
     among: tuple[WorkerId, ...] | None = None  # the only workers that may be chosen; None: all
     adapter: LoraAdapter | None = None  # the LoRA adapter that the worker must have or be able to load
     form: bool = False  # True if the worker must support structured output
-    needs: tuple[str, ...] = ()  # `fleet.core.requests.ENGINE_FIELDS` that the worker must obey
+    needs: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that the worker must support
     fingerprint: str = (
         ""  # the fingerprint of the worker that began the answer, which the next one must share; empty: any
     )

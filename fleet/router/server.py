@@ -188,6 +188,9 @@ class RouterServer:
     def decision(self, request_id: RequestId) -> Decision | None:
         return self._machine.decision(request_id)
 
+    def fingerprint(self, request_id: RequestId) -> str:
+        return self._machine.fingerprint(request_id)
+
     def address(self, worker_id: WorkerId) -> str:
         return self._machine.address(worker_id)
 
@@ -223,20 +226,25 @@ class RouterServer:
                 raise self._bug
         finally:
             self._closed = True
-            for request_id, stream in list(self._streams.items()):
-                stream.put(_going_away())
-                self.close(request_id, stream)
+            self._reject_all()
         raise AssertionError("time ended")
 
     async def drain(self, within: Nanos) -> int:
-        """Accept no new requests and wait for the running ones; return how many were not over in time."""
+        """Accept no new requests, wait for the running ones, and reject those that are not over in time; return how many."""
         self._closed = True
         try:
             async with asyncio.timeout(within / SECOND):
                 await self._idle.wait()
         except TimeoutError:
             log.warning("requests not finished before the drain timeout", extra={"requests": len(self._streams)})
-        return len(self._streams)
+        late = len(self._streams)
+        self._reject_all()  # before the workers' streams end, because their loss has another reason
+        return late
+
+    def _reject_all(self) -> None:
+        for request_id, stream in list(self._streams.items()):
+            stream.put(_going_away())
+            self.close(request_id, stream)
 
     def open(self, arrived: Arrived, stream: RequestListener) -> None:
         """Submit a request whose listener hears of it until it is over, or until `close`.

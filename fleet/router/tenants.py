@@ -59,7 +59,7 @@ class TenantSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class TokenBucket:
-    """A bucket that fills evenly up to the amount of a minute."""
+    """A token bucket that refills at a constant rate. It holds at most the amount for one minute."""
 
     def __init__(self, per_minute: float, now: Nanos) -> None:
         self.per_minute = per_minute
@@ -210,7 +210,7 @@ class Tenants:
             self._take(limited, 0, answer_tokens, now)
 
     def usage(self) -> Mapping[str, TenantUsage]:
-        """Return the usage of each tenant that the settings name; the values go on counting."""
+        """Return the usage of each tenant that the settings name. The returned objects are live and keep changing."""
         return self._usage
 
     def taken(self) -> dict[str, TenantUsageDelta]:

@@ -111,6 +111,8 @@ class GenerateRequest(_message.Message):
     INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
     SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     PARSING_FIELD_NUMBER: _builtins.int
+    RESUMABLE_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to find the request again in logs and traces; made by the router when empty.
     At most 128 characters of [A-Za-z0-9._-].
@@ -146,6 +148,8 @@ class GenerateRequest(_message.Message):
     """The stop string that ends the answer is a part of it."""
     show_special_tokens: _builtins.bool
     """The text of the answer shows special tokens."""
+    resumable: _builtins.bool
+    """The stream has resume tokens, with which another router of the cluster goes on with the answer."""
     @_builtins.property
     def chat(self) -> Global___ChatMessages: ...
     @_builtins.property
@@ -172,6 +176,10 @@ class GenerateRequest(_message.Message):
         is one text, as the model writes it.
         """
 
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """Goes on with an answer whose stream broke. All other fields are those of the first request. Not set: the answer begins."""
+
     def __init__(
         self,
         *,
@@ -196,16 +204,55 @@ class GenerateRequest(_message.Message):
         include_stop_string: _builtins.bool = ...,
         show_special_tokens: _builtins.bool = ...,
         parsing: Global___AnswerParsing | None = ...,
+        resumable: _builtins.bool = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "parsing", b"parsing", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "parsing", b"parsing", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_words", b"bad_words", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "include_stop_string", b"include_stop_string", "kv_path", b"kv_path", "labels", b"labels", "model", b"model", "parsing", b"parsing", "pin", b"pin", "placement", b"placement", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_words", b"bad_words", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "include_stop_string", b"include_stop_string", "kv_path", b"kv_path", "labels", b"labels", "model", b"model", "parsing", b"parsing", "pin", b"pin", "placement", b"placement", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumable", b"resumable", "resume", b"resume", "sampling", b"sampling", "session", b"session", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    """The latest `resume_token` of the stream."""
+    text: _builtins.str
+    """What the client has of the answer besides; only with `parsing`."""
+    reasoning: _builtins.str
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All tokens of the answer that the client has, from the first one on."""
+
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallDelta]: ...
+    def __init__(
+        self,
+        *,
+        token: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        text: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        calls: _abc.Iterable[Global___CallDelta] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "reasoning", b"reasoning", "text", b"text", "token", b"token", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
 @_typing.final
 class AnswerParsing(_message.Message):
@@ -594,19 +641,23 @@ class Admitted(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     prompt_tokens: _builtins.int
+    resume_token: _builtins.str
+    """Only for resumable requests."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         model: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
+        resume_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "resume_token", b"resume_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -622,10 +673,13 @@ class Delta(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text of the new tokens; may lag behind token_ids while a character or a stop string is incomplete."""
     reasoning: _builtins.str
     """Text before the answer in which the model reasons; only with `parsing`."""
+    resume_token: _builtins.str
+    """Replaces the earlier one; empty: that one stays. Only for resumable requests."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -649,10 +703,11 @@ class Delta(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         reasoning: _builtins.str = ...,
         calls: _abc.Iterable[Global___CallDelta] | None = ...,
+        resume_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "resume_token", b"resume_token", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from fleet.v1 import control_pb2 as fleet_dot_v1_dot_control__pb2
 from fleet.v1 import selection_pb2 as fleet_dot_v1_dot_selection__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66leet/v1/replica.proto\x12\x08\x66leet.v1\x1a\x16\x66leet/v1/control.proto\x1a\x18\x66leet/v1/selection.proto\"\x8a\x04\n\x0eReplicaMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.fleet.v1.ReplicaHelloH\x00\x12-\n\x08\x62ookings\x18\x02 \x01(\x0b\x32\x19.fleet.v1.ReplicaBookingsH\x00\x12/\n\nregistered\x18\x03 \x01(\x0b\x32\x19.fleet.v1.RegisterRequestH\x00\x12\x33\n\x0c\x64\x65registered\x18\x04 \x01(\x0b\x32\x1b.fleet.v1.DeregisterRequestH\x00\x12-\n\x08question\x18\x05 \x01(\x0b\x32\x19.fleet.v1.ReplicaQuestionH\x00\x12\'\n\x05tuned\x18\x06 \x01(\x0b\x32\x16.fleet.v1.ReplicaTunedH\x00\x12-\n\x08sessions\x18\x07 \x01(\x0b\x32\x19.fleet.v1.ReplicaSessionsH\x00\x12+\n\x07prompts\x18\x08 \x01(\x0b\x32\x18.fleet.v1.ReplicaPromptsH\x00\x12+\n\x07members\x18\t \x01(\x0b\x32\x18.fleet.v1.ReplicaMembersH\x00\x12\'\n\x05taken\x18\n \x01(\x0b\x32\x16.fleet.v1.ReplicaTakenH\x00\x12%\n\x04left\x18\x0b \x01(\x0b\x32\x15.fleet.v1.ReplicaLeftH\x00\x42\t\n\x07message\"2\n\x0cReplicaHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x0f\n\x07unix_ms\x18\x02 \x01(\x04\":\n\x0eReplicaMembers\x12(\n\x07members\x18\x01 \x03(\x0b\x32\x17.fleet.v1.ReplicaMember\"P\n\rReplicaMember\x12-\n\nregistered\x18\x01 \x01(\x0b\x32\x19.fleet.v1.RegisterRequest\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"<\n\x0fReplicaBookings\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.fleet.v1.WorkerBookings\"]\n\x0eWorkerBookings\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x01\"L\n\x0cReplicaTuned\x12(\n\nthresholds\x18\x01 \x01(\x0b\x32\x14.fleet.v1.Thresholds\x12\x12\n\nat_unix_ms\x18\x02 \x01(\x04\"=\n\x0fReplicaSessions\x12*\n\x08\x62indings\x18\x01 \x03(\x0b\x32\x18.fleet.v1.SessionBinding\"S\n\x0eSessionBinding\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\r\n\x05stamp\x18\x04 \x01(\x06\"W\n\x0eReplicaPrompts\x12&\n\x06placed\x18\x01 \x03(\x0b\x32\x16.fleet.v1.PlacedPrompt\x12\x0c\n\x04over\x18\x02 \x03(\x04\x12\x0f\n\x07private\x18\x03 \x01(\x06\"?\n\x0cPlacedPrompt\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\"7\n\x0cReplicaTaken\x12\'\n\x07tenants\x18\x01 \x03(\x0b\x32\x16.fleet.v1.TenantAmount\"6\n\x0bReplicaLeft\x12\'\n\x07tenants\x18\x01 \x03(\x0b\x32\x16.fleet.v1.TenantAmount\"@\n\x0cTenantAmount\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x01\x12\x0e\n\x06tokens\x18\x03 \x01(\x01\"\x8c\x02\n\x0fReplicaQuestion\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12+\n\x07\x65xplain\x18\x02 \x01(\x0b\x32\x18.fleet.v1.ExplainRequestH\x00\x12+\n\x07metrics\x18\x03 \x01(\x0b\x32\x18.fleet.v1.MetricsRequestH\x00\x12)\n\x06report\x18\x04 \x01(\x0b\x32\x17.fleet.v1.ReportRequestH\x00\x12+\n\x07release\x18\x05 \x01(\x0b\x32\x18.fleet.v1.ReleaseRequestH\x00\x12+\n\x07settled\x18\x06 \x01(\x0b\x32\x18.fleet.v1.SettledRequestH\x00\x42\n\n\x08question\"\x10\n\x0eMetricsRequest\"\x10\n\x0eSettledRequest\"\x11\n\x0fSettledResponse\"\x9d\x02\n\rReplicaAnswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12.\n\texplained\x18\x03 \x01(\x0b\x32\x19.fleet.v1.ExplainResponseH\x00\x12\x11\n\x07metrics\x18\x04 \x01(\tH\x00\x12,\n\x08reported\x18\x05 \x01(\x0b\x32\x18.fleet.v1.ReportResponseH\x00\x12-\n\x08released\x18\x06 \x01(\x0b\x32\x19.fleet.v1.ReleaseResponseH\x00\x12,\n\x07settled\x18\x07 \x01(\x0b\x32\x19.fleet.v1.SettledResponseH\x00\x12\x11\n\x07refused\x18\x08 \x01(\tH\x00\x42\x08\n\x06\x61nswerb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66leet/v1/replica.proto\x12\x08\x66leet.v1\x1a\x16\x66leet/v1/control.proto\x1a\x18\x66leet/v1/selection.proto\"\xb7\x04\n\x0eReplicaMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.fleet.v1.ReplicaHelloH\x00\x12-\n\x08\x62ookings\x18\x02 \x01(\x0b\x32\x19.fleet.v1.ReplicaBookingsH\x00\x12/\n\nregistered\x18\x03 \x01(\x0b\x32\x19.fleet.v1.RegisterRequestH\x00\x12\x33\n\x0c\x64\x65registered\x18\x04 \x01(\x0b\x32\x1b.fleet.v1.DeregisterRequestH\x00\x12-\n\x08question\x18\x05 \x01(\x0b\x32\x19.fleet.v1.ReplicaQuestionH\x00\x12\'\n\x05tuned\x18\x06 \x01(\x0b\x32\x16.fleet.v1.ReplicaTunedH\x00\x12-\n\x08sessions\x18\x07 \x01(\x0b\x32\x19.fleet.v1.ReplicaSessionsH\x00\x12+\n\x07prompts\x18\x08 \x01(\x0b\x32\x18.fleet.v1.ReplicaPromptsH\x00\x12+\n\x07members\x18\t \x01(\x0b\x32\x18.fleet.v1.ReplicaMembersH\x00\x12\'\n\x05taken\x18\n \x01(\x0b\x32\x16.fleet.v1.ReplicaTakenH\x00\x12%\n\x04left\x18\x0b \x01(\x0b\x32\x15.fleet.v1.ReplicaLeftH\x00\x12+\n\x07\x61nswers\x18\x0c \x01(\x0b\x32\x18.fleet.v1.ReplicaAnswersH\x00\x42\t\n\x07message\"9\n\x0eReplicaAnswers\x12\'\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x16.fleet.v1.AnswerTokens\"Q\n\x0c\x41nswerTokens\x12\x0e\n\x06\x61nswer\x18\x01 \x01(\x06\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04turn\x18\x04 \x01(\r\"2\n\x0cReplicaHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x0f\n\x07unix_ms\x18\x02 \x01(\x04\":\n\x0eReplicaMembers\x12(\n\x07members\x18\x01 \x03(\x0b\x32\x17.fleet.v1.ReplicaMember\"P\n\rReplicaMember\x12-\n\nregistered\x18\x01 \x01(\x0b\x32\x19.fleet.v1.RegisterRequest\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"<\n\x0fReplicaBookings\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.fleet.v1.WorkerBookings\"]\n\x0eWorkerBookings\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x01\"L\n\x0cReplicaTuned\x12(\n\nthresholds\x18\x01 \x01(\x0b\x32\x14.fleet.v1.Thresholds\x12\x12\n\nat_unix_ms\x18\x02 \x01(\x04\"=\n\x0fReplicaSessions\x12*\n\x08\x62indings\x18\x01 \x03(\x0b\x32\x18.fleet.v1.SessionBinding\"S\n\x0eSessionBinding\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\r\n\x05stamp\x18\x04 \x01(\x06\"W\n\x0eReplicaPrompts\x12&\n\x06placed\x18\x01 \x03(\x0b\x32\x16.fleet.v1.PlacedPrompt\x12\x0c\n\x04over\x18\x02 \x03(\x04\x12\x0f\n\x07private\x18\x03 \x01(\x06\"?\n\x0cPlacedPrompt\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\"7\n\x0cReplicaTaken\x12\'\n\x07tenants\x18\x01 \x03(\x0b\x32\x16.fleet.v1.TenantAmount\"6\n\x0bReplicaLeft\x12\'\n\x07tenants\x18\x01 \x03(\x0b\x32\x16.fleet.v1.TenantAmount\"@\n\x0cTenantAmount\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x01\x12\x0e\n\x06tokens\x18\x03 \x01(\x01\"\x8c\x02\n\x0fReplicaQuestion\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12+\n\x07\x65xplain\x18\x02 \x01(\x0b\x32\x18.fleet.v1.ExplainRequestH\x00\x12+\n\x07metrics\x18\x03 \x01(\x0b\x32\x18.fleet.v1.MetricsRequestH\x00\x12)\n\x06report\x18\x04 \x01(\x0b\x32\x17.fleet.v1.ReportRequestH\x00\x12+\n\x07release\x18\x05 \x01(\x0b\x32\x18.fleet.v1.ReleaseRequestH\x00\x12+\n\x07settled\x18\x06 \x01(\x0b\x32\x18.fleet.v1.SettledRequestH\x00\x42\n\n\x08question\"\x10\n\x0eMetricsRequest\"\x10\n\x0eSettledRequest\"\x11\n\x0fSettledResponse\"\x9d\x02\n\rReplicaAnswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12.\n\texplained\x18\x03 \x01(\x0b\x32\x19.fleet.v1.ExplainResponseH\x00\x12\x11\n\x07metrics\x18\x04 \x01(\tH\x00\x12,\n\x08reported\x18\x05 \x01(\x0b\x32\x18.fleet.v1.ReportResponseH\x00\x12-\n\x08released\x18\x06 \x01(\x0b\x32\x19.fleet.v1.ReleaseResponseH\x00\x12,\n\x07settled\x18\x07 \x01(\x0b\x32\x19.fleet.v1.SettledResponseH\x00\x12\x11\n\x07refused\x18\x08 \x01(\tH\x00\x42\x08\n\x06\x61nswerb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,41 +34,45 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fleet.v1.replica_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REPLICAMESSAGE']._serialized_start=87
-  _globals['_REPLICAMESSAGE']._serialized_end=609
-  _globals['_REPLICAHELLO']._serialized_start=611
-  _globals['_REPLICAHELLO']._serialized_end=661
-  _globals['_REPLICAMEMBERS']._serialized_start=663
-  _globals['_REPLICAMEMBERS']._serialized_end=721
-  _globals['_REPLICAMEMBER']._serialized_start=723
-  _globals['_REPLICAMEMBER']._serialized_end=803
-  _globals['_REPLICABOOKINGS']._serialized_start=805
-  _globals['_REPLICABOOKINGS']._serialized_end=865
-  _globals['_WORKERBOOKINGS']._serialized_start=867
-  _globals['_WORKERBOOKINGS']._serialized_end=960
-  _globals['_REPLICATUNED']._serialized_start=962
-  _globals['_REPLICATUNED']._serialized_end=1038
-  _globals['_REPLICASESSIONS']._serialized_start=1040
-  _globals['_REPLICASESSIONS']._serialized_end=1101
-  _globals['_SESSIONBINDING']._serialized_start=1103
-  _globals['_SESSIONBINDING']._serialized_end=1186
-  _globals['_REPLICAPROMPTS']._serialized_start=1188
-  _globals['_REPLICAPROMPTS']._serialized_end=1275
-  _globals['_PLACEDPROMPT']._serialized_start=1277
-  _globals['_PLACEDPROMPT']._serialized_end=1340
-  _globals['_REPLICATAKEN']._serialized_start=1342
-  _globals['_REPLICATAKEN']._serialized_end=1397
-  _globals['_REPLICALEFT']._serialized_start=1399
-  _globals['_REPLICALEFT']._serialized_end=1453
-  _globals['_TENANTAMOUNT']._serialized_start=1455
-  _globals['_TENANTAMOUNT']._serialized_end=1519
-  _globals['_REPLICAQUESTION']._serialized_start=1522
-  _globals['_REPLICAQUESTION']._serialized_end=1790
-  _globals['_METRICSREQUEST']._serialized_start=1792
-  _globals['_METRICSREQUEST']._serialized_end=1808
-  _globals['_SETTLEDREQUEST']._serialized_start=1810
-  _globals['_SETTLEDREQUEST']._serialized_end=1826
-  _globals['_SETTLEDRESPONSE']._serialized_start=1828
-  _globals['_SETTLEDRESPONSE']._serialized_end=1845
-  _globals['_REPLICAANSWER']._serialized_start=1848
-  _globals['_REPLICAANSWER']._serialized_end=2133
+  _globals['_REPLICAMESSAGE']._serialized_end=654
+  _globals['_REPLICAANSWERS']._serialized_start=656
+  _globals['_REPLICAANSWERS']._serialized_end=713
+  _globals['_ANSWERTOKENS']._serialized_start=715
+  _globals['_ANSWERTOKENS']._serialized_end=796
+  _globals['_REPLICAHELLO']._serialized_start=798
+  _globals['_REPLICAHELLO']._serialized_end=848
+  _globals['_REPLICAMEMBERS']._serialized_start=850
+  _globals['_REPLICAMEMBERS']._serialized_end=908
+  _globals['_REPLICAMEMBER']._serialized_start=910
+  _globals['_REPLICAMEMBER']._serialized_end=990
+  _globals['_REPLICABOOKINGS']._serialized_start=992
+  _globals['_REPLICABOOKINGS']._serialized_end=1052
+  _globals['_WORKERBOOKINGS']._serialized_start=1054
+  _globals['_WORKERBOOKINGS']._serialized_end=1147
+  _globals['_REPLICATUNED']._serialized_start=1149
+  _globals['_REPLICATUNED']._serialized_end=1225
+  _globals['_REPLICASESSIONS']._serialized_start=1227
+  _globals['_REPLICASESSIONS']._serialized_end=1288
+  _globals['_SESSIONBINDING']._serialized_start=1290
+  _globals['_SESSIONBINDING']._serialized_end=1373
+  _globals['_REPLICAPROMPTS']._serialized_start=1375
+  _globals['_REPLICAPROMPTS']._serialized_end=1462
+  _globals['_PLACEDPROMPT']._serialized_start=1464
+  _globals['_PLACEDPROMPT']._serialized_end=1527
+  _globals['_REPLICATAKEN']._serialized_start=1529
+  _globals['_REPLICATAKEN']._serialized_end=1584
+  _globals['_REPLICALEFT']._serialized_start=1586
+  _globals['_REPLICALEFT']._serialized_end=1640
+  _globals['_TENANTAMOUNT']._serialized_start=1642
+  _globals['_TENANTAMOUNT']._serialized_end=1706
+  _globals['_REPLICAQUESTION']._serialized_start=1709
+  _globals['_REPLICAQUESTION']._serialized_end=1977
+  _globals['_METRICSREQUEST']._serialized_start=1979
+  _globals['_METRICSREQUEST']._serialized_end=1995
+  _globals['_SETTLEDREQUEST']._serialized_start=1997
+  _globals['_SETTLEDREQUEST']._serialized_end=2013
+  _globals['_SETTLEDRESPONSE']._serialized_start=2015
+  _globals['_SETTLEDRESPONSE']._serialized_end=2032
+  _globals['_REPLICAANSWER']._serialized_start=2035
+  _globals['_REPLICAANSWER']._serialized_end=2320
 # @@protoc_insertion_point(module_scope)

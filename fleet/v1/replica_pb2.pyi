@@ -37,6 +37,7 @@ class ReplicaMessage(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
     LEFT_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___ReplicaHello: ...
     @_builtins.property
@@ -71,6 +72,10 @@ class ReplicaMessage(_message.Message):
     def left(self) -> Global___ReplicaLeft:
         """to a router that is reached later, before its first bookings"""
 
+    @_builtins.property
+    def answers(self) -> Global___ReplicaAnswers:
+        """also said to a router that is reached later"""
+
     def __init__(
         self,
         *,
@@ -85,16 +90,71 @@ class ReplicaMessage(_message.Message):
         members: Global___ReplicaMembers | None = ...,
         taken: Global___ReplicaTaken | None = ...,
         left: Global___ReplicaLeft | None = ...,
+        answers: Global___ReplicaAnswers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "left", b"left", "members", b"members", "message", b"message", "prompts", b"prompts", "question", b"question", "registered", b"registered", "sessions", b"sessions", "taken", b"taken", "tuned", b"tuned"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "left", b"left", "members", b"members", "message", b"message", "prompts", b"prompts", "question", b"question", "registered", b"registered", "sessions", b"sessions", "taken", b"taken", "tuned", b"tuned"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "left", b"left", "members", b"members", "message", b"message", "prompts", b"prompts", "question", b"question", "registered", b"registered", "sessions", b"sessions", "taken", b"taken", "tuned", b"tuned"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "bookings", b"bookings", "deregistered", b"deregistered", "hello", b"hello", "left", b"left", "members", b"members", "message", b"message", "prompts", b"prompts", "question", b"question", "registered", b"registered", "sessions", b"sessions", "taken", b"taken", "tuned", b"tuned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bookings", "registered", "deregistered", "question", "tuned", "sessions", "prompts", "members", "taken", "left"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "bookings", "registered", "deregistered", "question", "tuned", "sessions", "prompts", "members", "taken", "left", "answers"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___ReplicaMessage: _TypeAlias = ReplicaMessage  # noqa: Y015
+
+@_typing.final
+class ReplicaAnswers(_message.Message):
+    """Tokens of resumable answers whose clients keep none (fleet/frontend/answer_journal.py)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerTokens]: ...
+    def __init__(
+        self,
+        *,
+        answers: _abc.Iterable[Global___AnswerTokens] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaAnswers: _TypeAlias = ReplicaAnswers  # noqa: Y015
+
+@_typing.final
+class AnswerTokens(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    answer: _builtins.int
+    """random; in its resume tokens, too"""
+    position: _builtins.int
+    """tokens of the answer before these"""
+    turn: _builtins.int
+    """how often the answer was resumed before; an earlier turn says nothing more"""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        answer: _builtins.int = ...,
+        position: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        turn: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "position", b"position", "token_ids", b"token_ids", "turn", b"turn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerTokens: _TypeAlias = AnswerTokens  # noqa: Y015
 
 @_typing.final
 class ReplicaHello(_message.Message):

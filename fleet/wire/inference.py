@@ -28,6 +28,7 @@ from fleet.core.requests import (
     Logprobs,
     ModelCard,
     Prompt,
+    Resume,
     Sampling,
     Source,
     TextPrompt,
@@ -112,6 +113,8 @@ def decode_request(message: pb.GenerateRequest, request_id: RequestId, deadline:
         include_stop_string=message.include_stop_string,
         show_special_tokens=message.show_special_tokens,
         parsing=_decode_parsing(message.parsing) if message.HasField("parsing") else None,
+        resumable=message.resumable,
+        resume=_decode_resume(message.resume) if message.HasField("resume") else None,
     )
 
 
@@ -159,6 +162,28 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, object], tim
     return message
 
 
+def encode_resume(resume: Resume) -> pb.Resume:
+    """Encode what a client has of an answer that it wants to go on."""
+    return pb.Resume(
+        token=resume.token,
+        token_ids=resume.token_ids,
+        text=resume.text,
+        reasoning=resume.reasoning,
+        calls=[encode_call(call) for call in resume.calls],
+    )
+
+
+def _decode_resume(message: pb.Resume) -> Resume:
+    return Resume(
+        token=message.token,
+        token_ids=tuple(message.token_ids),
+        position=len(message.token_ids),
+        text=message.text,
+        reasoning=message.reasoning,
+        calls=tuple(decode_call(call) for call in message.calls),
+    )
+
+
 def encode_event(event: GenerateEvent, token_text: Callable[[int], str]) -> pb.GenerateResponse:
     """Encode an event of an answer; `token_text` is only called for log probabilities."""
     match event:
@@ -176,9 +201,16 @@ def encode_event(event: GenerateEvent, token_text: Callable[[int], str]) -> pb.G
                 delta.reasoning = event.reasoning
             if event.calls:
                 delta.calls.extend(encode_call(call) for call in event.calls)
+            if event.resume_token:
+                delta.resume_token = event.resume_token
             return response
         case Admitted():
-            admitted = pb.Admitted(request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens)
+            admitted = pb.Admitted(
+                request_id=event.request_id,
+                model=event.model,
+                prompt_tokens=event.prompt_tokens,
+                resume_token=event.resume_token,
+            )
             return pb.GenerateResponse(admitted=admitted)
         case Finished():
             return pb.GenerateResponse(
@@ -215,6 +247,7 @@ def decode_event(message: pb.GenerateResponse) -> GenerateEvent | None:
                 prompt_logprobs=prompt_logprobs,
                 reasoning=delta.reasoning,
                 calls=tuple(decode_call(call) for call in delta.calls),
+                resume_token=delta.resume_token,
             )
         case "admitted":
             admitted = message.admitted
@@ -222,6 +255,7 @@ def decode_event(message: pb.GenerateResponse) -> GenerateEvent | None:
                 request_id=RequestId(admitted.request_id),
                 model=ModelName(admitted.model),
                 prompt_tokens=admitted.prompt_tokens,
+                resume_token=admitted.resume_token,
             )
         case "finished":
             finished = message.finished

@@ -5,8 +5,8 @@ Rules:
 1. Encoding never fails, because our own values are valid. Decoding checks everything that a faulty or newer peer could
    get wrong, and raises `MalformedMessage` with the field.
 2. Unknown fields are ignored, as protobuf intends. An unknown message in a stream decodes to None, so that a newer peer
-   may send more than this version knows. Unknown enumeration values are malformed, because half an instruction must not
-   be obeyed.
+   may send more than this version knows. Unknown enumeration values are malformed, because an instruction that is
+   only understood in part must not be carried out.
 3. `Step` is the hot path: one message per decode step, a few microseconds per token.
 """
 

@@ -368,10 +368,16 @@ class StoreClient:
         self.connection.call(lambda _, timeout: self.connection.stub.ReleaseHold(request, timeout=timeout))
 
     def evacuate(self, names: Sequence[BlockHash], *, leaving: bool) -> EvacuationResult | None:
-        """Make the node copy blocks to where other nodes find them, for about half of the time of a call.
+        """Make the node copy blocks to a tier in which other nodes find them.
 
-        The most valuable blocks come first in `names`; `leaving` says whether the node itself goes as well. Ask again
-        for blocks that are not `done`. The result is None if the node does not answer.
+        The node stops after half of the time limit of a call. Call again for the blocks that are not `done`.
+
+        Args:
+            names: The blocks, the most valuable first.
+            leaving: Whether the node itself ends too.
+
+        Returns:
+            None if the node does not answer.
         """
         asked = b"".join(names[: wire.MAX_EVACUATED])
         if not asked:

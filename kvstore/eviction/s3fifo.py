@@ -3,16 +3,16 @@
 After Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023). Rules:
 
 1. A block starts at the end of the small queue, or of the main queue if the ghost queue remembers it. Uses are counted
-   up to `MOST_USES`, and only if they are more than `SAME_USE` after the one before. They move nothing.
-2. While the small queue has at least its share, its first block goes. If it was used twice or more, it moves to the end
-   of the main queue instead, and its count starts again.
-3. Otherwise the first block of the main queue goes. If it was used, it moves to the end of the queue instead, with one
-   use less.
+   up to `MOST_USES`, and only if they are more than `SAME_USE` after the one before. A use does not move the block.
+2. While the small queue has at least its share, its first block is evicted. If that block was used twice or more, it
+   moves to the end of the main queue instead, and its count starts again.
+3. Otherwise the first block of the main queue is evicted. If it was used, it moves to the end of the queue instead, and
+   its count is reduced by one.
 4. The ghost queue remembers the latest keys that left the small queue for good, as many as the main queue has.
 
 A pinned block that is chosen leaves its queue and is admitted again later (rule 8 of `kvstore.pool.machine`). It then
-starts at the end of the main queue: a block of the small queue by rule 1, because the ghost queue remembers it, and a
-block of the main queue because that is remembered for `IN_USE`.
+starts at the end of the main queue. For a block of the small queue this follows from rule 1, because the ghost queue
+remembers it. A block that left the main queue is remembered for `IN_USE`.
 """
 
 from collections import OrderedDict

@@ -115,15 +115,15 @@ def ideal(requests: Iterable[TraceRequest], *, block_tokens: int) -> TraceReplay
 
 
 def optimal(requests: Sequence[TraceRequest], *, capacity_blocks: int, block_tokens: int) -> TraceReplayResult:
-    """Run requests through a cache that knows the future: the block with the latest next use goes, or is never written.
+    """Run requests through a cache that knows the future: it evicts, or never writes, the block with the latest next use.
 
-    Blocks with the same request as next use form one pile in chain order, so a pile shrinks from its end.
+    Blocks that the same request uses next form one pile in chain order. Blocks are taken from the end of a pile.
     """
     never = len(requests)
     following = _next_uses(requests)
     held: set[int] = set()
     piles: dict[int, list[int]] = {}  # index of the next request -> held blocks that it uses
-    latest: list[int] = []  # a heap of these indices, negated
+    latest: list[int] = []  # max-heap of the keys of `piles`; the numbers are negated, because heapq is a min-heap
     prompt_tokens = hit_tokens = written = 0
     for index, request in enumerate(requests):
         chain = request.chain

@@ -1,5 +1,7 @@
 """Tier admission: which blocks are worth writing to a tier that wears out, within a daily write budget.
 
+`kvstore.hierarchy.machine` applies it to each block that is written or used in the pool.
+
 Rules:
 
 1. A block is admitted when it is seen for the second time. Sightings within `apart` of the first belong to the same

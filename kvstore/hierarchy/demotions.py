@@ -1,6 +1,7 @@
 """Demotions: copy blocks from the pool to the backing tiers, and confirm what these still have.
 
-A part of `kvstore.hierarchy.machine`. Rules:
+A part of `kvstore.hierarchy.machine`, whose `Hierarchy.offer` chooses the blocks by the admission rule of each tier.
+`kvstore.service.transfer_executor` copies their bytes. Rules:
 
 1. Nobody waits for a demotion. Each tier has a bounded queue; blocks that do not fit are dropped and counted.
 2. Blocks are pinned in the pool without a deadline while they are copied, until the thread reports that it is done.

@@ -230,8 +230,8 @@ class Promotions:
 
         A tier that does not report its removals may still have the blocks behind the first one that it lacks. All of
         them are forgotten: offering them once more costs little, while finding each miss separately would cost a
-        look-up each. A tier that finds in memory does report removals, but an older message about the first missing
-        block may have arrived later.
+        look-up each. A tier that looks up blocks in memory does report removals. Of its blocks only the first
+        missing one is forgotten, because an older message about it may have arrived later.
         """
         if count < self._queue.batch_blocks(promotion.block_bytes):
             missing = promotion.chain[promotion.position + count :]

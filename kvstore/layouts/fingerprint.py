@@ -68,7 +68,7 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 
     @property
     def is_at_rest(self) -> bool:
-        """True if the blocks are in the store's form: one whole-model object each, with nothing to convert."""
+        """True if the blocks have the layout of the store already: one object holds all heads, and nothing is converted."""
         return self.layout == AT_REST and self.tp == 1
 
     @property

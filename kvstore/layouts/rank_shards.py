@@ -155,7 +155,7 @@ def combined_checksums(block_bytes: int, sums_by_rank: Sequence[Mapping[int, int
 
 
 def _skip_zeros(register: int, zeros: Tables) -> int:
-    """Return the register after the zero bytes that the tables stand for."""
+    """Return the CRC register after as many zero bytes as the tables were made for (`_zeros`)."""
     lowest, low, high, highest = zeros
     return lowest[register & 0xFF] ^ low[register >> 8 & 0xFF] ^ high[register >> 16 & 0xFF] ^ highest[register >> 24]
 

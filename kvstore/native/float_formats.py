@@ -81,7 +81,7 @@ def e4m3_numbers() -> NDArray[np.float64]:
 
 @lru_cache(maxsize=64)
 def e4m3_encoder(half: HalfFormat, exponent: int) -> NDArray[np.uint8]:
-    """Return the code of number / 2**exponent for each 16-bit pattern; the codes of infinities and NaN are meaningless."""
+    """Return a table from each 16-bit pattern to the e4m3 code of its number / 2**exponent. Infinities and NaN have no valid code."""
     patterns = np.arange(1 << 16, dtype=np.uint16)
     finite = (patterns & 0x7FFF) <= half.largest
     numbers = half.numbers(np.where(finite, patterns, 0).astype(np.uint16)).astype(np.float64)
@@ -90,7 +90,7 @@ def e4m3_encoder(half: HalfFormat, exponent: int) -> NDArray[np.uint8]:
 
 @lru_cache(maxsize=1024)
 def e4m3_decoder(half: HalfFormat, exponent: int) -> NDArray[np.uint16]:
-    """Return the 16-bit pattern of number * 2**exponent for each code."""
+    """Return a table from each e4m3 code to the 16-bit pattern of its number times 2**exponent."""
     numbers = np.ldexp(e4m3_numbers(), exponent)
     largest = float(np.finfo(np.float32).max)
     return half.patterns(np.clip(numbers, -largest, largest).astype(np.float32))

@@ -398,10 +398,12 @@ class ConnectionGuard(Protocol):
     def guarding(
         self, listener: socket.socket, made: Callable[[Accept], FrameConnection], accept: Accept
     ) -> AbstractAsyncContextManager[None]:
-        """Admit connections to `listener`, which the guard closes, while the context is open.
+        """Accept connections while the context is open, then close the listener.
 
-        `made` makes the protocol of a connection with its first receiver; `accept` returns the receiver of an admitted
-        one.
+        Args:
+            listener: The listening socket.
+            made: Makes the protocol of a connection. Its argument returns the connection's first receiver.
+            accept: Returns the receiver of a connection that was admitted.
         """
 
 

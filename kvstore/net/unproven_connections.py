@@ -1,6 +1,6 @@
 """Unproven connections: limits the connections that have not proven the secret yet, and chooses which one gives way.
 
-A connection leaves the list when it is proven, so silent strangers cost proven clients nothing. When the list is full,
+A connection leaves the list when it is proven, so silent connections without a proof cost proven clients nothing. When the list is full,
 the oldest connection of the address with the most connections gives way. A host with many silent connections therefore
 displaces its own first, and a new client always gets its turn.
 """

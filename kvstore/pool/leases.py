@@ -21,7 +21,11 @@ SLACK = 64  # number of ended entries that are not worth a sweep
 
 
 class BlockLease:
-    """Blocks that stay in place. `is_use` says whether the end of the lease counts as a use for the eviction policy."""
+    """A lease on blocks. They are not evicted before it ends.
+
+    Attributes:
+        is_use: Whether the end of the lease counts as a use of the blocks for the eviction policy.
+    """
 
     __slots__ = ("blocks", "hold", "is_use")
 

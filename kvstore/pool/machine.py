@@ -127,9 +127,10 @@ class BlockMachine:
     def match(
         self, digest: bytes, names: Sequence[BlockHash] | bytes, *, lease: Nanos, now: Nanos, tenant: bytes = b""
     ) -> LeasedSlots:
-        """Find the longest readable prefix of a chain and pin it for `lease` nanoseconds; 0 only looks and counts nothing.
+        """Find the longest readable prefix of a chain and pin it for `lease` nanoseconds.
 
-        `names` has the block hashes in order, also as concatenated bytes. The hits and misses of `tenant` are counted.
+        With a lease of 0, nothing is pinned and no hits or misses are counted. `names` has the block hashes in order, in
+        a sequence or as concatenated bytes. Hits and misses are counted for the `tenant` too.
         Raise NamespaceUnknown or Exhausted (too many leases) without pinning anything.
         """
         self.expire(now)
@@ -391,7 +392,8 @@ class BlockMachine:
         self._unpin(entry.blocks, now, is_use=entry.is_use)
 
     def _pin(self, blocks: Iterable[StoredBlock]) -> None:
-        pinned = advance(BlockState.HELD, BlockTransition.PIN)  # looked up once: a readable block without a pin is held
+        # Looked up once for all blocks: every block here is readable, so without a pin its state is HELD.
+        pinned = advance(BlockState.HELD, BlockTransition.PIN)
         fresh = 0
         for block in blocks:
             if not block.pins:

@@ -33,7 +33,7 @@ UNDECODABLE = _Undecodable()
 
 
 class DecodingInterceptor(grpc.aio.ServerInterceptor):
-    """Checks all methods of a server, including streams. Add it last, so that strangers are refused before."""
+    """Checks all methods of a server, including streams. Add it last, so that other interceptors refuse unauthenticated callers first."""
 
     def __init__(self) -> None:
         self.refused = 0

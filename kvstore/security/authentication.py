@@ -11,7 +11,7 @@ Rules:
    and a number that counts the caller's calls. The node's proof covers the same. A proof is therefore valid for one
    request, is accepted once (`kvstore.security.call_replays`), and is refused when the clocks differ by more than
    `SKEW_SECONDS`.
-4. This keeps strangers out and does nothing else: bytes are neither encrypted nor protected against changes. An
+4. This only keeps out callers without the secret: bytes are neither encrypted nor protected against changes. An
    attacker who can change bytes on the wire can take over a connection. A network where that can happen needs TLS, and
    IPsec or WireGuard for the data plane.
 """
@@ -113,7 +113,7 @@ class CallProof(Struct, frozen=True, kw_only=True):
         return ""
 
     def answer(self, key: AuthenticationKey, method: str, request: bytes) -> bytes:
-        """Return the node's own proof over the same words."""
+        """Return the node's proof for this call, which covers the same data as the caller's proof."""
         return key.proof(ProofSide.NODE, *_words(method, request, self.unix_seconds, self.caller, self.number))
 
     def is_answered_by(self, key: AuthenticationKey, method: str, request: bytes, proof: bytes) -> bool:

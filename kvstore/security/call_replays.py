@@ -6,8 +6,8 @@ Rules:
    have come. Lower numbers are refused, because nothing is known about them any more.
 2. A caller is forgotten only when each proof that was accepted from it is too old to be accepted again.
 3. At most `CALLERS` callers are remembered. When that many are known, the calls of another caller are refused, because
-   forgetting a caller would allow replays of its calls. Only callers with the secret are remembered, so strangers
-   cannot fill the memory.
+   forgetting a caller would allow replays of its calls. Only callers with the secret are remembered, so callers
+   without it cannot fill the memory.
 """
 
 from kvstore.security.authentication import SKEW_SECONDS

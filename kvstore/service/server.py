@@ -60,8 +60,8 @@ notice a hanging node, and on a busy machine two pings may be read shortly after
 """
 
 HANDSHAKE_MS = 5000
-"""Time after which a silent connection of the control plane is cut. gRPC's default of 2 minutes would let strangers hold
-descriptors.
+"""Time after which a silent connection of the control plane is cut. gRPC's default of 2 minutes would let callers
+without credentials hold many file descriptors.
 """
 
 SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockStore"].full_name
@@ -260,7 +260,7 @@ async def _control_plane(
             bound.append(_bind(server, f"listen[{index}]", address, access))
             if path := unix_path(address):
                 os.chmod(path, 0o600)  # noqa: PTH101 - this call does not block
-                # gRPC would remove it when it stops; a successor may have created it by then.
+                # gRPC usually removes the socket file itself. If a file is left, it may be that of the next process.
                 stack.callback(sockets.remove, path, sockets.identity(path))
         await server.start()
         stack.push_async_callback(server.stop, GRACE_SECONDS)

@@ -46,7 +46,7 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """``host:port`` of the TCP data plane. Empty: none."""
 
     nixl: NixlUse = NixlUse.AUTO
-    """Let clients read and write the pool by NIXL. UCX has no authentication: keep strangers off its ports."""
+    """Let clients read and write the pool by NIXL. UCX has no authentication, so protect its ports by the network."""
 
     credentials: Credentials = Credentials()
     """Credentials that clients have to prove; without them, a node does not listen beyond loopback."""

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A score rises by `DAMAGE` for each damaged block and falls by one for each sound block, but never below zero. The fence
+1. A score rises by `DAMAGE` for each damaged block and falls by one for each undamaged block, but never below zero. The fence
    closes when the score reaches `LIMIT`. So four damaged blocks in a row close it, and a server stays in use while less
    than one block in seventeen is damaged.
 2. A closed fence opens after a pause. One more damaged block then brings the score to the limit again.

@@ -10,6 +10,9 @@ Rules:
 5. A block that is found bad is read again before it is removed (`kvstore.tiers.second_reading`): it may have been damaged
    in transit, and other nodes use the same server. A server whose answers are often damaged is fenced
    (`kvstore.tiers.fence`): until the fence opens, calls fail at once.
+
+A backend for another kind of server is registered at two places: its settings in `AnyTier` (`kvstore.service.settings`),
+and how it is opened in `_open` (`kvstore.service.backing_tiers`). CONTRIBUTING.md lists all files ("Add a store tier").
 """
 
 import logging

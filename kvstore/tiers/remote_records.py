@@ -8,7 +8,7 @@ Rules:
 2. Other programs may write to the server, so a value is not trusted. A block is returned only if the head names the
    requested block, the lengths agree, both checksums are right and the codec has decoded the payload.
 3. A value that is garbage, truncated or another block's is corrupt. It is removed if a second reading agrees
-   (`kvstore.tiers.second_reading`). A sound value of another codec or block length is a miss, and the next put replaces
+   (`kvstore.tiers.second_reading`). An undamaged value of another codec or block length is a miss, and the next put replaces
    it. A value of a newer format is a miss and stays, since newer nodes can read it.
 """
 

@@ -33,8 +33,8 @@ from kvstore.errors import StoreError, StoreUnreachable
 from kvstore.messages import AnySlots, BlockOutcome, FetchResult, Slot
 from kvstore.native import checksums
 from kvstore.pool.extents import PAGE_BYTES
-from kvstore.transports.checksums import put_with_checksums
 from kvstore.transports.nixl_agent import NixlAgent, NixlAgentFailed, TransferDirection, joined, spans
+from kvstore.transports.put_summing import put_with_checksums
 
 CHUNK_BYTES = 8 << 20
 """Size of one transfer. The checksums of one transfer are taken while the next one runs."""

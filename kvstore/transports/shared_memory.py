@@ -24,7 +24,7 @@ from kvstore.native import checksums
 from kvstore.net.unix_sockets import OUT_OF_FILES, connect
 from kvstore.pool.extents import PAGE_BYTES
 from kvstore.tiers.shared_memory import Mapping, SharedMemoryTier
-from kvstore.transports.checksums import fetch_result
+from kvstore.transports.put_summing import fetch_result
 
 MAGIC = b"FKVM"
 CALLS = b"FKVC"

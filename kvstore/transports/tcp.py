@@ -18,7 +18,7 @@ from kvstore.messages import AnySlots, BlockOutcome, FetchResult, Slot
 from kvstore.net.addresses import host_port
 from kvstore.net.unix_sockets import TIMEVAL
 from kvstore.security.authentication import AuthenticationKey, ProofSide, nonce
-from kvstore.transports.checksums import put_with_checksums
+from kvstore.transports.put_summing import put_with_checksums
 from kvstore.transports.tcp_frames import (
     CHALLENGE,
     ENTRY,

@@ -150,8 +150,10 @@ class Controller:
         room = observed.room
         self._avoid_nodes(key, observed)
         refusals = await self._applier.perform(decided.actions, key.namespace)
+        refused = {each.name for each in refusals}
         for placed in decided.placed:
-            self._room.promise(key.namespace, placed)
+            if placed.name not in refused:
+                self._room.promise(key.namespace, placed)
         denied: tuple[ApiRefusal, ...] = ()
         if secret.content and (decided.actions or afresh or not _is_ready(decided.status)):
             # Last, because no cache shows whether it exists. Pods wait for it, and ready pods have it.

@@ -7,7 +7,7 @@ Rules:
 2. An object is applied if its digest, kept in an annotation, differs from the observed one. An object of somebody else
    under one of our names stays unchanged, and the deployment is Degraded until one of the two gets another name. An object
    that somebody has edited, or that has lost its owner, is applied again at once; from time to time everything is.
-3. Children of workers are scaled by `operators.scaling`, one step in each call. A child that should have no replicas is
+3. Children of workers are scaled by `operators.replica_steps`, one step in each call. A child that should have no replicas is
    removed when its last pod has gone: the child of an old revision, of a suspended deployment, or of a removed role.
    Other objects of the deployment are removed when they are not desired any more.
 4. Replicas have one writer: for a Static role the specification, else the role's RoleScaler, which is created with the
@@ -32,7 +32,7 @@ from operators.manifests.shared import shared
 from operators.manifests.workloads import ANYWHERE, group, grouped, revision, role_scaler, workers
 from operators.observed.state import ObservedChild, ObservedState
 from operators.probes.evidence import PendingProbes
-from operators.scaling import PairSide, ReplicaChange, ScaledRole, ScalingBounds, next_changes, targets
+from operators.replica_steps import PairSide, ReplicaChange, ScaledRole, ScalingBounds, next_changes, targets
 from operators.status.deployment import status
 
 SIDES = {RoleType.PREFILL: PairSide.PREFILL, RoleType.DECODE: PairSide.DECODE}
@@ -324,6 +324,8 @@ def _pruned(
         actions += [DeletePod(pod) for pod in each.left_behind if each.role in foreign]
         used.add(("ConfigMap", child_name(desired, each.role, each.replicas.revision)))
     actions += [Remove(kinds.DEPLOYMENT.name, name) for name in observed.old_routers]
+    # An orphan that is not needed may be somebody's copy of an object of ours.
+    used |= observed.orphans
     own = [key for key in observed.digests if key[0] not in {*CONTROLLERS, "RoleScaler"} and key not in used]
     scaled = {f"{desired.name}-{role.name}" for role in _scaled(desired)}
     own += [("RoleScaler", name) for name in sorted(observed.own_scalers - scaled)]

@@ -6,7 +6,7 @@ from typing import Any, assert_never
 
 from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.ports import Manifest, RequestDenied
-from fleet.net.kubernetes.status_errors import BAD_QUANTITY
+from fleet.net.kubernetes.status_errors import BAD_QUANTITY, BAD_VALUE
 from operators.controller.reconcile import Action, Apply, DeletePod, Remove, Scale, SetDeletionCost
 from operators.observed.state import ApiRefusal
 
@@ -22,7 +22,8 @@ QUANTITY_FIELDS = frozenset({"sizeLimit", "divisor"})
 def refusal(action: Action, error: RequestDenied) -> ApiRefusal:
     """Return the refusal of an action.
 
-    The server does not name the field of a quantity that it cannot parse, so it is looked up in the manifest.
+    The server does not name the field of a quantity that it cannot parse, or of a fraction in place of an integer, so these
+    are looked up in the manifest.
     """
     message = str(error)
     match action:
@@ -30,6 +31,8 @@ def refusal(action: Action, error: RequestDenied) -> ApiRefusal:
             kind, name = manifest["kind"], manifest["metadata"]["name"]
             if message == BAD_QUANTITY and (fields := sorted(_bad_quantities(manifest))):
                 message = f"{', '.join(fields)}: {message}"
+            if message == BAD_VALUE and (fields := sorted(_fractions(manifest.get("spec"), "spec"))):
+                message = f"{', '.join(fields)}: must be a whole number"
         case Scale(kind, name) | Remove(kind, name):
             pass
         case SetDeletionCost(name) | DeletePod(name):
@@ -42,23 +45,32 @@ def refusal(action: Action, error: RequestDenied) -> ApiRefusal:
 
 def _bad_quantities(manifest: Manifest) -> Iterator[str]:
     """Yield the paths of quantities that Kubernetes cannot parse."""
+    for name, node, path in _fields(manifest.get("spec"), "spec"):
+        if name in QUANTITY_MAPS and isinstance(node, dict):
+            yield from (f"{path}.{resource}" for resource, value in node.items() if not _is_quantity(value))
+        elif name in QUANTITY_FIELDS and not _is_quantity(node):
+            yield path
 
-    def walk(node: Any, path: str) -> Iterator[str]:
-        if isinstance(node, list):
-            for index, each in enumerate(node):
-                named = isinstance(each, dict) and isinstance(each.get("name"), str)
-                yield from walk(each, f'{path}[name="{each["name"]}"]' if named else f"{path}[{index}]")
-        elif isinstance(node, dict):
-            for name, each in node.items():
-                at = f"{path}.{name}" if path else name
-                if name in QUANTITY_MAPS and isinstance(each, dict):
-                    yield from (f"{at}.{resource}" for resource, value in each.items() if not _is_quantity(value))
-                elif name in QUANTITY_FIELDS and not _is_quantity(each):
-                    yield at
-                else:
-                    yield from walk(each, at)
 
-    return walk(manifest.get("spec"), "spec")
+def _fractions(manifest_part: Any, at: str) -> Iterator[str]:
+    """Yield the paths of numbers that are not whole; beside quantities, all numbers of a pod are."""
+    for name, node, path in _fields(manifest_part, at):
+        if isinstance(node, float) and not node.is_integer() and name not in QUANTITY_FIELDS:
+            parent = path.removesuffix(f".{name}").rpartition(".")[2]
+            if parent not in QUANTITY_MAPS:
+                yield path
+
+
+def _fields(node: Any, path: str) -> Iterator[tuple[str, Any, str]]:
+    """Yield name, value and path of all fields below a node; items of lists are named as the API server does."""
+    if isinstance(node, list):
+        for index, each in enumerate(node):
+            named = isinstance(each, dict) and isinstance(each.get("name"), str)
+            yield from _fields(each, f'{path}[name="{each["name"]}"]' if named else f"{path}[{index}]")
+    elif isinstance(node, dict):
+        for name, each in node.items():
+            yield name, each, f"{path}.{name}"
+            yield from _fields(each, f"{path}.{name}")
 
 
 def _is_quantity(value: Any) -> bool:

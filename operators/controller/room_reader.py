@@ -53,7 +53,7 @@ class RoomReader:
         )
 
     def promise(self, namespace: str, group: PlacedGroup) -> None:
-        """Note that a group was made."""
+        """Count the room of a group that was just made as taken, until its pods exist."""
         self._promised[namespace, group.name] = (group, self._clock.now())
 
     def _forget_kept_promises(self, now: Nanos) -> None:

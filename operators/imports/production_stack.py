@@ -420,10 +420,7 @@ def _pod(reader: DocumentReader, engines: DocumentReader, template: PodTemplate)
 
 
 def _placed(template: PodTemplate, reader: DocumentReader) -> None:
-    """Take over node selector terms, which the chart writes without their surroundings.
-
-    An affinity takes precedence.
-    """
+    """Convert the chart's list of node selector terms into a node affinity. If the pod has an affinity, the list is ignored."""
     terms = reader.objects("nodeSelectorTerms")
     if terms and "affinity" not in template.spec:
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}

@@ -6,7 +6,7 @@ Rules:
    the deployment.
 2. Workers have one child for each role and revision: a Deployment, or a LeaderWorkerSet if a replica has several nodes.
    If that kind is missing, each such replica is a StatefulSet of its own, whose pods get the same variables as a
-   LeaderWorkerSet's. Pods never change: another specification is another revision, and `operators.scaling` moves
+   LeaderWorkerSet's. Pods never change: another specification is another revision, and `operators.replica_steps` moves
    replicas from one to the other. The manifests of Deployments and LeaderWorkerSets have no `replicas`; the caller has
    to add them.
 3. A worker finds its routers by their control Service, which has no address of its own but resolves to all their pods,

@@ -57,7 +57,7 @@ from operators.observed.registrations import (
 )
 from operators.observed.state import ObservedChild, ObservedRouter, ObservedState, PodDeletionCost
 from operators.probes.evidence import ProbeEvidence, RunningPod
-from operators.scaling import RevisionReplicas
+from operators.replica_steps import RevisionReplicas
 
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LEADER_GROUP = "leaderworkerset.sigs.k8s.io/group-index"
@@ -216,7 +216,16 @@ def _is_owned(item: NamedObject, deployment: str, uid: str) -> bool:
     if metadata.owner_references:
         return metadata.owner_uid == uid
     ours = {MANAGED_BY: OPERATOR, INSTANCE: deployment}
-    return ours.items() <= metadata.labels.items() and not metadata.deleted
+    return ours.items() <= metadata.labels.items() and not metadata.deleted and _has_our_name(item, deployment)
+
+
+def _has_our_name(item: NamedObject, deployment: str) -> bool:
+    """Return whether an object without an owner has the name that the operator gives; a copy of it has our labels, too."""
+    if not isinstance(item, WorkloadResource):
+        return True  # it is applied only under a name of ours, and never removed
+    labels = item.metadata.labels
+    parts = (deployment, labels.get(ROLE), labels.get(REVISION), labels.get(GROUP_LABEL))
+    return item.metadata.name == "-".join(part for part in parts if part)
 
 
 def _sizes(custom: CustomObject) -> dict[str, int]:

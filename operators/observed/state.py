@@ -10,7 +10,7 @@ from operators.manifests.names import GroupPlacement
 from operators.observed.domains import ClusterRoom
 from operators.observed.pod_troubles import PodTrouble
 from operators.probes.evidence import ProbeEvidence, RunningPod
-from operators.scaling import RevisionReplicas
+from operators.replica_steps import RevisionReplicas
 
 
 class ObservedChild(Struct, frozen=True, kw_only=True):

@@ -15,8 +15,8 @@ from fleet.planner.decisions import ScalingRule
 from fleet.planner.election.ports import PlanElection
 from fleet.planner.loop import PlannerLoop
 from fleet.planner.messages import PlanWriter
+from fleet.planner.ports import Rehearsal
 from fleet.planner.records import PlanHistory
-from fleet.planner.rehearsal import Rehearsal
 from fleet.planner.settings import KubernetesTarget, PlannerSettings, RouterDemandSettings
 from fleet.planner.sources.routers import RouterDemandSource
 from kvstore.security.authentication import Purpose

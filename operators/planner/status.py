@@ -177,5 +177,5 @@ def _milliseconds(seconds: float | None) -> int:
 
 
 def undated(status: ServingPlanStatus) -> ServingPlanStatus:
-    """Return a status whose conditions are in the order of their types, to compare it with the server's."""
+    """Return the status with its conditions sorted by type, so that it can be compared with the status on the API server."""
     return structs.replace(status, conditions=tuple(sorted(status.conditions, key=lambda each: each.type)))

@@ -4,16 +4,16 @@ Rules:
 
 1. An answer counts if it is a completion of the model by the named worker, and for a pair if a prefill worker computed
    the prompt.
-2. Every prompt begins with other words than all before it, so that no cache has it, and is long enough to fill a block
-   of most engines.
-3. The status gets the HTTP status of a failure, and the text of a rejection by our router. Other answers may contain
-   anything and are not repeated. No key is ever repeated.
-4. Whoever may write Services or EndpointSlices decides where a Service leads, so no request with a key goes there. A
-   request through the Service has no key. If it is answered with 401, the same request goes with the key to the address
-   of a router's pod, which only the pod's node can write.
-5. A probe has no precedence: priority counts among requests of one tenant, and a tenant of its own is admitted before
-   tenants with more waiting requests anyway (`fleet.router.queueing.admission_queue`, rule 4). It states how long it
-   can wait, so that a router without room rejects it at once.
+2. Every prompt begins with new random words, so that no cache has it, and is long enough to fill a block of most
+   engines.
+3. The deployment's status shows the HTTP status of a failure, and the text of a rejection by a router of Fleet. The text
+   of other answers is not shown, because it may contain anything. API keys are never shown.
+4. An API key is never sent to a Service, because everybody who may write Services or EndpointSlices could redirect the
+   request and read the key. So the request through the Service has no key. If the answer is 401, the request is sent
+   again with the key, to the IP address of a router's pod. Only the node of the pod can write that address.
+5. A probe has no higher priority. Priority only counts among requests of one tenant, and a tenant with few waiting
+   requests is admitted first anyway (`fleet.router.queueing.admission_queue`, rule 4). The probe states how long it can
+   wait, so that a router without room rejects it at once.
 """
 
 import asyncio

@@ -30,7 +30,7 @@ from operators.probes.evidence import (
     missing_only_routers,
     unanswered,
 )
-from operators.scaling import PairSide, ScaledRole
+from operators.replica_steps import PairSide, ScaledRole
 
 MOST_CHARACTERS = 1024
 MOST_TOLD = 4

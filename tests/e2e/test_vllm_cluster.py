@@ -6,6 +6,7 @@ import re
 import signal
 from importlib.util import find_spec
 
+import httpx
 import psutil
 import pytest
 
@@ -22,6 +23,7 @@ pytestmark = [
 
 READY_SECONDS = 300  # 25 to 60 on two idle cores
 PROMPT = list(range(100, 700))  # 18 full blocks and a part
+LONG_ANSWER = 800  # tokens; a router that is killed after the first ones has not sent the others
 ASK = {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True, "timeout_seconds": 120.0}
 
 
@@ -82,3 +84,26 @@ def test_killed_decode_worker_returns_and_leaves_nothing(tmp_path):
 
 def roles(client):
     return {pool.role for pool in client.status().pools if any(worker.state == "serving" for worker in pool.workers)}
+
+
+def test_stream_goes_on_after_the_death_of_its_router(tmp_path):
+    """Supervision starts another router at the same address, which rebuilds the answer from the client's tokens."""
+    prompt, ask = PROMPT[:100], ASK | {"max_tokens": LONG_ANSWER}
+    with (
+        fleet_up(tmp_path, engine="vllm", ready_seconds=READY_SECONDS) as up,
+        Client(up.grpc, resume_seconds=90) as client,
+    ):
+        expected = client.complete(prompt, **ask)
+        with client.generate(prompt, **ask) as stream:
+            tokens = 0
+            for delta in stream:
+                before, tokens = tokens, tokens + len(delta.token_ids)
+                if before < 16 <= tokens:
+                    os.kill(up.endpoints["pids"]["router"], signal.SIGKILL)
+            result = stream.result
+        assert "\nfleet_resumed_requests_total 1.0\n" in httpx.get(f"{up.endpoints['http']}/metrics").text
+        assert up.end() == 0
+
+    assert result.token_ids == expected.token_ids
+    assert result.text == expected.text
+    assert result.usage.completion_tokens == LONG_ANSWER

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -30,6 +29,7 @@ from loadtests.router.soak.clients import SoakClients, TextOf
 from loadtests.router.soak.processes import SoakProcess
 from loadtests.router.soak.requests import SoakRequest
 from tests.faults.relay import Relay
+from tests.support.waiting import until_answered
 from workers.engines.simulated.answer_oracle import AnswerOracle
 from workers.engines.simulated.model import SimulatedModel
 from workers.settings import SimulatedSettings, WorkerSettings
@@ -46,6 +46,7 @@ SIMULATED = SimulatedSettings(
 DRAIN_SECONDS = 20.0
 JOIN_SECONDS = 90.0  # on a busy machine
 CALL_SECONDS = 5.0
+RESUME_SECONDS = 60.0  # for a killed router to be back; clients over gRPC go on with their answers then
 STORE_BYTES = 8 << 20
 
 
@@ -162,8 +163,10 @@ class FaultCluster:
     # Requests.
 
     def clients(self) -> SoakClients:
-        """Return clients with a tally of their own."""
-        return SoakClients(self.endpoints["http"], self.endpoints["grpc"], MODEL, self._text_of)
+        """Return clients with a tally of their own; those over gRPC survive the router."""
+        return SoakClients(
+            self.endpoints["http"], self.endpoints["grpc"], MODEL, self._text_of, resume_seconds=RESUME_SECONDS
+        )
 
     def request(self, tokens: int, answer: int, *, over_http: bool = False, **options: object) -> SoakRequest:
         """Return a request with a fresh prompt and its expected answer."""
@@ -182,10 +185,14 @@ class FaultCluster:
 
     async def until_whole(self) -> None:
         """Wait until every worker has joined, drains not, and reports to the router."""
-        deadline = time.monotonic() + JOIN_SECONDS
-        while missing := set(ROLES) - set(await self.serving()):
-            assert time.monotonic() < deadline, f"the router does not know {sorted(missing)}"
-            await asyncio.sleep(0.05)
+        missing = set(ROLES)
+
+        async def is_whole() -> bool:
+            nonlocal missing
+            missing = set(ROLES) - set(await self.serving())
+            return not missing
+
+        await until_answered(is_whole, JOIN_SECONDS, lambda: f"the router does not know {sorted(missing)}")
 
     async def serving(self) -> Sequence[str]:
         """Return the workers that the router knows and that take work; none if it does not answer."""

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fleet.core.roles import KvPath, Placement
@@ -11,6 +12,7 @@ from loadtests.router.soak.requests import SoakRequest
 from tests.faults.cluster import ROLES, FaultCluster
 from tests.faults.injection import inject
 from tests.faults.matrix import Cell, CellPhase, Component, MatrixFault
+from tests.support.waiting import NotMet, pace, until, until_answered
 
 PHASE_SECONDS = 60.0  # for requests to be in their phases, on a busy machine
 END_SECONDS = 90.0  # for all requests to end
@@ -59,7 +61,7 @@ class Experiment:
         await self._until_prefill_workers(busy=False)
         prefills = [self._ask(500, 12) for _ in range(PREFILLS)]
         await self._until_prefill_workers(busy=True)
-        await asyncio.sleep(0.1)  # the prompts reach their workers, and take a second there
+        await pace(0.1, "the prompts reach their workers, and take a second there")
         for each in prefills:
             each.phase = _phase_of(each, CellPhase.PREFILL, most_tokens=0)
         for each in transfers:
@@ -70,7 +72,7 @@ class Experiment:
         end = await inject(cluster, self._component, self._fault, self._targets(victim, drainee))
         probing = asyncio.ensure_future(self._recovery(began))
         watching = asyncio.ensure_future(self._watch_pauses())
-        await asyncio.sleep(0.2)
+        await pace(0.2, "the next requests come a little later than the fault")
         for number in range(IDLE):
             self._ask(64 if number else 200, 8, over_http=number > 0).phase = CellPhase.IDLE
         ended = await self._all_ended()
@@ -95,24 +97,26 @@ class Experiment:
 
     async def _until_tokens(self, asked: Sequence[_Ask], tokens: int) -> None:
         """Wait until each of these answers has so many tokens."""
-        deadline = time.monotonic() + PHASE_SECONDS
-        while not all(len(each.answer.tokens) >= tokens for each in asked):
+
+        def failure() -> str:
             told = [(len(each.answer.tokens), each.clients.tally.errors, each.clients.tally.broken) for each in asked]
-            assert time.monotonic() < deadline, f"answers have not {tokens} tokens yet: {told}"
-            await asyncio.sleep(0.01)
+            return f"answers have not {tokens} tokens yet: {told}"
+
+        await until(lambda: all(len(each.answer.tokens) >= tokens for each in asked), PHASE_SECONDS, failure)
 
     async def _until_prefill_workers(self, *, busy: bool) -> None:
         """Wait until a prefill worker has work, or none has; a prompt that is being transferred is no work of theirs."""
-        deadline = time.monotonic() + PHASE_SECONDS
-        while await self._cluster.prefilling() != busy:
-            assert time.monotonic() < deadline, f"the prefill workers are {'not ' if busy else ''}busy"
-            await asyncio.sleep(0.01)
+
+        async def are_there() -> bool:
+            return await self._cluster.prefilling() == busy
+
+        await until_answered(are_there, PHASE_SECONDS, lambda: f"the prefill workers are {'not ' if busy else ''}busy")
 
     async def _until_draining(self, name: str) -> None:
-        deadline = time.monotonic() + PHASE_SECONDS
-        while name in await self._cluster.serving():
-            assert time.monotonic() < deadline, f"{name} does not drain"
-            await asyncio.sleep(0.02)
+        async def drains() -> bool:
+            return name not in await self._cluster.serving()
+
+        await until_answered(drains, PHASE_SECONDS, lambda: f"{name} does not drain")
 
     async def _worker_of(self, asked: _Ask) -> str:
         (placed,) = await self._cluster.operator.explain(str(asked.request.options["request_id"]))
@@ -146,7 +150,7 @@ class Experiment:
                 pass
             finally:
                 await clients.close()
-            await asyncio.sleep(0.1)
+            await pace(0.1, "the next probe follows after this time")
         return RECOVERY_SECONDS
 
     async def _watch_pauses(self) -> None:
@@ -162,7 +166,7 @@ class Experiment:
                 )
                 if pieces != each.answer.pieces:
                     latest[each] = (each.answer.pieces, now)
-            await asyncio.sleep(0.02)
+            await pace(0.02, "the resolution of the longest pause")
 
     async def _all_ended(self) -> bool:
         tasks = [each.task for each in self._asked if each.task is not None]
@@ -173,12 +177,16 @@ class Experiment:
         return not pending
 
     async def _leaks(self) -> list[str]:
-        deadline = time.monotonic() + LEAK_SECONDS
-        while True:
-            left = await self._cluster.held()
-            if not (left := [*left, *self._more_files()]) or time.monotonic() > deadline:
-                return left
-            await asyncio.sleep(0.2)
+        left: list[str] = []
+
+        async def nothing_left() -> bool:
+            nonlocal left
+            left = [*await self._cluster.held(), *self._more_files()]
+            return not left
+
+        with suppress(NotMet):  # what is left is reported
+            await until_answered(nothing_left, LEAK_SECONDS)
+        return left
 
     def _more_files(self) -> list[str]:
         more = self._cluster.files() - self._files
@@ -216,7 +224,9 @@ class Experiment:
         return cell
 
     def _broke_with_router(self, asked: _Ask) -> bool:
-        """Return whether an answer ended with its router, which a client without a resume token sees as an error."""
+        """Return whether an answer over HTTP ended with its router; clients over gRPC go on when a router is back."""
+        if not asked.request.over_http:
+            return False
         tally = asked.clients.tally
         exact = not (tally.lost or tally.repeated or _wrong(asked))
         return self._component is Component.ROUTER and bool(tally.broken) and exact

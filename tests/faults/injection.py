@@ -12,6 +12,7 @@ import psutil
 from tests.faults.cluster import FaultCluster
 from tests.faults.matrix import LIMITS, ON_DISK, Component, MatrixFault
 from tests.faults.relay import Relay, Spoiling
+from tests.support.waiting import pace, until
 
 LASTING_SECONDS = 5.0  # longer than the router's heartbeat timeout
 DELAY_SECONDS = 0.15
@@ -91,7 +92,7 @@ async def _signal(cluster: FaultCluster, component: Component, pids: Sequence[in
     if component is Component.ROUTER:  # nothing else can end it for good: its supervisor's liveness probe does
 
         async def probe() -> None:
-            await asyncio.sleep(LASTING_SECONDS)
+            await pace(LASTING_SECONDS, "the time until the liveness probe of its supervisor fails")
             await kill_and_wait()
             await start_again()
 
@@ -110,7 +111,7 @@ async def _signal(cluster: FaultCluster, component: Component, pids: Sequence[in
 
 
 async def _after(seconds: float, then: Callable[[], None]) -> None:
-    await asyncio.sleep(seconds)
+    await pace(seconds, "the fault lasts for so long")
     then()
 
 
@@ -165,13 +166,15 @@ async def _on_disk(cluster: FaultCluster, fault: MatrixFault) -> End:
     calls = "preadv,pwritev" if fault is MatrixFault.SLOW_DISK else "pwritev"
     command = ["strace", "-qq", "-f", "-o", "/dev/null", "-p", str(cluster.node.pid), "-e", f"trace={calls}"]
     tracer = subprocess.Popen([*command, "-e", f"inject={calls}:{change}"], stderr=subprocess.PIPE)
-    async with asyncio.timeout(ATTACH_SECONDS):
-        while _tracer_of(cluster.node.pid) != tracer.pid:
-            assert tracer.poll() is None, "strace cannot attach to the store node"
-            await asyncio.sleep(0.02)
+
+    def is_attached() -> bool:
+        assert tracer.poll() is None, "strace cannot attach to the store node"
+        return _tracer_of(cluster.node.pid) == tracer.pid
+
+    await until(is_attached, ATTACH_SECONDS)
 
     async def end() -> None:
-        await asyncio.sleep(LASTING_SECONDS)
+        await pace(LASTING_SECONDS, "the fault lasts for so long")
         tracer.send_signal(signal.SIGINT)
         await asyncio.to_thread(tracer.wait, ATTACH_SECONDS)
 
@@ -193,7 +196,7 @@ def _on_redis(cluster: FaultCluster, fault: MatrixFault) -> End:
 
     async def end() -> None:
         if fault is MatrixFault.STOP_6S:
-            await asyncio.sleep(6.0)
+            await pace(6.0, "Redis is stopped for so long")
             redis.signal(signal.SIGCONT)
             return
         redis.kill()
@@ -218,7 +221,7 @@ def _limit(pids: Sequence[int], fault: MatrixFault) -> End:
         assert soft != now, "the limit was there before"
 
     async def end() -> None:
-        await asyncio.sleep(LASTING_SECONDS)
+        await pace(LASTING_SECONDS, "the limits hold for so long")
         for pid, limit in before.items():
             with suppress(ProcessLookupError):
                 resource.prlimit(pid, which, limit)

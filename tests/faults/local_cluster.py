@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ from loadtests.router.soak.answers import difference
 from tests.faults.matrix import Cell, CellPhase, Component, MatrixFault
 from tests.support.fleet_processes import LocalClusterProcess, alive, fleet_up
 from tests.support.servers.processes import a_free_port
-from tests.support.waiting import eventually
+from tests.support.waiting import NotMet, eventually, pace, until
 
 TOPOLOGY = """
 [[pools]]
@@ -91,18 +92,19 @@ class LocalExperiment:
                         ).token_ids
                     )
             answers = [asyncio.ensure_future(self._ask(client, CellPhase.DECODE, number)) for number in range(REQUESTS)]
-            deadline = time.monotonic() + END_SECONDS
-            while not all(len(self._received.get((CellPhase.DECODE, number), ())) > 1 for number in range(REQUESTS)):
-                assert time.monotonic() < deadline, "no answer has begun"
-                await asyncio.sleep(0.01)
+            await until(
+                lambda: all(len(self._received.get((CellPhase.DECODE, number), ())) > 1 for number in range(REQUESTS)),
+                END_SECONDS,
+                lambda: "no answer has begun",
+            )
             answers += [
                 asyncio.ensure_future(self._ask(client, CellPhase.PREFILL, number)) for number in range(REQUESTS)
             ]
-            await asyncio.sleep(0.1)
+            await pace(0.1, "the prompts reach their workers, and take a second there")
             began = time.monotonic()
             pid = up.process.pid if self._component is Component.SUPERVISOR else up.pid_of("planner")
             os.kill(pid, signal.SIGKILL if self._fault is MatrixFault.KILL else signal.SIGSTOP)
-            await asyncio.sleep(0.2)
+            await pace(0.2, "the next requests come a little later than the fault")
             answers += [asyncio.ensure_future(self._ask(client, CellPhase.IDLE, number)) for number in range(REQUESTS)]
             await asyncio.wait_for(asyncio.gather(*answers), END_SECONDS)
             self._seconds = time.monotonic() - began if self._failed else self._idle_seconds
@@ -112,14 +114,13 @@ class LocalExperiment:
     async def _end_fault(self, up: LocalClusterProcess, began: float) -> None:
         if self._fault is MatrixFault.KILL:
             up.process.wait(END_SECONDS)
-            deadline = time.monotonic() + END_SECONDS
-            while (orphans := alive(self._before)) and time.monotonic() < deadline:
-                await asyncio.sleep(0.1)
-            self._orphans = orphans
-            for pid in orphans:
+            with suppress(NotMet):  # what is left is reported
+                await until(lambda: not alive(self._before), END_SECONDS)
+            self._orphans = alive(self._before)
+            for pid in self._orphans:
                 psutil.Process(pid).kill()
             return
-        await asyncio.sleep(max(0.0, STOPPED_SECONDS - (time.monotonic() - began)))
+        await pace(max(0.0, STOPPED_SECONDS - (time.monotonic() - began)), "the supervisor is stopped for so long")
         os.kill(up.process.pid, signal.SIGCONT)
 
     def _prompt(self, phase: CellPhase, number: int) -> list[int]:

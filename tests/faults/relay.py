@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from fleet.v1 import worker_pb2 as pb
 from kvstore.net.frames import HEAD, FrameDecoder
+from tests.support.waiting import pace
 
 CHUNK = 1 << 16
 
@@ -89,7 +90,7 @@ class Relay:
             while chunk := await reader.read(CHUNK):
                 await self._flows.wait()
                 if self.delay_seconds:
-                    await asyncio.sleep(self.delay_seconds)
+                    await pace(self.delay_seconds, "the link delays every piece")
                 if frames:
                     chunk = b"".join(self._spoil(payload, kept) for payload in decoder.cut(chunk))
                 writer.write(chunk)

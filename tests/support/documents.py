@@ -7,10 +7,15 @@ Rules:
    Kubernetes apply it. Every other block has a comment.
 3. A block that no test can run has `skip, REASON`, with one of `SKIP_REASONS`.
 4. A comment that no block follows is a step of its own: `cluster` starts a cluster for the rest of the page.
+
+`missing_paths` checks the paths that a page names.
 """
 
 import re
+import subprocess
 import textwrap
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,3 +126,55 @@ def complaint(block: Block) -> str:
         case "text":
             return "" if "output" in clauses else "say `output`, or `skip` with a reason"
     return f"{block.language!r} is not one of {', '.join(sorted(LANGUAGES))}"
+
+
+EVERYWHERE = frozenset({"machine.py", "server.py", "ports.py", "messages.py"})
+"""File names that pages use for the part of that name in any folder."""
+
+_PATH = re.compile(r"(?![./])[\w.*-]+(/[\w.*-]+)*/?")
+_FILE = re.compile(r"\w+\.(py|md|toml|proto|c)")
+
+
+def missing_paths(page: Path) -> list[str]:
+    """Return the paths in backquotes and in links that a page names and the repository does not have.
+
+    A path may begin at the root, or at a folder of a path that the same table row or paragraph has named before. `NAME` stands for a
+    name that the reader chooses, so only the folder before it has to exist, and `*` for any folders.
+    """
+    missing = []
+    folders: set[Path] = set()
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if not line.strip() or line.startswith("|"):
+            folders = set()
+        for name in _paths_in(line):
+            found = _found(name, {Path(), page.parent.relative_to(ROOT), *folders})
+            if found is None and name not in EVERYWHERE:
+                missing.append(f"{page.relative_to(ROOT)}:{number}: {name}")
+            elif found is not None:
+                folders |= {found, *found.parents}
+    return missing
+
+
+def _paths_in(line: str) -> Iterator[str]:
+    for text in re.findall(r"`([^`]+)`|\]\(([^):#]+)", line):
+        for word in "".join(text).split():
+            name = word.rpartition("=")[2]
+            if _PATH.fullmatch(name) and ("/" in name or _FILE.fullmatch(name)):
+                yield name
+
+
+def _found(name: str, folders: set[Path]) -> Path | None:
+    if "*" in name:
+        return next((path for path in _tracked() if path.match(name)), None)
+    whole = Path(name)
+    chosen = next((place for place, part in enumerate(whole.parts) if "NAME" in part), len(whole.parts))
+    fixed = Path(*whole.parts[:chosen])
+    return next((folder / fixed for folder in sorted(folders) if folder / fixed in _tracked()), None)
+
+
+@cache
+def _tracked() -> frozenset[Path]:
+    """Return the files of the repository and their folders."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [Path(name) for name in listed.split("\0") if name and (ROOT / name).exists()]
+    return frozenset({*files, *(folder for file in files for folder in file.parents)})

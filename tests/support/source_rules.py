@@ -3,10 +3,12 @@
 Rules:
 
 1. A folder holds at most 15 files with code. Generated files and `__init__.py` do not count.
-2. No docstring begins with a word that makes a fragment of it, such as "Of" or "Whether".
+2. No docstring begins with a word that makes a fragment of it, such as "Of" or "Whether". A constant that it names in
+   backquotes occurs in the code of its module; a constant of another module is named with that module.
 3. The name of a test has at most 60 characters.
 4. A class name occurs once in the product, unless the classes implement the same port (`SAME_PORT`).
 5. Tests read and replace no private attribute of an object, and no private name of another module.
+6. Tests, and the scripts in their strings, wait by the helpers of `tests/support/waiting.py` and never sleep themselves (`MAY_SLEEP`).
 """
 
 import ast
@@ -22,11 +24,20 @@ CODE = (*PRODUCT, "tests", "loadtests")
 MAX_FILES = 15
 MAX_TEST_NAME = 60
 FRAGMENT = re.compile(r"(Of|Those|That|Who|What|As|See|Whether)\b")
+CONSTANT = re.compile(r"(?<!`)`([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*)`(?!`)")
 SAME_PORT = frozenset({"Captured", "_Captured"})
 """Class names that several modules share, because the classes implement one port."""
 
 PUBLIC = frozenset({"_asdict", "_fields", "_make", "_replace", "_exit", "_request_id"})
 """Names with an underscore that their libraries document: of named tuples, `os` and `openai`."""
+
+SLEEP = re.compile(r"\bsleep\(")
+MAY_SLEEP = {
+    Path("tests/support/waiting.py"): "the helpers by which all other tests wait",
+    Path("tests/unit/sim/test_virtual_loop.py"): "it tests that sleeping takes virtual time",
+    Path("tests/integration/local/misbehaving_child.py"): "a program that has to be slow and to hang",
+}
+"""Files of tests that call `sleep`, and why."""
 
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -47,8 +58,13 @@ def complaints(files: list[Path]) -> Iterator[str]:
     classes: dict[str, list[str]] = defaultdict(list)
     for file in files:
         if file.suffix == ".py":
-            tree = ast.parse(file.read_text(encoding="utf-8"))
+            text = file.read_text(encoding="utf-8")
+            tree = ast.parse(text)
             yield from _of_file(file, tree)
+            if file.parts[0] == "tests" and file not in MAY_SLEEP:
+                for number, line in enumerate(text.splitlines(), 1):
+                    if SLEEP.search(line):
+                        yield f"{file}:{number}: a test does not sleep; wait for a condition, or use `pace` of tests/support/waiting.py"
             if file.parts[0] in PRODUCT:
                 for node in tree.body:
                     if isinstance(node, ast.ClassDef):
@@ -59,6 +75,7 @@ def complaints(files: list[Path]) -> Iterator[str]:
 
 
 def _of_file(file: Path, tree: ast.Module) -> Iterator[str]:
+    yield from _unknown_constants(file, tree)
     for node in ast.walk(tree):
         if file.parts[0] == "tests" and (name := _private_name(node)):
             yield f"{file}:{getattr(node, 'lineno', 1)}: {name} is private; give the product a public view, or test what it does"
@@ -73,6 +90,23 @@ def _of_file(file: Path, tree: ast.Module) -> Iterator[str]:
         is_test = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and name.startswith("test_")
         if is_test and len(name) > MAX_TEST_NAME:
             yield f"{file}:{line}: {name} has {len(name)} characters; a test name has at most {MAX_TEST_NAME}"
+
+
+def _unknown_constants(file: Path, tree: ast.Module) -> Iterator[str]:
+    """Yield one line for each constant that a docstring names although the code of the module does not have it."""
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    known: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name):
+                known.add(name)
+            case ast.Constant(value=str(text)) if node not in docstrings:
+                known.update(re.findall(r"\w+", text))
+    for docstring in sorted(docstrings, key=lambda each: each.lineno):
+        if isinstance(docstring, ast.Constant) and isinstance(docstring.value, str):
+            for name in CONSTANT.findall(docstring.value):
+                if name not in known:
+                    yield f"{file}:{docstring.lineno}: {name} is no name in this module; correct it, or name the module that has it"
 
 
 def _private_name(node: ast.AST) -> str:

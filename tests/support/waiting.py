@@ -20,6 +20,10 @@ Found = TypeVar("Found")
 Complaint = Callable[[], object]
 
 
+class NotMet(AssertionError):
+    """A condition was not met in time."""
+
+
 def _not_met() -> str:
     return "the condition was not met in time"
 
@@ -34,7 +38,8 @@ def eventually(look: Callable[[], Found], seconds: float = SECONDS, otherwise: C
     """
     ends = time.monotonic() + seconds
     while not (found := look()):
-        assert time.monotonic() < ends, otherwise()
+        if time.monotonic() >= ends:
+            raise NotMet(otherwise())
         time.sleep(BETWEEN_SECONDS)
     return found
 
@@ -56,7 +61,8 @@ async def until(
     """
     ends = time.monotonic() + seconds
     while not (found := look()):
-        assert time.monotonic() < ends, otherwise()
+        if time.monotonic() >= ends:
+            raise NotMet(otherwise())
         await asyncio.sleep(between_seconds)
     return found
 
@@ -74,7 +80,7 @@ async def until_answered(
     except TimeoutError:
         if not deadline.expired():
             raise
-        raise AssertionError(otherwise()) from None
+        raise NotMet(otherwise()) from None
 
 
 async def until_still(progress: Callable[[], object], seconds: float = 0.5) -> None:
@@ -84,7 +90,8 @@ async def until_still(progress: Callable[[], object], seconds: float = 0.5) -> N
     while time.monotonic() - since < seconds:
         await asyncio.sleep(BETWEEN_SECONDS)
         if (now := progress()) != value:
-            assert time.monotonic() < ends, f"it still moves: {now}"
+            if time.monotonic() >= ends:
+                raise NotMet(f"it still moves: {now}")
             value, since = now, time.monotonic()
 
 

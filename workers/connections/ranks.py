@@ -42,7 +42,7 @@ LINE_BYTES = 4096  # the longest message
 BEATS = 5  # heartbeats within the time that counts as silence
 LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.1, 1.0  # between two tries to join
 CONNECT_SECONDS = 5.0
-STRANGERS = 64  # connections without a message yet; a further one closes the oldest
+MAX_SILENT_CONNECTIONS = 64  # connections that have sent no message yet; one more closes the oldest
 
 Word = TypeVar("Word")
 
@@ -64,7 +64,7 @@ class GroupLeader:
         self._rendezvous = RankRendezvous(group, common, clock.now())
         self._clock = clock
         self._links: dict[int, asyncio.StreamWriter] = {}  # by rank
-        self._strangers: dict[int, asyncio.Task[None]] = {}
+        self._silent: dict[int, asyncio.Task[None]] = {}  # connections without a message, oldest first
         self._changed = asyncio.Event()
         self._joined = asyncio.Event()
         self._on_leaving: Callable[[], None] | None = None
@@ -103,9 +103,9 @@ class GroupLeader:
         async with asyncio.TaskGroup() as links:
             for number in itertools.count():
                 connection = await _accepted(listening)
-                if len(self._strangers) == STRANGERS:
-                    self._strangers.pop(next(iter(self._strangers))).cancel()  # ranks send at once
-                self._strangers[number] = links.create_task(self._hear(number, connection))
+                if len(self._silent) == MAX_SILENT_CONNECTIONS:
+                    self._silent.pop(next(iter(self._silent))).cancel()  # ranks send at once
+                self._silent[number] = links.create_task(self._hear(number, connection))
                 await asyncio.sleep(0)  # the new task begins, and other tasks get their turn
 
     async def watch(self) -> None:
@@ -132,7 +132,7 @@ class GroupLeader:
                 reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_BYTES)
                 word = await _next(reader, FROM_RANK, self.group)
             finally:
-                self._strangers.pop(number, None)
+                self._silent.pop(number, None)
             if isinstance(word, Join) and self._taken(word, writer):
                 rank = word.rank
                 while True:

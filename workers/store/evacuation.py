@@ -1,10 +1,10 @@
-"""Evacuation: copies a draining worker's warm blocks to a tier that other workers read, beside the event loop.
+"""Evacuation: copies a draining worker's warm blocks to a tier that other workers read, in a thread of its own.
 
 Rules:
 
-1. Blocks move from memory that ends to memory that stays. The engine's blocks go to the store, if the engine can
-   still write them. From the store they go to a tier that other nodes read (`kvstore.service.evacuation`), and if the store
-   ends with this process, to its peers or its disk too.
+1. Blocks are copied from memory that is freed when the worker ends to memory that remains. The engine's blocks go to the
+   store, if the engine can still write them. From the store they go to a tier that other nodes read
+   (`kvstore.service.evacuation`), and if the store ends with this process, to its peers or its disk too.
 2. Blocks go in the order of `workers.store.evacuation_priority`, so that a drain with little time or a small
    `most_bytes` saves the hottest prefixes.
 3. One thread makes the calls one after the other. Each has the client's deadline, and none begins after the drain's

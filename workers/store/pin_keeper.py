@@ -1,4 +1,4 @@
-"""Pin keeper: pins the chains of sessions in a KV store node, beside the worker's event loop.
+"""Pin keeper: pins the chains of sessions in a KV store node, in a thread of its own.
 
 Rules:
 

@@ -97,7 +97,7 @@ class _Client:
 
 
 class SeedRun:
-    """One run; `RouterClients` of its router."""
+    """The run of one seed. Implements `RouterClients`: it gets the answers of the router."""
 
     def __init__(self, seed: int, happenings: Sequence[Happening]):
         self.points = FaultPoints()

@@ -1,7 +1,7 @@
 """First-byte history: how long a server took until its first bytes, and how long for each KiB of prompt.
 
 Times are counted in buckets of half an octave, so adding one is as fast as a counter. When `REMEMBERED` times are there, all counts
-are halved, so recent ones count more. A time far above the others counts as `MOST_ABOVE` times the expected one: a server that wakes up
+are halved, so recent ones count more. A time far above the others counts as `MAX_FACTOR` times the expected one: a server that wakes up
 after a minute does not teach that a minute is usual, and one that has become slow for good teaches it within about ten requests.
 """
 
@@ -46,7 +46,7 @@ class FirstByteHistory:
         self._stale = True
 
     def expected(self, kib: int, total: int) -> float:
-        """Return the nanoseconds until a first byte that would be no surprise.
+        """Return after how many nanoseconds a first byte is expected at the latest.
 
         Args:
             kib: Size of the request's body.
@@ -68,7 +68,7 @@ class FirstByteHistory:
 
 
 def _upper(counts: list[int]) -> Nanos:
-    """Return the upper end of the bucket below which all but a few of the times lie."""
+    """Return a high percentile of the times: the share `BEYOND` of them is longer. The result is the end of a bucket."""
     above, few = 0, BEYOND * sum(counts)
     for bucket in range(_BUCKETS - 1, -1, -1):
         above += counts[bucket]

@@ -1,7 +1,7 @@
-"""HTTP client of everything that an external backend is asked besides requests of clients.
+"""HTTP client for the router's own requests to external backends.
 
-Health checks, trial requests and tokenizations go by aiohttp, each over a connection of its own. Requests of clients
-go by `fleet.backends.external.upstream`, which passes bytes on (ADR 38).
+Health checks, trial requests and tokenizations use aiohttp, each on a connection of its own. The requests of clients are
+sent by `fleet.backends.external.upstream`, which passes their bytes on (ADR 38).
 """
 
 import asyncio

@@ -9,12 +9,12 @@ Silence may also be a long prompt, a long answer in one piece, a queue, or a ser
 2. A request that waits twice the expected time, on a server that sends no byte to anybody, makes the server suspect. A client that
    leaves after so long does the same, because it does not matter who ends a request. Clients that leave earlier count together, by the
    time in which the server owed them a byte. A suspect server is asked for a completion of one token (`SendTrial`), on a connection of
-   its own, so that no client has to find out. Until the trial is answered it gets no new requests (`HoldBack`), if a sibling is sound.
+   its own, so that no client has to find out. Until the trial is answered it gets no new requests (`HoldBack`), if a sibling works.
 3. A server leaves rotation (`TakeOutOfRotation`) when its silence has lasted `silence_factor` times the expected time, and the trial
-   request was not answered either. Some sibling must be sound: it has answered since, or has nothing to do. If all servers are
+   request was not answered either. Some sibling must work: it has answered since, or has nothing to do. If all servers are
    equally slow, none of them is the cause.
 4. A server that answers some requests and never others is not silent. Requests that wait much longer than expected while later
-   ones were answered count too, and so do requests to servers that refuse trial requests; answers make up for them. `MOST_SILENT` of
+   ones were answered count too, and so do requests to servers that refuse trial requests; answers make up for them. `MAX_SILENT_REQUESTS` of
    them are enough.
 5. A request that waits on a server out of rotation, and of which the client has seen nothing, is abandoned, so it starts elsewhere.
    A request on a held server is abandoned once when the trial request has waited as long as a first byte may take. An answer in one
@@ -48,7 +48,7 @@ OVERTAKEN = 4  # later requests that were answered first: too many for chance or
 OVERTAKES = 3  # overtakings after which a server is known to answer some requests while it computes others
 
 FREE_KIB = 4  # KiB of a prompt; more of it may take longer than the past says, because the past may have been cached
-KIB_SECONDS = 0.25  # 1,000 tokens a second, the slowest prefill that is expected
+KIB_SECONDS = 0.25  # time per KiB of prompt (about 250 tokens) for the slowest expected prefill: 1,000 tokens a second
 
 FIRST_PAUSE = 1 * SECOND  # between trial requests, and before a server returns
 MAX_TRIAL_PAUSE = 10 * SECOND
@@ -335,7 +335,7 @@ class SilenceDetector:
         if not (self._unresponsive or failing):
             return
         began = Nanos(now - silence)
-        if not any(each.sound(began) for each in self._siblings):
+        if not any(each.works(began) for each in self._siblings):
             return
         if now - self._back_from > CALM:
             self._out_pause = FIRST_PAUSE
@@ -352,16 +352,16 @@ class SilenceDetector:
     def _hold(self, now: Nanos, silence: Nanos, commands: list[SilenceCommand]) -> None:
         """Begin or end the hold of a suspect server (rule 2)."""
         tells = self._suspect and self._trials_tell(now)
-        if self._held and not (tells and any(each.sound(self._heard_at) for each in self._siblings)):
+        if self._held and not (tells and any(each.works(self._heard_at) for each in self._siblings)):
             self._held = False
             commands.append(EndHold())
         elif not self._held and tells and self._asked_at is not None:
             lately = Nanos(now - silence // 2)  # a sibling that stopped at the same time is no better
-            if any(each.sound(lately) for each in self._siblings):
+            if any(each.works(lately) for each in self._siblings):
                 self._held = True
                 commands.append(HoldBack())
 
-    def sound(self, since: Nanos) -> bool:
+    def works(self, since: Nanos) -> bool:
         """Return whether the server takes requests and has answered since then, or owes nothing."""
         if self._out or self._suspect or self._unresponsive:
             return False
@@ -437,8 +437,8 @@ class SilenceDetector:
     def _silent_since(self, limits: tuple[float, float] | None) -> Nanos | None:
         """Return since when the server owes a byte and has sent none; None if it owes nothing.
 
-        A client that left counts like a waiting one if it, or all that left in turn, had waited suspiciously long; else it has simply
-        changed its mind.
+        A request whose client has left counts like a waiting one if it has waited suspiciously long. If several clients left one after
+        the other, their waits count together. A client that left earlier does not count, because it may just have changed its mind.
         """
         sent = [each.sent_at for each in self._outstanding]
         if self._left is not None and limits is not None:

@@ -424,7 +424,12 @@ class Upstream(asyncio.Protocol):
         head, says_done = self._head, self._owner.says_done
         if head is None or not head.streams:
             return False
-        if _LAST_EVENT.search(data) or _LAST_EVENT.search(_BETWEEN_CHUNKS.sub(b"", self.latest[-USAGE_BYTES:] + data)):
+        # Nearly every stream ends with [DONE], which `in` finds a hundred times faster than the pattern.
+        if (
+            b"[DONE]" in data
+            or _LAST_EVENT.search(data)
+            or _LAST_EVENT.search(_BETWEEN_CHUNKS.sub(b"", self.latest[-USAGE_BYTES:] + data))
+        ):
             says_done.add(self._path)
             return False
         return self._path in says_done
@@ -536,7 +541,7 @@ class _Event(Struct):
 _EVENTS = Decoder(_Event)
 _EMPTY_TYPES = frozenset(
     {"response.created", "response.queued", "response.in_progress", "message_start", "ping"}
-)  # sent before the engine has answered
+)  # a server sends these events before its engine has answered
 
 
 def has_content(content: bytes) -> bool:

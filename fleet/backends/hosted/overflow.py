@@ -3,10 +3,11 @@
 Rules:
 
 1. A request overflows if the router refuses it for load before anything was answered: its predicted wait is above `after_seconds`, the
-   queue is full, no worker serves the model, or its worker was lost. A request that no hosted model could answer alike stays: one for a LoRA
-   adapter, a certain worker or label, with token ids, with fields that the endpoint does not know or would take otherwise, or of an
-   excluded tenant.
-2. The shorter wait applies only while the endpoint would take the request. So a spent limit costs no request that could have waited.
+   queue is full, no worker serves the model, or its worker was lost. A request never overflows if the hosted endpoint could not answer it in
+   the same way. Such a request names a LoRA adapter, a worker or a label, has token ids, or has fields that the endpoint does not know or
+   treats differently. Requests of excluded tenants do not overflow either.
+2. The limit `after_seconds` applies only while the endpoint would take the request. So if the spending limit is reached, requests wait as
+   they would without an endpoint.
 3. If the endpoint does not take a request, the client gets the router's own rejection, and its message says why the endpoint did not.
 4. An endpoint that fails gets no request for a pause, which doubles while it goes on failing.
 """

@@ -184,11 +184,11 @@ def _interleave(requests: "Sequence[TraceRequest]", others: "Sequence[TraceReque
     from kvstore.eviction.trace_replay import TraceRequest  # noqa: PLC0415
 
     end = min(each[-1].arrival if each else 0 for each in (requests, others))
-    strangers = [
+    renamed = [
         TraceRequest(each.arrival, each.prompt_tokens, tuple(-1 - name for name in each.chain), each.output_tokens)
         for each in others
     ]
-    both = [each for each in (*requests, *strangers) if each.arrival <= end]
+    both = [each for each in (*requests, *renamed) if each.arrival <= end]
     return sorted(both, key=lambda each: each.arrival)
 
 

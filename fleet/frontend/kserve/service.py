@@ -60,7 +60,7 @@ Messages = AsyncIterator[bytes]
 
 
 class KserveFrontend(ClientPort):
-    """The Open Inference Protocol."""
+    """The frontend for KServe's Open Inference Protocol over gRPC."""
 
     SERVICE = SERVICE
     SETTING = "kserve_listen"

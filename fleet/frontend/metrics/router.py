@@ -1,4 +1,8 @@
-"""Metrics of a router and its workers, read on each scrape."""
+"""Metrics of a router and its workers, read on each scrape.
+
+Metrics of requests are in `fleet.core.telemetry`. Relays, predictions, demand, hosted endpoints and several processes have files beside
+this one, and store nodes have `kvstore.service.metrics`.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum

@@ -91,6 +91,10 @@ class ChatFormatter:
         self._chunk_tail = b"}]" + _null_usage(parsed)
         self._first = b'"role":"assistant",'
 
+    def resume(self) -> None:
+        """Go on after events that the client has."""
+        self._first = b""
+
     @property
     def head(self) -> Json:
         """The fields that all parts of the answer share, apart from ``object``."""
@@ -232,6 +236,9 @@ class CompletionFormatter:
         }
         self._chunk_head = encode(self._head)[:-1] + b',"choices":[{"index":%d,"text":' % place.index
         self._chunk_tail = b"}]" + _null_usage(parsed)
+
+    def resume(self) -> None:
+        """Go on after events that the client has; nothing depends on them, unless there are log probabilities."""
 
     @property
     def head(self) -> Json:

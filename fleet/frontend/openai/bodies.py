@@ -17,6 +17,7 @@ from fleet.core.errors import RequestRejected, invalid
 from fleet.core.requests import Sampling
 from fleet.core.roles import KvPath, Placement
 from fleet.core.validation import MAX_EXPECTED_TOKENS, MAX_HINT_CHARACTERS, MAX_PRIORITY
+from fleet.frontend.openai.resumable_stream import LAST_EVENT_ID
 
 
 class FleetOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,6 +33,7 @@ class FleetOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     expected_tokens: Annotated[int, Meta(ge=0, le=MAX_EXPECTED_TOKENS)] = 0
     pin: str = ""
     labels: tuple[str, ...] = ()
+    resumable: bool = False  # events of the stream have ids, see `resumable_stream`
 
 
 class StreamOptions(Struct, frozen=True, kw_only=True):
@@ -84,7 +86,7 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
-    # Not supported, and accepted with the value that has no effect.
+    # Not supported: other values than false and empty ones are rejected.
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
@@ -330,10 +332,11 @@ HINT_HEADERS: Mapping[bytes, HintHeader] = {
     b"x-envoy-expected-rq-timeout-ms": HintHeader("timeout_ms", "Envoy", 1, 1, MAX_TIMEOUT_MS),
     b"x-fleet-expected-tokens": HintHeader("expected_tokens", "Fleet", 1, 0, MAX_EXPECTED_TOKENS),
     b"x-fleet-tenant": HintHeader("tenant", "Fleet"),
+    b"x-fleet-resumable": HintHeader("resumable", "Fleet", 1, 0, 1),
 }
 """Headers by name in lower case; where two stand for one field, the first one counts."""
 
-HINT_HEADER_NAMES = frozenset(HINT_HEADERS)
+HINT_HEADER_NAMES = frozenset(HINT_HEADERS) | {LAST_EVENT_ID}
 _DEFAULT_OPTIONS = FleetOptions()
 
 

@@ -99,7 +99,12 @@ class SecretBlockKeys:
 
 
 def client_salt(adapter: str, cache_salt: str) -> bytes:
-    """Return the salt of a chain on a server whose clients choose salts, which may be any text."""
+    """Return the salt of a chain for an external server that lets clients choose a salt.
+
+    Args:
+        adapter: The LoRA adapter of the request; empty: none.
+        cache_salt: The salt from the client, which may be any text; empty: none.
+    """
     salt = (
         hashlib.sha256(b"fleet.client-salt.v1\0" + cache_salt.encode("utf-8", "surrogatepass")).digest()
         if cache_salt

@@ -138,7 +138,7 @@ class RelayedPaths(Struct, frozen=True):
         """Return what to do with a path as it came in the request (Latin-1)."""
         plain = _plain(path)
         if plain is None:
-            # Outside of the patterns, an odd path is no more than an unknown one.
+            # An ambiguous path is only reported as such if it begins like a relayed path; otherwise it is unknown.
             return PathClass.AMBIGUOUS if path.startswith(self.prefixes) else PathClass.UNKNOWN
         if plain in self.exact:
             return PathClass.RELAYED

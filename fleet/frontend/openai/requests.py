@@ -66,6 +66,8 @@ from fleet.frontend.openai.bodies import (
     hint_names,
     unsupported,
 )
+from fleet.frontend.openai.resumable_stream import NAMES as RESUME_NAMES
+from fleet.frontend.openai.resumable_stream import LastEventId, read_last_event_id
 
 Headers = Mapping[bytes, bytes]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -107,6 +109,7 @@ class OpenAiRequest(Struct, frozen=True, kw_only=True):
     return_token_ids: bool
     names: Mapping[str, str]  # for later rejections
     details: Details | None = None  # None: one plain answer
+    seen: LastEventId | None = None  # what the client has of an answer that goes on; None: the answer begins
 
 
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
@@ -147,6 +150,7 @@ def read_completion(
         max_tokens=COMPLETION_MAX_TOKENS if completion.max_tokens is None else completion.max_tokens,
         logprobs=completion.logprobs,
         names=OPENAI_FIELD_NAMES,
+        offsets=True,
     )
 
 
@@ -232,11 +236,14 @@ def _build_request(
     logprobs: int | None,
     names: Mapping[str, str],
     parsing: AnswerParsing | None = None,
+    offsets: bool = False,
 ) -> OpenAiRequest:
     options = body.fleet or _NO_OPTIONS
+    seen = None
     if headers is not None:
         options = header_hints(headers, body.fleet)
-        names = {**names, **hint_names(headers, body.fleet)}
+        names = {**names, **RESUME_NAMES, **hint_names(headers, body.fleet)}
+        seen = read_last_event_id(headers)
     details = None
     if (
         more_prompts
@@ -249,6 +256,10 @@ def _build_request(
         or (body.stream_options is not None and body.stream_options.continuous_usage_stats)
     ):
         details = _details(body, more_prompts, echo=echo)
+    resumable = bool(options.resumable) or seen is not None
+    if resumable:
+        is_plain = details is None and not options.return_token_ids and not (offsets and logprobs is not None)
+        _check_resumable(names.get("resumable", "fleet.resumable"), stream=bool(body.stream), is_plain=is_plain)
     if body.stream_options is not None:
         _check_stream_options(body.stream_options, stream=bool(body.stream))
     form, form_field = _structured_output(body)
@@ -294,6 +305,9 @@ def _build_request(
         labels=options.labels,
         whole=not body.stream,
         parsing=parsing,
+        resumable=resumable,
+        journaled=resumable,
+        resume=None if seen is None else seen.resume,
     )
     return OpenAiRequest(
         request=request,
@@ -302,6 +316,7 @@ def _build_request(
         return_token_ids=options.return_token_ids,
         names={**names, "sampling.form": form_field} if form_field else names,
         details=details,
+        seen=seen,
     )
 
 
@@ -335,6 +350,17 @@ def _details(body: OpenAiBody, more_prompts: tuple[Prompt, ...], *, echo: bool) 
         token_names=bool(body.return_tokens_as_token_ids),
         continuous_usage=body.stream_options is not None and bool(body.stream_options.continuous_usage_stats),
     )
+
+
+def _check_resumable(field: str, *, stream: bool, is_plain: bool) -> None:
+    if not stream:
+        raise invalid(field, "is for streams; set stream to true")
+    if not is_plain:
+        raise invalid(
+            field,
+            "is for streams of one answer without echo, token ids, prompt_logprobs, continuous usage or text offsets; leave"
+            " it or those out",
+        )
 
 
 def _most(one: int | None, other: int | None) -> int | None:

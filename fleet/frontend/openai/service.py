@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 import msgspec
+from msgspec import structs
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
@@ -35,6 +36,7 @@ from fleet.frontend.openai.openapi import openapi_document
 from fleet.frontend.openai.relay import Relay
 from fleet.frontend.openai.relayed_paths import PathClass
 from fleet.frontend.openai.requests import OpenAiRequest, authorization_of, new_request_id, read_chat, read_completion
+from fleet.frontend.openai.resumable_stream import EventIds
 from fleet.frontend.openai.translated.service import TranslatedFrontend
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.client_tls import ServerCertificates
@@ -83,6 +85,12 @@ class Overflow(Protocol):
     def offer(self, parsed: OpenAiRequest, exchange: Exchange, authorization: str) -> OverflowOffer | None:
         """Return the offer of a request; None if it must not overflow."""
         ...
+
+
+STREAM_HEADERS: tuple[tuple[str, str], ...] = (
+    ("cache-control", "no-cache"),
+    ("x-accel-buffering", "no"),  # nginx would buffer events
+)
 
 
 class ReadBody(Protocol):
@@ -277,13 +285,15 @@ class HttpFrontend(HttpServer):
         hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
         parsed = read(request.body, request_id, self._clock.now(), hinted, strict=self._refuses_unknown_fields)
         offer = None
-        if self._overflow is not None and parsed.details is None:
+        if self._overflow is not None and parsed.details is None and parsed.seen is None:
             offer = self._overflow.offer(parsed, exchange, _authorization(exchange))
         try:
             try:
                 if parsed.details is not None:
                     answers = BranchedAnswers(self._generation, parsed, formatter, exchange, _authorization(exchange))
                     await answers.serve()
+                elif parsed.request.resumable:
+                    await self._stream_with_ids(exchange, parsed, formatter, offer)
                 elif parsed.stream:
                     await self._stream(exchange, parsed, formatter, offer)
                 else:
@@ -304,8 +314,7 @@ class HttpFrontend(HttpServer):
         offer: OverflowOffer | None,
     ) -> None:
         headers: tuple[tuple[str, str], ...] = (
-            ("cache-control", "no-cache"),
-            ("x-accel-buffering", "no"),  # nginx would buffer events
+            *STREAM_HEADERS,
             ("x-request-id", parsed.request.id),
             ("date", formatdate(unix_seconds(), usegmt=True)),
         )
@@ -327,6 +336,41 @@ class HttpFrontend(HttpServer):
                     case Finished():
                         assert formatter is not None
                         chunks = formatter.last_chunks(item, token_ids)
+                        exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)
+
+    async def _stream_with_ids(
+        self,
+        exchange: Exchange,
+        parsed: OpenAiRequest,
+        formatter_type: type[AnswerFormatter],
+        offer: OverflowOffer | None,
+    ) -> None:
+        """Stream like `_stream`, with ids of the events (`fleet.frontend.openai.resumable_stream`)."""
+        ids, headers = EventIds(parsed.seen), STREAM_HEADERS
+        async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
+            formatter: AnswerFormatter | None = None
+            async for item in events:
+                match item:
+                    case Admitted():
+                        ids.follow(item)
+                        if item.resumes:
+                            parsed = structs.replace(parsed, request=structs.replace(parsed.request, id=item.resumes))
+                        date = formatdate(unix_seconds(), usegmt=True)
+                        headers += (("x-request-id", item.request_id), ("date", date))
+                        created = item.began or unix_seconds()
+                        formatter = formatter_type(parsed, item.model, self._generation.token_text, created)
+                        if item.resumes:
+                            formatter.resume()
+                        headers += rate_limit_headers(item.allowance)
+                    case Delta():
+                        assert formatter is not None
+                        ids.follow(item)
+                        if chunk := formatter.chunk(item):
+                            exchange.send(ids.numbered(chunk), content_type=EVENT_STREAM, headers=headers)
+                            await exchange.drained()
+                    case Finished():
+                        assert formatter is not None
+                        chunks = ids.numbered_last(formatter.last_chunks(item, ()))
                         exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)
 
     async def _collect(

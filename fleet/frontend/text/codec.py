@@ -440,7 +440,7 @@ class IncrementalDecoder:
         """Return the text of the held tokens as it is, and go on after the context."""
         known = self._decode(self._context)
         text = self._decode([*self._context, *self._held])
-        if not text.startswith(known):  # the context ends in bytes that belong to those of the held tokens
+        if not text.startswith(known):  # a character begins in the context and ends in the held tokens
             text, known = self._decode(self._held), ""
         self._stream, self._held, self._known = DecodeStream(self._context, self._skip), (), ""
         return text[len(known) :]

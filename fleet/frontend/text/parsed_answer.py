@@ -2,8 +2,9 @@
 
 Rules:
 
-1. A worker whose engine has parsers sends what its tokens mean (`EngineParsedAnswer`). Otherwise the router parses the
-   text by a response template (`TemplateParsedAnswer`).
+1. A worker whose engine has parsers sends what its tokens mean (`EngineParsedAnswer`); with vLLM, the parsing itself is
+   in `workers.engines.vllm.answer_parser`. Otherwise the router parses the text by a response template
+   (`TemplateParsedAnswer`). `fleet.frontend.text.parsing_plan` decides which of them a request gets.
 2. Malformed output is text: from the malformed region on, the rest of the answer is passed on as the model wrote it.
 3. Another worker that continues an answer parses it from the beginning. What the client has is removed from the result,
    and must be its beginning; otherwise the request fails, so that no client gets a mixture of two answers.
@@ -43,6 +44,11 @@ class EngineParsedAnswer:
     @property
     def has_calls(self) -> bool:
         return bool(self._calls)
+
+    def resume(self, num_tokens: int, text: str, reasoning: str, calls: Sequence[CallDelta]) -> None:
+        """Begin with what the client has of an answer that another router began."""
+        self.num_tokens = num_tokens
+        self._texts, self._reasoning, self._calls = [text], [reasoning], list(calls)
 
     def take(self, progress: Progress) -> Delta:
         """Add the tokens of a step.
@@ -85,7 +91,7 @@ class EngineParsedAnswer:
         )
 
     def _unseen(self, parsed: ParsedDelta) -> ParsedDelta:
-        """Return the part of an answer from its beginning that the client does not have."""
+        """Return what the client does not have yet of `parsed`, which is the answer from its beginning."""
         known = dict(enumerate(join_calls(self._calls)))
         calls = []
         for index, call in enumerate(join_calls(parsed.calls)):
@@ -142,7 +148,7 @@ class TemplateParsedAnswer:
             is_single: Whether all calls but the first are left out.
         """
         self._is_single = is_single
-        self._request_id = request_id
+        self.request_id = request_id
         self._text = text
         self._regions = _Regions(template, prompt, tools)
         self._calls = 0
@@ -187,7 +193,7 @@ class TemplateParsedAnswer:
         reasoning, text, calls = self._regions.take()
         parts = []
         for call in calls[: 1 - self._calls] if self._is_single else calls:
-            identity = call_id(self._request_id, self._calls)
+            identity = call_id(self.request_id, self._calls)
             parts.append(CallDelta(index=self._calls, id=identity, name=call.name, arguments=call.arguments))
             self._calls += 1
         return Delta(text=text, token_ids=token_ids, logprobs=logprobs, reasoning=reasoning, calls=tuple(parts))

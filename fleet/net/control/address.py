@@ -102,7 +102,9 @@ def remove_stale_socket(address: str) -> None:
 
 @contextmanager
 def locked_folder(address: str) -> Iterator[None]:
-    """Lock the folder of a Unix socket, so that nobody takes a socket for a dead one before its process listens.
+    """Lock the folder of a Unix socket until its process listens.
+
+    Without the lock, another process could take the socket for one of a dead process, and remove it.
 
     Raises:
         ConfigurationRefused: The folder does not exist, or others keep it locked.

@@ -45,7 +45,7 @@ from fleet.net.settings import DEFAULT_GRPC_LIMITS, MIB, GrpcSettings
 from fleet.net.sockets import BACKLOG, configure_client_socket, split_listen_address
 from kvstore.net.listeners import stop_listening
 
-HELD_BYTES = 256 << 20  # as much as ordinary requests of all connections may take over HTTP
+HELD_BYTES = 256 << 20  # beyond `max_held_bytes`, for ordinary calls: 4,096 of `ORDINARY_BODY_BYTES`
 MAX_CALLS = 32_768  # concurrent calls
 MAX_QUEUED_BYTES = 8 << 10  # unsent bytes of one call above which its writer waits
 SILENCE_SECONDS = 5.0

@@ -62,7 +62,7 @@ async def open_port(
         services: The full service names, for health and reflection.
         serving: Returns whether the services can serve now; called for each health request and several times a second.
         setting: The settings field that holds the address; errors name it.
-        alive: Further health services by name: whether the process is sound, independent of what it can serve.
+        alive: Further health services by name: whether the process works at all, independent of what it can serve.
         bind: Binds the server and returns the port, or raises RuntimeError. None binds without TLS.
         guard: Limits the connections of a TCP port; the server has it as an interceptor.
 

@@ -467,7 +467,7 @@ class HttpConnection(asyncio.Protocol):
         """Close now if no request is being served, otherwise after it."""
         if self.exchange is None:
             self.transport.close()
-        if self._arriving is None:  # a body that is read while it arrives belongs to a request that is being served
+        if self._arriving is None:  # otherwise the request that is being served still needs bytes of its body
             self._stage = _CLOSING
 
     def relay(self, source: RelaySource) -> asyncio.Transport:

@@ -137,7 +137,7 @@ class HttpServer:
             self._client_log,
             self._settings,
             now=lambda: self._clock.now() / SECOND,
-            farewell=PLAIN_REQUEST.answer(http_error_body(PLAIN_REQUEST)),
+            plaintext_answer=PLAIN_REQUEST.answer(http_error_body(PLAIN_REQUEST)),
         )
 
     async def finish(self, within_seconds: float, also: Callable[[], Awaitable[None]] | None) -> None:

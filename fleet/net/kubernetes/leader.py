@@ -138,7 +138,7 @@ class LeaseLeader:
             self._owner_uid = await self._owner()
         written = await self._write(lease, step, holder=self._identity)
         self.election.wrote(began)
-        # The step does not tell: the answer to a creation may be lost, and the next round finds the new Lease and renews it.
+        # A new Lease is detected by its uid. If the answer to its creation was lost, this step is only a renewal.
         if written.metadata.uid != self._lease_uid:
             self._lease_uid = written.metadata.uid
             self.changed.set()

@@ -60,6 +60,9 @@ QUANTITY = re.compile(
     r"quantities must match the regular expression|unable to parse (?:numeric part of quantity|quantity's suffix)"
 )
 BAD_QUANTITY = "a quantity must be a number with a suffix such as m, k, M, Gi"
+BAD_VALUE = "a field has a wrong name or type"
+"""The message if the server does not name the field."""
+
 # A key is repeated if it can only be a name, a number or a path.
 KEY = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|[^,\]]+)')
 PLAIN_KEY = re.compile(r'name="[A-Za-z_][-.\w]{0,252}"|mountPath="/[-./\w]*"|protocol="[A-Z]{1,8}"|\w+=-?\d+')
@@ -147,7 +150,7 @@ def _misfits(text: str) -> str:
         if (found := MISFIT.match(line)) is not None:
             path, key = (KEY.sub(_plain, each or "") for each in (found["path"], found["key"]))
             said.append(f"{path.removeprefix('.')}: {found['text']}{key}")
-    return "; ".join(said[:MOST_CAUSES]) or "a field has a wrong name or type"
+    return "; ".join(said[:MOST_CAUSES]) or BAD_VALUE
 
 
 def _plain(key: re.Match[str]) -> str:

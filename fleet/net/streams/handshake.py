@@ -160,7 +160,7 @@ class StreamAuthenticator:
 
 
 class _UnprovenCaller:
-    """Receiver of a connection during the handshake."""
+    """Receives the frames of an accepted connection until the caller has proven its identity or is refused."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class _UnprovenCaller:
         on_proven: "Callable[[_UnprovenCaller], None]",
     ) -> None:
         """Wait for the connection. `on_proven` is called after the proof; `StreamAuthenticator` has the other arguments."""
-        self.started = False  # the event loop owns the socket
+        self.started = False  # True: the event loop owns the socket and closes it
         self.proven = asyncio.Event()  # also set after a refusal
         self.cause = ""  # set if the peer is refused
         self._verifier = ProofVerifier(identity, kind) if identity.key is not None else None

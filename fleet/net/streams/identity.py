@@ -5,11 +5,11 @@ Rules:
 1. With `certificate` and `key` a listener speaks TLS; with `authority` it also requires certificates from callers. A
    caller speaks TLS if it has an `authority`, and shows its own certificate on request.
 2. With `secret_file` both ends prove that they know the secret, with or without TLS (`fleet.net.streams.proof`).
-3. A stream is protected if both ends prove the secret or show certificates of the authority. A listener refuses an
-   unprotected address that strangers can reach, unless `insecure` declares that there are none. Where it allows loopback,
-   a warning says that all users of the machine are let in.
-4. A failed handshake is explained on both ends. Event loops close such a connection before the TLS alert leaves;
-   `DiagnosedTls` sends the alert first and remembers the failure.
+3. A stream is protected if both ends prove the secret or show certificates of the authority. A listener does not start
+   unprotected on an address that other hosts can reach, unless `insecure` is set. Some listeners may be unprotected on a
+   loopback address; they log a warning that all users of the machine can connect.
+4. A failed handshake is explained on both ends. By itself, an event loop closes such a connection before the TLS alert
+   is sent. `DiagnosedTls` makes it send the alert first, and remembers the failure.
 """
 
 import logging
@@ -46,7 +46,7 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
     """True if both ends show certificates."""
 
     insecure: bool = False
-    """True if the network is declared to be free of strangers."""
+    """True if the operator accepts unprotected streams, because only trusted programs can reach the network."""
 
     @property
     def protects(self) -> bool:
@@ -59,9 +59,10 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
         return self.key is None and self.tls is None
 
     def require(self, listen_field: str, listen: str, *, on_loopback: bool) -> None:
-        """Refuse an address that strangers can reach (rule 3).
+        """Refuse an unprotected address that other hosts can reach (rule 3).
 
-        With `on_loopback`, other users of this machine are strangers. Without it, a warning tells of them.
+        With `on_loopback`, a loopback address is refused too, because other users of this machine can reach it. Without
+        `on_loopback`, it only causes a warning.
 
         Raises:
             ConfigurationRefused: The address is unprotected or malformed.
@@ -156,17 +157,17 @@ class DiagnosedTls(ssl.SSLContext):
         return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
 
     def __init__(
-        self, shared: ssl.SSLContext, farewell: bytes = b"", on_failure: Callable[[], None] = lambda: None
+        self, shared: ssl.SSLContext, plaintext_answer: bytes = b"", on_failure: Callable[[], None] = lambda: None
     ) -> None:
         """Delegate to `shared`.
 
         Args:
             shared: A context of `diagnosed`.
-            farewell: Answer to peers without TLS, which would not understand an alert.
-            on_failure: Called after the first failure; the peer then gets its alert or the farewell.
+            plaintext_answer: Answer to peers without TLS, which would not understand an alert.
+            on_failure: Called after the first failure; the peer then gets the alert or the plaintext answer.
         """
         self._shared = shared
-        self._farewell = farewell
+        self._plaintext_answer = plaintext_answer
         self._on_failure = on_failure
         self._outgoing: ssl.MemoryBIO | None = None
         self.failure: ssl.SSLError | None = None
@@ -189,9 +190,9 @@ class DiagnosedTls(ssl.SSLContext):
         """Remember the first failure."""
         if self.failure is None:
             self.failure = error
-            if error.reason in PLAIN and self._outgoing is not None and self._farewell:
+            if error.reason in PLAIN and self._outgoing is not None and self._plaintext_answer:
                 self._outgoing.read()
-                self._outgoing.write(self._farewell)
+                self._outgoing.write(self._plaintext_answer)
             self._on_failure()
 
 

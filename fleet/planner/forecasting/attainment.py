@@ -44,10 +44,10 @@ class Attainment:
     def __init__(self, goals: PlanGoals) -> None:
         self._goals = goals
         self._windows: deque[_Latencies] = deque()
-        self._waiting = 0.0  # late ones
+        self._waiting = 0.0  # estimated number of waiting requests that are late already
 
     def absorb(self, demand: DemandWindow) -> None:
-        """Take the next window, which has been checked."""
+        """Add the requests of the next window, and drop windows older than `SLOW_SECONDS`. The window must be valid."""
         goal = self._goals.ttft_seconds
         oldest = demand.oldest_seconds
         self._waiting = demand.queued * (oldest - goal) / oldest if oldest > goal else 0.0

@@ -20,7 +20,7 @@ SCALES = (1, 2, 3, 6, 12, 24, 48)
 
 
 class Level:
-    """Mean since the last change."""
+    """The mean of the samples since the last detected change (rules 1 and 2)."""
 
     def __init__(self, variance: Callable[[float], float], threshold: float, least: float = 0.0) -> None:
         """Create a level without samples.

@@ -71,7 +71,7 @@ class OfferedLoad(Struct, frozen=True, kw_only=True):
     """Variance of the number of arrivals divided by its mean; 1: Poisson."""
 
     def rounded(self) -> "OfferedLoad":
-        """Return the load on the grid."""
+        """Return the load with its values rounded to the grid (rule 4)."""
         return _rounded(self)
 
 
@@ -345,7 +345,7 @@ def _fewer_on_grid(replicas: int) -> int:
 
 @lru_cache(maxsize=64)
 def _rounded(load: OfferedLoad) -> OfferedLoad:
-    """Return the load on the grid. A round asks for the same one thousands of times."""
+    """Return the load with its values rounded to the grid. A planning round computes the same one thousands of times."""
     prompt = _on_grid(max(1.0, load.shape.prompt_tokens), GRID)
     new = _on_grid(max(1.0, load.shape.new_tokens), GRID)
     shape = RequestShape(

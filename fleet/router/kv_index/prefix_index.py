@@ -14,6 +14,10 @@ Rules:
 The index is a dict of integers and one set of integers for each holder, without an object for each block. If a block has one holder,
 its set shares the integer object with the dict. Removing a holder costs what that holder holds.
 
+The worker registry (`fleet.router.state.worker_registry`) enters what workers report (`fleet.backends.workers.streams`), what store nodes
+report (`fleet.backends.workers.store_watch`), and what external servers report (`fleet.backends.kv_events.stream`). Those three modules
+also find gaps between sequence numbers, and replace what was known.
+
 Rules of cache accuracy, which compares the predicted cached tokens with those that workers report:
 
 5. The comparison is between the prompt tokens that placement expected to be cached and those that were cached, once for each request,

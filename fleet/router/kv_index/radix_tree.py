@@ -201,7 +201,7 @@ class RadixTree:
         return first
 
     def _join(self, node: RadixNode) -> None:
-        """Join the nodes on the path to a node that have a single continuation."""
+        """Merge nodes on the path from the root to a node: each node with a single child is merged with that child."""
         last: RadixNode | None = node
         while last is not None:
             parts, parent = [last], last.parent

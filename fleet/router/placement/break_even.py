@@ -1,14 +1,16 @@
 """Prefill break-even: from how many uncached tokens another worker should compute the prompt; learned instead of a constant.
 
+`fleet.router.placement.decision` uses it if the setting `learn_remote_prefill` is on, and `remote_prefill_min_tokens` otherwise.
+
 Rules:
 
 1. A prompt of n uncached tokens that the decode worker computes itself delays each of its r requests by n × s seconds.
    A handoff delays one request by h seconds. Both are equal at n = h / (s × r).
 2. h is learned from handoffs: the time from the prefill worker's end to the decode worker's first token. s is the recent time per
    prompt token on the decode worker or, if it has computed none, on the workers of its pool that have.
-3. Until `MIN_SAMPLES` handoffs have been measured, prompts from `LEAST_TOKENS` on are handed over, because with a constant that is
+3. Until `MIN_SAMPLES` handoffs have been measured, prompts from `MIN_TOKENS` on are handed over, because with a constant that is
    too high nothing would be measured. External requests (`Arrived.external`) teach nothing, so the constant applies to them
-   until then. While s is unknown the constant applies as well. After that the estimate stays between `LEAST_TOKENS` and `MOST_TOKENS`, so
+   until then. While s is unknown the constant applies as well. After that the estimate stays between `MIN_TOKENS` and `MAX_TOKENS`, so
    that both ways go on being measured.
 """
 

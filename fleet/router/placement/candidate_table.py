@@ -104,7 +104,7 @@ class PoolTopology:
         return flags
 
     def obeying(self, needs: tuple[str, ...]) -> Flags:
-        """Return which workers obey all these sampling fields."""
+        """Return which workers support all these sampling fields."""
         if (flags := self._obeying.get(needs)) is None:
             able = [set(needs) <= set(each.sampling_fields) for each in self.descriptions]
             flags = self._obeying[needs] = np.array(able, dtype=np.bool_)
@@ -185,7 +185,7 @@ class ServingWorkers(Struct, frozen=True):
     draining: Flags
     able: Flags  # not draining
     answering: Flags  # the able workers that decode
-    rows: Rows  # rows of the answering workers
+    rows: Rows  # the indices of these workers in the table
 
     @classmethod
     def of(cls, topology: PoolTopology, draining: Flags) -> "ServingWorkers":

@@ -4,7 +4,8 @@ Rules:
 
 1. The decode worker is chosen first, as if it had to do everything: the policy takes it from the eligible workers
    (`fleet.router.placement.candidate_table`). The default policy's cost is counted in blocks of prefill (`policies.fleet`).
-2. The `split` rule alone decides whether another worker computes the prompt.
+2. The `split` rule alone decides whether another worker computes the prompt. Unless the client demands one or the other, that takes
+   `remote_prefill_min_tokens` uncached tokens, or as many as the router has learned (`fleet.router.placement.break_even`).
 3. The same policy chooses the prefill worker among those that pair with the decode worker, without the decode part of the cost,
    because a prefill worker holds blocks only while it computes. A prefill pool consists of workers with the role PREFILL. A worker
    with the role BOTH computes prompts for a DECODE worker, but for another BOTH only when the client demands it: that would move
@@ -99,7 +100,7 @@ class DecisionExplanation(Struct, frozen=True, kw_only=True):
     unfit: tuple[tuple[WorkerId, IneligibleReason], ...] = ()
 
 
-# Decisions are kept for explanations. Nothing in one refers back to it, so collections need not visit it or its parts.
+# Many decisions are kept for explanations. They are in no reference cycle, so the garbage collector need not visit them.
 class Decision(Struct, frozen=True, kw_only=True, gc=False):
     """The chosen workers, and the data that the choice was made on. Without `prefill` the decode worker does everything."""
 

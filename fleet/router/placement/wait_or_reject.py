@@ -3,6 +3,7 @@
 Rules:
 
 1. If some worker is only at its limit, the request waits: time will help, whatever excludes the other workers.
+   The admission queue can still reject it, if the queue is full or the predicted wait too long (`fleet.router.queueing.admission`).
 2. Otherwise the request is rejected. The cause is the one most specific to the request: what the client demanded (a worker,
    structured output, a session, a pair, a length) comes before the state of the workers.
 """

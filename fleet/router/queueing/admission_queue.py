@@ -183,7 +183,7 @@ class _TenantQueue:
         self.tokens = 0
         self.requests = OrderedRequests()
         self.queues: dict[WaitGroup, OrderedRequests] = {}  # with a single wait group its queue is `requests` itself
-        self._heads: list[GroupHead] = []  # with several groups: the head of each, in order
+        self._heads: list[GroupHead] = []  # the first request of each group, sorted; empty while there is one group
 
     def add(self, waiting: QueuedRequest, group: WaitGroup) -> None:
         if (queue := self.queues.get(group)) is None:

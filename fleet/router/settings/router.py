@@ -186,6 +186,20 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.kv_blocks * self.block_tokens // self.compared_tokens
 
 
+class ResumeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How streams survive the death of their router. The routers share the key of resume tokens by `prompt_secret` or `tenant_secret`."""
+
+    token_seconds: Annotated[int, Meta(ge=1, le=86_400)] = 3600
+    """Time after the beginning of a request for which its resume tokens are accepted: longer than answers take."""
+
+    journal_mib: Annotated[int, Meta(ge=0, le=1 << 14)] = 64
+    """MiB for the tokens of resumable answers over server-sent events, here and at peers. An answer takes 4 bytes for each token and 400
+    more. Beyond it, those without new tokens for the longest time are forgotten. 0: none are kept."""
+
+    journal_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
+    """Time for which the tokens of such an answer are kept after its last one: longer than clients take to come back."""
+
+
 class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings that can be changed while a router runs; a new value applies from the next request on."""
 
@@ -336,7 +350,10 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     prompt_secret: str = ""
     """Common secret of peer routers that tell each other which prompts they have sent to servers without `kv_events`:
     block names follow from it, so that no client can construct two prompts with the same name. Empty: `tenant_secret`; if that is
-    empty too, only the processes of one `fleet serve router --processes` share a secret."""
+    empty too, only the processes of one `fleet serve router --processes` share a secret. The key of resume tokens follows from it, too."""
+
+    resume: ResumeSettings = ResumeSettings()
+    """Streams that go on after the death of their router."""
 
     prefer_direct: bool = False
     """Prefer the direct KV path from engine to engine where both paths are open. Off: on CPUs the store is faster and

@@ -124,6 +124,8 @@ class LiveRequest(Struct):
     def __post_init__(self) -> None:
         self.id = self.arrived.request_id
         self.own_tokens = len(self.arrived.tokens) // TOKEN_BYTES
+        if self.arrived.answered:
+            self.sent, self.fingerprint = list(self.arrived.answered), self.arrived.fingerprint
 
     @property
     def session_key(self) -> SessionKey:

@@ -260,7 +260,10 @@ class WorkerRegistry:
     # Views.
 
     def cards(self) -> tuple[ModelCard, ...]:
-        """Return the models that a worker answers for; the worker with the longest context limits the length of a request."""
+        """Return each model that at least one worker can answer.
+
+        The maximum length of a request is that of the worker with the longest context.
+        """
         if self._cards is None:
             self._cards = tuple(self._new_cards())
         return self._cards

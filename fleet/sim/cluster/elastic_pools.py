@@ -94,7 +94,7 @@ class ElasticPools:
         return tuple(self._pools)
 
     def resize(self, name: str, replicas: int) -> None:
-        """Want another number of replicas; growth and drains begin now."""
+        """Set the wanted number of replicas of a pool, and start or drain workers to reach it."""
         assert replicas >= 0, replicas
         self._pools[name].wanted = replicas
         self._work()

@@ -118,7 +118,10 @@ class NodeStore:
     # Loads.
 
     def offer(self, attached_worker: AttachedWorker, keys: Sequence[int], here: int) -> int:
-        """Return how many leading blocks of `keys` an engine has once it has loaded what is worth loading; it has `here` of them now."""
+        """Return how many leading blocks of `keys` the engine will have after a load.
+
+        It has `here` of them now. Blocks that are cheaper to compute than to load are not loaded.
+        """
         return here + sum(len(run.keys) for run in self._worth_loading(attached_worker, keys, here))
 
     def load(

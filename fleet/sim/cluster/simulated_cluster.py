@@ -288,7 +288,7 @@ class SimulatedCluster:
             return
         worker.away = True
         worker.to_router.send(WorkerLeft(worker_id=worker.id))
-        announced = (JOIN_MESSAGES - 1) * self._delay + 1  # the announcement takes the last delay
+        announced = (JOIN_MESSAGES - 1) * self._delay + 1  # the message that it has joined takes one more delay
         self._kernel.after(announced, partial(self._begin_role, worker))
 
     def _begin_role(self, worker: SimulatedWorker) -> None:

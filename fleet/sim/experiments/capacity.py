@@ -99,7 +99,7 @@ def capacity(
 
 
 class _Search:
-    """Runs of a search, by load as a factor of the scenario's own."""
+    """The runs of one capacity search. A load is a multiple of the load that the scenario states."""
 
     def __init__(
         self, scenario: Scenario, runs: LoadRuns, wanted: float, on_point: Callable[[CapacityPoint], None] | None

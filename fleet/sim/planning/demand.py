@@ -242,9 +242,10 @@ class DemandCollector:
 
 
 def summed(records: Sequence[DemandWindow]) -> DemandWindow:
-    """Return one window for records that follow each other, without the arrivals that were abandoned.
+    """Merge consecutive windows into one.
 
-    The state at its end is the last record's.
+    Counts are added, and abandoned requests do not count as arrivals. The queue and the workers are those of the last
+    window.
     """
     last = records[-1]
     ttft = tpot = queue_wait = records[0].ttft[:0]

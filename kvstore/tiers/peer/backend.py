@@ -108,7 +108,7 @@ class PeerBackend:
         return longest
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """Ask the peers that were seen to hold the blocks, with at most `RUNS` look-ups for each peer."""
+        """Ask the peers that were seen to hold the blocks, with at most `connections.RUNS` look-ups for each peer."""
         there: set[BlockKey] = set()
         asked: dict[tuple[str, bytes], list[BlockKey]] = {}
         for key in keys:
@@ -242,7 +242,7 @@ class PeerBackend:
         return sorted(ranked, key=lambda address: address != hinted)  # the sort is stable
 
     def _owners(self, key: BlockKey) -> list[str]:
-        """Return the owner of the block's chain; after `leave`, the further peers as well, in order."""
+        """Return the peer that owns the chain of the block. After `leave`, return all peers, the owner first."""
         ranked = ranking(self._settings.peers, key)
         return ranked if self._left else ranked[:1]
 

@@ -21,7 +21,7 @@ class S3Sightings:
         self._suspects: RecentMap[BlockKey, None] = RecentMap(SEEN_KEYS)
 
     def note(self, key: BlockKey, now: Nanos, *, is_there: bool) -> None:
-        """Note that an object exists and seems sound, or that it is missing."""
+        """Note that an object exists and seems undamaged, or that it is missing."""
         with self._lock:
             self._suspects.forget(key)
             self._seen.note(key, (is_there, Nanos(now + (self._known if is_there else self._missing))))

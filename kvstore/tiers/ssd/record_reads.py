@@ -48,7 +48,7 @@ class RecordReadResult(Struct, frozen=True):
 
 
 def read(file: DiskFile, nonce: bytes, run: Sequence[RecordRead], scratch: Scratch) -> list[RecordReadResult]:
-    """Read at most `BATCH_RECORDS` adjacent records of a segment with one operation.
+    """Read at most `disk_threads.BATCH_RECORDS` adjacent records of a segment with one operation.
 
     Raises:
         OSError: No record could be read.

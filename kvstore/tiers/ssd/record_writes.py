@@ -24,7 +24,7 @@ class SsdWrite(Struct, frozen=True):
 def compose(
     payloads: Sequence[SsdWrite], first_page: int, first_sequence: int, nonce: bytes, scratch: Scratch
 ) -> list[ByteArray]:
-    """Return the pieces of at most `BATCH_RECORDS` adjacent records that begin at a page.
+    """Return the pieces of at most `disk_threads.BATCH_RECORDS` adjacent records that begin at a page.
 
     If a payload is aligned to a page of memory, only its partial last page is copied.
     """

@@ -12,7 +12,7 @@ Rules:
    own. Calls that wait behind it give up at their deadline, and calls beyond `max_calls` at once.
 5. A failed operation loses only its own blocks. A call raises `TierFailed` only if nothing else came of it.
 6. Writes are synced only if the settings ask for it. A killed process loses no written bytes, and after a power cut a
-   block is either sound or a miss.
+   block is either complete or a miss.
 """
 
 import logging

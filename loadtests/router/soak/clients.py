@@ -80,11 +80,12 @@ class ReceivedAnswer(Struct):
 class SoakClients:
     """All clients of one router."""
 
-    def __init__(self, http: str, grpc: str, model: str, text_of: TextOf):
+    def __init__(self, http: str, grpc: str, model: str, text_of: TextOf, *, resume_seconds: float = 0.0):
+        """Prepare the clients; those over gRPC go on with broken streams for `resume_seconds`."""
         self.tally = SoakTally()
         self._model = model
         self._text_of = text_of
-        self._grpc = AsyncClient(grpc)
+        self._grpc = AsyncClient(grpc, resume_seconds=resume_seconds)
         self._http = HttpConnections(http)
 
     async def close(self) -> None:

@@ -25,7 +25,7 @@ Codecs = Callable[[bytes], Codec]
 
 @dataclass
 class BackingTierCase:
-    """One kind of tier, with room for at least 64 blocks of `BLOCK_BYTES`."""
+    """One kind of tier, with room for at least 64 blocks of `builders.BLOCK_BYTES`."""
 
     open: Callable[[Codecs], BackingTier]  # opens an empty tier; after `close`, the former content
     damage: Callable[[BackingTier, BlockKey], None] | None = None  # flips a bit of a stored block

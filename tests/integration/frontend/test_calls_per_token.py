@@ -106,6 +106,15 @@ async def test_chat_without_tools_runs_no_code_of_parsers(model_dir):
     assert not counted.files & parsers
 
 
+async def test_ordinary_stream_runs_no_code_of_resumption(model_dir):
+    async with open_frontends(model_dir) as frontends:
+        frontends.will_answer("word " * FEW)
+        with count_calls() as counted:
+            await stream_tokens(frontends.http.address, OWN_MODEL, FEW, asyncio.Semaphore(0))
+    assert "frontend/generation.py" in counted.files
+    assert not [file for file in counted.files if "resum" in file or "journal" in file]
+
+
 async def httpx_chat(address: str) -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": FEW, "ignore_eos": True}
     async with httpx.AsyncClient() as client:

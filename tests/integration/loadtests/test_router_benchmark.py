@@ -169,7 +169,7 @@ def test_router_that_does_not_start_is_absent_with_its_output(tmp_path):
 
 
 def test_processor_time_and_memory_are_those_of_all_children(tmp_path):
-    burn = "import time\nwhile time.process_time() < 0.3: pass\nopen('done', 'w').close()\ntime.sleep(60)"
+    burn = "import signal, time\nwhile time.process_time() < 0.3: pass\nopen('done', 'w').close()\nsignal.pause()"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
     with started("parent", [sys.executable, "-c", parent], tmp_path, ANYWHERE, {}) as server:
         eventually((tmp_path / "done").exists, 30)

@@ -22,12 +22,12 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.integration
 
 PEER = f"""
-import os, subprocess, sys, time
+import os, signal, subprocess, sys
 sys.path.insert(0, {str(Path(processes.__file__).parent)!r})
 from answering import answer
 
 def child():
-    return {{"pid": subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid}}
+    return {{"pid": subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]).pid}}
 
 def fail():
     raise RuntimeError("no room")
@@ -39,7 +39,7 @@ def talk():
 
 answer({{
     "hello": dict, "talk": talk, "add": lambda a, b: {{"sum": a + b}}, "child": child, "fail": fail,
-    "die": lambda: os._exit(3), "hang": lambda: time.sleep(600),
+    "die": lambda: os._exit(3), "hang": signal.pause,
 }})
 """
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from fleet.local.heartbeat import send_heartbeats
 from fleet.local.process_group import die_with_parent
 
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
 
 
 def main() -> None:

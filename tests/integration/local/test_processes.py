@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,7 @@ from kvstore.clock import nanos
 from tests.support.fleet_processes import alive, command_of
 from tests.support.shared_memory import abandoned_segments
 from tests.support.stopwatch import at_most
-from tests.support.waiting import eventually, until
+from tests.support.waiting import eventually, pace_thread, stays, turns, until
 
 pytestmark = pytest.mark.integration
 
@@ -324,7 +323,7 @@ async def test_child_that_ends_while_removed_affects_no_other(folder, monkeypatc
         monkeypatch.setattr(ReaperProcess, "tell", remove_when_it_ends)
         os.kill(processes.pids["b"], signal.SIGKILL)
         await until(lambda: processes.names == {"a"})
-        await asyncio.sleep(0)
+        await turns()
         assert asked == []
 
     assert await processes.hold(body)
@@ -483,8 +482,7 @@ async def test_child_on_a_busy_core_is_left_alone(folder):
         for each in (pid, *map(int, family)):
             os.sched_setaffinity(each, core)
         os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-        await asyncio.sleep(8)  # eight limits
-        assert processes.pids["a"] == pid
+        await stays(lambda: processes.pids["a"] == pid, 8, "eight limits pass")
 
     assert await processes.hold(body)
     assert not [line for line in said if "killed" in line]
@@ -500,12 +498,10 @@ async def test_child_held_by_a_debugger_is_left_alone(folder):
         with subprocess.Popen([sys.executable, str(DEBUGGER), str(pid)], stdout=subprocess.PIPE) as debugger:
             assert debugger.stdout is not None
             assert await asyncio.to_thread(debugger.stdout.readline) == b"attached\n"
-            await asyncio.sleep(4)  # four limits
-            assert processes.pids["a"] == pid
+            await stays(lambda: processes.pids["a"] == pid, 4, "four limits pass")
             debugger.terminate()
         os.kill(pid, signal.SIGCONT)
-        await asyncio.sleep(2)
-        assert processes.pids["a"] == pid
+        await stays(lambda: processes.pids["a"] == pid, 2, "two limits pass")
 
     assert await processes.hold(body)
     assert not [line for line in said if "killed" in line]
@@ -542,13 +538,13 @@ def test_suspended_machine_costs_no_child(tmp_path):
         assert process.stdin is not None
         child = int(process.stdout.readline())
         for _ in range(2):
-            time.sleep(1)  # awake: a hang would be noticed by now
+            pace_thread(1, "awake; a hang would be noticed by now")
             for pid in (process.pid, child):
                 os.kill(pid, signal.SIGSTOP)
-            time.sleep(3)  # asleep
+            pace_thread(3, "asleep for three limits")
             for pid in (process.pid, child):  # continue the supervisor first, to which the child then seems to hang
                 os.kill(pid, signal.SIGCONT)
-        time.sleep(2)
+        pace_thread(2, "awake; a hang would be noticed by now")
         process.stdin.write("\n")
         process.stdin.flush()
         assert json.loads(process.stdout.readline()) == [child, []]

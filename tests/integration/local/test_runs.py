@@ -27,11 +27,11 @@ pytestmark = pytest.mark.integration
 NOBODY = 65534
 
 HOLDER = """
-import sys, time
+import signal
 from fleet.local.runs import runtime_folder
 with runtime_folder() as folder:
     print(folder, flush=True)
-    time.sleep(60)
+    signal.pause()
 """
 
 
@@ -56,7 +56,7 @@ def a_killed_run(parent):
 
 def a_process(log=None, **environment):
     """Start a process that leads its own group."""
-    command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
+    command = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
     with Path(log or os.devnull).open("ab") as errors:
         started = subprocess.Popen(
             command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=errors

@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from http.client import HTTPConnection
 
 import grpc
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,7 +26,7 @@ class RouterGroup:
     """A `fleet serve router --processes N` with simulated workers that register with any of them."""
 
     def __init__(self, folder, model_dir, count):
-        self.folder = folder
+        self.folder, self.model_dir = folder, model_dir
         self.http, self.grpc = (f"127.0.0.1:{a_free_port()}" for _ in range(2))
         config = {
             "http_listen": self.http,
@@ -50,6 +51,7 @@ class RouterGroup:
             "role": "both",
             "engine": "simulated",
             "model": "tiny",
+            "model_dir": str(self.model_dir),
             "listen": f"unix:{self.folder / name}.sock",
             "control_listen": f"unix:{self.folder / name}-c.sock",
             "registry": control_socket(self.grpc),
@@ -161,6 +163,32 @@ def test_one_scrape_has_the_metrics_of_all_routers(routers):
     served = {key: after[key] - before.get(key, 0) for key in after if key[0] == "fleet_requests_total"}
     assert sum(served.values()) == 16
     assert both_routers(routers) == {"router-0", "router-1"}
+
+
+def serving(routers):
+    """Return the process to which this test process is connected."""
+    port = int(routers.grpc.rpartition(":")[2])
+    for pid in routers_of(routers.router.pid):
+        for connection in psutil.Process(pid).net_connections("tcp"):
+            if connection.laddr.port == port and connection.status == psutil.CONN_ESTABLISHED:
+                return pid
+    raise AssertionError("no process has a connection")
+
+
+def test_stream_goes_on_in_another_process_behind_the_port(routers):
+    ask = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
+    with Client(routers.grpc, resume_seconds=60) as client:
+        expected = client.complete("Hello", **ask)
+        with client.generate("Hello", **ask) as stream:
+            for number, _ in enumerate(stream):
+                if number == 10:
+                    os.kill(serving(routers), signal.SIGKILL)
+            again = stream.result
+    assert (again.token_ids, again.text) == (expected.token_ids, expected.text)
+    assert len(again.token_ids) == 60
+    eventually(lambda: len(both_routers(routers)) == 2)
+    assert sum(value for key, value in metric_samples(routers).items() if key[0] == "fleet_resumed_requests_total") == 1
+    eventually(lambda: all(seen == {"w0", "w1"} for seen in routers.asked(workers_seen)))
 
 
 def test_one_registration_and_one_port_serve_all_routers(routers):

@@ -16,7 +16,7 @@ from fleet.planner.sources.routers import RouterDemandSource
 from operators.planner.demand import DeploymentDemand, FollowedRouter
 from tests.support.planner.demand_routers import MODEL, DemandRouter, serve_demand
 from tests.support.servers.processes import a_free_port
-from tests.support.waiting import until
+from tests.support.waiting import turns, until
 
 pytestmark = pytest.mark.integration
 
@@ -43,7 +43,7 @@ async def test_no_router_is_no_demand_signal():
     async with a_demand() as demand:
         assert demand.window().stale == ("routers: none is ready or has reported yet",)
         demand.routers_are([a_router("starting", a_free_port(), ready=False)])
-        await asyncio.sleep(0)
+        await turns()
         assert demand.window().stale == ("routers: none is ready or has reported yet",)
 
 

@@ -18,7 +18,7 @@ from tests.support.planner.connectors import FakeOrchestrator
 from tests.support.planner.demand_routers import DemandRouter, serve_demand
 from tests.support.servers.etcd import an_etcd_server
 from tests.support.servers.prometheus import RouterPage, a_prometheus_server
-from tests.support.waiting import until, until_answered
+from tests.support.waiting import pace, until, until_answered
 
 pytestmark = pytest.mark.integration
 
@@ -207,7 +207,7 @@ async def test_killed_leader_is_followed_and_bounds_hold(folder):
                     return number if number in running and running[number].poll() is None else None
 
                 found = await until(lambda: (number := leading()) is not None and (number,))
-                await asyncio.sleep(draw.uniform(0.0, 0.8))  # a drawn moment of a plan
+                await pace(draw.uniform(0.0, 0.8), "a drawn moment of a plan")
                 killed = running.pop(found[0])
                 killed.send_signal(signal.SIGKILL)
                 killed.wait(30)
@@ -236,9 +236,7 @@ async def test_etcd_elects_one_planner_and_the_next(folder):
                             found.append(number)
                 return found
 
-            async with asyncio.timeout(60):
-                while not (first := await leaders()):
-                    await asyncio.sleep(0.2)
+            first = await until_answered(leaders)
             both[first[0]].kill()
             both[first[0]].wait(30)
             router.running = {"decode-0": 10}

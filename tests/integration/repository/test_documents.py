@@ -20,7 +20,7 @@ from fleet.planner.sizing.prices import PriceBook
 from fleet.router.settings.router import RouterSettings
 from fleet.sim.scenario import Scenario
 from kvstore.service.settings import StoreSettings
-from tests.support.documents import PAGES, ROOT, all_blocks, blocks, complaint
+from tests.support.documents import PAGES, ROOT, all_blocks, blocks, complaint, missing_paths
 from tests.support.shell_session import ShellSession
 from workers.settings import WorkerSettings
 
@@ -79,6 +79,11 @@ def test_most_blocks_run():
     skipped = [block for block in BLOCKS if "skip" in block.clauses]
 
     assert len(skipped) < len(BLOCKS) / 3
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/glossary.md", "docs/README.md"])
+def test_paths_that_page_names_exist(page):
+    assert missing_paths(ROOT / page) == []
 
 
 @pytest.mark.parametrize("block", [each for each in BLOCKS if "settings" in each.clauses], ids=str)

@@ -341,8 +341,7 @@ async def test_hung_server_delays_the_drain_only_to_its_deadline(caplog):
             running = tasks.create_task(worker.run())
             router = RecordingStream()
             session = worker.open("router", router)
-            while worker.phase is not LifePhase.SERVING:
-                await asyncio.sleep(0)
+            await until(lambda: worker.phase is LifePhase.SERVING)
             session.receive(an_attempt(prompt, 40))
             await held_open.enter_async_context(asyncio.timeout(60))
             await router.stepped.wait()

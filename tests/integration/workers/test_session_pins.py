@@ -3,8 +3,7 @@
 import asyncio
 import gc
 import threading
-import time
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
@@ -18,7 +17,7 @@ from kvstore.layouts.fingerprint import Fingerprint, describe
 from kvstore.security.credentials import Credentials
 from tests.support.builders import an_arrival, token_bytes
 from tests.support.kvstore.builders import a_block, a_namespace, a_node, a_store_client
-from tests.support.waiting import until
+from tests.support.waiting import turns, until
 from tests.support.workers.engine_driver import fresh_prompt
 from tests.support.workers.simulated_clusters import (
     BLOCK_BYTES,
@@ -98,7 +97,7 @@ async def test_resumed_session_is_not_pinned_by_earlier_work():
     async with open_pins() as (holds, client):
         write(client, NAMES[:4])
         holds.keep([a_pin(), UnpinChain(session="agent")])
-        await asyncio.sleep(0)
+        await turns()
         await until(lambda: not holds.running)
 
         assert client.stats().held_bytes == 0
@@ -136,12 +135,12 @@ async def test_ending_worker_drops_pending_pins_silently():
 
 async def test_client_closes_after_the_running_call(monkeypatch):
     done: list[str] = []
-    began = threading.Event()
+    began, go_on = threading.Event(), threading.Event()
     hold, close = StoreClient.hold, StoreClient.close
 
     def slowly(self, *arguments, **named):
         began.set()
-        time.sleep(0.1)
+        assert go_on.wait(60)
         held = hold(self, *arguments, **named)
         done.append("held")
         return held
@@ -151,11 +150,17 @@ async def test_client_closes_after_the_running_call(monkeypatch):
         close(self)
 
     with a_node() as node:
-        async with open_pin_keeper(node.address, KV, Credentials()) as keeper:
+        async with AsyncExitStack() as stack:
+            keeper = await stack.enter_async_context(open_pin_keeper(node.address, KV, Credentials()))
             monkeypatch.setattr(StoreClient, "hold", slowly)
             monkeypatch.setattr(StoreClient, "close", note)
             keeper.keep([a_pin()])
-            await asyncio.to_thread(began.wait, 10)
+            assert await asyncio.to_thread(began.wait, 60)
+            closing = asyncio.create_task(stack.aclose())
+            await turns(20)
+            assert done == []
+            go_on.set()
+            await closing
 
         assert done == ["held", "closed"]
 

@@ -15,7 +15,7 @@ from kvstore.block import chain
 from kvstore.client.store_client import StoreClient
 from tests.support.kvstore.builders import a_node
 from tests.support.stopwatch import at_most
-from tests.support.waiting import eventually, until
+from tests.support.waiting import eventually, turns, until
 from tests.support.workers.engine_driver import (
     EngineDriver,
     an_attempt,
@@ -279,7 +279,7 @@ async def test_cancelling_during_a_transfer_frees_everything(node):
     async with an_engine(settings(node.address)) as one:
         starts = [an_attempt(prompt, ANSWER) for _ in range(5)]
         one.submit(*starts)
-        await asyncio.sleep(0)
+        await turns()
         for start in starts:
             one.engine.cancel(start.request_id)
         for start in starts:

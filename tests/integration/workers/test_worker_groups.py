@@ -17,7 +17,7 @@ from fleet.core.requests import Finish
 from fleet.core.system_clock import SystemClock
 from kvstore.security.credentials import Credentials
 from tests.support.builders import token_bytes
-from tests.support.waiting import until_answered
+from tests.support.waiting import turns, until_answered
 from tests.support.workers.engine_driver import an_attempt
 from tests.support.workers.worker_processes import WorkerProcess, a_router_stream
 from workers.connections import ranks as worker_groups
@@ -59,7 +59,7 @@ async def a_leader(group, **fields):
 
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(lead())
-        await asyncio.sleep(0)  # it listens at once
+        await turns()  # it listens at once
         async with asyncio.timeout(SECONDS):
             yield ready
         running.cancel()
@@ -164,7 +164,7 @@ async def test_rank_with_another_protocol_is_rejected_harmlessly(group, words):
 
 
 async def test_silent_connections_lock_no_rank_out(group, monkeypatch):
-    monkeypatch.setattr(worker_groups, "STRANGERS", 2)
+    monkeypatch.setattr(worker_groups, "MAX_SILENT_CONNECTIONS", 2)
     async with a_leader(group, silence_ms=60_000) as ready, AsyncExitStack() as held:
         silent = [await a_raw_connection(group, b"") for _ in range(3)]
         for _, writer in silent:

@@ -23,7 +23,7 @@ from fleet.hardware.latency.linear import EngineLatency
 from kvstore.security.credentials import Credentials
 from tests.support.fleet_processes import fleet_up
 from tests.support.kvstore.builders import a_short_folder
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, pace, pace_thread, stays
 from tests.support.workers.engine_driver import an_attempt, fresh_prompt, greedy
 from tests.support.workers.worker_processes import WorkerProcess, a_router_stream, a_worker_process
 from workers.settings import SimulatedSettings, WorkerSettings
@@ -103,7 +103,12 @@ async def test_a_watchdog_that_is_off_ends_no_worker(folder):
         await stream.say(start)
         await stream.next(Step)
         hang(folder)
-        await asyncio.sleep(2 * IMPATIENT.ceiling_seconds)
+        assert worker.process is not None
+        await stays(
+            lambda: worker.process.returncode is None,
+            2 * IMPATIENT.ceiling_seconds,
+            "the engine hangs for two ceilings",
+        )
 
         (folder / "hang").unlink()
 
@@ -133,10 +138,10 @@ async def test_a_worker_that_was_stopped_and_goes_on_is_no_hang(folder):
         await stream.say(start)
         for _ in range(3):
             await stream.next(Step)
-        await asyncio.sleep(0.1)  # to the middle of a step that the watchdog has seen
+        await pace(0.1, "to the middle of a step that the watchdog has seen")
 
         worker.freeze()
-        await asyncio.sleep(2 * IMPATIENT.ceiling_seconds)
+        await pace(2 * IMPATIENT.ceiling_seconds, "the worker is stopped for two ceilings")
         worker.thaw()
 
         _, end = await stream.end_of(start.request_id)
@@ -179,9 +184,8 @@ async def test_an_idle_worker_is_no_hang(folder):
     told = settings(folder, watchdog=WatchdogSettings(floor_seconds=0.1, ceiling_seconds=0.1))
     hang(folder)
     async with a_worker_process(folder, told) as worker:
-        await asyncio.sleep(1)
         assert worker.process is not None
-        assert worker.process.returncode is None
+        await stays(lambda: worker.process.returncode is None, 1, "ten ceilings pass")
 
 
 PROMPTS = [list(range(100 + each, 180 + each)) for each in range(4)]
@@ -296,11 +300,11 @@ def test_suspended_cluster_loses_nothing(folder):
         expected = Streams(client, **few).finish()
         streams = Streams(client, **few)
         everybody = [up.process.pid, *up.pids()]
-        time.sleep(0.2)  # to the middle of a step that the watchdogs have seen
+        pace_thread(0.2, "to the middle of a step that the watchdogs have seen")
 
         for pid in everybody:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(2.5)  # longer than any timeout between its processes, and shorter than the client's
+        pace_thread(2.5, "longer than any timeout between its processes, and shorter than the client's")
         for pid in everybody:
             os.kill(pid, signal.SIGCONT)
 

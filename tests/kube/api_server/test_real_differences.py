@@ -5,7 +5,11 @@ They run unchanged on the server that FLEET_TEST_KUBE_API names.
 
 import pytest
 
-from tests.support.kube.widgets import API, DEFINITION, GROUP, a_deployment, a_widget
+from tests.support.kube.widgets import DEFINITION, a_deployment, a_widget
+from tests.support.waiting import eventually
+
+GROUP = "differences.fleet.dev"
+"""The group of a kind of this file's own."""
 
 APPS = "apps/v1, Kind=Deployment"
 MAIN = '.spec.template.spec.containers[name="main"]'
@@ -55,19 +59,32 @@ def test_apply_with_bad_quantity_is_500(api, namespace):
     assert "quantities must match the regular expression" in status["message"]
 
 
+def test_apply_of_a_fraction_for_an_integer_is_500(api, namespace):
+    path = f"/apis/apps/v1/namespaces/{namespace}/deployments/web"
+
+    status = api.apply(path, with_main(ports=[{"containerPort": 80.5}]), "one").expect(500)
+
+    assert "failed to convert new object" in status["message"]
+
+
 def test_apply_of_unknown_custom_field_is_500(api, namespace):
-    api.post("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", DEFINITION)
-    path = f"/apis/{API}/namespaces/{namespace}/widgets/a"
+    spec = DEFINITION["spec"] | {"group": GROUP}
+    definition = DEFINITION | {"metadata": {"name": f"widgets.{GROUP}"}, "spec": spec}
+    definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    path = f"/apis/{GROUP}/v1/namespaces/{namespace}/widgets/a"
+    misspelt = a_widget(modle="x") | {"apiVersion": f"{GROUP}/v1"}
+    api.post(definitions, definition).expect(201)
     try:
-        status = api.apply(path, a_widget(modle="x"), "one").expect(500)
+        eventually(lambda: api.get(path.removesuffix("/a")).code == 200)
+        status = eventually(lambda: (each := api.apply(path, misspelt, "one")).code != 404 and each).expect(500)
     finally:
-        api.delete(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/widgets.{GROUP}")
+        api.delete(f"{definitions}/widgets.{GROUP}")
 
     assert ".spec.modle: field not declared in schema" in status["message"]
 
 
 def test_short_watch_ends_without_a_bookmark(api, namespace):
-    path = f"/api/v1/namespaces/{namespace}/configmaps"
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
     since = api.get(path).expect(200)["metadata"]["resourceVersion"]
 
     assert list(api.watch(path, resourceVersion=since, allowWatchBookmarks="true", timeoutSeconds=1)) == []

@@ -24,14 +24,14 @@ from fleet.net.kubernetes.own_pod import OwnPod, own_pod
 from operators.observed import registrations
 from tests.contract.membership import discovery_contract as discovery_promises
 from tests.contract.membership.discovery_contract import *  # noqa: F403 - they run here
-from tests.contract.membership.discovery_contract import ADDRESS, ELSEWHERE, NEW, OLD, OTHER, SECONDS, WORKER, a_router
+from tests.contract.membership.discovery_contract import ADDRESS, ELSEWHERE, NEW, OLD, OTHER, WORKER, a_router
 from tests.support.certificates import Authority
 from tests.support.kube.api.running import RunningApiServer, an_api_server
 from tests.support.kube.charts import by_name, documents, helm_3_render
 from tests.support.kube.clients import Api
 from tests.support.kvstore.builders import ManualClock
 from tests.support.servers.severable_proxy import SeverableProxy
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until, until_answered
 from tests.support.workers.worker_processes import a_worker_process
 from workers.settings import SimulatedSettings, WorkerSettings
 
@@ -78,10 +78,11 @@ class KubernetesWorld:
             clock.move(self.lease // 2)
 
     async def shows(self, addresses) -> None:
+        async def are_equal() -> bool:
+            return await asyncio.to_thread(self.endpoints) == addresses
+
         if self.service:
-            async with asyncio.timeout(SECONDS):
-                while await asyncio.to_thread(self.endpoints) != addresses:
-                    await asyncio.sleep(0.02)
+            await until_answered(are_equal)
 
     def endpoints(self) -> set[str]:
         """Return the addresses that clients of the Service are sent to."""
@@ -302,10 +303,12 @@ async def test_unknown_api_server_refuses_the_settings(server, tmp_path, fields,
 
 
 async def held(server, number):
-    """Return whether this fault holds a request back."""
-    async with asyncio.timeout(SECONDS):
-        while not (await asyncio.to_thread(server.faults))[str(number)]["struck"]:
-            await asyncio.sleep(0.02)
+    """Wait until this fault holds a request back."""
+
+    async def has_struck() -> bool:
+        return (await asyncio.to_thread(server.faults))[str(number)]["struck"]
+
+    await until_answered(has_struck)
 
 
 async def test_lease_renewed_late_is_not_removed(a_world, api, server):
@@ -334,9 +337,7 @@ async def test_router_without_delete_right_reports_it_once(a_world, api, server,
         await router.has(decode_0=ADDRESS, decode_1=ADDRESS)
         for _ in range(2):
             await a_world.half_a_lease()
-        async with asyncio.timeout(SECONDS):
-            while "leases of dead workers stay" not in caplog.text:
-                await asyncio.sleep(0.02)
+        await until(lambda: "leases of dead workers stay" in caplog.text)
         await worker.register(WorkerId("decode-2"), OLD, ELSEWHERE)
 
         await router.has(decode_0=ADDRESS, decode_1=ADDRESS, decode_2=ELSEWHERE)

@@ -139,6 +139,28 @@ async def test_orphans_with_our_labels_are_adopted(asked):
     assert asked.workers() == pods, "they serve on"
 
 
+async def test_copies_of_our_objects_are_left_alone(asked):
+    """A copy under another name has our labels and no owner, but it is not ours."""
+    async with an_operator(asked) as operator:
+        asked.apply(a_deployment(ROLE)).expect(201)
+        await until(lambda: asked.ready() and not operator.waiting())
+        copies = {}
+        for kind, group, name in (("services", "v1", "dd-router"), ("deployments", "apps/v1", child_of(asked))):
+            theirs = asked.children(kind, group)[name]
+            metadata = {"name": "theirs", "labels": theirs["metadata"]["labels"]}
+            spec = {key: value for key, value in theirs["spec"].items() if not key.startswith("clusterIP")}
+            spec |= {"replicas": 0} if kind == "deployments" else {}
+            made = asked.api.post(asked.path(kind, "", group), {"metadata": metadata, "spec": spec}).expect(201)
+            copies[kind, group] = made["metadata"]["uid"]
+
+        asked.apply(a_deployment(ROLE, image="another:2")).expect(200)
+        await until(lambda: asked.ready() and not operator.waiting())
+
+    for (kind, group), uid in copies.items():
+        assert asked.children(kind, group)["theirs"]["metadata"]["uid"] == uid
+    assert asked.children()["theirs"]["metadata"]["generation"] == 1
+
+
 async def test_deleted_scaler_keeps_the_size_of_its_pool(asked):
     async with an_operator(asked) as operator:
         asked.apply(a_deployment(EXTERNAL)).expect(201)

@@ -33,6 +33,10 @@ MISTAKES = {
         {"resources": {"requests": {"memory": "4711 GB"}}},
         f"{MAIN}.resources.requests.memory: a quantity must be a number",
     ),
+    "fraction": (
+        {"ports": [{"name": "more", "containerPort": 4711.5}]},
+        f'{MAIN}.ports[name="more"].containerPort: must be a whole number',
+    ),
 }
 
 

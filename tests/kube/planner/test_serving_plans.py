@@ -29,7 +29,7 @@ from tests.support.kube.planner import (
     make_secret,
     planned_deployment,
 )
-from tests.support.waiting import until
+from tests.support.waiting import pace, until
 
 LOAD = {"mode": "Active", "requestsPerReplica": 4, "coolDownSeconds": 1}
 
@@ -268,13 +268,13 @@ async def test_killed_leaders_leave_pools_within_their_bounds(asked, a_cluster, 
     async def change():
         while True:
             a_cluster.running = {"both-0": draw.choice([0, 6, 11, 40])}
-            await asyncio.sleep(draw.uniform(0.5, 2.5))
+            await pace(draw.uniform(0.5, 2.5), "a load lasts for a drawn time")
 
     async def look():
         while True:
             scalers = asked.children("rolescalers", "fleet-serving.io/v1alpha1").values()
             written.update(each["spec"]["replicas"] for each in scalers)
-            await asyncio.sleep(0.05)
+            await pace(0.05, "the period of the looks")
 
     async with asyncio.TaskGroup() as tasks:
         others = [tasks.create_task(each) for each in (change(), look())]
@@ -284,7 +284,7 @@ async def test_killed_leaders_leave_pools_within_their_bounds(asked, a_cluster, 
                 running[f"p{number}"] = held.enter_context(a_planner(asked, tmp_path, f"p{number}", lease=lease))[0]
             for number in range(2, 2 + kills):
                 leader = await until(lambda: (name := plan.status().get("planner")) in running and name)
-                await asyncio.sleep(draw.uniform(0.0, 2.0))  # a drawn moment of a plan
+                await pace(draw.uniform(0.0, 2.0), "a drawn moment of a plan")
                 running[leader].kill()
                 running.pop(leader).wait(60)
                 running[f"p{number}"] = held.enter_context(a_planner(asked, tmp_path, f"p{number}", lease=lease))[0]

@@ -11,11 +11,13 @@ from fleet.backends.hosted.overflow import open_overflow
 from fleet.core.ids import ModelName
 from fleet.core.system_clock import SystemClock, unix_seconds
 from fleet.core.telemetry import RouterProcessMetrics
+from fleet.frontend.answer_journal import AnswerJournal
 from fleet.frontend.control.port import open_control_port
 from fleet.frontend.generation import Generation
 from fleet.frontend.grpc.service import GrpcFrontend
 from fleet.frontend.metrics.overflow import OverflowMetrics
 from fleet.frontend.openai.service import HttpFrontend, open_http_frontend
+from fleet.frontend.resume_tokens import ResumeTokens
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.net.control.access import OPEN_ACCESS
@@ -74,6 +76,8 @@ async def open_frontends(
         tenant_secret=b"secret",
         metrics=RouterProcessMetrics(registry),
         threads=threads,
+        resume_tokens=ResumeTokens(b"secret", 60, unix_seconds),
+        journal=AnswerJournal(1 << 20, 60, clock),
     )
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
     async with (

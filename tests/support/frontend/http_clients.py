@@ -79,3 +79,12 @@ def error_of(body: bytes) -> dict:
     error = json.loads(body)["error"]
     assert set(error) - {"cause"} == {"message", "type", "param", "code"}
     return error
+
+
+def sse_events(text: str) -> list[tuple[str, str]]:
+    """Return the whole server-sent events of a stream as pairs of id (empty: none) and data."""
+    events = []
+    for event in text.split("\n\n")[:-1]:
+        fields = dict(line.split(": ", 1) for line in event.split("\n"))
+        events.append((fields.get("id", ""), fields["data"]))
+    return events

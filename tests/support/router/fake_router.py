@@ -77,6 +77,9 @@ class FakeRouter:
     def explain(self, request_id: RequestId) -> Explanation | None:
         return self.explanations.get(request_id)
 
+    def fingerprint(self, request_id: RequestId) -> str:
+        return "weights" if self.submitted else ""
+
     def demand(self) -> tuple[Nanos, tuple[ModelDemand, ...], tuple[WorkerLoad, ...]]:
         return Nanos(0), self.demanded, ()
 
@@ -112,7 +115,7 @@ class FakeStream:
         self._arrived = arrived
         self._answer: Sequence[int] = router.answer
         self._logprobs = router.logprobs
-        self._sent = 0
+        self._sent = len(arrived.answered)
         self._steps = 0
         self._finish: Finish | None = None
         self._complete = False

@@ -1,4 +1,4 @@
-"""Scenario of `fleet sim`. It reads its model from `model.json` in the same folder, for example `LLAMA_8B`."""
+"""Scenario of `fleet sim`. It reads its model from `model.json` in the same folder, for example `model_configs.LLAMA_8B`."""
 
 SCENARIO = """
 model = "model.json"

@@ -14,7 +14,7 @@ from fleet.hardware.latency.linear import EngineLatency
 from fleet.planner.decisions import PlanGoals, PlannedPool
 from fleet.planner.demand import RecentRequest
 from fleet.planner.messages import PoolName
-from fleet.planner.rehearsal import RehearsalSkipped
+from fleet.planner.ports import RehearsalSkipped
 from fleet.planner.sizing.capacity import linear_engine
 
 BOTH = PoolName("both")

@@ -15,9 +15,15 @@ from fleet.planner.decisions import DecisionReason, PlanConditionType, PlanDecis
 from fleet.planner.demand import DemandWindow
 from fleet.planner.loop import OBSERVE_SECONDS, STARTING_SECONDS, PlannerLoop, decide_in_place, decide_in_thread
 from fleet.planner.messages import Observation, PlanId, PoolName, PoolObservation
-from fleet.planner.ports import ConnectorUnreachable, PlanConflict, PlanRefused
+from fleet.planner.ports import (
+    ConnectorUnreachable,
+    PlanConflict,
+    PlanRefused,
+    PoolsPrediction,
+    RehearsalResult,
+    RehearsalSkipped,
+)
 from fleet.planner.records import PlanHistory, PlanState
-from fleet.planner.rehearsal import PoolsPrediction, RehearsalResult, RehearsalSkipped
 from fleet.planner.settings import FolderTarget, LoadRuleSettings, PlannerMode, PlannerSettings, RouterDemandSettings
 from fleet.sim.kernel import Kernel
 from fleet.sim.virtual_loop import VirtualLoop

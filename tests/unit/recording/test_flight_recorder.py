@@ -89,6 +89,8 @@ def test_recording_has_no_content_and_no_secrets(tmp_path):
         machine.handle(WorkerStepped(worker_id="w0", progress=(answer,)), Nanos(START + 2))
         said = Rejected(request_id=work, reason=Reason.INVALID_ARGUMENT, message=secret)
         machine.handle(AttemptRejected(worker_id="w0", rejected=said), Nanos(START + 3))
+        resumed = an_arrival(request_id="r2", tokens=prompt, answered=(987_654_321,) * 30)
+        assert isinstance(machine.handle(resumed, Nanos(START + 4))[0], Dispatch)
 
     content = path.read_text()
 
@@ -106,14 +108,14 @@ def test_recording_has_no_content_and_no_secrets(tmp_path):
 
 def test_full_recording_ends_with_a_note_and_router_goes_on(tmp_path, caplog):
     path = tmp_path / "flight"
-    recorder, machine = a_flight(path, most_bytes=4000)
+    recorder, machine = a_flight(path, most_bytes=5000)
     with recorder:
         machine.handle(joined(), START)
         for number in range(100):
             machine.handle(an_arrival(request_id=f"r{number}"), Nanos(START + number))
 
     assert machine.snapshot().active == 100
-    assert path.stat().st_size < 4200
+    assert path.stat().st_size < 5200
     assert "recording stopped at its full size" in caplog.text
     replayed = RecordingReplay(path).run()
     assert replayed.agree

@@ -1049,6 +1049,43 @@ def test_begun_answer_ends_if_only_other_weights_are_left():
     assert refusal.retry_after_ms > 0
 
 
+def test_answer_of_another_router_goes_on_after_its_tokens():
+    router = RouterMachineDriver(*ONE)
+    first = the(Dispatch, router.send(an_arrival(sampling=GREEDY, answered=(11, 12), fingerprint=FINGERPRINT)))
+
+    assert token_ids(first.start.tokens) == [*range(1, 11), 11, 12]
+    assert first.start.sampling.max_tokens == GREEDY.max_tokens - 2
+    router.join("d2")
+    router.step(first, 13)
+    second = the(Dispatch, router.leave(first.worker_id))
+    assert token_ids(second.start.tokens) == [*range(1, 11), 11, 12, 13]
+    assert router.machine.fingerprint(RequestId("r1")) == FINGERPRINT
+
+
+def test_answer_of_another_router_keeps_its_state():
+    router = RouterMachineDriver()
+    router.join("d1", continued_fields=STATE_FIELDS)
+
+    work = the(Dispatch, router.send(an_arrival(sampling=SEEDED, answered=(11, 12), fingerprint=FINGERPRINT)))
+
+    assert (work.start.phase, work.start.generated_tokens) == (Phase.AGGREGATED, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [({"sampling": SEEDED, "fingerprint": FINGERPRINT}, "seed"), ({"fingerprint": "other weights"}, "weights")],
+)
+def test_answer_of_another_router_that_cannot_go_on_is_refused(fields, why):
+    router = RouterMachineDriver(*ONE)
+
+    refusal = the(Reject, router.send(an_arrival(**{"sampling": GREEDY, "answered": (11,), **fields})))
+
+    assert refusal.reason is Reason.WORKER_LOST
+    assert "cannot be resumed" in refusal.message
+    assert why in refusal.message
+    assert router.booked("d1") == (0, 0, 0)
+
+
 def test_unseen_answer_starts_over_with_other_weights():
     router = RouterMachineDriver(*ONE)
     first = the(Dispatch, router.send(an_arrival(sampling=GREEDY, whole=True)))

@@ -275,8 +275,12 @@ async def test_drain_finishes_running_requests_only():
 async def test_drain_ends_after_its_limit():
     async with a_router() as router:
         await router.join()
-        async with router.server.submit(an_arrival()):
+        async with router.server.submit(an_arrival()) as events:
             assert await router.server.drain(Nanos(10 * MILLISECOND)) == 1
+            with pytest.raises(RequestRejected) as refusal:
+                await anext(events)
+
+        assert refusal.value.reason is Reason.DRAINING
 
 
 async def test_server_passes_views_of_the_machine():

@@ -38,7 +38,7 @@ from workers.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-OUTPUTS = 64  # steps by which the consumer may be late before the engine waits for it
+OUTPUTS = 64  # outputs that are queued for the consumer; the engine waits when the queue is full
 HANG_SECONDS = 0.05  # how often a hung engine checks whether the fault still exists
 CATCH_UP_SECONDS = 0.02  # the delay that later steps make up for; timers have a resolution of a millisecond
 NO_WORKER = WorkerId("")  # the server fills in this worker's id

@@ -151,7 +151,7 @@ class _Tracked:
 
 
 class StorePlanner:
-    """The scheduler side of the connector, as decisions.
+    """The decisions of the KV connector in the engine's scheduler.
 
     It is not thread-safe, because the engine's scheduler has one thread.
     """

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. Fields that would change the answer and cannot be obeyed are rejected by name; unknown fields are ignored.
+1. Fields that would change the answer and are not supported are rejected by name; unknown fields are ignored.
 2. A result of a tool becomes a message of its own, before the other content of its turn.
 3. `cache_control` has no effect, because every prefix is cached. `input_tokens` leaves out the tokens that a cache held,
    and `cache_read_input_tokens` counts them; a stream knows them only at its end.

@@ -3,7 +3,7 @@
 Rules:
 
 1. Nothing is stored. Fields that need a stored response or conversation, and tools that run at the server, are rejected
-   by name. Other fields that would change the answer and cannot be obeyed are rejected too; unknown fields are ignored.
+   by name. Other fields that would change the answer and are not supported are rejected too; unknown fields are ignored.
 2. Items that a model wrote in one turn (reasoning, text, calls) become one message of the assistant.
 3. A stream has the same output items as the answer in one piece, with the same ids.
 """

@@ -10,7 +10,7 @@ from http import HTTPStatus
 import msgspec
 
 from fleet.core.clock import Clock
-from fleet.core.errors import RequestRejected, draining_rejection
+from fleet.core.errors import RequestRejected, draining_rejection, invalid
 from fleet.core.ids import RequestId
 from fleet.core.requests import Admitted, Delta, Finished, GenerateRequest, ModelCard, TokenPrompt
 from fleet.core.system_clock import unix_seconds
@@ -80,6 +80,8 @@ class TranslatedFrontend:
             hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
             asked = api.read(exchange.request.body, request_id, self._clock.now(), hinted)
             names = asked.chat.names
+            if asked.chat.request.resumable:
+                raise invalid("resumable", "is for /v1/chat/completions and /v1/completions")
             if asked.chat.stream:
                 await self._stream(exchange, asked)
             else:

@@ -19,7 +19,7 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, wan
 
 
 class ChironRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of Chiron."""
+    """Settings of the scaling rule Chiron."""
 
     pressure: float = 0.6
     busy: float = 0.5

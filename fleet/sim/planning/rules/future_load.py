@@ -1,7 +1,7 @@
 """Future load: the replicas that requests will need, for rules with hindsight.
 
-The need of a pool is a fluid figure: the work of the requests that arrive around an instant over the work that one replica does. It guides
-the search of these rules; their figures come from replays like all others.
+The need of a pool is an estimate without queueing: the work of the requests that arrive around an instant, divided by the work that one
+replica does in that time. These rules only use it to guide their search. Their results are measured by replays, like those of all rules.
 """
 
 from collections.abc import Sequence

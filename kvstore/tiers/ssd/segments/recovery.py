@@ -1,7 +1,7 @@
 """Segment recovery: finds out what a segment file holds when the tier is opened.
 
-A sound footer is believed, because each read of a block compares its header anyway. If the footer is missing (the process
-was killed) or damaged, the whole file is read, and each record with a sound header and payload counts. The writes of a
+An undamaged footer is trusted, because each read of a block compares its header anyway. If the footer is missing (the process
+was killed) or damaged, the whole file is read, and each record with an undamaged header and payload counts. The writes of a
 killed process may have reached the file in any order, so the search goes on page by page after a damaged record.
 """
 
@@ -39,7 +39,7 @@ class RecoveredSegment(Struct, frozen=True, kw_only=True):
 
     nonce: bytes
     sequence: int
-    next_page: int  # after the last sound record
+    next_page: int  # after the last undamaged record
     last_sequence: int  # the highest of the segment and its records
     keys: list[Key]
     pages: "array[int]"
@@ -146,7 +146,7 @@ class _Window:
 
 
 def _records(window: _Window, nonce: bytes) -> Iterator[RecordHeader]:
-    """Yield all sound records with this nonce, in file order."""
+    """Yield all undamaged records with this nonce, in file order."""
     page = FIRST_PAGE
     while (found := _next_header(window, nonce, page)) is not None:
         behind = found.page + record_pages(found.length)

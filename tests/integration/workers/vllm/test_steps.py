@@ -1,6 +1,5 @@
 """Tests of the steps that a vLLM engine shows to the watchdog, without new tokens and with a stopped process."""
 
-import asyncio
 import signal
 from collections.abc import Iterator
 
@@ -15,7 +14,7 @@ from tests.contract.workers.engine_contract import (
     steps_of,
 )
 from tests.support.fleet_processes import alive
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, pace, until_still
 from tests.support.workers.engine_driver import EngineDriver, an_attempt, fresh_prompt
 from tests.support.workers.vllm_engines import VllmEngines, hosted, vllm_worker
 from workers.engines.vllm import launch as vllm_launch
@@ -68,9 +67,9 @@ async def steps_when_stopped(one: EngineDriver, rank: psutil.Process) -> tuple[i
     one.submit(start)
     await one.until(lambda: len(one.tokens[start.request_id]) >= 2)
     rank.send_signal(signal.SIGSTOP)
-    await asyncio.sleep(STILL_SECONDS)
+    await until_still(lambda: steps_of(one), STILL_SECONDS)
     still = steps_of(one)
-    await asyncio.sleep(STILL_SECONDS)
+    await pace(STILL_SECONDS, "a running engine makes a hundred steps in this time")
     assert is_working(one)
     return still, steps_of(one)
 

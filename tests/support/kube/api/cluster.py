@@ -187,14 +187,14 @@ class ObjectStore:
                 "resourceVersion", None
             )  # any version passes, since no object exists that it could differ from
             _, claims = ownership.apply(None, applied, manager, resource.shape, ages.now(), force=options.force)
-            typed_patches.check_quantities(applied, resource)
+            typed_patches.check_conversion(applied, resource)
             made = self.create(resource, namespace, applied, msgspec.structs.replace(options, dry_run=True))
             item = clone(made.item)
             ownership.write_claims(item["metadata"], claims)
             return Written(self._keep(resource, namespace, item, options), created=True)
         live = as_version(live, resource)
         merged, claims = ownership.apply(live, applied, manager, resource.shape, ages.now(), force=options.force)
-        typed_patches.check_quantities(merged, resource)
+        typed_patches.check_conversion(merged, resource)
         return self._change(resource, namespace, live, merged, options, claims=claims)
 
     def _change(

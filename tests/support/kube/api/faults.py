@@ -1,8 +1,7 @@
 """Faults that tests order: which requests go wrong, how, and how often.
 
-A test orders them by `POST /fleet-test/faults` and reads them by `GET`. A fault strikes the requests that match all of
-its
-conditions, as often as it says; then it is over.
+A test orders them by `POST /fleet-test/faults` and reads them by `GET /fleet-test/faults`. A fault strikes the requests
+that match all of its conditions, as often as it says; then it is over.
 """
 
 from typing import Literal

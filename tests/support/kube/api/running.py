@@ -18,6 +18,7 @@ from aiohttp import web
 from tests.support.certificates import Authority
 from tests.support.kube.api.cluster import ObjectStore
 from tests.support.kube.api.http.server import KubeHttpServer
+from tests.support.waiting import turns
 
 STOP_SECONDS = 10
 
@@ -106,7 +107,7 @@ def an_api_server(
 
     async def stop() -> None:
         loop.remove_reader(listening.fileno())
-        await asyncio.sleep(0)  # see `kvstore.net.listeners.stop_listening`
+        await turns()  # see `kvstore.net.listeners.stop_listening`
         await runner.cleanup()
 
     listening = socket.create_server(("127.0.0.1", port))

@@ -38,24 +38,36 @@ def check_types(applied: Object, resource: ServedResource) -> None:
         raise _error(f"failed to create typed patch object ({_names(applied, resource)}): {text}")
 
 
-def check_quantities(merged: Object, resource: ServedResource) -> None:
-    """Check the quantities of the resulting object.
+def check_conversion(merged: Object, resource: ServedResource) -> None:
+    """Check what the resulting object's conversion to Go's types refuses: bad quantities, and fractions for integers.
 
     Raises:
-        ApiError: One cannot be parsed (500).
+        ApiError: A value cannot be converted (500).
     """
     if resource.custom:
         return
+    if _has_fraction(merged, resource.shape):
+        raise _unconvertible(merged, resource, "cannot convert float64 to int32")
     for part in every_dict(merged):
         for name in ("limits", "requests", "overhead"):
             values = part.get(name)
             for each in values.values() if isinstance(values, dict) else ():
                 if isinstance(each, str) and not QUANTITY.fullmatch(each):
-                    kind = _kind(resource)
-                    raise _error(
-                        f"failed to convert new object ({_names(merged, resource)}) to proper version: "
-                        f"unable to convert unstructured object to {kind}: {QUANTITY_TEXT}"
-                    )
+                    raise _unconvertible(merged, resource, QUANTITY_TEXT)
+
+
+def _has_fraction(value: Json, shape: StructuralSchema) -> bool:
+    if isinstance(value, dict):
+        children = ((each, shape.field(name)) for name, each in value.items())
+        return any(child is not None and _has_fraction(each, child) for each, child in children)
+    if isinstance(value, list):
+        return any(_has_fraction(each, shape.item) for each in value)
+    return shape.type == "integer" and isinstance(value, float) and not value.is_integer()
+
+
+def _unconvertible(item: Object, resource: ServedResource, why: str) -> ApiError:
+    where = f"failed to convert new object ({_names(item, resource)}) to proper version"
+    return _error(f"{where}: unable to convert unstructured object to {_kind(resource)}: {why}")
 
 
 def _error(text: str) -> ApiError:

@@ -11,7 +11,7 @@ from operators.manifests.names import REVISION, ROLE, DesiredDeployment
 from operators.manifests.objects import DIGEST
 from operators.manifests.pods import Images
 from operators.observed.state import ApiRefusal, ObservedChild, ObservedRouter, ObservedState, PodDeletionCost
-from operators.scaling import RevisionReplicas
+from operators.replica_steps import RevisionReplicas
 
 IMAGES = Images(router="router", worker_cpu="cpu", worker_cuda="cuda", worker_rocm="rocm")
 NOW, LATER = "2026-11-22T00:00:00Z", "2026-11-22T01:00:00Z"

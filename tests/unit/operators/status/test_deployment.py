@@ -6,7 +6,7 @@ import pytest
 from operators.controller.reconcile import reconcile
 from operators.observed.state import ObservedRouter
 from operators.probes.evidence import ProbeCompletion, ProbeEvidence, ProbeFailure, RunningPod, answered, failed
-from operators.scaling import RevisionReplicas
+from operators.replica_steps import RevisionReplicas
 from tests.unit.operators.controller.test_reconcile import IMAGES, LATER, NOW, Cluster, condition, desired_deployment
 
 DIRECT = {"kvTransfer": {"paths": ["direct"]}}

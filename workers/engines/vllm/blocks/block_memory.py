@@ -257,26 +257,26 @@ class _Streams:
         self._saves = torch.cuda.Stream(device)
 
     def loads_wait(self) -> Wait:
-        """Return a function that lets later loads wait for all that is on the calling thread's current stream now."""
+        """Return a function that makes later loads wait for the work that the calling thread's current stream has now."""
         launched = self._cuda.current_stream(self._device).record_event()
         return lambda: self._loads.wait_event(launched)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Put the work of the block on the stream of loads, and wait for it at the end."""
+        """Run the GPU work of the `with` statement on the CUDA stream for loads, and wait for it at the end."""
         with self._cuda.stream(self._loads):
             yield
         self._loads.synchronize()
 
     @contextmanager
     def saving(self, gathered: "torch.Tensor") -> Iterator[Wait]:
-        """Put the work of the block on the stream of saves, after all that is on the current stream.
+        """Run the GPU work of the `with` statement on the CUDA stream for saves, after all work of the current stream.
 
         Args:
-            gathered: The tensor that the block reads; its memory is kept until the block's work has ended.
+            gathered: The tensor that this work reads. Its memory is not reused before the work has ended.
 
         Yields:
-            Function that waits for the block's work.
+            Function that waits for this work.
         """
         self._saves.wait_stream(self._cuda.current_stream(self._device))
         copied = self._cuda.Event()

@@ -79,10 +79,10 @@ class RankPosition(Struct, frozen=True):
 
     @classmethod
     def of(cls, namespace: KvNamespace, *, rank: int, ranks: int) -> Self:
-        """Return the position of a rank.
+        """Return the position of a rank, with the part of each block that the rank holds.
 
         Raises:
-            LayoutMismatch: The heads cannot be shared out among so many ranks.
+            LayoutMismatch: The heads cannot be divided among so many ranks.
         """
         shape = BlockShape.of(namespace)
         return cls(rank, ranks, shape.replicas(ranks), RankShard.of_rank(shape, tp=ranks, rank=rank))

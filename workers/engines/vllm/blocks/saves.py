@@ -42,11 +42,11 @@ log = logging.getLogger(__name__)
 
 STAGING_BYTES = 64 << 20  # 500 blocks of a tiny model, 6 of a large one
 MIN_STAGED_BLOCKS = 16  # a decode step of 16 requests may complete this many
-PAUSE_SECONDS = 0.02  # without the begin or end of a step: nothing runs, or one long step that a write hardly slows
+PAUSE_SECONDS = 0.02  # if no step begins or ends for so long, a write hardly slows the engine
 LONGEST_WAIT_SECONDS = (
     0.25  # a computed block waits at most this long before it is saved; until then other engines compute it again
 )
-LAG_SECONDS = 1.0  # the time by which a rank's staging may be later than the first rank's
+LAG_SECONDS = 1.0  # how long a rank waits for its own copy of a block that the first rank has staged already
 CLOSE_SECONDS = 5.0  # for writing staged blocks when the engine stops
 
 

@@ -1,10 +1,12 @@
 """AIBrix's prefix-cache rule (vllm-project/aibrix v0.7), with the defaults of its code.
 
-    if most requests - least > imbalance:  the worker with the fewest requests
-    else: by match, then by requests, the first that has no more than mean + deviations × standard deviation of them
+1. If the largest and the smallest number of requests of a worker differ by more than `imbalance`, the worker with the
+   fewest requests is taken.
+2. Otherwise, workers with more requests than mean + `deviations` × standard deviation are left out. Of the others, the one
+   with the longest cached prefix is taken; among equal ones, that with the fewest requests.
+3. If no worker is left, the worker with the fewest requests is taken.
 
-If no worker is below that bound, the worker with the fewest requests is taken. AIBrix's documentation says 16 requests and 2
-deviations.
+AIBrix's documentation states other defaults than its code: 16 requests and 2 deviations.
 """
 
 from msgspec import Struct
@@ -14,7 +16,7 @@ from fleet.router.policy import Candidates, Floats, PlacementRequest, RandomSour
 
 
 class PrefixMatch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rule above as a picker: costs of scorers are ignored."""
+    """A picker that follows these rules and ignores the costs of scorers."""
 
     imbalance: int = 8
     deviations: float = 1.0

@@ -1,4 +1,7 @@
-"""Checksums for transports that need them before they write."""
+"""Implementation of `put_summing` for transports that need checksums before they write.
+
+`kvstore.native.checksums` computes them; readers compare them (`docs/glossary.md`, "checksum").
+"""
 
 from collections.abc import Callable, Sequence
 

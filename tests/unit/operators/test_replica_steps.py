@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 
-from operators.scaling import PairSide, RevisionReplicas, ScaledRole, ScalingBounds, next_changes, targets
+from operators.replica_steps import PairSide, RevisionReplicas, ScaledRole, ScalingBounds, next_changes, targets
 
 
 def a_pool(name="prefill", target=1, *replicas, **fields):

@@ -1,6 +1,6 @@
-"""Scaling: the next number of replicas of each role and revision.
+"""Replica steps: the next number of replicas of each role and revision, for scaling, rebalancing and rollouts. Pure.
 
-Scaling, rebalancing and rollouts are one walk of small steps. Pure.
+All three are one walk of small steps. `operators.controller.reconcile` asks for one step in each call.
 
 Rules:
 

@@ -1,0 +1,112 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleet.core.clock import SECOND
+from fleet.frontend.answer_journal import ENTRY_BYTES, AnswerJournal, JournalEntry
+from fleet.peers.messages import decode_answer, encode_answers
+from tests.support.kvstore.builders import ManualClock
+
+A, B, C = 1, 2, 2**64 - 1
+
+
+def a_journal(max_bytes: int = 1 << 20, clock: ManualClock | None = None) -> AnswerJournal:
+    return AnswerJournal(max_bytes, 60, clock or ManualClock())
+
+
+def test_tokens_are_those_that_were_noted_in_order():
+    journal = a_journal()
+    journal.note(JournalEntry(A, 0, 0, (1, 2)))
+    journal.note(JournalEntry(B, 0, 0, (9,)))
+    journal.note(JournalEntry(A, 0, 2, (3,)))
+    assert journal.tokens(A) == (1, 2, 3)
+    assert journal.tokens(B) == (9,)
+    assert journal.tokens(C) == ()
+
+
+def test_resumed_answer_replaces_what_its_client_never_got():
+    journal = a_journal()
+    journal.note(JournalEntry(A, 0, 0, (1, 2, 3, 4)))
+    journal.note(JournalEntry(A, 0, 2, (7,)))
+    assert journal.tokens(A) == (1, 2, 7)
+
+
+def test_router_of_an_earlier_turn_changes_nothing():
+    journal = a_journal()
+    journal.note(JournalEntry(A, 0, 0, (1, 2, 3)))
+    journal.note(JournalEntry(A, 1, 2, (7, 8)))
+    journal.note(JournalEntry(A, 0, 3, (4,)))
+    assert journal.tokens(A) == (1, 2, 7, 8)
+
+
+def test_tokens_after_a_gap_are_not_noted():
+    journal = a_journal()
+    journal.note(JournalEntry(A, 0, 1, (5,)))
+    journal.note(JournalEntry(B, 0, 0, (1,)))
+    journal.note(JournalEntry(C, 0, 0, (1,)))
+    journal.note(JournalEntry(B, 0, 2, (3,)))
+    assert (journal.tokens(A), journal.tokens(B)) == ((), (1,))
+
+
+def test_memory_is_bounded_and_oldest_answer_goes_first():
+    journal = a_journal(2 * ENTRY_BYTES + 4 * 6)
+    journal.note(JournalEntry(A, 0, 0, (1, 2)))
+    journal.note(JournalEntry(B, 0, 0, (1, 2)))
+    journal.note(JournalEntry(A, 0, 2, (3, 4)))
+    journal.note(JournalEntry(B, 0, 2, (3,)))  # over the limit: the last tokens of A are older
+
+    assert (journal.tokens(A), journal.tokens(B)) == ((), (1, 2, 3))
+    assert journal.held_bytes == ENTRY_BYTES + 4 * 3
+
+
+@given(st.lists(st.tuples(st.sampled_from([A, B, C]), st.integers(0, 5), st.lists(st.integers(0, 9), max_size=8))))
+def test_held_bytes_agree_with_content_and_limit(notes):
+    journal = a_journal(2 * ENTRY_BYTES + 40)
+    for key, position, token_ids in notes:
+        journal.note(JournalEntry(key, 0, position, token_ids))
+        assert journal.held_bytes <= 2 * ENTRY_BYTES + 40
+    entries = list(journal.entries())
+    empty = (journal.held_bytes - sum(ENTRY_BYTES + 4 * len(each.token_ids) for each in entries)) / ENTRY_BYTES
+    assert empty in {0, 1, 2}
+
+
+def test_answer_is_forgotten_its_time_after_the_last_token():
+    clock = ManualClock()
+    journal = a_journal(clock=clock)
+    journal.note(JournalEntry(A, 0, 0, (1,)))
+    clock.move(40 * SECOND)
+    journal.note(JournalEntry(A, 0, 1, (2,)))
+    clock.move(60 * SECOND)
+    assert journal.tokens(A) == (1, 2)
+    clock.move(1)
+    assert journal.tokens(A) == ()
+    assert journal.held_bytes == 0
+
+
+def test_journal_of_no_bytes_notes_nothing():
+    journal = a_journal(0)
+    journal.note(JournalEntry(A, 0, 0, (1,)))
+    assert journal.tokens(A) == ()
+
+
+def test_peer_gets_each_entry_and_a_late_one_all_of_them():
+    first, second, late = a_journal(), a_journal(), a_journal()
+
+    def tell(entries, to):
+        for message in encode_answers(entries):
+            for answer in type(message).FromString(message.SerializeToString()).answers.answers:
+                to.heard(decode_answer(answer))
+
+    first.tell = lambda entry: tell([entry], second)
+    first.note(JournalEntry(A, 0, 0, (1, 2)))
+    first.note(JournalEntry(A, 0, 2, (2**32 - 1,)))
+    first.note(JournalEntry(B, 0, 0, tuple(np.arange(300_000).tolist())))
+    tell(first.entries(), late)
+
+    for key in (A, B):
+        assert first.tokens(key) == second.tokens(key) == late.tokens(key)
+
+
+def test_large_journal_is_told_in_several_messages():
+    entries = [JournalEntry(number, 0, 0, (1,) * 150_000) for number in range(4)]
+    assert [len(message.answers.answers) for message in encode_answers(entries)] == [2, 2]

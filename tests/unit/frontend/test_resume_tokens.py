@@ -1,0 +1,94 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from fleet.core.errors import Reason, RequestRejected
+from fleet.core.ids import ModelName, RequestId
+from fleet.frontend import resume_tokens
+from fleet.frontend.resume_tokens import MAX_FREE_RESUMES, ResumeClaims, ResumeTokens, prompt_digest
+
+CLAIMS = ResumeClaims(RequestId("mine"), "acme", 1000, 0, prompt_digest(ModelName("tiny"), b"tokens"), 7, "weights")
+
+
+class Time:
+    seconds = 1000
+
+    def __call__(self) -> int:
+        return self.seconds
+
+
+def a_router(secret: bytes = b"secret", time: Time | None = None) -> ResumeTokens:
+    return ResumeTokens(secret, 60, time or Time())
+
+
+def refusal(tokens: ResumeTokens, token: str, tenant: str = "acme") -> RequestRejected:
+    with pytest.raises(RequestRejected) as raised:
+        tokens.read(token, tenant)
+    assert raised.value.reason is Reason.INVALID_ARGUMENT
+    assert raised.value.field == "resume.token"
+    return raised.value
+
+
+def test_router_with_same_secret_reads_token():
+    assert a_router().read(a_router().issue(CLAIMS), "acme") == CLAIMS
+
+
+def test_token_of_another_tenant_or_secret_is_refused_alike():
+    token = a_router().issue(CLAIMS)
+    foreign = refusal(a_router(), token, "other")
+    assert refusal(a_router(b"another secret"), token).message == foreign.message
+
+
+@given(st.binary(max_size=200), st.data())
+def test_changed_token_is_refused(junk, data):
+    token = a_router().issue(CLAIMS)
+    place = data.draw(st.integers(0, len(token) - 2))  # the last character has unused bits
+    other = data.draw(st.sampled_from("ABCxyz019-_").filter(lambda character: character != token[place]))
+    refusal(a_router(), token[:place] + other + token[place + 1 :])
+    refusal(a_router(), junk.hex())
+    refusal(a_router(), token[: place + 1])
+
+
+@pytest.mark.parametrize("token", ["", "=", "ä", "A" * 100_000, "\x00"])
+def test_text_that_is_no_token_is_refused(token):
+    refusal(a_router(), token)
+
+
+def test_expired_token_is_refused_with_its_lifetime():
+    time = Time()
+    tokens = a_router(time=time)
+    token = tokens.issue(CLAIMS)
+    time.seconds += 60
+    assert tokens.read(token, "acme") == CLAIMS
+    time.seconds += 1
+    assert "has expired, 60 s" in refusal(tokens, token).message
+
+
+def test_second_use_of_a_token_and_many_resumes_are_charged():
+    tokens = a_router()
+    token = tokens.issue(CLAIMS)
+    assert tokens.is_free(token, CLAIMS)
+    tokens.use(token)
+    assert not tokens.is_free(token, CLAIMS)
+    often = structs.replace(CLAIMS, resumes=MAX_FREE_RESUMES)
+    assert not tokens.is_free(tokens.issue(often), often)
+
+
+def test_remembered_uses_are_bounded(monkeypatch):
+    monkeypatch.setattr(resume_tokens, "MAX_REMEMBERED_USES", 2)
+    tokens = a_router()
+    for name in ("a", "b", "c"):
+        tokens.use(name)
+    assert [name for name in ("a", "b", "c") if tokens.is_free(name, CLAIMS)] == ["a"]
+
+
+def test_digest_tells_models_and_prompts_apart():
+    digests = {prompt_digest(ModelName(model), prompt) for model in ("a", "b") for prompt in (b"", b"x")}
+    assert len(digests) == 4
+
+
+def test_resumed_request_has_an_id_of_its_own():
+    assert CLAIMS.next_id == "mine.r1"
+    long = structs.replace(CLAIMS, request_id=RequestId("x" * 128), resumes=11)
+    assert long.next_id == "x" * 120 + ".r12"

@@ -1,0 +1,219 @@
+"""Tests of resumed generations: at every cut, text and tokens together are those of an undisturbed answer."""
+
+import pytest
+from msgspec import structs
+from prometheus_client import CollectorRegistry
+
+from fleet.core.errors import Reason, RequestRejected
+from fleet.core.requests import Admitted, CallDelta, Delta, Finished, Resume, Sampling, TextPrompt
+from fleet.core.system_clock import SystemClock
+from fleet.core.telemetry import RouterProcessMetrics
+from fleet.core.work import ParsedDelta, Progress
+from fleet.frontend.generation import INLINE_TOKENS, Generation
+from fleet.frontend.resume_tokens import ResumeTokens
+from fleet.frontend.text.codec import load_codec
+from fleet.frontend.text.parsed_answer import EngineParsedAnswer
+from fleet.frontend.text.tokenizer_threads import TokenizerThreads
+from fleet.router.tenants import Tenants, TenantSettings
+from tests.support.builders import MODEL, a_request, token_ids
+from tests.support.frontend.text_model import EOS
+from tests.support.router.fake_router import FakeRouter
+
+GREEDY = Sampling(max_tokens=100, temperature=0)
+TEXT = "Zwölf 漢字 🎉 of STOP, STOPPED"
+
+
+@pytest.fixture(scope="module")
+def codec(model_dir):
+    return load_codec(model_dir)
+
+
+@pytest.fixture
+def open_generation(codec):
+    """Return a factory of the generations of several routers of one cluster."""
+    threads = TokenizerThreads()
+
+    def make(router, **tenants) -> Generation:
+        clock = SystemClock()
+        return Generation(
+            router,
+            {MODEL: codec},
+            clock=clock,
+            tenants=Tenants(tenants, clock.now()),
+            tenant_secret=b"",
+            metrics=RouterProcessMetrics(CollectorRegistry()),
+            threads=threads,
+            resume_tokens=ResumeTokens(b"secret", 60, lambda: 1000),
+        )
+
+    yield make
+    threads.close()
+
+
+async def events_of(generation, request, **options):
+    return [event async for event in generation.generate(request, **options)]
+
+
+def received(events):
+    """Return the text, the tokens and the latest resume token of these events."""
+    text = "".join(event.text for event in events if isinstance(event, Delta | Finished))
+    tokens = tuple(token for event in events if isinstance(event, Delta) for token in event.token_ids)
+    latest = [event.resume_token for event in events if isinstance(event, Admitted | Delta) and event.resume_token]
+    return text, tokens, latest[-1] if latest else ""
+
+
+def resumption(events, *, known: int | None = None) -> Resume:
+    text, tokens, token = received(events)
+    return Resume(token=token, token_ids=tokens[:known], position=len(tokens), text=text)
+
+
+@pytest.mark.parametrize("stop", [(), ("STOPPED",), ("STOP", "g S")])
+@pytest.mark.parametrize("known", [None, 0, 3])
+@pytest.mark.parametrize("step", [1, 3])
+async def test_answer_cut_anywhere_goes_on_exactly(open_generation, codec, stop, known, step):
+    answer = [*token_ids(codec.encode(TEXT))[1:], EOS]
+    first, second = (open_generation(FakeRouter(answer, step=step)) for _ in range(2))
+    request = a_request(sampling=GREEDY, stop=stop, resumable=True)
+    whole = await events_of(first, request)
+    expected, finished = received(whole), whole[-1]
+
+    for cut in range(1, len(whole)):
+        seen = whole[:cut]
+        rest = await events_of(second, structs.replace(request, resume=resumption(seen, known=known)))
+        text, tokens, _ = received(seen)
+        more, further, _ = received(rest)
+
+        assert (text + more, tokens + further) == expected[:2], cut
+        assert rest[-1].finish is finished.finish
+        assert rest[-1].stop_string == finished.stop_string
+        assert rest[-1].usage == finished.usage
+
+
+async def test_long_answer_is_replayed_in_a_thread_and_goes_on(open_generation, codec):
+    answer = token_ids(codec.encode(TEXT * 20))[1:]
+    assert len(answer) > INLINE_TOKENS + 10
+    request = a_request(sampling=structs.replace(GREEDY, max_tokens=1000), stop=("nowhere",), resumable=True)
+    whole = await events_of(open_generation(FakeRouter(answer)), request)
+    seen = whole[: INLINE_TOKENS + 5]
+
+    rest = await events_of(open_generation(FakeRouter(answer)), structs.replace(request, resume=resumption(seen)))
+
+    assert received(seen)[0] + received(rest)[0] == received(whole)[0]
+    assert received(seen)[1] + received(rest)[1] == tuple(answer)
+
+
+async def test_router_gets_tokens_and_weights_of_the_answer(open_generation, codec):
+    answer = token_ids(codec.encode(TEXT))[1:]
+    router = FakeRouter(answer)
+    request = a_request(sampling=GREEDY, resumable=True)
+    seen = (await events_of(open_generation(FakeRouter(answer)), request))[:5]
+
+    rest = await events_of(open_generation(router), structs.replace(request, resume=resumption(seen)))
+
+    (arrived,) = router.submitted
+    assert arrived.answered == tuple(answer[:4])
+    assert arrived.fingerprint == "weights"
+    assert arrived.request_id == f"{request.id}.r1"
+    again = await events_of(
+        open_generation(router), structs.replace(request, resume=resumption([*seen, *rest[:-1]][:7]))
+    )
+    assert again[0].request_id == f"{request.id}.r2", "its token comes from the second router"
+
+
+async def test_resumed_request_counts_once_against_limits(open_generation, codec):
+    answer = token_ids(codec.encode(TEXT))[1:]
+    limit = TenantSettings(requests_per_minute=1)
+    request = a_request(sampling=GREEDY, resumable=True, tenant="acme")
+    seen = (await events_of(open_generation(FakeRouter(answer), acme=limit), request))[:5]
+    second = open_generation(FakeRouter(answer), acme=limit)
+    resumed = structs.replace(request, resume=resumption(seen))
+
+    await events_of(second, resumed)
+    await events_of(second, request)  # the one request of this minute
+
+    with pytest.raises(RequestRejected) as refused:
+        await events_of(second, resumed)
+    assert refused.value.reason is Reason.RATE_LIMITED, "a token is free once"
+
+
+async def test_tokens_of_both_routers_are_charged_once(open_generation, codec):
+    answer = token_ids(codec.encode(TEXT))[1:]
+    request = a_request(sampling=GREEDY, resumable=True, tenant="acme")
+    seen = (await events_of(open_generation(FakeRouter(answer)), request))[:5]
+    threads, usage = TokenizerThreads(), Tenants({"acme": TenantSettings()}, SystemClock().now())
+    second = Generation(
+        FakeRouter(answer),
+        {MODEL: codec},
+        clock=SystemClock(),
+        tenants=usage,
+        tenant_secret=b"",
+        metrics=RouterProcessMetrics(CollectorRegistry()),
+        threads=threads,
+        resume_tokens=ResumeTokens(b"secret", 60, lambda: 1000),
+    )
+    await events_of(second, structs.replace(request, resume=resumption(seen)))
+    threads.close()
+
+    counted = usage.usage()["acme"]
+    assert (counted.requests, counted.prompt_tokens, counted.answer_tokens) == (0, 0, len(answer) - 4)
+
+
+async def refusal_of(generation, request):
+    with pytest.raises(RequestRejected) as refused:
+        await events_of(generation, request)
+    return refused.value
+
+
+async def test_token_for_another_prompt_or_tenant_is_refused(open_generation, codec):
+    generation = open_generation(FakeRouter(token_ids(codec.encode(TEXT))[1:]))
+    request = a_request(sampling=GREEDY, resumable=True, tenant="acme")
+    request = structs.replace(request, resume=resumption((await events_of(generation, request))[:5]))
+
+    for wrong in ({"prompt": TextPrompt("another prompt")}, {"tenant": "other"}):
+        refused = await refusal_of(generation, structs.replace(request, **wrong))
+        assert (refused.reason, refused.field) == (Reason.INVALID_ARGUMENT, "resume.token"), wrong
+
+
+async def test_missing_tokens_of_random_answers_are_refused(open_generation, codec):
+    generation = open_generation(FakeRouter(token_ids(codec.encode(TEXT))[1:]))
+    request = a_request(sampling=Sampling(max_tokens=100), resumable=True)
+    seen = (await events_of(generation, request))[:5]
+
+    refused = await refusal_of(generation, structs.replace(request, resume=resumption(seen, known=2)))
+
+    assert refused.reason is Reason.WORKER_LOST
+    assert "knows 2" in refused.message
+
+
+@pytest.mark.parametrize("tokens", [(7,) * 101, (1 << 31,)])
+async def test_impossible_tokens_of_an_answer_are_refused(open_generation, codec, tokens):
+    generation = open_generation(FakeRouter(token_ids(codec.encode(TEXT))[1:]))
+    request = a_request(sampling=GREEDY, resumable=True)
+    resume = structs.replace(resumption((await events_of(generation, request))[:5]), token_ids=tokens)
+
+    refused = await refusal_of(generation, structs.replace(request, resume=resume))
+
+    assert refused.field == "resume.token_ids"
+
+
+async def test_ordinary_stream_has_no_resume_tokens(open_generation, codec):
+    generation = open_generation(FakeRouter(token_ids(codec.encode(TEXT))[1:]))
+    assert received(await events_of(generation, a_request(sampling=GREEDY)))[2] == ""
+
+
+def test_engine_parsed_answer_goes_on_after_what_the_client_has():
+    answer = EngineParsedAnswer("r")
+    answer.resume(5, "Hello wo", "thought", [CallDelta(index=0, id="a", name="f", arguments='{"x"')])
+    parsed = ParsedDelta(
+        text="Hello world",
+        reasoning="thought",
+        calls=(CallDelta(index=0, id="a", name="f", arguments='{"x": 1}'),),
+        from_start=True,
+    )
+
+    delta = answer.take(Progress(request_id="r", token_ids=(9,), parsed=parsed))
+
+    assert (delta.text, delta.reasoning) == ("rld", "")
+    assert delta.calls == (CallDelta(index=0, arguments=": 1}"),)
+    assert answer.num_tokens == 6
+    assert answer.has_calls is True

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from fleet.batching.attempts import EngineLimits
 from fleet.core.ids import ModelName, StoreId, WorkerId
-from fleet.core.requests import STATE_FIELDS, TOKEN_BYTES, Sampling, TokenBytes
+from fleet.core.requests import TOKEN_BYTES, Sampling, TokenBytes
 from fleet.core.roles import KvPath
 from kvstore.block import BlockHash, chain
 from kvstore.layouts.fingerprint import describe
@@ -63,10 +63,10 @@ FACTS = EngineFacts(
     store_id=STORE_ID,
     kv=KV,
 )
-"""Facts of a worker of an older version, which continues no answer with a seed or penalties."""
-NEWER_FACTS = structs.replace(FACTS, continued_fields=STATE_FIELDS)
-NEWER_WORKERS = frozenset({WorkerId("d0")})
-"""Workers with `NEWER_FACTS`: enough that answers are continued, and few enough that some cannot be."""
+"""Facts of a worker that continues no answer with state."""
+REBUILDING_FACTS = structs.replace(FACTS, continued_fields=("frequency_penalty",))
+REBUILDING_WORKERS = frozenset({WorkerId("d0"), WorkerId("b0")})
+"""Workers with `REBUILDING_FACTS`: some answers with state are continued, and some cannot be."""
 
 _ORACLE = AnswerOracle(SIMULATED_MODEL, BLOCK_TOKENS)
 

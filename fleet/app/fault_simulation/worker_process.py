@@ -17,8 +17,8 @@ from fleet.app.fault_simulation.block_truth import (
     BLOCK_BYTES,
     FACTS,
     LIMITS,
-    NEWER_FACTS,
-    NEWER_WORKERS,
+    REBUILDING_FACTS,
+    REBUILDING_WORKERS,
     SHAPE,
     BlockTruth,
 )
@@ -153,7 +153,7 @@ class WorkerProcess(VirtualProcess):
         self.role = role
         self.worker_id = worker_id
         self.incarnation = Incarnation(f"{name}-{incarnation}")
-        facts = NEWER_FACTS if worker_id in NEWER_WORKERS else FACTS
+        facts = REBUILDING_FACTS if worker_id in REBUILDING_WORKERS else FACTS
         self.machine = WorkerMachine(role=role, facts=facts, capacity=CAPACITY)
         self.batch = Batch(LIMITS, loads=lambda _: True)
         self.lender = BlockLender(self.batch.blocks, HANDOFF_LEASE)

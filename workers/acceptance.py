@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from fleet.core.errors import Reason
-from fleet.core.requests import TOKEN_BYTES, Sampling, engine_fields
+from fleet.core.requests import TOKEN_BYTES, Sampling, engine_fields, state_fields
 from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.work import Handoff, Rejected, Start
 from kvstore.block import SALT_BYTES
@@ -24,6 +24,7 @@ def refusal(start: Start, role: Role, facts: EngineFacts) -> Rejected | None:
         or _unfit_prompt(start, facts)
         or _unfit_adapter(start, facts)
         or _unparsed(start, facts)
+        or _unfit_continuation(start, facts)
         or _unfit_kv(start, facts)
     )
 
@@ -93,6 +94,23 @@ def _unparsed(start: Start, facts: EngineFacts) -> Rejected | None:
         return None
     message = f"parsing: this worker's engine ({facts.name}) has no parser for its answers; another worker may have one"
     return Rejected(request_id=start.request_id, reason=Reason.NO_WORKER, message=message, field="parsing")
+
+
+def _unfit_continuation(start: Start, facts: EngineFacts) -> Rejected | None:
+    if not start.generated_tokens:
+        return None
+    if start.generated_tokens >= len(start.tokens) // TOKEN_BYTES:
+        return _invalid(start, "generated_tokens", "must leave at least one token of the prompt")
+    fields = state_fields(start.sampling)
+    if fields and start.phase is not Phase.AGGREGATED:
+        return _invalid(start, "generated_tokens", f"with sampling.{fields[0]} needs one worker for all")
+    if missing := [field for field in fields if field not in facts.continued_fields]:
+        message = (
+            f"generated_tokens: this worker's engine ({facts.name}) cannot continue an answer with"
+            f" sampling.{missing[0]}; another worker may"
+        )
+        return Rejected(request_id=start.request_id, reason=Reason.NO_WORKER, message=message, field="generated_tokens")
+    return None
 
 
 def _unfit_kv(start: Start, facts: EngineFacts) -> Rejected | None:

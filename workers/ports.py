@@ -53,6 +53,7 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     kv: Fingerprint | None = None  # the meaning and the layout of its blocks; None: unknown
     keeps_forms: bool = False  # true if it supports structured output
     sampling_fields: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that it supports
+    continued_fields: tuple[str, ...] = ()  # `fleet.core.requests.STATE_FIELDS` whose state it rebuilds
     adapters: tuple[LoraAdapter, ...] = ()  # LoRA adapters that it can load
     adapter_slots: int = 0  # LoRA adapters loaded at a time; 0: all of them
     parsers: AnswerParsers | None = None  # parsers of its answers; None: none

@@ -107,6 +107,7 @@ class WorkerServer:
             tokenizer_digests=tokenizer_digests,
             keeps_forms=facts.keeps_forms,
             sampling_fields=facts.sampling_fields,
+            continued_fields=facts.continued_fields,
             generation=settings.generation,
             start_seconds=start_seconds,
             parsers=facts.parsers,

@@ -101,6 +101,35 @@ class Sampling(Struct, frozen=True, kw_only=True):
         )
 
 
+STATE_FIELDS = (
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+    "form",
+    "bad_tokens",
+)
+"""Fields of `Sampling` whose effect depends on the tokens that the engine has generated. An engine that continues an
+answer has to rebuild this state from the tokens that were generated elsewhere."""
+
+
+def state_fields(sampling: Sampling) -> tuple[str, ...]:
+    """Return those of `STATE_FIELDS` that have an effect in a request."""
+    if sampling.stateless:
+        return ()
+    has_effect = (
+        sampling.seed is not None and sampling.temperature > 0,
+        sampling.presence_penalty != 0,
+        sampling.frequency_penalty != 0,
+        sampling.repetition_penalty != 1,
+        sampling.min_tokens > 1,
+        sampling.form is not None,
+        bool(sampling.bad_tokens),
+    )
+    return tuple(field for field, has in zip(STATE_FIELDS, has_effect, strict=True) if has)
+
+
 ENGINE_FIELDS = ("logit_bias", "allowed_token_ids", "bad_tokens", "prompt_logprobs")
 """Fields of `Sampling` that a worker must know; an engine may lack them. The router places a request only on a
 worker that supports all of these fields that the request uses."""

@@ -58,6 +58,8 @@ class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_di
     tokenizer_digests: TokenizerDigests | None = None
     keeps_forms: bool = False  # True if the engine can enforce structured output
     sampling_fields: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that the engine supports
+    # `fleet.core.requests.STATE_FIELDS` whose state the engine rebuilds when it continues an answer (`Start.generated_tokens`)
+    continued_fields: tuple[str, ...] = ()
     start_seconds: float = 0.0  # from the start of its process to this description; 0: unknown
     generation: str = ""  # deployment generation; only workers of one generation hand prompts over to each other
     parsers: AnswerParsers | None = None  # parsers of its answers; None: none
@@ -84,7 +86,6 @@ class ParsingTask(Struct, frozen=True, kw_only=True):
     template_args: str = ""  # as in `ChatPrompt.template_args`
     stop: tuple[str, ...] = ()  # the answer ends before any of these strings
     earlier_calls: int = 0  # tool calls of the conversation so far, because the ids of some models number them
-    answered_tokens: int = 0  # last tokens of the prompt that belong to the answer, which another worker has begun
 
 
 class Start(Struct, frozen=True, kw_only=True):
@@ -102,6 +103,10 @@ class Start(Struct, frozen=True, kw_only=True):
     session: str = ""  # session of the request; its blocks are kept while it waits
     adapter: str = ""  # LoRA adapter to run with; the worker loads it if necessary, and `salt` keeps its blocks apart
     parsing: ParsingTask | None = None  # None: the answer is not parsed
+    # The last tokens of `tokens` that are the beginning of the answer, which another worker has generated. A parser begins with them.
+    # The engine counts them as its own, for penalties, seeds, structured output and forbidden sequences. The limits in `sampling` are
+    # those of the rest of the answer.
+    generated_tokens: int = 0
 
 
 class ParsedDelta(Struct, frozen=True, kw_only=True):
@@ -111,7 +116,7 @@ class ParsedDelta(Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
     stopped: bool = False  # a stop string ended the text; the router cancels the attempt
-    # True in the first one of an attempt: it begins with the answer, so it repeats what `answered_tokens` mean.
+    # True in the first one of an attempt: it begins with the answer, so it repeats what `Start.generated_tokens` mean.
     from_start: bool = False
 
 

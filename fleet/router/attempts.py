@@ -172,7 +172,8 @@ class Attempts:
             timeout_ms=0 if arrived.deadline is None else max(1, (arrived.deadline - now) // MILLISECOND),
             session=arrived.session,
             adapter="" if arrived.adapter is None else arrived.adapter.name,
-            parsing=None if arrived.parsing is None else live.parsing(arrived.parsing),
+            parsing=arrived.parsing,
+            generated_tokens=len(live.sent),
         )
         out.append(Dispatch(worker_id=attempt.worker_id, start=start))
 

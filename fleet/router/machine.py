@@ -10,9 +10,10 @@ Rules:
 3. After a prefill attempt the request is over if its one token ended the answer; else the decode worker gets the handoff.
    `LiveRequest.ends_with_prefill_token` and `emits_prefill_token` say what happens with that token.
 4. A failed attempt (the worker left, could not be reached, or rejected it for a reason that is not the request's fault) is placed again
-   on another worker, up to `max_attempts` placements in all. Tokens that the client has become part of the prompt. If another worker
-   cannot continue in the same way, the answer starts over, provided that the client has seen nothing of it (`Arrived.whole`); else the
-   request is rejected with WORKER_LOST. An answer that another router has begun (`Arrived.answered`) is continued in the same way.
+   on another worker, up to `max_attempts` placements in all. Tokens that the client has become part of the prompt, and the attempt says
+   how many they are (`Start.generated_tokens`). If no other worker can continue in the same way, the answer starts over, provided that
+   the client has seen nothing of it (`Arrived.whole`); else the request is rejected with WORKER_LOST.
+   An answer that another router has begun (`Arrived.answered`) is continued in the same way.
 5. Messages of attempts that were given up are ignored, because each attempt has an id of its own (`fleet.router.attempts`).
 6. A deadline ends a request in any stage; the server sends `RouterTicked` when `next_deadline()` has come.
 """
@@ -26,7 +27,7 @@ from fleet.core.demand_reports import ModelDemand, WorkerLoad
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import Finish, ModelCard
-from fleet.core.roles import Phase
+from fleet.core.roles import Phase, Role
 from fleet.core.work import Handoff, Progress, Rejected
 from fleet.router.attempts import Attempts
 from fleet.router.kv_index.peer_prompts import PromptAnnouncements
@@ -240,8 +241,8 @@ class RouterMachine:
             if event.deadline <= now:
                 self._reject(live, Reason.DEADLINE_PASSED, "the deadline had passed on arrival", out)
                 return
-        if event.answered and not self._continues(live):
-            message = f"the answer cannot be resumed: {_why_it_ends(live)}; send the request again"
+        if event.answered and (hindrance := self._hindrance(live)):
+            message = f"the answer cannot be resumed: {hindrance}; send the request again"
             self._reject(live, Reason.WORKER_LOST, message, out)
             return
         # If a worker has room, the queued requests are waiting for other workers.
@@ -559,19 +560,19 @@ class RouterMachine:
         if worker is not None:  # a worker that has left needs no mark: a new incarnation may try
             live.failed_on[worker.description.worker_id, worker.description.incarnation] = None
         live.failures += 1
-        continues = self._continues(live)
+        hindrance = self._hindrance(live)
         if live.sent and live.remaining_tokens <= 0 and not live.arrived.only_end:
             self._complete(
                 live, Finish.LENGTH, now, out
             )  # the client has the whole answer; only the worker's last message is missing
-        elif not (continues or live.arrived.whole):
-            self._reject(live, Reason.WORKER_LOST, f"{message}; {_why_it_ends(live)}, send the request again", out)
+        elif hindrance and not live.arrived.whole:
+            self._reject(live, Reason.WORKER_LOST, f"{message}; {hindrance}, send the request again", out)
         elif live.failures >= self.settings.max_attempts:
             self._reject(live, reason, message, out)
         else:
             self._counters.retried += 1
             self._withdraw(live)
-            if not continues:
+            if hindrance:
                 live.start_over()
                 out.append(StartedOver(request_id=live.id))
             live.stage = advance(live.stage, RequestTransition.LOST)
@@ -583,16 +584,28 @@ class RouterMachine:
                     live, now, outcome.busy
                 )  # the request was admitted before, so the limit does not apply
 
-    def _continues(self, live: LiveRequest) -> bool:
-        """Return whether a worker can go on with the answer exactly as the one that began it would have."""
-        return live.may_continue and self._same_weights_left(live)
-
-    def _same_weights_left(self, live: LiveRequest) -> bool:
-        """Return whether the answer has not begun, or some worker has the weights that began it."""
-        if not live.fingerprint:
-            return True
-        descriptions = self.registry.candidate_table(live).topology.descriptions
-        return any(each.fingerprint == live.fingerprint for each in descriptions)
+    def _hindrance(self, live: LiveRequest) -> str:
+        """Return why no other worker can continue the answer; empty if one can, or if the answer has not begun."""
+        if not live.sent:
+            return ""
+        if not live.may_continue:
+            return "a part of its answer was passed on, and another server cannot continue it"
+        alike = [
+            each
+            for each in self.registry.candidate_table(live).topology.descriptions
+            if not live.fingerprint or each.fingerprint == live.fingerprint
+        ]
+        if live.fingerprint and not alike:
+            return "no other worker has the weights that began the answer"
+        fields = live.continued_fields
+        if fields and not any(
+            set(fields) <= set(each.continued_fields)
+            and each.role is not Role.PREFILL
+            and (each.worker_id, each.incarnation) not in live.failed_on
+            for each in alike
+        ):
+            return f"no other worker can continue an answer with {', '.join(fields)}"
+        return ""
 
     # Ends.
 
@@ -769,12 +782,3 @@ class RouterMachine:
                 assert live.attempt.worker_id in live.reserved_on, live
         due = sorted(live.id for live in self.live_requests.values() if live.arrived.deadline is not None)
         assert due == sorted(self._deadlines.ids())
-
-
-def _why_it_ends(live: LiveRequest) -> str:
-    """Return why no other worker can continue an answer that has begun."""
-    if live.arrived.only_end:
-        return "a part of its answer was passed on, and another server cannot continue it"
-    if live.may_continue:
-        return "no other worker has the weights that began the answer"
-    return "another worker cannot continue with this sampling"

@@ -51,7 +51,8 @@ class Placer:
         learned = break_even if counts else None
         outcome = decide(placement_request, candidate_table, self._policy, settings, self._rng, learned)
         if isinstance(outcome, Rejection) and live.failures:  # rule 2
-            free = structs.replace(placement_request, placement=Placement.AUTO, kv_path=None, pin=None)
+            anyhow = Placement.AGGREGATED if placement_request.continues else Placement.AUTO
+            free = structs.replace(placement_request, placement=anyhow, kv_path=None, pin=None)
             outcome = decide(free, candidate_table, self._policy, settings, self._rng, learned)
             if isinstance(outcome, Rejection):
                 message = f"the worker was lost; {outcome.message}"

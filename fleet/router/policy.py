@@ -77,6 +77,9 @@ class PlacementRequest(Struct, frozen=True, kw_only=True, gc=False):
     fingerprint: str = (
         ""  # the fingerprint of the worker that began the answer, which the next one must share; empty: any
     )
+    continues: tuple[
+        str, ...
+    ] = ()  # `fleet.core.requests.STATE_FIELDS` of a begun answer, whose state the worker must rebuild
     first_key: int = 0  # block key of the first full block; 0: there is none
     seconds_left: float | None = None  # time left for the first token
     now: Nanos = Nanos(0)  # the instant of the decision

@@ -118,6 +118,7 @@ class Start(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     PARSING_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     phase: Global___WorkPhase.ValueType
     tokens: _builtins.bytes
@@ -133,6 +134,11 @@ class Start(_message.Message):
     """Conversation or agent that the request belongs to; its blocks are kept while it waits for something else. Empty: none."""
     adapter: _builtins.str
     """Name of the adapter (LoRA) to run with; loaded first where it is not. `salt` keeps its blocks apart. Empty: none."""
+    generated_tokens: _builtins.int
+    """Last tokens of `tokens` that are the beginning of the answer, which another worker has generated. Parsing begins with them. The
+    state of penalties, seeds, structured output and forbidden sequences counts them as generated. `max_tokens` and `min_tokens` are
+    those of the rest.
+    """
     @_builtins.property
     def sampling(self) -> Global___WorkSampling: ...
     @_builtins.property
@@ -156,10 +162,11 @@ class Start(_message.Message):
         session: _builtins.str = ...,
         adapter: _builtins.str = ...,
         parsing: Global___Parsing | None = ...,
+        generated_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "parsing", b"parsing", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "handoff", b"handoff", "kv_path", b"kv_path", "parsing", b"parsing", "phase", b"phase", "priority", b"priority", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "timeout_ms", b"timeout_ms", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "generated_tokens", b"generated_tokens", "handoff", b"handoff", "kv_path", b"kv_path", "parsing", b"parsing", "phase", b"phase", "priority", b"priority", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "timeout_ms", b"timeout_ms", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -192,7 +199,7 @@ class Parsing(_message.Message):
     earlier_calls: _builtins.int
     """tool calls of the conversation before this answer"""
     answered_tokens: _builtins.int
-    """last tokens of the prompt that belong to the answer, which another worker has begun"""
+    """as `generated_tokens` of the work, for workers of older versions"""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """the answer ends before any of these"""
@@ -528,6 +535,7 @@ class Description(_message.Message):
     START_SECONDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELDS_FIELD_NUMBER: _builtins.int
     PARSERS_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     """New at each start of the worker process."""
@@ -584,6 +592,12 @@ class Description(_message.Message):
     def parsers(self) -> Global___Parsers:
         """of its answers; not set: none"""
 
+    @_builtins.property
+    def continued_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fields of WorkSampling whose state it rebuilds from `generated_tokens`: "seed", "presence_penalty", "frequency_penalty",
+        "repetition_penalty", "min_tokens", "form", "bad_tokens".
+        """
+
     def __init__(
         self,
         *,
@@ -611,10 +625,11 @@ class Description(_message.Message):
         start_seconds: _builtins.float = ...,
         sampling_fields: _abc.Iterable[_builtins.str] | None = ...,
         parsers: Global___Parsers | None = ...,
+        continued_fields: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["golden", b"golden", "kv", b"kv", "parsers", b"parsers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "block_tokens", b"block_tokens", "decode_speed", b"decode_speed", "engine", b"engine", "fingerprint", b"fingerprint", "generation", b"generation", "golden", b"golden", "incarnation", b"incarnation", "keeps_forms", b"keeps_forms", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "labels", b"labels", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "parsers", b"parsers", "prefill_speed", b"prefill_speed", "role", b"role", "sampling_fields", b"sampling_fields", "start_seconds", b"start_seconds", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "block_tokens", b"block_tokens", "continued_fields", b"continued_fields", "decode_speed", b"decode_speed", "engine", b"engine", "fingerprint", b"fingerprint", "generation", b"generation", "golden", b"golden", "incarnation", b"incarnation", "keeps_forms", b"keeps_forms", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "labels", b"labels", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "parsers", b"parsers", "prefill_speed", b"prefill_speed", "role", b"role", "sampling_fields", b"sampling_fields", "start_seconds", b"start_seconds", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -797,7 +812,7 @@ class Parsed(_message.Message):
     stopped: _builtins.bool
     """a stop string has ended the text"""
     from_start: _builtins.bool
-    """begins with the answer, and so repeats what `answered_tokens` mean"""
+    """begins with the answer, and so repeats what `generated_tokens` mean"""
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.CallDelta]: ...
     def __init__(

@@ -206,6 +206,7 @@ def encode_description(description: WorkerDescription) -> pb.Description:
         generation=description.generation,
         start_seconds=description.start_seconds,
         sampling_fields=description.sampling_fields,
+        continued_fields=description.continued_fields,
         parsers=_parsers_to_wire(description.parsers),
     )
 
@@ -243,6 +244,7 @@ def decode_description(description: pb.Description) -> WorkerDescription:
         generation=description.generation,
         start_seconds=_start_seconds(description.start_seconds),
         sampling_fields=tuple(description.sampling_fields),
+        continued_fields=tuple(description.continued_fields),
         parsers=_parsers_from_wire(description.parsers) if description.HasField("parsers") else None,
     )
 
@@ -306,11 +308,12 @@ def _start_to_wire(start: Start) -> pb.Start:
         kv_path=start.kv_path.value if start.kv_path is not None else "",
         session=start.session,
         adapter=start.adapter,
-        parsing=None if start.parsing is None else _parsing_to_wire(start.parsing),
+        parsing=None if start.parsing is None else _parsing_to_wire(start.parsing, start.generated_tokens),
+        generated_tokens=start.generated_tokens,
     )
 
 
-def _parsing_to_wire(parsing: ParsingTask) -> pb.Parsing:
+def _parsing_to_wire(parsing: ParsingTask, generated_tokens: int) -> pb.Parsing:
     return pb.Parsing(
         tools=parsing.tools,
         tool_choice=parsing.tool_choice.value,
@@ -319,13 +322,11 @@ def _parsing_to_wire(parsing: ParsingTask) -> pb.Parsing:
         template_args=parsing.template_args,
         stop=parsing.stop,
         earlier_calls=parsing.earlier_calls,
-        answered_tokens=parsing.answered_tokens,
+        answered_tokens=generated_tokens,
     )
 
 
-def _parsing_from_wire(parsing: pb.Parsing, tokens: int) -> ParsingTask:
-    if parsing.answered_tokens > tokens:
-        raise MalformedMessage("start.parsing.answered_tokens", f"is more than the {tokens} tokens of the prompt")
+def _parsing_from_wire(parsing: pb.Parsing) -> ParsingTask:
     return ParsingTask(
         tools=parsing.tools,
         tool_choice=_named(ToolChoice, parsing.tool_choice, "start.parsing.tool_choice"),
@@ -334,7 +335,6 @@ def _parsing_from_wire(parsing: pb.Parsing, tokens: int) -> ParsingTask:
         template_args=parsing.template_args,
         stop=tuple(parsing.stop),
         earlier_calls=parsing.earlier_calls,
-        answered_tokens=parsing.answered_tokens,
     )
 
 
@@ -350,6 +350,11 @@ def _start_from_wire(start: pb.Start) -> Start:
             )
         if len(start.salt) not in (0, SALT_BYTES):
             raise MalformedMessage("start.salt", f"has 0 or {SALT_BYTES} bytes, not {len(start.salt)}")
+        generated = start.generated_tokens or start.parsing.answered_tokens  # older routers send only the latter
+        if generated and generated >= (tokens := len(start.tokens) // TOKEN_BYTES):
+            raise MalformedMessage(
+                "start.generated_tokens", f"is {generated}, but must be less than the {tokens} tokens with the prompt"
+            )
         return Start(
             request_id=RequestId(request_id),
             phase=phase,
@@ -362,9 +367,8 @@ def _start_from_wire(start: pb.Start) -> Start:
             timeout_ms=start.timeout_ms,
             session=start.session,
             adapter=start.adapter,
-            parsing=_parsing_from_wire(start.parsing, len(start.tokens) // TOKEN_BYTES)
-            if start.HasField("parsing")
-            else None,
+            parsing=_parsing_from_wire(start.parsing) if start.HasField("parsing") else None,
+            generated_tokens=generated,
         )
     except MalformedMessage as error:
         error.request_id = RequestId(request_id)  # tells which request the rejection concerns

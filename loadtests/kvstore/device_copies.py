@@ -1,6 +1,6 @@
 """Benchmark of block copies between an accelerator and pinned host memory: ``python -m loadtests.kvstore.device_copies --json FILE``.
 
-It measures `workers.engines.vllm.block_memory.DeviceBlocks` beside the raw limit, which is one copy of as many bytes between
+It measures `workers.engines.vllm.blocks.block_memory.DeviceBlocks` beside the raw limit, which is one copy of as many bytes between
 pinned memory and the device. All rows take turns in every round. "Busy" means that another thread keeps steps of some
 milliseconds running on the engine's stream, as a loaded engine does. The store is not part of it: `read` fills nothing.
 """
@@ -18,7 +18,7 @@ from typing import Any, Self, cast
 import torch
 
 from kvstore.messages import Match
-from workers.engines.vllm.block_memory import BlockReader, DeviceBlocks
+from workers.engines.vllm.blocks.block_memory import BlockReader, DeviceBlocks
 from workers.engines.vllm.store_planner import BlockLoad
 
 SHAPES = {

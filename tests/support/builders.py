@@ -80,6 +80,7 @@ def a_description(
     engine: str = "simulated 1",
     kv: Fingerprint | None = None,
     keeps_forms: bool = False,
+    continued_fields: Sequence[str] = (),
 ) -> WorkerDescription:
     return WorkerDescription(
         worker_id=WorkerId(worker_id),
@@ -96,6 +97,7 @@ def a_description(
         engine=engine,
         kv=kv,
         keeps_forms=keeps_forms,
+        continued_fields=tuple(continued_fields),
     )
 
 

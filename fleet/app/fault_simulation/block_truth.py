@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
+from msgspec import structs
+
 from fleet.batching.attempts import EngineLimits
-from fleet.core.ids import ModelName, StoreId
+from fleet.core.ids import ModelName, StoreId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, Sampling, TokenBytes
 from fleet.core.roles import KvPath
 from kvstore.block import BlockHash, chain
@@ -61,6 +63,10 @@ FACTS = EngineFacts(
     store_id=STORE_ID,
     kv=KV,
 )
+"""Facts of a worker that continues no answer with state."""
+REBUILDING_FACTS = structs.replace(FACTS, continued_fields=("frequency_penalty",))
+REBUILDING_WORKERS = frozenset({WorkerId("d0"), WorkerId("b0")})
+"""Workers with `REBUILDING_FACTS`: some answers with state are continued, and some cannot be."""
 
 _ORACLE = AnswerOracle(SIMULATED_MODEL, BLOCK_TOKENS)
 

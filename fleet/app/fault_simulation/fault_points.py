@@ -40,6 +40,7 @@ class FaultPoint(StrEnum):
     # Requests
     RETRIED = "attempt of a request repeated elsewhere"
     RESUMED = "answer that had begun continued on another worker"
+    STATE_REBUILT = "answer with a seed or penalties continued on another worker"
     STARTED_OVER = "answer of a client without stream started over"
     WORKER_LOST = "request rejected because its worker was lost"
     QUEUED = "request waited in the router"

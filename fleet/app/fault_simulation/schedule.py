@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from random import Random
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.requests import TOKEN_BYTES, Sampling, TokenBytes
@@ -131,10 +131,10 @@ def _request(chance: Random) -> RequestDrawn:
     prompt += [chance.choice(TOKENS) for _ in range(chance.choice((3, 20, 60, 140)))]
     sampled = chance.random()
     sampling = Sampling(temperature=0.0, max_tokens=chance.randint(1, 40), ignore_eos=True)
-    if sampled < 0.35:  # some answers are sampled with a seed, because no other worker can continue them
-        sampling = Sampling(
-            temperature=0.75, seed=chance.randrange(1 << 20), max_tokens=sampling.max_tokens, ignore_eos=True
-        )
+    if sampled < 0.15:  # some workers continue an answer with a penalty, and none continues one with a seed
+        sampling = structs.replace(sampling, frequency_penalty=2.0)
+    elif sampled < 0.35:
+        sampling = structs.replace(sampling, temperature=0.75, seed=chance.randrange(1 << 20))
     return RequestDrawn(
         at=_between(chance, *ARRIVALS),
         prompt=b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in prompt),

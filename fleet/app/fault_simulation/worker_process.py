@@ -17,6 +17,8 @@ from fleet.app.fault_simulation.block_truth import (
     BLOCK_BYTES,
     FACTS,
     LIMITS,
+    REBUILDING_FACTS,
+    REBUILDING_WORKERS,
     SHAPE,
     BlockTruth,
 )
@@ -39,7 +41,7 @@ from fleet.app.fault_simulation.virtual_process import Once, VirtualProcess
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import Incarnation, WorkerId
-from fleet.core.requests import Finish, Source
+from fleet.core.requests import Finish, Source, state_fields
 from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.work import (
     Cancel,
@@ -151,7 +153,8 @@ class WorkerProcess(VirtualProcess):
         self.role = role
         self.worker_id = worker_id
         self.incarnation = Incarnation(f"{name}-{incarnation}")
-        self.machine = WorkerMachine(role=role, facts=FACTS, capacity=CAPACITY)
+        facts = REBUILDING_FACTS if worker_id in REBUILDING_WORKERS else FACTS
+        self.machine = WorkerMachine(role=role, facts=facts, capacity=CAPACITY)
         self.batch = Batch(LIMITS, loads=lambda _: True)
         self.lender = BlockLender(self.batch.blocks, HANDOFF_LEASE)
         self.hangs = False  # faults, from here on
@@ -178,6 +181,7 @@ class WorkerProcess(VirtualProcess):
             store_id=FACTS.store_id,
             engine=FACTS.name,
             kv=FACTS.kv,
+            continued_fields=facts.continued_fields,
         )
         self._cache = CacheView()
         self._sessions: dict[StreamId, tuple[RouterSession, ConnectionEnd]] = {}
@@ -340,6 +344,9 @@ class WorkerProcess(VirtualProcess):
             self._points.reach(FaultPoint.ENGINE_FAILED)
             self._ended.append(Rejected(request_id=start.request_id, reason=Reason.INTERNAL, message="a fault"))
         else:
+            self._points.reach(
+                FaultPoint.STATE_REBUILT, start.generated_tokens > 0 and bool(state_fields(start.sampling))
+            )
             self.batch.add(Running(start, SHAPE))
         self._wake()
 

@@ -7,7 +7,8 @@ Rules of eligibility:
 
 1. A candidate decodes, has room, supports the request's length, LoRA adapter and output format, and satisfies the client's demands. If
    the client demands a pair, a prefill worker that pairs with the candidate has room as well. If an answer has begun, a candidate has
-   the fingerprint of the worker that began it: other weights would continue it with another model's tokens.
+   the fingerprint of the worker that began it: other weights would continue it with another model's tokens. It also rebuilds the
+   state of all sampling fields whose effect depends on the tokens of the answer so far.
 2. Most requests demand nothing special while every worker has room; then no worker has to be checked by itself.
 3. The reason for a worker is the first that applies; demands of the client come before the state of the worker.
 """
@@ -107,6 +108,12 @@ class PoolTopology:
         if (flags := self._obeying.get(needs)) is None:
             able = [set(needs) <= set(each.sampling_fields) for each in self.descriptions]
             flags = self._obeying[needs] = np.array(able, dtype=np.bool_)
+        return flags
+
+    def continuing(self, fields: tuple[str, ...]) -> Flags:
+        """Return which workers rebuild the state of all these sampling fields when they continue an answer."""
+        able = [set(fields) <= set(each.continued_fields) for each in self.descriptions]
+        flags: Flags = np.array(able, dtype=np.bool_)
         return flags
 
     def with_fingerprint(self, fingerprint: str) -> Flags:
@@ -230,6 +237,7 @@ class IneligibleReason(StrEnum):
     LABEL_MISSING = "label_missing"
     NO_ADAPTER = "no_adapter"  # it has no LoRA adapter of this name, or another revision
     OTHER_WEIGHTS = "other_weights"  # a worker with another fingerprint began the answer
+    LOSES_STATE = "loses_state"  # it cannot rebuild the state of a sampling field from the tokens of the begun answer
     KEEPS_NO_FORM = "keeps_no_form"
     LACKS_FIELD = "lacks_field"
     ADAPTER_ELSEWHERE = "adapter_elsewhere"  # another worker has the LoRA adapter loaded, or has a free slot
@@ -259,6 +267,7 @@ def _has_no_demands(request: PlacementRequest) -> bool:
         and not request.form
         and not request.needs
         and not request.fingerprint
+        and not request.continues
         and not request.must_keep
         and request.placement is not _PAIR
     )
@@ -290,6 +299,8 @@ def capable(request: PlacementRequest, topology: PoolTopology, flags: Flags, ans
         flags = flags & topology.obeying(request.needs)
     if request.fingerprint:
         flags = flags & topology.with_fingerprint(request.fingerprint)
+    if request.continues:
+        flags = flags & topology.continuing(request.continues)
     if request.among is not None:
         flags = flags & topology.among(request.among)
     return flags
@@ -330,6 +341,8 @@ def _unmet_demand(request: PlacementRequest, topology: PoolTopology, row: int) -
         return IneligibleReason.NO_ADAPTER
     if request.fingerprint and description.fingerprint != request.fingerprint:
         return IneligibleReason.OTHER_WEIGHTS
+    if not set(request.continues) <= set(description.continued_fields):
+        return IneligibleReason.LOSES_STATE
     if request.form and not description.keeps_forms:
         return IneligibleReason.KEEPS_NO_FORM
     if not set(request.needs) <= set(description.sampling_fields):

@@ -35,6 +35,7 @@ class RejectionCause(StrEnum):
     NONE_AMONG = "none_among"
     NO_ADAPTER = "no_adapter"
     OTHER_WEIGHTS = "other_weights"
+    LOSES_STATE = "loses_state"
     NO_FORM = "no_form"
     NO_FIELD = "no_field"
     SESSION_LOST = "session_lost"
@@ -111,6 +112,12 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
             reason=Reason.WORKER_LOST,
             cause=RejectionCause.OTHER_WEIGHTS,
             message="no worker with the same weights is left to continue the answer; send the request again",
+        )
+    if IneligibleReason.LOSES_STATE in causes:
+        return Rejection(
+            reason=Reason.WORKER_LOST,
+            cause=RejectionCause.LOSES_STATE,
+            message=f"no worker is left that can continue an answer with {', '.join(request.continues)}; send the request again",
         )
     if request.must_keep and IneligibleReason.OTHER_SESSION in causes and causes <= _SESSION_GONE:
         return Rejection(

@@ -16,9 +16,8 @@ from msgspec import Struct, structs
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import Incarnation, RequestId, WorkerId
-from fleet.core.requests import TOKEN_BYTES, KvPhase, KvReport, Sampling, TokenBytes
+from fleet.core.requests import TOKEN_BYTES, KvPhase, KvReport, Sampling, TokenBytes, state_fields
 from fleet.core.roles import KvPath, Phase, Placement
-from fleet.core.work import ParsingTask
 from fleet.router.kv_index.prefix_index import keys_of
 from fleet.router.messages import Arrived
 from fleet.router.placement.decision import Decision
@@ -75,7 +74,7 @@ def advance(stage: RequestStage, turn: RequestTransition) -> RequestStage:
     return following
 
 
-_AUTO = Placement.AUTO  # a module variable is ten times as fast as the enum attribute
+_AUTO, _AGGREGATED = Placement.AUTO, Placement.AGGREGATED  # module variables are ten times as fast as enum attributes
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
@@ -173,14 +172,20 @@ class LiveRequest(Struct):
             arrived.placement,
             arrived.kv_path,
             self.fingerprint,
+            self.continued_fields,
             self.failures > 0,
             frozenset(self.failed_on),
         )
 
     @property
     def may_continue(self) -> bool:
-        """True if another worker would continue the answer exactly as the lost worker would have."""
-        return not self.sent or self.arrived.sampling.stateless
+        """True unless the answer has begun and its tokens are not known here, because another program passes them on."""
+        return not self.sent or not (self.arrived.only_end or self.arrived.external)
+
+    @property
+    def continued_fields(self) -> tuple[str, ...]:
+        """The sampling fields whose state the next worker has to rebuild from the tokens of the answer so far."""
+        return state_fields(self.arrived.sampling) if self.sent else ()
 
     def start_over(self) -> None:
         """Forget the answer so far; the client has seen nothing of it."""
@@ -193,11 +198,8 @@ class LiveRequest(Struct):
         if max_tokens == sampling.max_tokens:
             return sampling
         min_tokens = max(0, min(max_tokens, sampling.min_tokens - len(self.sent)))
-        return structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
-
-    def parsing(self, task: ParsingTask) -> ParsingTask:
-        """Return what the next attempt has to parse: the answer from its first token on."""
-        return structs.replace(task, answered_tokens=len(self.sent)) if self.sent else task
+        prompt_logprobs = None if self.sent else sampling.prompt_logprobs  # the client got them with the first tokens
+        return structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=prompt_logprobs)
 
     def keys(self, block_tokens: int) -> tuple[int, ...]:
         """Return the block keys of the prompt as it is now; call `forget_chains` after tokens were sent."""
@@ -229,10 +231,11 @@ class LiveRequest(Struct):
             must_keep: True if only that worker may serve the request.
         """
         arrived, sent = self.arrived, len(self.sent)
+        continues = state_fields(arrived.sampling) if sent else ()
         return PlacementRequest(
             prompt_tokens=self.own_tokens + sent,
             answer_tokens=arrived.sampling.max_tokens - sent,
-            placement=arrived.placement,
+            placement=_AGGREGATED if continues else arrived.placement,
             kv_path=arrived.kv_path,
             session=arrived.session,
             bound=bound,
@@ -244,6 +247,7 @@ class LiveRequest(Struct):
             form=arrived.sampling.form is not None,
             needs=arrived.needs,
             fingerprint=self.fingerprint,
+            continues=continues,
             first_key=self.first_key,
             seconds_left=None if arrived.deadline is None else (arrived.deadline - now) / SECOND,
             now=now,

@@ -130,7 +130,7 @@ class SoakClients:
     def _failed(self, wish: SoakRequest, got: ReceivedAnswer, failure: AnswerFailed) -> None:
         tally = self.tally
         self._compare(wish, got)
-        if failure.reason not in WORTH_A_RETRY or (got.pieces and wish.survives):
+        if failure.reason not in WORTH_A_RETRY or got.pieces:
             tally.broken.append(f"after {got.pieces} tokens: {failure.reason}: {failure}")
         else:
             assert failure.reason is not None

@@ -16,7 +16,7 @@ OWN_TOKENS = (8, 320)
 ANSWER_TOKENS = (8, 40)
 SESSIONS = 200
 GREEDY = 0.7  # share of all requests
-SAMPLED = 0.15  # share of all requests; the rest samples with a seed, whose state is lost with its worker
+SAMPLED = 0.15  # share of all requests; the rest samples with a seed, which the next worker has to take over
 LEAVES = 0.03  # share of clients that cancel in the middle of their answer
 
 
@@ -30,11 +30,6 @@ class SoakRequest(Struct, frozen=True, kw_only=True):
     session: str
     leaves_after: int | None = None  # tokens after which the client cancels, or None
     options: Options = {}  # more options of the gRPC client
-
-    @property
-    def survives(self) -> bool:
-        """True if a started answer continues after its worker is lost."""
-        return self.sampling.stateless
 
 
 def soak_requests(chance: random.Random, oracle: AnswerOracle) -> Iterator[SoakRequest]:

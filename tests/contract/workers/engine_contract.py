@@ -1,14 +1,16 @@
 """Contract suite of the engine port (`workers.ports.Engine`), as functions that take any engine.
 
 Functions in `ALONE` take one engine. Functions in `PAIRED` take a prefill engine, an equally configured decode engine, and their
-KV path. Engines may be shared and warm, so prompts are fresh. The vocabulary has at least 4000 tokens, the model at least 1024
+KV path. `answer_continues_exactly` takes two equally configured engines, or one twice, and parameters of `CONTINUED`. Engines may be shared and warm, so prompts are fresh. The vocabulary has at least 4000 tokens, the model at least 1024
 positions, and the batch at least 4 places.
 """
+
+import random
 
 import msgspec
 
 from fleet.core.errors import Reason
-from fleet.core.requests import ENGINE_FIELDS, TOKEN_BYTES, Choice, Finish, Sampling, Source
+from fleet.core.requests import ENGINE_FIELDS, TOKEN_BYTES, Choice, Finish, JsonSchema, Sampling, Source
 from fleet.core.roles import KvPath, Phase
 from fleet.core.work import Progress, Rejected
 from kvstore.block import blocks_for, chain
@@ -339,6 +341,55 @@ async def sampling_fields_are_obeyed(one: EngineDriver) -> None:
     assert plain[0] not in without
     assert len(set(alternating)) == 1
     assert (await one.do(an_attempt(prompt, 6)))[0] == plain, "no field outlives its request"
+
+
+def _with_state(**fields: object) -> Sampling:
+    return Sampling(**{"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, **fields})  # type: ignore[arg-type]
+
+
+HOT = {"temperature": 1.0, "seed": 11}
+FEW = (70, 71, 72)
+CONTINUED = {
+    "greedy": _with_state(logprobs=2),
+    "seed": _with_state(**HOT),
+    "seed_and_filters": _with_state(temperature=0.75, seed=5, top_p=0.875, top_k=40, min_p=0.015625),
+    "presence_penalty": _with_state(presence_penalty=2.0, allowed_token_ids=tuple(range(70, 100))),
+    "frequency_penalty": _with_state(frequency_penalty=0.75, allowed_token_ids=FEW),
+    "repetition_penalty": _with_state(repetition_penalty=1.5),
+    "penalties_and_seed": _with_state(**HOT, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.25),
+    "few_tokens_and_penalty": _with_state(**HOT, allowed_token_ids=FEW, frequency_penalty=1.0),
+    "min_tokens": _with_state(**HOT, allowed_token_ids=FEW, stop_token_ids=(71,), ignore_eos=False, min_tokens=12),
+    "bad_tokens": _with_state(**HOT, allowed_token_ids=FEW, bad_tokens=((70, 70), (71, 72), (72, 70, 71))),
+    "form": _with_state(
+        **HOT, ignore_eos=False, form=JsonSchema('{"type": "array", "items": {"enum": ["one", "two"]}, "minItems": 9}')
+    ),
+}
+"""Sampling parameters of answers that another engine continues."""
+
+
+async def answer_continues_exactly(one: EngineDriver, other: EngineDriver, sampling: Sampling) -> None:
+    """Let `other` continue an answer of `one` from several of its tokens."""
+    if sampling.form is not None and not other.engine.facts.keeps_forms:
+        return
+    prompt = token_bytes(random.Random(75).sample(range(300, 4000), 75))
+    whole = an_attempt(prompt, sampling=sampling)
+    tokens, end = await one.do(whole)
+    assert len(tokens) >= 10
+    for begun in (1, 8, len(tokens) - 1):
+        rest = msgspec.structs.replace(
+            sampling, max_tokens=sampling.max_tokens - begun, min_tokens=max(0, sampling.min_tokens - begun)
+        )
+        again = an_attempt(prompt + token_bytes(tokens[:begun]), sampling=rest, generated_tokens=begun)
+
+        continued, finished = await other.do(again)
+
+        assert continued == tokens[begun:], f"from token {begun}"
+        assert finished.finish is end.finish
+        assert finished.kv is not None
+        assert finished.kv.prompt_blocks == blocks_for(75 + begun, other.engine.facts.block_tokens)
+        assert [each.top_ids for each in other.logprobs[again.request_id]] == [
+            each.top_ids for each in one.logprobs[whole.request_id][begun:]
+        ]
 
 
 async def prompt_logprobs_come_once_for_all_but_the_first_token(one: EngineDriver) -> None:

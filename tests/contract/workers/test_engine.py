@@ -4,10 +4,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+from msgspec import structs
 
 from fleet.core.ids import ModelName, WorkerId
+from fleet.core.requests import state_fields
 from fleet.core.roles import KvPath, Role
-from tests.contract.workers.engine_contract import ALONE, PAIRED
+from fleet.local.tiny_model import build_tiny_model
+from tests.contract.workers.engine_contract import ALONE, CONTINUED, PAIRED, answer_continues_exactly
 from tests.support.kvstore.builders import a_node
 from tests.support.workers.engine_driver import EngineDriver, driven_engines
 from workers.engines.simulated.launch import open_engine
@@ -32,6 +35,19 @@ async def test_simulated_engine_keeps_the_contract(promise):
     async with open_engine(simulated()) as engine, driven_engines(engine) as (one,):
         await promise(one)
         engine.check()
+
+
+@pytest.mark.parametrize("case", CONTINUED)
+async def test_simulated_engine_continues_exactly(case, tmp_path):
+    settings = structs.replace(simulated(), model_dir=str(build_tiny_model(tmp_path)))
+    async with (
+        open_engine(settings) as begins,
+        open_engine(settings) as continues,
+        driven_engines(begins, continues) as engines,
+    ):
+        assert continues.facts.keeps_forms
+        assert set(state_fields(CONTINUED[case])) <= set(continues.facts.continued_fields)
+        await answer_continues_exactly(*engines, CONTINUED[case])
 
 
 @pytest.fixture(scope="module")

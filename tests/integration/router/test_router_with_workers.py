@@ -14,8 +14,10 @@ from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import RequestId
 from fleet.core.requests import Finish, Sampling, Source
 from fleet.core.roles import KvPath, Phase, Placement, Role
+from fleet.local.tiny_model import build_tiny_model
 from fleet.router.placement.decision import PlacementReason
 from fleet.router.state.snapshot import RouterSnapshot, WorkerSnapshot
+from tests.contract.workers.engine_contract import CONTINUED
 from tests.support.kvstore.builders import a_node, a_short_folder
 from tests.support.workers.engine_driver import fresh_prompt
 from tests.support.workers.worker_cluster import ANSWER, GREEDY, WorkerCluster, sources, worker_settings
@@ -101,13 +103,14 @@ async def test_stream_survives_its_workers_death_with_same_tokens():
         assert cluster.server.status().counters.workers_lost == 1
 
 
-@pytest.mark.parametrize("sampling", [{"seed": 5}, {"temperature": 0.0, "frequency_penalty": 0.5}])
-async def test_unary_answer_survives_its_workers_death(sampling):
-    told = Sampling(max_tokens=ANSWER, ignore_eos=True, **sampling)
-    async with a_cluster(Role.BOTH, Role.BOTH, speedup=1) as (cluster, processes):
+@pytest.mark.parametrize(("case", "whole"), [*((case, False) for case in CONTINUED), ("seed", True)])
+async def test_answer_with_state_survives_its_workers_death(case, whole, tmp_path):
+    told = CONTINUED[case]
+    model_dir = str(build_tiny_model(tmp_path))
+    async with a_cluster(Role.BOTH, Role.BOTH, speedup=1, model_dir=model_dir) as (cluster, processes):
         prompt = fresh_prompt(100)
-        expected, _ = await cluster.ask(prompt, sampling=told)
-        arrived = cluster.arrival(prompt, sampling=told, whole=True)
+        expected, undisturbed = await cluster.ask(prompt, sampling=told)
+        arrived = cluster.arrival(prompt, sampling=told, whole=whole)
         victims = {str(process.settings.worker_id): process for process in processes}
 
         def kill() -> None:
@@ -116,8 +119,9 @@ async def test_unary_answer_survives_its_workers_death(sampling):
         tokens, complete = await cluster.answer(arrived, after_first=kill)
 
         assert tokens == expected
-        assert complete.finish is Finish.LENGTH
-        assert cluster.server.status().counters.workers_lost == 1
+        assert complete.finish is undisturbed.finish
+        counters = cluster.server.status().counters
+        assert (counters.workers_lost, counters.continued) == (1, 1)
 
 
 async def test_lost_prefill_worker_costs_only_time():

@@ -67,12 +67,14 @@ def worker_settings(
     *,
     speedup: float = 20,
     kv_paths: tuple[KvPath, ...] = (KvPath.STORE, KvPath.DIRECT),
+    model_dir: str = "",
 ) -> WorkerSettings:
     return WorkerSettings(
         worker_id=WorkerId(worker_id),
         role=role,
         engine="simulated",
         model=ModelName("tiny"),
+        model_dir=model_dir,
         store=store,
         kv_paths=kv_paths,
         load_interval_ms=20,

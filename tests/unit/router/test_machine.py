@@ -6,7 +6,7 @@ from msgspec import structs
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, RequestId, WorkerId
-from fleet.core.requests import Finish, Sampling, Source, ToolCallForm
+from fleet.core.requests import STATE_FIELDS, AnyObject, Finish, Sampling, Source, ToolCallForm
 from fleet.core.roles import KvPath, Phase, Placement, Role
 from fleet.core.work import KvCleared, KvRemoved, KvStored, ParsedDelta, ParsingTask
 from fleet.router.messages import (
@@ -818,7 +818,127 @@ def test_continuing_worker_parses_the_answer_from_its_beginning():
 
     assert first.start.parsing == task
     assert the(Emit, told).progress.parsed == ParsedDelta(text="a", from_start=True)
-    assert second.start.parsing == ParsingTask(tools="[]", answered_tokens=3)
+    assert (second.start.parsing, second.start.generated_tokens) == (task, 3)
+
+
+STATEFUL = {
+    "seed": Sampling(temperature=0.8, seed=7, max_tokens=8),
+    "presence_penalty": Sampling(temperature=0.0, presence_penalty=0.5, max_tokens=8),
+    "frequency_penalty": Sampling(temperature=0.0, frequency_penalty=-0.5, max_tokens=8),
+    "repetition_penalty": Sampling(temperature=0.0, repetition_penalty=1.1, max_tokens=8),
+    "min_tokens": Sampling(temperature=0.0, min_tokens=5, max_tokens=8),
+    "form": Sampling(temperature=0.0, form=AnyObject(), max_tokens=8),
+    "bad_tokens": Sampling(temperature=0.0, bad_tokens=((3, 4),), max_tokens=8),
+}
+
+
+@pytest.mark.parametrize(("field", "sampling"), STATEFUL.items())
+def test_answer_with_state_continues_on_an_able_worker(field, sampling):
+    router = RouterMachineDriver()
+    for worker in ("d1", "d2"):
+        router.join(worker, keeps_forms=True, continued_fields=(field,))
+    first = the(Dispatch, router.send(an_arrival(sampling=sampling)))
+    router.step(first, 11, 12)
+
+    start = the(Dispatch, router.leave(first.worker_id)).start
+
+    assert (first.start.generated_tokens, start.generated_tokens) == (0, 2)
+    assert token_ids(start.tokens) == [*range(1, 11), 11, 12]
+    rest = structs.replace(sampling, max_tokens=6, min_tokens=max(0, sampling.min_tokens - 2))
+    assert start.sampling == rest
+
+
+@pytest.mark.parametrize(("field", "sampling"), STATEFUL.items())
+def test_answer_with_state_ends_without_an_able_worker(field, sampling):
+    router = RouterMachineDriver()
+    for worker in ("d1", "d2"):
+        others = [each for each in STATE_FIELDS if each != field]
+        router.join(worker, keeps_forms=True, continued_fields=others)
+    first = the(Dispatch, router.send(an_arrival(sampling=sampling)))
+    router.step(first, 11)
+
+    refusal = the(Reject, router.leave(first.worker_id))
+
+    assert refusal.reason is Reason.WORKER_LOST
+    assert f"cannot continue an answer with {field}" in refusal.message.replace("no other worker can", "cannot")
+    assert refusal.retry_after_ms > 0
+
+
+def test_answer_with_state_goes_to_the_able_worker_only():
+    router = RouterMachineDriver(*ONE)
+    first = the(Dispatch, router.send(an_arrival(sampling=SEEDED)))
+    router.step(first, 11)
+    router.join("d2")
+    router.join("d3", continued_fields=STATE_FIELDS)
+    router.send(an_arrival(request_id="r2", pin=WorkerId("d3")))  # d3 has more to do
+
+    assert the(Dispatch, router.leave("d1")).worker_id == "d3"
+
+
+def test_worker_that_failed_the_answer_does_not_count_as_able():
+    router = RouterMachineDriver()
+    router.join("d1", continued_fields=STATE_FIELDS)
+    first = the(Dispatch, router.send(an_arrival(sampling=SEEDED, whole=True)))
+    router.join("d2")
+    router.step(first, 11)
+
+    commands = router.reject(first, Reason.INTERNAL)
+
+    assert isinstance(commands[0], StartedOver)
+    assert the(Dispatch, commands).worker_id == "d2"
+
+
+def test_whole_answer_with_state_continues_on_an_able_worker():
+    router = RouterMachineDriver()
+    for worker in ("d1", "d2"):
+        router.join(worker, continued_fields=STATE_FIELDS)
+    first = the(Dispatch, router.send(an_arrival(sampling=SEEDED, whole=True)))
+    router.step(first, 11)
+
+    commands = router.leave(first.worker_id)
+
+    assert not any(isinstance(each, StartedOver) for each in commands)
+    assert the(Dispatch, commands).start.generated_tokens == 1
+
+
+@pytest.mark.parametrize("demand", [Placement.AUTO, Placement.DISAGGREGATED])
+def test_answer_with_state_continues_on_one_worker(demand):
+    router = RouterMachineDriver(("p1", Role.PREFILL))
+    for worker in ("d1", "d2"):
+        router.join(worker, continued_fields=STATE_FIELDS)
+    prefill = the(Dispatch, router.send(a_long_arrival(sampling=SEEDED, placement=demand)))
+    decode = the(Dispatch, router.step(prefill, 99, finish=LENGTH, handoff=a_handoff()))
+    router.step(decode, 11)
+
+    again = the(Dispatch, router.leave(decode.worker_id))
+
+    assert (again.start.phase, again.start.generated_tokens) == (Phase.AGGREGATED, 1)
+
+
+def test_answer_with_state_waits_for_room_on_the_able_worker():
+    router = RouterMachineDriver(*ONE, oversubscribe=1.0)
+    first = the(Dispatch, router.send(an_arrival(sampling=SEEDED)))
+    router.step(first, 11)
+    router.join("d2", max_running=1, continued_fields=STATE_FIELDS)
+    busy = the(Dispatch, router.send(an_arrival(request_id="r2", pin=WorkerId("d2"))))
+    router.join("d3")
+    assert not any(isinstance(each, Dispatch) for each in router.leave("d1"))
+
+    after = router.step(busy, 5, finish=LENGTH)
+
+    assert the(Dispatch, after).worker_id == "d2"
+
+
+def test_prompt_logprobs_are_asked_for_only_once():
+    router = RouterMachineDriver()
+    for worker in ("d1", "d2"):
+        router.join(worker)
+    first = the(Dispatch, router.send(an_arrival(sampling=structs.replace(GREEDY, prompt_logprobs=2))))
+    router.step(first, 11)
+
+    second = the(Dispatch, router.leave(first.worker_id))
+
+    assert (first.start.sampling.prompt_logprobs, second.start.sampling.prompt_logprobs) == (2, None)
 
 
 def test_demanded_calls_are_not_continued_on_another_worker():
@@ -942,9 +1062,18 @@ def test_answer_of_another_router_goes_on_after_its_tokens():
     assert router.machine.fingerprint(RequestId("r1")) == FINGERPRINT
 
 
+def test_answer_of_another_router_keeps_its_state():
+    router = RouterMachineDriver()
+    router.join("d1", continued_fields=STATE_FIELDS)
+
+    work = the(Dispatch, router.send(an_arrival(sampling=SEEDED, answered=(11, 12), fingerprint=FINGERPRINT)))
+
+    assert (work.start.phase, work.start.generated_tokens) == (Phase.AGGREGATED, 2)
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
-    [({"sampling": SEEDED, "fingerprint": FINGERPRINT}, "sampling"), ({"fingerprint": "other weights"}, "weights")],
+    [({"sampling": SEEDED, "fingerprint": FINGERPRINT}, "seed"), ({"fingerprint": "other weights"}, "weights")],
 )
 def test_answer_of_another_router_that_cannot_go_on_is_refused(fields, why):
     router = RouterMachineDriver(*ONE)

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from fleet.core.errors import Reason
 from fleet.core.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
@@ -48,7 +49,7 @@ from fleet.wire.worker import (
     encode_router_message,
     encode_worker_message,
 )
-from kvstore.block import HashAlgorithm
+from kvstore.block import TOKEN_BYTES, HashAlgorithm
 from kvstore.layouts.fingerprint import Fingerprint
 from tests.support.builders import a_start
 from tests.unit.wire.structured_outputs import FORMS
@@ -132,7 +133,7 @@ starts = st.builds(
     session=TEXT,
     adapter=TEXT,
     parsing=st.none() | parsing_tasks,
-)
+).map(lambda start: structs.replace(start, generated_tokens=max(0, len(start.tokens) // TOKEN_BYTES - 1)))
 router_messages = starts | st.builds(Cancel, request_id=NAME.map(RequestId)) | st.builds(RouterHello, router_id=NAME)
 
 origins = st.builds(
@@ -210,6 +211,7 @@ worker_messages = (
         keeps_forms=st.booleans(),
         generation=TEXT,
         sampling_fields=st.lists(TEXT, max_size=2).map(tuple),
+        continued_fields=st.lists(TEXT, max_size=2).map(tuple),
         parsers=st.none() | st.builds(AnswerParsers, tool_calls=TEXT, reasoning=TEXT, in_engine=st.booleans()),
     )
     | st.just(Draining())
@@ -258,7 +260,8 @@ def test_the_wire_start_of_these_tests_is_sound():
         (a_wire_start(sampling=pb.WorkSampling(max_tokens=1, form=inference_pb2.Form())), "start.sampling.form"),
         (a_wire_start(handoff=pb.Handoff(kv_path="pigeon")), "start.handoff.kv_path"),
         (a_wire_start(parsing=pb.Parsing(tool_choice="perhaps")), "start.parsing.tool_choice"),
-        (a_wire_start(parsing=pb.Parsing(tool_choice="auto", answered_tokens=2)), "start.parsing.answered_tokens"),
+        (a_wire_start(parsing=pb.Parsing(tool_choice="auto", answered_tokens=1)), "start.generated_tokens"),
+        (a_wire_start(generated_tokens=1), "start.generated_tokens"),
         (
             a_wire_start(handoff=pb.Handoff(kv_path="store", kv=pb.KvFingerprint(hash_algorithm="md4"))),
             "start.handoff.kv.hash_algorithm",
@@ -271,6 +274,21 @@ def test_a_malformed_start_is_refused_by_field_and_request(start, field):
 
     assert refused.value.field == field
     assert refused.value.request_id == start.request_id
+
+
+def test_older_routers_tell_the_begun_answer_with_its_parsing():
+    told = a_wire_start(tokens=bytes(12), parsing=pb.Parsing(tool_choice="auto", answered_tokens=2))
+
+    start = decode_router_message(pb.RouterMessage(start=told))
+
+    assert isinstance(start, Start)
+    assert start.generated_tokens == 2
+
+
+def test_older_workers_learn_the_begun_answer_with_its_parsing():
+    start = a_start(tokens=3, parsing=ParsingTask(), generated_tokens=2)
+
+    assert encode_router_message(start).start.parsing.answered_tokens == 2
 
 
 def a_wire_description(**changes) -> pb.Description:

@@ -5,6 +5,7 @@ import pytest
 
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName
+from fleet.core.requests import STATE_FIELDS, AnyObject, Sampling, state_fields
 from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.work import LoraAdapter
 from kvstore.layouts.fingerprint import Fingerprint, describe
@@ -89,3 +90,57 @@ def test_adapter_without_salt_is_refused():
 
     assert rejected is not None
     assert (rejected.reason, rejected.field) == (Reason.INVALID_ARGUMENT, "salt")
+
+
+CONTINUED = Sampling(temperature=0.0, presence_penalty=0.5, bad_tokens=((1, 2),))
+
+
+def test_continuation_with_unknown_state_is_left_to_others():
+    facts = msgspec.structs.replace(FACTS, sampling_fields=("bad_tokens",), continued_fields=("presence_penalty",))
+
+    rejected = refusal(a_start(sampling=CONTINUED, generated_tokens=3), Role.BOTH, facts)
+
+    assert rejected is not None
+    assert (rejected.reason, rejected.field) == (Reason.NO_WORKER, "generated_tokens")
+    assert "sampling.bad_tokens" in rejected.message
+
+
+def test_continuation_with_known_state_is_taken():
+    facts = msgspec.structs.replace(FACTS, sampling_fields=("bad_tokens",), continued_fields=STATE_FIELDS)
+
+    assert refusal(a_start(sampling=CONTINUED, generated_tokens=3), Role.BOTH, facts) is None
+    assert refusal(a_start(sampling=CONTINUED, generated_tokens=0), Role.BOTH, FACTS) is not None
+
+
+@pytest.mark.parametrize("generated", [10, 11])
+def test_continuation_needs_a_prompt(generated):
+    rejected = refusal(a_start(tokens=10, generated_tokens=generated), Role.BOTH, FACTS)
+
+    assert rejected is not None
+    assert (rejected.reason, rejected.field) == (Reason.INVALID_ARGUMENT, "generated_tokens")
+
+
+def test_continuation_with_state_is_no_prefill_work():
+    facts = msgspec.structs.replace(FACTS, continued_fields=STATE_FIELDS)
+    start = a_start(phase=Phase.PREFILL, kv_path=KvPath.STORE, generated_tokens=1, sampling=Sampling(seed=3), tokens=10)
+
+    rejected = refusal(start, Role.BOTH, facts)
+
+    assert rejected is not None
+    assert (rejected.reason, rejected.field) == (Reason.INVALID_ARGUMENT, "generated_tokens")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "fields"),
+    [
+        (Sampling(seed=3), ("seed",)),
+        (Sampling(seed=3, temperature=0.0), ()),
+        (Sampling(min_tokens=1), ()),
+        (Sampling(min_tokens=2, frequency_penalty=-1.0), ("frequency_penalty", "min_tokens")),
+        (Sampling(form=AnyObject(), repetition_penalty=1.5), ("repetition_penalty", "form")),
+        (Sampling(prompt_logprobs=1), ()),
+        (CONTINUED, ("presence_penalty", "bad_tokens")),
+    ],
+)
+def test_fields_with_state_are_those_with_an_effect(sampling, fields):
+    assert state_fields(sampling) == fields

@@ -17,7 +17,7 @@ class AnswerOracle:
         model, size = self._model, self._block_bytes
         digest, tail = model.beginning, bytearray()
         found: list[int] = []
-        text = bytearray(prompt)
+        text, answer = bytearray(prompt), b""
         while True:
             while len(text) >= size:
                 digest = model.read(digest, model.compute(digest, bytes(text[:size])))
@@ -25,6 +25,8 @@ class AnswerOracle:
             tail = text
             if len(found) == sampling.max_tokens:
                 return tuple(found)
-            token = model.draw(digest, tail, sampling, may_end=False).token
+            shifts = model.penalty_shifts(sampling, prompt, answer)
+            token = model.draw(digest, tail, sampling, may_end=False, shifts=shifts).token
             found.append(token)
             text += token.to_bytes(TOKEN_BYTES, "little")
+            answer += token.to_bytes(TOKEN_BYTES, "little")

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fleet.core.errors import ConfigurationRefused
-from fleet.core.requests import ENGINE_FIELDS
+from fleet.core.requests import ENGINE_FIELDS, STATE_FIELDS
 from fleet.core.roles import KvPath
 from fleet.core.work import LoraAdapter
 from kvstore.layouts.fingerprint import describe
@@ -73,6 +73,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
             kv_paths=settings.kv_paths,
             kv=kv,
             sampling_fields=ENGINE_FIELDS,
+            continued_fields=STATE_FIELDS,
             adapters=tuple(LoraAdapter(name, folder) for name, folder in settings.adapters.items()),
             adapter_slots=settings.adapter_slots if settings.adapters else 0,
             keeps_forms=writer is not None,

@@ -7,7 +7,8 @@ Rules:
    attention. The bytes are ordered by layer, head, token and element; `workers.engines.simulated.layout` places them.
 2. The next token is f(H(weights ‖ D of the last full block ‖ tokens after it ‖ the sampling parameters)) mod
    vocabulary. So one wrong, missing or swapped block anywhere in the context changes the answer. All tokens have the
-   same logit, to which `logit_bias` adds; tokens that are not allowed, or would complete a forbidden sequence, have none.
+   logit 1, which `logit_bias` and penalties change; tokens that are not allowed, or would complete a forbidden sequence,
+   have none. Nothing depends on where the earlier tokens were sampled, so any engine continues any answer exactly.
 3. Expansion is numpy's Philox with the digest as its key, whose raw stream is fixed by its specification (Salmon et
    al. 2011). Digests are XXH3-128, because a block has to cost microseconds and no adversary is expected.
 """
@@ -18,8 +19,9 @@ from collections.abc import Collection
 import numpy as np
 import xxhash
 from msgspec import Struct
+from numpy.typing import NDArray
 
-from fleet.core.requests import Logprobs, Sampling
+from fleet.core.requests import Logprobs, Sampling, TokenBytes
 
 Digest = bytes
 """16 bytes that cover all KV bytes up to the end of some block."""
@@ -73,17 +75,18 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         *,
         may_end: bool,
         forbidden: Collection[int] = (),
+        shifts: NDArray[np.float64] | None = None,
     ) -> SampledToken:
         """Sample the token after the blocks of `before` and the tokens of `tail`, which fill no block yet; never a forbidden one.
 
-        The same arguments give the same token: sampling parameters and the seed decide, and there is no other state,
-        so any engine can continue what another one began.
+        The same arguments give the same token: sampling parameters and the seed decide, and there is no other state.
+        `shifts` comes from `penalty_shifts`.
         """
         material = b"".join((b"token", before, tail, b"/", _shape(sampling)))
         drawn = xxhash.xxh3_128_intdigest(material, seed=self.seed)
         chance, choice = drawn >> 64, drawn & 0xFFFFFFFFFFFFFFFF
-        if forbidden or sampling.logit_bias or sampling.allowed_token_ids:
-            return self._weighed(chance, choice, sampling, may_end=may_end, forbidden=forbidden)
+        if forbidden or sampling.logit_bias or sampling.allowed_token_ids or shifts is not None:
+            return self._weighed(chance, choice, sampling, may_end=may_end, forbidden=forbidden, shifts=shifts)
         if may_end and self.eos_token_ids and chance < self.eos_probability * 2**64:
             return SampledToken(self.eos_token_ids[choice % len(self.eos_token_ids)], ends=True)
         token = choice % self.vocab_size
@@ -91,8 +94,34 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
             token = (token + 1) % self.vocab_size
         return SampledToken(token, ends=False)
 
+    def penalty_shifts(self, sampling: Sampling, prompt: TokenBytes, answer: TokenBytes) -> NDArray[np.float64] | None:
+        """Return what the penalties add to each token's logit of 1, as vLLM computes them; None without penalties.
+
+        Args:
+            sampling: The parameters.
+            prompt: The tokens of the prompt.
+            answer: The tokens of the answer so far.
+        """
+        presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
+        if presence == 0 and frequency == 0 and sampling.repetition_penalty == 1:
+            return None
+        counts = np.bincount(np.frombuffer(answer, "<u4"), minlength=self.vocab_size)
+        shifts: NDArray[np.float64] = -frequency * counts - presence * (counts > 0)
+        if sampling.repetition_penalty != 1:
+            seen = counts > 0
+            seen[np.frombuffer(prompt, "<u4")] = True
+            shifts[seen] += 1 / sampling.repetition_penalty - 1
+        return shifts
+
     def _weighed(
-        self, chance: int, choice: int, sampling: Sampling, *, may_end: bool, forbidden: Collection[int]
+        self,
+        chance: int,
+        choice: int,
+        sampling: Sampling,
+        *,
+        may_end: bool,
+        forbidden: Collection[int],
+        shifts: NDArray[np.float64] | None,
     ) -> SampledToken:
         weights = np.ones(self.vocab_size)
         ends = list(self.eos_token_ids)
@@ -100,6 +129,8 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         for token, bias in sampling.logit_bias:
             if token not in ends or may_end:
                 weights[token] = (weights[token] or 1.0) * np.exp(bias)
+        if shifts is not None:
+            weights *= np.exp(shifts)
         if sampling.allowed_token_ids:
             allowed = np.zeros(self.vocab_size)
             allowed[list(sampling.allowed_token_ids)] = 1.0

@@ -18,12 +18,12 @@ from typing import Any
 from msgspec import Struct
 from tokenizers import Tokenizer
 
-from fleet.core.requests import AnswerParsers, AnyObject, Choice, JsonSchema, ToolCallForm, ToolChoice
+from fleet.core.requests import TOKEN_BYTES, AnswerParsers, AnyObject, Choice, JsonSchema, ToolCallForm, ToolChoice
 from fleet.core.work import ParsingTask, Start
 from workers.engines.simulated.schema_values import value_of
 
 REASONING = "A short thought."
-PROMPT_BYTES = 64 * 4  # the last tokens of the prompt, in which a chat template may begin the answer
+PROMPT_BYTES = 64 * TOKEN_BYTES  # the last tokens of the prompt, in which a chat template may begin the answer
 
 
 class Script(Struct, frozen=True):
@@ -96,9 +96,10 @@ class ScriptWriter:
     def _reasoning(self, start: Start) -> str:
         if not self._parsers.reasoning or start.parsing is None:
             return ""
+        end = len(start.tokens) - start.generated_tokens * TOKEN_BYTES  # what follows belongs to the answer
         ids = [
-            int.from_bytes(start.tokens[at : at + 4], "little")
-            for at in range(max(0, len(start.tokens) - PROMPT_BYTES), len(start.tokens), 4)
+            int.from_bytes(start.tokens[at : at + TOKEN_BYTES], "little")
+            for at in range(max(0, end - PROMPT_BYTES), end, TOKEN_BYTES)
         ]
         prompt = self.tokenizer.decode(ids, skip_special_tokens=False)
         begun, closed = prompt.rfind("<think>"), prompt.rfind("</think>")

@@ -7,7 +7,17 @@ import numpy as np
 from msgspec import Struct
 
 from fleet.batching.attempts import Job
-from fleet.core.requests import TOKEN_BYTES, Finish, KvOrigin, KvReport, Logprobs, Source
+from fleet.core.requests import (
+    TOKEN_BYTES,
+    Finish,
+    KvOrigin,
+    KvReport,
+    Logprobs,
+    Sampling,
+    Source,
+    TokenBytes,
+    state_fields,
+)
 from fleet.core.roles import Phase
 from fleet.core.work import Start
 from kvstore import block
@@ -60,7 +70,8 @@ class Sequence:
         self._shape = shape
         self._block_bytes = shape.block_tokens * TOKEN_BYTES
         self._script = None if shape.writer is None else shape.writer.write(start)
-        self._answered = 0 if start.parsing is None else start.parsing.answered_tokens
+        self._keeps_state = bool(state_fields(start.sampling))
+        self._answer_at = len(start.tokens) - start.generated_tokens * TOKEN_BYTES  # bytes before the answer
         self.prompt_names = block.chain(start.tokens, shape.block_tokens, salt=start.salt)
 
     # Sizes.
@@ -142,12 +153,18 @@ class Sequence:
         sampling = self.start.sampling
         assert self.computed == len(self._tokens) // TOKEN_BYTES
         may_end = not sampling.ignore_eos and self.generated >= sampling.min_tokens
-        drawn = self._shape.model.draw(
+        model, forbidden, shifts = self._shape.model, set[int](), None
+        if self._keeps_state:
+            prompt, answer = self.start.tokens[: self._answer_at], bytes(self._tokens[self._answer_at :])
+            forbidden = _forbidden(answer, sampling)
+            shifts = model.penalty_shifts(sampling, prompt, answer)
+        drawn = model.draw(
             self._digest,
             self._tokens[len(self.blocks) * self._block_bytes :],
             sampling,
             may_end=may_end,
-            forbidden=self._forbidden() if sampling.bad_tokens else (),
+            forbidden=forbidden,
+            shifts=shifts,
         )
         ended = False
         if self._script is not None:
@@ -172,14 +189,9 @@ class Sequence:
         ids = np.frombuffer(self.start.tokens, "<u4")[1:].tolist()
         return tuple(self._shape.model.logprobs(token, wanted) for token in ids)
 
-    def _forbidden(self) -> set[int]:
-        """Return the tokens that would complete a forbidden sequence within the answer."""
-        answer = np.frombuffer(self._tokens[self.prompt_tokens * TOKEN_BYTES :], "<u4").tolist()
-        return {last for *lead, last in self.start.sampling.bad_tokens if not lead or answer[-len(lead) :] == lead}
-
     def _scripted(self, script: Script, drawn: SampledToken) -> tuple[SampledToken, bool]:
         """Return the token of the script, or the drawn one after its end, and whether the script ends the answer."""
-        position = self._answered + self.generated
+        position = self.start.generated_tokens + self.generated
         if position >= len(script.tokens):
             return drawn, False
         ends = script.is_whole and position + 1 == len(script.tokens) and not self.start.sampling.ignore_eos
@@ -217,3 +229,9 @@ class Sequence:
         """Add a block to the context; the bytes that it really holds decide what follows."""
         self.blocks[name] = content
         self._digest = self._shape.model.read(self._digest, self._shape.layout.values(content))
+
+
+def _forbidden(answer: TokenBytes, sampling: Sampling) -> set[int]:
+    """Return the tokens that would complete a forbidden sequence within an answer."""
+    ids = np.frombuffer(answer, "<u4").tolist()
+    return {last for *lead, last in sampling.bad_tokens if not lead or ids[-len(lead) :] == lead}

@@ -191,7 +191,7 @@ class VllmAnswerParser:
             whole: Makes a parser for the whole answer, if calls are sent at the end; None: they are streamed.
         """
         tokens = vllm_requests.token_ids(start)
-        prompt = tokens[: len(tokens) - task.answered_tokens]
+        prompt = tokens[: len(tokens) - start.generated_tokens]
         self._parser = parser
         self._request = request
         self._prompt = prompt
@@ -205,7 +205,7 @@ class VllmAnswerParser:
             decoder,
             stop=task.stop,
             end_token_ids=frozenset(start.sampling.stop_token_ids),
-            min_tokens=start.sampling.min_tokens + task.answered_tokens if start.sampling.min_tokens else 0,
+            min_tokens=start.sampling.min_tokens + start.generated_tokens if start.sampling.min_tokens else 0,
         )
         self._calls = _CallParts()
         self._whole = whole

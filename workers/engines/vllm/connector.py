@@ -4,7 +4,7 @@ vLLM loads it by its module path.
 
 vLLM makes several connectors, each in a process of its own: one beside the scheduler, which decides
 (`workers.engines.vllm.store_planner`), and one beside the model on each rank, which moves bytes
-(`workers.engines.vllm.block_mover`). This module only translates between these and vLLM's hooks. Loads are
+(`workers.engines.vllm.blocks.block_mover`). This module only translates between these and vLLM's hooks. Loads are
 asynchronous in vLLM's sense: a request whose blocks are being loaded waits while others go on, and its blocks enter
 the engine's prefix cache only when they are known to be whole.
 
@@ -46,11 +46,12 @@ from kvstore.messages import Match
 from kvstore.namespace import KvNamespace
 from kvstore.security.credentials import Credentials
 from kvstore.system_clock import MonotonicClock
+from workers.engines.vllm import continuation as vllm_continuation
 from workers.engines.vllm import launch as vllm_launch
-from workers.engines.vllm.block_memory import DeviceBlocks, HostBlocks
-from workers.engines.vllm.block_mover import BlockMover
+from workers.engines.vllm.blocks.block_memory import DeviceBlocks, HostBlocks
+from workers.engines.vllm.blocks.block_mover import BlockMover
+from workers.engines.vllm.blocks.rank_writes import FollowerRank, LeaderRank, RankPosition
 from workers.engines.vllm.namespace import check_groups, namespace_of
-from workers.engines.vllm.rank_writes import FollowerRank, LeaderRank, RankPosition
 from workers.engines.vllm.step_counter import StepCounter, step_file
 from workers.engines.vllm.store_planner import COUNTS, LEASE_SECONDS, StorePlanner, StoreWork
 
@@ -157,6 +158,10 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._parallel = vllm_config.parallel_config
         self._lanes_path = Path(settings.scratch, f"ranks-{self._parallel.data_parallel_index}")
         self._planner: StorePlanner | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            vllm_continuation.install_in_scheduler()
+        else:
+            vllm_continuation.install_in_batches(vllm_config)
         self.mover: BlockMover | None = None
         self._starts_early = False
         self._failed_blocks: set[int] = set()
@@ -190,6 +195,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     # Hooks beside the scheduler.
     def on_new_request(self, request: "Request") -> None:
         assert self._planner is not None
+        vllm_continuation.replay(request)
         if not _is_beyond_tokens(request):
             self._planner.arrived(request)
 

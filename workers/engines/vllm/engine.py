@@ -163,6 +163,7 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
         kv=describe(namespace, tp=1 if config.model_config.use_mla else config.parallel_config.tensor_parallel_size),
         keeps_forms=settings.vllm.keeps_forms,
         sampling_fields=ENGINE_FIELDS,
+        continued_fields=vllm_launch.continued_fields(settings, config),
         adapters=adapters_of(settings),
         adapter_slots=settings.adapter_slots if settings.adapters else 0,
         parsers=None if parsers is None else parsers.names,
@@ -441,7 +442,10 @@ class VllmEngine:
             self._tell(_rejected(start, Reason.INVALID_ARGUMENT, "chat.tools", f"vLLM refuses them: {error}"))
             return
         params = vllm_requests.sampling_params(start, vllm_requests.transfer_params(start), parser)
-        prompt = tokens_input(vllm_requests.token_ids(start), cache_salt=start.salt.hex() or None)
+        ids = vllm_requests.token_ids(start)
+        if replayed := vllm_requests.replayed_tokens(start):
+            ids = ids[:-replayed]  # the rest is in `params`
+        prompt = tokens_input(ids, cache_salt=start.salt.hex() or None)
         adapter = lora_request(start.adapter, self._settings)
         loads = adapter is not None and start.adapter not in self._adapters.names
         self._novel.begun(start.request_id, start.sampling, loads=loads)
@@ -465,7 +469,7 @@ class VllmEngine:
         """Return the parser of an attempt's answer; None if the answer is not parsed."""
         if (task := start.parsing) is None or self._parsers is None:
             return None
-        if len(task.tools) + 32 * task.answered_tokens <= INLINE_CHARACTERS:
+        if len(task.tools) + 32 * start.generated_tokens <= INLINE_CHARACTERS:
             return self._parsers.open(start, task)
         return await asyncio.to_thread(self._parsers.open, start, task)
 
@@ -485,7 +489,7 @@ class VllmEngine:
                 kv=None if stats is None else self._report_at_start(start, stats),
             )
         finish = vllm_requests.FINISHES.get(completion.finish_reason)
-        if finish is None and start.sampling.form is not None and not request.generated:
+        if finish is None and start.sampling.form is not None and not (request.generated or start.generated_tokens):
             fault = "the engine's grammar library refuses it; the engine's log has the cause"
             return _rejected(start, Reason.INVALID_ARGUMENT, _form_field(start), fault)
         if finish is None:

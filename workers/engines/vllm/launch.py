@@ -16,6 +16,7 @@ import msgspec
 import psutil
 
 from fleet.core.errors import ConfigurationRefused
+from fleet.core.requests import STATE_FIELDS
 from fleet.core.roles import KvPath, Role
 from kvstore.block import blocks_for
 from workers.engines.vllm import lora as vllm_adapters
@@ -167,6 +168,16 @@ def check_model(config: "VllmConfig") -> None:
         raise ConfigurationRefused(
             f"vllm.extra_args.tensor_parallel_size: {heads} heads cannot be shared out among {ranks} ranks"
         )
+
+
+def continued_fields(settings: WorkerSettings, config: "VllmConfig") -> tuple[str, ...]:
+    """Return the sampling fields whose state an engine with these settings rebuilds (`workers.engines.vllm.continuation`).
+
+    With speculative decoding, the random numbers depend on which drafts were accepted, so a seed is not enough.
+    """
+    if "kv_transfer_config" in settings.vllm.extra_args:  # Fleet's connector is missing
+        return ()
+    return tuple(field for field in STATE_FIELDS if field != "seed" or config.speculative_config is None)
 
 
 def _check_for_cpu(settings: WorkerSettings) -> None:

@@ -25,6 +25,7 @@ from fleet.core.requests import (
     StructuralTag,
     StructuredOutput,
     ToolCallForm,
+    state_fields,
 )
 from fleet.core.roles import KvPath, Phase
 from fleet.core.work import Handoff, Start
@@ -46,6 +47,10 @@ log = logging.getLogger(__name__)
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.CANCELLED}
 """Our finishes by vLLM's finish reasons; any other reason is an error of the engine."""
 
+GENERATED = "fleet_generated_tokens"
+"""Key of the tokens of an answer that another engine has begun, in vLLM's `SamplingParams.extra_args`
+(`workers.engines.vllm.continuation`)."""
+
 ASK_TO_HAND_OFF = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -60,6 +65,11 @@ ASK_TO_HAND_OFF = {
 def token_ids(start: Start) -> list[int]:
     ids: list[int] = np.frombuffer(start.tokens, dtype="<u4").tolist()
     return ids
+
+
+def replayed_tokens(start: Start) -> int:
+    """Return how many last tokens of the attempt vLLM has to treat as generated; 0: all may be a part of the prompt."""
+    return start.generated_tokens if state_fields(start.sampling) else 0
 
 
 def fetches(start: Start) -> bool:
@@ -116,8 +126,12 @@ def sampling_params(
         form = parser.structured_outputs
     else:
         form = None if sampling.form is None else structured_outputs(sampling.form)
+    replayed = replayed_tokens(start)
+    extra_args: dict[str, Any] = {"kv_transfer_params": transfer} if transfer else {}
+    if replayed:
+        extra_args[GENERATED] = token_ids(start)[-replayed:]
     params = SamplingParams(
-        max_tokens=1 if prefill_only else sampling.max_tokens,
+        max_tokens=1 if prefill_only else sampling.max_tokens + replayed,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -126,14 +140,16 @@ def sampling_params(
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
-        min_tokens=min(sampling.min_tokens, 1) if prefill_only else sampling.min_tokens,
+        min_tokens=min(sampling.min_tokens, 1)
+        if prefill_only
+        else sampling.min_tokens and sampling.min_tokens + replayed,
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=list(sampling.stop_token_ids),
         logprobs=sampling.logprobs,
         structured_outputs=form,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={"kv_transfer_params": transfer} if transfer else None,
+        extra_args=extra_args or None,
         logit_bias=dict(sampling.logit_bias) or None,
         allowed_token_ids=list(sampling.allowed_token_ids) or None,
         prompt_logprobs=sampling.prompt_logprobs,

@@ -13,14 +13,14 @@ import psutil
 import pytest
 
 from fleet.core.errors import Reason
-from fleet.core.requests import Finish, Source
+from fleet.core.requests import STATE_FIELDS, Finish, Source
 from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.work import Rejected
 from fleet.local.tiny_model import build_tiny_model
 from kvstore.block import blocks_for, chain
 from kvstore.client.store_client import StoreClient
 from tests.contract.workers import engine_contract as engine_promises
-from tests.contract.workers.engine_contract import ALONE, PAIRED
+from tests.contract.workers.engine_contract import ALONE, CONTINUED, PAIRED, answer_continues_exactly
 from tests.support.builders import token_bytes
 from tests.support.fleet_processes import command_of
 from tests.support.kvstore.builders import NodeProcess, a_node, a_store_client
@@ -112,6 +112,21 @@ def test_vllm_on_two_ranks_keeps_the_contract(promise, ranks):
 @pytest.mark.parametrize("promise", PAIRED, ids=lambda promise: promise.__name__)
 def test_pair_of_vllm_engines_keeps_the_contract(promise, pair):
     pair.run(promise(*pair.engines, KvPath.STORE))
+
+
+@pytest.mark.parametrize("case", CONTINUED)
+def test_other_vllm_engine_continues_exactly(case, pair):
+    begins, continues = pair.engines
+    assert continues.engine.facts.continued_fields == STATE_FIELDS
+
+    pair.run(answer_continues_exactly(begins, continues, CONTINUED[case]))
+
+
+@pytest.mark.parametrize("case", ["penalties_and_seed", "form"])
+def test_vllm_engine_of_several_ranks_continues_exactly(case, ranks):
+    (one,) = ranks.engines
+
+    ranks.run(answer_continues_exactly(one, one, CONTINUED[case]))
 
 
 def test_the_fingerprint_is_that_of_the_namespace_of_the_model(pair, model_dir, node):

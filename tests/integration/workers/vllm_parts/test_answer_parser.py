@@ -194,8 +194,8 @@ def an_attempt(family: Family, tokens: list[int], **fields: Any) -> Start:
     return a_start(tokens=token_bytes(tokens), sampling=Sampling(max_tokens=500, stop_token_ids=(1,)), parsing=task)
 
 
-def opened(family: Family, tokens: list[int], **fields: Any) -> VllmAnswerParser:
-    start = an_attempt(family, tokens, **fields)
+def opened(family: Family, tokens: list[int], *, begun: int = 0, **fields: Any) -> VllmAnswerParser:
+    start = structs.replace(an_attempt(family, tokens, **fields), generated_tokens=begun)
     return parsers_of(family).open(start, start.parsing)
 
 
@@ -211,7 +211,7 @@ def parts_of(
     deltas = []
     for begin, end in pairwise([0, *sorted({cut % len(tokens) for cut in cuts} - {0}), len(tokens)]):
         if lost_at is not None and begin >= lost_at:
-            parser, lost_at = opened(family, [*PROMPT, *tokens[:begin]], answered_tokens=begin, **fields), None
+            parser, lost_at = opened(family, [*PROMPT, *tokens[:begin]], begun=begin, **fields), None
         step = tokens[begin:end]
         _, parsed = parser.add(step, is_finished=end == len(tokens))
         deltas.append(answer.take(Progress(request_id=ID, token_ids=tuple(step), parsed=parsed)))

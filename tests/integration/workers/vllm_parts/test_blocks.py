@@ -10,9 +10,9 @@ from kvstore.client.store_client import StoreClient, batch_blocks
 from kvstore.messages import Match
 from tests.support.kvstore.builders import a_block, a_chain, a_namespace, a_node, a_store_client
 from tests.support.waiting import eventually
-from workers.engines.vllm.block_memory import DeviceBlocks, EngineBlocks, HostBlocks
-from workers.engines.vllm.block_mover import BlockMover
-from workers.engines.vllm.saves import LONGEST_WAIT_SECONDS, MIN_STAGED_BLOCKS, PAUSE_SECONDS
+from workers.engines.vllm.blocks.block_memory import DeviceBlocks, EngineBlocks, HostBlocks
+from workers.engines.vllm.blocks.block_mover import BlockMover
+from workers.engines.vllm.blocks.saves import LONGEST_WAIT_SECONDS, MIN_STAGED_BLOCKS, PAUSE_SECONDS
 from workers.engines.vllm.store_planner import BlockLoad, BlockSave, StoreWork
 
 torch = pytest.importorskip("torch")
@@ -143,8 +143,8 @@ def test_uncopyable_block_ends_its_save_not_the_engine(client, mover):
 
 
 def test_blocks_beyond_the_staging_area_are_dropped_from_end(client, monkeypatch):
-    monkeypatch.setattr("workers.engines.vllm.saves.STAGING_BYTES", 0)
-    monkeypatch.setattr("workers.engines.vllm.saves.MIN_STAGED_BLOCKS", 2)
+    monkeypatch.setattr("workers.engines.vllm.blocks.saves.STAGING_BYTES", 0)
+    monkeypatch.setattr("workers.engines.vllm.blocks.saves.MIN_STAGED_BLOCKS", 2)
     mover = BlockMover(client, HostBlocks(heads_first(2)))
 
     mover.save(work(deferred=[BlockSave("r", a_chain(5), [1, 2, 3, 4, 5])]))
@@ -194,7 +194,7 @@ def test_deferred_blocks_are_written_in_an_engine_pause(client, mover, busy, loo
 
 
 def test_full_staging_area_does_not_wait_for_a_pause(client, monkeypatch):
-    monkeypatch.setattr("workers.engines.vllm.saves.STAGING_BYTES", 0)
+    monkeypatch.setattr("workers.engines.vllm.blocks.saves.STAGING_BYTES", 0)
     mover = BlockMover(client, HostBlocks(heads_first(2)))
     mover.saver.closing = steps = Steps(mover, 1000)
 

@@ -9,9 +9,9 @@ from kvstore.client import store_client
 from kvstore.client.store_client import StoreClient
 from tests.support.kvstore.builders import a_chain, a_namespace, a_node, a_store_client
 from tests.support.waiting import eventually
-from workers.engines.vllm import block_memory
-from workers.engines.vllm.block_memory import DeviceBlocks
-from workers.engines.vllm.block_mover import BlockMover
+from workers.engines.vllm.blocks import block_memory
+from workers.engines.vllm.blocks.block_memory import DeviceBlocks
+from workers.engines.vllm.blocks.block_mover import BlockMover
 from workers.engines.vllm.store_planner import BlockLoad, BlockSave, StoreWork
 
 torch = pytest.importorskip("torch")

@@ -28,10 +28,10 @@ from tests.support.kvstore.builders import (
     a_store_client,
 )
 from tests.support.waiting import eventually
-from workers.engines.vllm import rank_writes as vllm_ranks
-from workers.engines.vllm.block_memory import HostBlocks
-from workers.engines.vllm.block_mover import BlockMover
-from workers.engines.vllm.rank_writes import FollowerRank, LeaderRank, RankChannel, RankPosition
+from workers.engines.vllm.blocks import rank_writes as vllm_ranks
+from workers.engines.vllm.blocks.block_memory import HostBlocks
+from workers.engines.vllm.blocks.block_mover import BlockMover
+from workers.engines.vllm.blocks.rank_writes import FollowerRank, LeaderRank, RankChannel, RankPosition
 from workers.engines.vllm.store_planner import BlockLoad, BlockSave, StoreWork
 
 torch = pytest.importorskip("torch")
@@ -262,8 +262,8 @@ def test_failed_rank_publishes_nothing_and_blocks_no_other(pair, node, client):
 
 
 def test_blocks_unstaged_by_one_rank_are_not_stored(node, client, monkeypatch):
-    monkeypatch.setattr("workers.engines.vllm.saves.STAGING_BYTES", 0)
-    monkeypatch.setattr("workers.engines.vllm.saves.MIN_STAGED_BLOCKS", 4)
+    monkeypatch.setattr("workers.engines.vllm.blocks.saves.STAGING_BYTES", 0)
+    monkeypatch.setattr("workers.engines.vllm.blocks.saves.MIN_STAGED_BLOCKS", 4)
     with an_engine(node, 2, a_model(1)) as pair:
         area = pair.movers[1].saver.area
         taken = area.take([0, 1])
@@ -281,7 +281,7 @@ def test_blocks_unstaged_by_one_rank_are_not_stored(node, client, monkeypatch):
 
 
 def test_rank_that_stages_after_the_others_keeps_no_room(pair, client, monkeypatch):
-    monkeypatch.setattr("workers.engines.vllm.saves.LAG_SECONDS", 0.05)
+    monkeypatch.setattr("workers.engines.vllm.blocks.saves.LAG_SECONDS", 0.05)
     work = a_step(1, deferred=[BlockSave("r", a_chain(3), [4, 5, 6])])
     keeper = pair.movers[1].saver
     pair.movers[0].save(work)

@@ -16,7 +16,7 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.membership.machine import Membership
 from fleet.membership.messages import Register
 from fleet.router.machine import RouterMachine
-from fleet.router.messages import Complete, Emit
+from fleet.router.messages import Complete, Dispatch, Emit
 from fleet.router.state.live_requests import LiveRequest
 from fleet.router.state.worker_registry import WorkerRegistry
 from kvstore.hierarchy.machine import Hierarchy
@@ -110,6 +110,14 @@ def refuse_restarted_workers(original, membership, event, now):
     return original(membership, event, now)
 
 
+def forget_the_begun_answer(original, machine, event, now):
+    commands = original(machine, event, now)
+    for index, command in enumerate(commands):
+        if isinstance(command, Dispatch):
+            commands[index] = structs.replace(command, start=structs.replace(command.start, generated_tokens=0))
+    return commands
+
+
 def publish_corrupt_records(original, hierarchy, promotion_id, answers, now):
     good = FetchResult(BlockOutcome.MOVED, 1)
     return original(hierarchy, promotion_id, [good if answer is CORRUPT else answer for answer in answers], now)
@@ -123,6 +131,7 @@ PLANTED = {
     "ended_twice": (Promise.ONE_END, RouterMachine, "handle", end_twice),
     "end_not_told": (Promise.ENDS_IN_TIME, RouterMachine, "handle", forget_ends_of_long_answers),
     "token_repeated": (Promise.EXACT_TOKENS, RouterMachine, "handle", repeat_a_token),
+    "state_not_rebuilt": (Promise.EXACT_TOKENS, RouterMachine, "handle", forget_the_begun_answer),
     "reservation_leaked": (Promise.CONSISTENT, WorkerRegistry, "release", keep_reservations_of_lost_workers),
     "restarted_worker_refused": (Promise.GETS_WELL, Membership, "handle", refuse_restarted_workers),
     "handoff_lease_never_ends": (

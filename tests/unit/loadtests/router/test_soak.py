@@ -84,7 +84,7 @@ def test_requests_are_of_all_kinds_and_reproducible():
 
     assert found == some()
     assert {wish.over_http for wish in found} == {True, False}
-    assert {wish.survives for wish in found} == {True, False}
+    assert {wish.sampling.stateless for wish in found} == {True, False}
     assert 0 < sum(wish.leaves_after is not None for wish in found) < 20
     assert all(ANSWER_TOKENS[0] <= len(wish.expected) <= ANSWER_TOKENS[1] for wish in found)
 

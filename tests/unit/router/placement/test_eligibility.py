@@ -58,6 +58,13 @@ IMPOSSIBLE = [
     (RejectionCause.NONE_AMONG, {"among": (WorkerId("x"), WorkerId("p"))}, [D, P], Reason.NO_WORKER, ""),
     (RejectionCause.NO_ADAPTER, {"adapter": LoraAdapter(ModelName("ada"))}, [D], Reason.NO_WORKER, "model"),
     (RejectionCause.OTHER_WEIGHTS, {"fingerprint": "x"}, [D], Reason.WORKER_LOST, ""),
+    (
+        RejectionCause.LOSES_STATE,
+        {"continues": ("seed", "form")},
+        [D, a_candidate("k", continued_fields=("seed",))],
+        Reason.WORKER_LOST,
+        "",
+    ),
     (RejectionCause.NO_FORM, {"form": True}, [D], Reason.INVALID_ARGUMENT, "sampling.form"),
     (
         RejectionCause.NO_FORM,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.core.requests import Sampling
-from tests.support.builders import a_prompt
+from tests.support.builders import a_prompt, token_bytes
 from workers.engines.simulated.model import SimulatedModel
 
 GREEDY = Sampling(temperature=0)
@@ -118,3 +118,40 @@ def test_logprobs_have_the_requested_number_and_fall():
     assert len(set(logprobs.top_ids)) == 3
     assert list(logprobs.top) == sorted(logprobs.top, reverse=True)
     assert logprobs.chosen == logprobs.top[0]
+
+
+PROMPT, ANSWER = token_bytes([5, 6]), token_bytes([6, 7, 7])
+
+
+@pytest.mark.parametrize(
+    ("fields", "shifts"),
+    [
+        ({"presence_penalty": 0.5}, {6: -0.5, 7: -0.5}),
+        ({"frequency_penalty": 0.25}, {6: -0.25, 7: -0.5}),
+        ({"repetition_penalty": 2.0}, {5: -0.5, 6: -0.5, 7: -0.5}),  # the logit 1, divided by 2
+        ({"repetition_penalty": 0.5, "presence_penalty": -0.25}, {5: 1.0, 6: 1.25, 7: 1.25}),
+    ],
+)
+def test_penalties_shift_the_tokens_so_far(fields, shifts):
+    found = a_model().penalty_shifts(Sampling(**fields), PROMPT, ANSWER)
+
+    assert {token: found[token] for token in found.nonzero()[0].tolist()} == shifts
+
+
+def test_without_penalties_nothing_is_computed():
+    assert a_model().penalty_shifts(Sampling(seed=1), PROMPT, ANSWER) is None
+
+
+def test_strong_penalty_makes_a_token_rare():
+    model, sampling = a_model(), Sampling(seed=1, allowed_token_ids=(6, 8), presence_penalty=2.0)
+    shifts = model.penalty_shifts(sampling, b"", ANSWER)
+
+    def share(shifts) -> float:
+        drawn = [
+            model.draw(model.beginning, a_prompt(3, first=number), sampling, may_end=False, shifts=shifts).token
+            for number in range(1, 401)
+        ]
+        return drawn.count(6) / len(drawn)
+
+    assert 0.4 < share(None) < 0.6
+    assert 0.05 < share(shifts) < 0.2  # e^-2 to 1

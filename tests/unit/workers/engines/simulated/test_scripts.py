@@ -7,7 +7,7 @@ import pytest
 
 from fleet.core.requests import AnswerParsers, Choice, Grammar, JsonSchema, Sampling, ToolCallForm, ToolChoice
 from fleet.core.work import ParsingTask
-from tests.support.builders import a_start
+from tests.support.builders import a_start, token_bytes
 from workers.engines.simulated.schema_values import value_of
 from workers.engines.simulated.scripts import REASONING, ScriptWriter
 
@@ -135,6 +135,18 @@ def test_worker_with_a_reasoning_parser_reasons_first(model_dir, prompt, text):
     script = written(model_dir, parsers, prompt, tool_choice=ToolChoice.NONE)
 
     assert script == (None if text is None else (text, False))
+
+
+def test_begun_answer_is_no_part_of_the_prompts_reasoning(model_dir):
+    writer = ScriptWriter.open(str(model_dir), 10**6, AnswerParsers(reasoning="qwen3"))
+    prompt, begun = [writer.tokenizer.encode(text).ids for text in ("x", f"<think>{REASONING}</think>and")]
+    task = ParsingTask(tool_choice=ToolChoice.NONE)
+
+    script = writer.write(a_start(tokens=token_bytes(prompt), parsing=task))
+    again = writer.write(a_start(tokens=token_bytes(prompt + begun), parsing=task, generated_tokens=len(begun)))
+
+    assert script is not None
+    assert again == script
 
 
 @pytest.mark.parametrize("form", [Grammar('root ::= "a"'), ToolCallForm(), JsonSchema("false")])

@@ -4,7 +4,7 @@ import pytest
 
 from kvstore.errors import LayoutMismatch
 from tests.support.kvstore.shapes import a_typed_namespace
-from workers.engines.vllm.rank_writes import RankPosition
+from workers.engines.vllm.blocks.rank_writes import RankPosition
 
 
 def test_ranks_with_the_same_head_take_turns_to_write():

@@ -4,7 +4,7 @@ Rules:
 
 1. Everything here runs in the engine's worker process, between two steps of the model. An exception would end the
    engine, so a failure becomes a block that was not loaded, and a log line (for saves, see
-   `workers.engines.vllm.saves`).
+   `workers.engines.vllm.blocks.saves`).
 2. Loads run in one thread of their own, while the engine computes for other requests. Nobody else uses the
    destination until the load is reported as ended, and every load is reported.
 3. If an engine has several ranks, each loads its shard. vLLM counts a load as ended when all ranks have reported it,
@@ -18,9 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.client.store_client import StoreClient
 from kvstore.messages import LeaseId
-from workers.engines.vllm.block_memory import BlockReader, EngineBlocks, ShareReader, Wait
-from workers.engines.vllm.rank_writes import FollowerRank, LeaderRank
-from workers.engines.vllm.saves import BlockSaverThread, FollowingSaver, LeaderRankStore, LeadingSaver, SingleRankStore
+from workers.engines.vllm.blocks.block_memory import BlockReader, EngineBlocks, ShareReader, Wait
+from workers.engines.vllm.blocks.rank_writes import FollowerRank, LeaderRank
+from workers.engines.vllm.blocks.saves import (
+    BlockSaverThread,
+    FollowingSaver,
+    LeaderRankStore,
+    LeadingSaver,
+    SingleRankStore,
+)
 from workers.engines.vllm.store_planner import BlockLoad, StoreWork
 
 log = logging.getLogger(__name__)

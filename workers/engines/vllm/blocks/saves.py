@@ -10,7 +10,7 @@ Rules:
    blocks wait for a pause of the engine, at most `LONGEST_WAIT_SECONDS` or until half of the area is taken. Blocks of
    one request that have gathered meanwhile are written together.
 4. If an engine has several ranks, each has a staging area of its own, and the first rank decides what is written when
-   (`workers.engines.vllm.rank_writes`). The others keep what they staged until the first rank says that the save is
+   (`workers.engines.vllm.blocks.rank_writes`). The others keep what they staged until the first rank says that the save is
    over.
 """
 
@@ -26,9 +26,16 @@ from msgspec import Struct, field
 from kvstore.block import BlockHash
 from kvstore.buffers import ByteArray
 from kvstore.client.store_client import StoreClient
-from workers.engines.vllm import rank_writes as vllm_ranks
-from workers.engines.vllm.block_memory import EngineBlocks, Source, Wait
-from workers.engines.vllm.rank_writes import FollowerRank, LeaderLost, LeaderRank, RankChannel, SavedBlock, SaveKey
+from workers.engines.vllm.blocks import rank_writes as vllm_ranks
+from workers.engines.vllm.blocks.block_memory import EngineBlocks, Source, Wait
+from workers.engines.vllm.blocks.rank_writes import (
+    FollowerRank,
+    LeaderLost,
+    LeaderRank,
+    RankChannel,
+    SavedBlock,
+    SaveKey,
+)
 from workers.engines.vllm.store_planner import BlockSave, StoreWork
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,152 @@
+"""Continuation: vLLM goes on with an answer that another engine has begun, as if it had generated the tokens so far itself.
+
+Rules:
+
+1. vLLM gets the prompt alone. The tokens of the answer so far are in the sampling parameters (`workers.engines.vllm.requests.GENERATED`), whose limits are those of
+   the whole answer. Requests without such tokens are not touched.
+2. Beside the scheduler, the tokens become output of the request before it is scheduled for the first time, as if it had been
+   preempted (`replay`). Limits then count them. A grammar accepts them one by one, since reasoning may end among them.
+3. Beside the model, vLLM's model runner V2 gets all tokens of a request whenever that is scheduled anew, so penalties and forbidden
+   sequences see them. Its random numbers depend on the seed and the position alone. The runner V1 keeps a record of each request,
+   which gets the tokens here. Its random generator draws once for each of them.
+4. V1 draws a number after each part of a long prompt too, and takes it back. torch's generators for CPUs cannot do that, so that one
+   request with a seed would end the engine. They are replaced by generators that can (`RewindableGenerator`).
+5. vLLM offers no extension point for the grammar and for the records of V1. So two of its methods are wrapped, in the process that
+   calls them, when Fleet's connector is made there.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.gpu_input_batch import InputBatch
+
+from workers.engines.vllm.requests import GENERATED
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+
+def _generated(params: "SamplingParams | None") -> Sequence[int]:
+    return () if params is None or not params.extra_args else params.extra_args.get(GENERATED, ())
+
+
+# Beside the scheduler.
+
+
+def replay(request: "Request") -> None:
+    """Add the tokens of the answer so far to a new request; with a grammar, that waits until the grammar is compiled."""
+    if not (tokens := _generated(request.sampling_params)):
+        return
+    request.prefill_stats = None  # vLLM asserts that no more tokens than the prompt's are cached
+    if not request.use_structured_output:
+        request.append_output_token_ids(list(tokens))
+
+
+def replay_with_grammar(scheduler: Any, request: "Request") -> bool:
+    """Add the tokens of the answer so far to a request whose grammar is compiled, unless that has been done.
+
+    Returns:
+        Whether the request may go on; the scheduler ends one whose grammar refuses the tokens with an error.
+    """
+    for token in _generated(request.sampling_params)[request.num_output_tokens :]:
+        request.append_output_token_ids(token)
+        if not scheduler.structured_output_manager.accept_tokens(request, [token]):
+            scheduler.grammar_compile_error_reqs.add(request.request_id)
+            return False
+    return True
+
+
+def install_in_scheduler() -> None:
+    """Let this process's scheduler replay an answer when its grammar is compiled."""
+    handle = Scheduler._handle_blocked_waiting_request  # noqa: SLF001 - rule 5
+    if hasattr(handle, "replays"):
+        return
+
+    def _handle_blocked_waiting_request(scheduler: Any, request: "Request") -> bool:
+        return handle(scheduler, request) and replay_with_grammar(scheduler, request)
+
+    _handle_blocked_waiting_request.replays = True  # type: ignore[attr-defined]
+    Scheduler._handle_blocked_waiting_request = _handle_blocked_waiting_request  # noqa: SLF001 - rule 5
+
+
+# Beside the model.
+
+
+def install_in_batches(config: "VllmConfig") -> None:
+    """Let this process's batches take over the tokens of the answer so far; only model runner V1 has such batches."""
+    add = InputBatch.add_request
+    if hasattr(add, "replays"):
+        return
+    noise = torch.float64 if config.model_config.use_fp64_gumbel else torch.float32
+
+    def add_request(batch: Any, request: "CachedRequestState") -> int:
+        if not request.output_token_ids:
+            request.output_token_ids.extend(_generated(request.sampling_params))
+            if request.generator is not None:
+                request.generator = _advanced(request, batch.vocab_size, noise)
+        index: int = add(batch, request)
+        return index
+
+    add_request.replays = True  # type: ignore[attr-defined]
+    InputBatch.add_request = add_request
+
+
+def _advanced(request: "CachedRequestState", vocab_size: int, noise: torch.dtype) -> torch.Generator:
+    """Return the generator of a seeded request, after its draws for the tokens of the answer so far."""
+    generator: torch.Generator = request.generator
+    if generator.device.type == "cpu":
+        return RewindableGenerator(generator.initial_seed(), request.output_token_ids, vocab_size, noise)
+    draw(generator, len(request.output_token_ids), vocab_size=vocab_size, noise=noise)
+    return generator
+
+
+class RewindableGenerator(torch.Generator):  # type: ignore[misc]  # torch's types are not read
+    """A generator for CPUs whose last draw can be taken back, in the way that vLLM takes back that of an accelerator."""
+
+    def __new__(cls, *_: object) -> Self:
+        made: Self = super().__new__(cls)
+        return made
+
+    def __init__(self, seed: int, answer: Sequence[int], vocab_size: int, noise: torch.dtype) -> None:
+        """Begin after the draws for the tokens of `answer`, which grows with the answer."""
+        super().__init__()
+        self._seed, self._answer, self._vocab_size, self._noise = seed, answer, vocab_size, noise
+        self.set_offset(0)
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:  # noqa: ARG002 - only ever the one before the last draw
+        self.manual_seed(self._seed)
+        draw(self, len(self._answer), vocab_size=self._vocab_size, noise=self._noise)
+
+
+def draw(generator: torch.Generator, times: int, *, vocab_size: int, noise: torch.dtype) -> None:
+    """Advance a request's random generator as vLLM 0.32's sampler does for a number of tokens (`v1/sample/ops/topk_topp_sampler.py`).
+
+    On CPUs it takes one integer for a token, from which its kernel computes the noise; with 64-bit noise, and on
+    accelerators, it fills a row of the vocabulary with exponential noise. An accelerator's generator is a counter, and
+    each row advances it equally.
+
+    Args:
+        generator: The generator of a seeded request.
+        times: The number of tokens.
+        vocab_size: The length of a row.
+        noise: The type of the noise.
+    """
+    if generator.device.type == "cpu" and noise is torch.float32:
+        torch.randint(0, 2**31, (times,), generator=generator, dtype=torch.long)
+        return
+    row = torch.empty(vocab_size, dtype=noise, device=generator.device)
+    if generator.device.type != "cuda":
+        for _ in range(times):
+            row.exponential_(generator=generator)
+        return
+    before = generator.get_offset()
+    row.exponential_(generator=generator)
+    generator.set_offset(before + times * (generator.get_offset() - before))

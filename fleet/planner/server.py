@@ -67,7 +67,11 @@ async def _give_up(
     clock: Clock,
     trouble: Callable[[str], None],
 ) -> tuple[PlanOutcome, Observation]:
-    """Roll back the unfinished part. If somebody else writes at the same moment, that number stays."""
+    """Roll back the unfinished part of a plan, and return the outcome and the last observation.
+
+    The outcome is ROLLED_BACK; `fleet.planner.loop` maps it to a state of the plan. It is UNSETTLED if there is nothing to roll back,
+    or if another program has changed the numbers meanwhile, which then stay.
+    """
     less = rollback(plan, before, seen)
     if less is None:
         return PlanOutcome.UNSETTLED, seen

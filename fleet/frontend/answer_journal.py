@@ -2,15 +2,16 @@
 
 Rules:
 
-1. Only answers over server-sent events are noted, for clients that send `Last-Event-ID` when they come back. Fleet's own
-   client library keeps its tokens.
-2. The router that serves an answer notes its tokens before the client gets them, and tells them to its peers
-   (`fleet.peers`), so that a router that is killed leaves them behind.
-3. An answer is forgotten a set time after its last tokens. Beyond a set memory, those that got none for the longest time
-   are forgotten first. What is missing then is generated again, where that gives the same tokens (`ResumedAnswer`).
-4. Tokens that do not follow on what is known are not noted: an answer has no gap.
-5. Each resumption is a new turn of the answer. What a router still notes of an earlier turn, as one that hung does when it
-   goes on, is ignored: its client has left.
+1. The journal only notes answers over server-sent events, whose clients come back with the header `Last-Event-ID`.
+   Fleet's own client library needs no journal, because it keeps the tokens itself.
+2. The router that serves an answer notes the tokens before the client gets them, and sends them to its peer routers
+   (`fleet.peers`). So the peers still have them if that router is killed.
+3. An answer is forgotten a set time after its last tokens. If the journal exceeds its memory limit, the answers without new
+   tokens for the longest time are forgotten first. A router that lacks the tokens generates them again, where that gives
+   the same tokens (`ResumedAnswer`).
+4. Tokens that would leave a gap after the known tokens of an answer are not noted.
+5. `turn` counts how often an answer was resumed. Tokens of an earlier turn than the known one are ignored: they come, for
+   example, from a router that hung and goes on although its client now reads from another router.
 """
 
 from collections import OrderedDict
@@ -23,17 +24,17 @@ from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.requests import TOKEN_BYTES
 
 AnswerKey = int
-"""`ResumeClaims.answer`: 64 random bits. Request ids are the clients' own and may be used twice."""
+"""Key of an answer: `ResumeClaims.answer`, 64 random bits. Request ids do not serve as keys, because clients may use one twice."""
 
-ENTRY_BYTES = 400  # of an answer besides its tokens
+ENTRY_BYTES = 400  # memory for an answer besides its tokens
 
 
 class JournalEntry(Struct, frozen=True):
-    """Some tokens of an answer."""
+    """Consecutive tokens of an answer."""
 
     key: AnswerKey
-    turn: int  # how often the answer was resumed before
-    position: int  # tokens of the answer before them
+    turn: int  # how often the answer had been resumed when these tokens came
+    position: int  # number of tokens of the answer before these
     token_ids: Sequence[int]
 
 
@@ -44,33 +45,33 @@ class _Answer(Struct):
 
 
 class AnswerJournal:
-    """The journal of one router process: its own answers, and those of its peers."""
+    """Answer journal of one router process. It holds tokens of this router's answers and of the peer routers' answers."""
 
     def __init__(self, max_bytes: int, seconds: float, clock: Clock) -> None:
-        """Begin empty.
+        """Create an empty journal.
 
         Args:
-            max_bytes: Limit of the memory; 0: nothing is noted.
+            max_bytes: Memory limit; with 0 the journal notes nothing.
             seconds: Time for which an answer without new tokens is kept.
-            clock: For that time.
+            clock: Clock that measures this time.
         """
         self.tell: Callable[[JournalEntry], None] | None = None
-        """Tells peers of new tokens of this router's answers; None: there are no peers."""
+        """Sends new tokens of this router's answers to the peer routers; None if there are no peers."""
 
         self._max_bytes = max_bytes
         self._keep = int(seconds * SECOND)
         self._clock = clock
-        self._answers: OrderedDict[AnswerKey, _Answer] = OrderedDict()  # the one with the oldest tokens first
+        self._answers: OrderedDict[AnswerKey, _Answer] = OrderedDict()  # longest without new tokens first
         self.held_bytes = 0
 
     def note(self, entry: JournalEntry) -> None:
-        """Note tokens of an answer of this router, and tell the peers."""
+        """Note tokens of an answer of this router, and send them to the peer routers."""
         self.heard(entry)
         if self.tell is not None:
             self.tell(entry)
 
     def heard(self, entry: JournalEntry) -> None:
-        """Note tokens of an answer of any router."""
+        """Note tokens of an answer that this router or a peer router serves."""
         now, begin = self._clock.now(), entry.position * TOKEN_BYTES
         answer = self._answers.get(entry.key)
         held = 0 if answer is None else len(answer.tokens)
@@ -87,13 +88,13 @@ class AnswerJournal:
         self._forget(now)
 
     def tokens(self, key: AnswerKey) -> tuple[int, ...]:
-        """Return the known tokens of an answer, from the first one on."""
+        """Return the known tokens of an answer, from the first one on; empty if the answer is unknown."""
         self._forget(self._clock.now())
         answer = self._answers.get(key)
         return () if answer is None else tuple(memoryview(bytes(answer.tokens)).cast("I"))
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Yield all that is known, for a peer that is reached later."""
+        """Yield all known tokens, one entry for each answer, for a peer that has just been connected."""
         for key, answer in list(self._answers.items()):
             if known := self.tokens(key):
                 yield JournalEntry(key, answer.turn, 0, known)

@@ -5,14 +5,15 @@ router's server, turn tokens into text, look for stop strings, count. Rules:
 
 1. Nothing is submitted before everything that the client wrote has been checked.
 2. A request ends once: by `Finished`, by a `RequestRejected`, or because its consumer closed the iterator. In each case the
-   router hears at once that nobody waits any more.
-3. The engine handles tokens that end generation (`stop_token_ids`); stop strings are found here, because only here is
-   there text. The engine is told to stop, and nobody waits for it; its KV report came with the first tokens.
+   router learns at once that the client waits no longer, and releases what it had reserved.
+3. The engine handles tokens that end generation (`stop_token_ids`). Stop strings are found in this module, because the
+   engine has no text. After a stop string the engine is told to stop, and the answer does not wait for it.
 4. An answer that the client gets in one piece (`GenerateRequest.whole`) is collected here. So it may start over on another
    worker until it is complete, whatever its sampling.
-5. An engine samples at least one token. A request for none (`max_tokens` 0) computes its prompt, and the token is dropped.
-6. The metrics and the tenant's counters count the same tokens, however a request ends. A resumed request
-   (`fleet.frontend.resumed_answer`) counts here with the tokens that are generated here; its client is told all of them.
+5. An engine samples at least one token. A request with `max_tokens` 0 computes its prompt and drops that token.
+6. The metrics and the tenant's counters count the same tokens, however a request ends. Of a resumed answer
+   (`fleet.frontend.resumed_answer`) they count only the tokens that this router had generated; the usage that the client
+   gets counts all tokens of the answer.
 """
 
 import asyncio
@@ -69,20 +70,20 @@ from fleet.router.tenants import Tenants, admit_with_peers
 from kvstore.block import adapter_salt, cache_salt, tenant_salt
 
 _NO_CALLS = ToolChoice.NONE  # a module variable is ten times as fast as the enum attribute
-INLINE_CHARACTERS = 4096  # about 0.1 ms of tokenizing; longer prompts go to a thread
-INLINE_TOKENS = 256  # of a resumed answer, at about 8 µs each; longer ones are replayed in a thread
+INLINE_CHARACTERS = 4096  # prompts up to this length (0.1 ms of tokenizing) are read on the event loop
+INLINE_TOKENS = 256  # known tokens of a resumed answer (8 µs each) to replay on the event loop; more go to a thread
 RETRY_AFTER_MS = 1000
-MAX_BAD_SEQUENCES = 128  # vLLM's sampler keeps as many
+MAX_BAD_SEQUENCES = 128  # limit of vLLM's sampler for the token sequences of one request's `bad_words`
 
 
 class OverflowTerms(Protocol):
-    """The terms on which one request may overflow to a hosted endpoint."""
+    """Decides for one request when it overflows to a hosted endpoint instead of waiting for a worker."""
 
     def admitted(self, request: GenerateRequest, prompt_tokens: int, allowance: RateLimitStatus | None) -> Nanos | None:
         """Note that a request is valid and within its tenant's limits.
 
         Returns:
-            The predicted wait above which the router rejects it, because it then overflows; None: the usual one.
+            Predicted wait above which the router rejects the request, so that it overflows; None for the router's usual limit.
         """
         ...
 
@@ -110,11 +111,11 @@ class Generation:
         self._tenant_secret = tenant_secret
         self.metrics = metrics
         self._running: set[RequestId] = set()
-        self._parents: dict[ModelName, ModelName] = {}  # base model by name of a requested LoRA adapter
+        self._parents: dict[ModelName, ModelName] = {}  # base model of each LoRA adapter, by the adapter's name
         self._threads = threads
         self._parsing_plans = ParsingPlans()
-        self._resume_tokens = resume_tokens  # None: streams cannot be resumed
-        self._journal = journal  # None: no tokens are kept for clients
+        self._resume_tokens = resume_tokens  # None if streams cannot be resumed
+        self._journal = journal  # None if this router keeps no tokens for clients
 
     @property
     def running(self) -> int:
@@ -127,14 +128,14 @@ class Generation:
 
     @property
     def by_key(self) -> bool:
-        """True if clients have to prove their identity by a key."""
+        """True if clients must authenticate by an API key."""
         return self._tenants.by_key
 
     def identify(self, authorization: str) -> str:
         """Return the tenant of a client whose request needs no generation, such as a list of models.
 
         Args:
-            authorization: The header, as for `generate`.
+            authorization: The header ``Authorization``, as for `generate`.
 
         Raises:
             RequestRejected: UNAUTHENTICATED; keys are required, and the header contains no known key.
@@ -149,7 +150,7 @@ class Generation:
         """Return the text of each token of a prompt, which may be long.
 
         Raises:
-            RequestRejected: Too many long prompts are being read.
+            RequestRejected: QUEUE_FULL; too many long prompts wait for the tokenizer threads.
         """
 
         def read() -> list[str]:
@@ -158,7 +159,7 @@ class Generation:
         return read() if len(token_ids) <= INLINE_CHARACTERS else await self._threads.run(read, len(token_ids))
 
     def prompt_text(self, model: ModelName, tokens: TokenBytes) -> str:
-        """Return the text of a prompt that came as tokens."""
+        """Return the text of a prompt whose tokens are given."""
         return self._codecs[self._parents.get(model, model)].decode(tokens)
 
     def serves(self, request_id: RequestId) -> bool:
@@ -168,12 +169,12 @@ class Generation:
     async def generate(
         self, request: GenerateRequest, authorization: str = "", overflow: "OverflowTerms | None" = None
     ) -> AsyncGenerator[GenerateEvent]:
-        """Serve one request: `Admitted`, any number of `Delta`, `Finished`. Closing the iterator cancels it.
+        """Serve one request: yield `Admitted`, any number of `Delta`, and `Finished`. Closing the iterator cancels the request.
 
         Args:
             request: The request as the frontend understood it.
-            authorization: The client's proof of its tenant, ``Bearer KEY``; empty: none.
-            overflow: Takes the request if it is rejected for load; None: nothing does.
+            authorization: The header ``Authorization`` with the client's API key, ``Bearer KEY``; empty if there is none.
+            overflow: Terms under which a hosted endpoint takes the request if it is rejected for load; None: it never does.
 
         Raises:
             RequestRejected: Before `Admitted` if the request was not accepted; after it if it could not be completed.
@@ -210,7 +211,7 @@ class Generation:
             self._running.discard(request.id)
 
     async def tokens_of(self, request: GenerateRequest, authorization: str = "") -> tuple[ModelCard, TokenBytes]:
-        """Return the model of a request and the tokens of its prompt, which may be too long; nothing is generated.
+        """Tokenize a prompt without generating; return the model card and the tokens, which may be too many for the model.
 
         Raises:
             RequestRejected: The key, the model or the prompt is wrong.
@@ -221,10 +222,10 @@ class Generation:
         return card, await self._tokenise(request.prompt, codec)
 
     async def text_of(self, request: GenerateRequest, authorization: str = "") -> str:
-        """Return the text of a prompt of tokens; nothing is generated.
+        """Return the text of a request's prompt, which is given as tokens; nothing is generated.
 
         Raises:
-            RequestRejected: As `tokens_of`.
+            RequestRejected: The key, the model or the prompt is wrong.
         """
         card, tokens = await self.tokens_of(request, authorization)
         codec = self._codecs[self._parents.get(card.name, card.name)]
@@ -236,20 +237,21 @@ class Generation:
         )
 
     async def arrival(self, request: GenerateRequest, authorization: str = "") -> Arrived:
-        """Check, tokenize and admit a request that another program sends to its worker; return what the router has to know of it.
+        """Check, tokenize and admit an external request, which another program sends to its worker; return its event for the router.
 
         Args:
             request: The request as the frontend understood it.
-            authorization: The header, as for `generate`.
+            authorization: The header ``Authorization``, as for `generate`.
 
         Raises:
-            RequestRejected: The request must not be placed.
+            RequestRejected: The request is invalid, or exceeds a limit of its tenant.
         """
         tenant = self._tenants.tenant(authorization, request.tenant)
         request = structs.replace(request, tenant=tenant)
         card, _, tokens, sampling = await self._checked(request)
         await admit_with_peers(self._tenants, tenant, len(tokens) // TOKEN_BYTES, self._clock)
-        # The seed says that no other worker can continue the answer, because its tokens are not known here.
+        # The router never continues an answer with a seed on another worker. It must not continue this one either, because it
+        # does not know the tokens.
         told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
         return structs.replace(self._arrived(request, card, tokens, told), external=True)
 
@@ -273,7 +275,7 @@ class Generation:
         if parsing is not None:
             sampling = parsing.constrained(sampling)
 
-        answer_id = request.id if resumed is None else resumed.claims.request_id  # ids of tool calls follow from it
+        answer_id = request.id if resumed is None else resumed.claims.request_id  # ids of tool calls derive from it
 
         def begun() -> Answer:
             if parsing is not None and parsing.template is None:
@@ -288,7 +290,7 @@ class Generation:
             return text if parsing is None else parsing.answer(answer_id, text, codec, tokens)
 
         answer = begun()
-        claims: ResumeClaims | None = None  # of the next resume token
+        claims: ResumeClaims | None = None  # content of the next resume token
         replayed, ended = 0, None
         if resumed is not None:
             in_engine = isinstance(answer, EngineParsedAnswer)
@@ -304,7 +306,7 @@ class Generation:
         if request.journaled and claims is not None:
             journal, journal_key, turn = self._journal, claims.answer, claims.resumes
         noted = 0 if resumed is None else resumed.resume.position
-        collected: list[Delta] = []  # parts of an answer that is given in one piece
+        collected: list[Delta] = []  # deltas that wait for the end of the answer
         allowance: RateLimitStatus | None = None
         counted_tokens = 0
         if resumed is None or not resumed.is_free:
@@ -366,7 +368,7 @@ class Generation:
                             claims = None
                         if (
                             answer.stopped
-                        ):  # leave the context first, so that the engine stops even if the client reads slowly
+                        ):  # yield `last` after the context, so that the engine stops even if the client reads slowly
                             last = delta
                             break
                         if request.whole:
@@ -407,10 +409,10 @@ class Generation:
         )
 
     def _resumed(self, request: GenerateRequest, authorization: str) -> tuple[GenerateRequest, ResumedAnswer]:
-        """Return a request that goes on with an answer, under its own id, and what is known of the answer.
+        """Prepare a request that resumes an answer; return the request under a new id, and the known part of the answer.
 
         Raises:
-            RequestRejected: The token is not one for this tenant, or the key is wrong.
+            RequestRejected: The resume token is not valid for this tenant, or the API key is wrong.
         """
         assert request.resume is not None
         if self._resume_tokens is None:
@@ -423,7 +425,7 @@ class Generation:
         tenant = self._tenants.tenant(authorization, request.tenant)
         claims = self._resume_tokens.read(request.resume.token, tenant)
         request_id = claims.next_id
-        while request_id in self._running:  # the stream of an earlier try has broken, and its end is not known yet
+        while request_id in self._running:  # an earlier resumption has broken off and not ended here yet
             request_id = RequestId(f"{request_id}x")
         resume = request.resume
         if request.journaled and self._journal is not None:
@@ -435,7 +437,7 @@ class Generation:
     def _claims(
         self, request: GenerateRequest, card: ModelCard, tokens: TokenBytes, resumed: ResumedAnswer | None
     ) -> ResumeClaims:
-        """Return the content of the tokens with which this stream can be resumed."""
+        """Return the content of the resume tokens of this stream."""
         assert self._resume_tokens is not None
         if resumed is not None:
             return structs.replace(resumed.claims, resumes=resumed.claims.resumes + 1)
@@ -458,7 +460,7 @@ class Generation:
         return self._resume_tokens.issue(claims)
 
     def _with_token(self, delta: Delta, request_id: RequestId, claims: ResumeClaims) -> Delta:
-        """Add the token that names the weights, which are known with the first tokens of an answer."""
+        """Add a resume token that names the weights; the router knows the weights since the answer's first tokens."""
         fingerprint = self._router.fingerprint(request_id) or claims.fingerprint
         return structs.replace(delta, resume_token=self._issued(structs.replace(claims, fingerprint=fingerprint)))
 
@@ -489,7 +491,7 @@ class Generation:
             if len(models) > 1:
                 raise invalid("model", f"must be one of {', '.join(sorted(cards))}")
             if not models:
-                if len(self._codecs) == 1:  # only one model can have been meant
+                if len(self._codecs) == 1:  # the request can only mean this model
                     self._router.turned_away(next(iter(self._codecs)))
                 raise RequestRejected(Reason.NO_WORKER, "no worker serves any model yet", retry_after_ms=RETRY_AFTER_MS)
             (model,) = models
@@ -539,7 +541,7 @@ class Generation:
         needs: tuple[str, ...] = ()
         placement = request.placement
         if sampling.prompt_logprobs is not None:
-            placement = Placement.AGGREGATED  # one worker has to see the whole prompt, and all that it samples
+            placement = Placement.AGGREGATED  # one worker has to compute the whole prompt
         if (
             sampling.logit_bias
             or sampling.allowed_token_ids
@@ -570,7 +572,7 @@ class Generation:
 
 
 class ModelTarget(Struct, frozen=True):
-    """The model, LoRA adapter and salt that a model card stands for."""
+    """Placement target of a model card: the base model, the LoRA adapter if any, and the salt of the block hashes."""
 
     model: ModelName
     adapter: LoraAdapter | None
@@ -578,7 +580,7 @@ class ModelTarget(Struct, frozen=True):
 
 
 def resolve_model(card: ModelCard, salt: bytes) -> ModelTarget:
-    """Return the model that a card names: itself, or the base model with a LoRA adapter and the salt of its blocks.
+    """Return the target of a model card: the card's own model, or the base model with a LoRA adapter and the adapter's salt.
 
     Args:
         card: The model card that a request names.
@@ -591,7 +593,7 @@ def resolve_model(card: ModelCard, salt: bytes) -> ModelTarget:
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
-    """Join the pieces of an answer."""
+    """Join consecutive deltas of an answer to one delta."""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(
@@ -603,7 +605,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
 
 
 def _joined_parts(deltas: Sequence[Delta]) -> Delta:
-    """Join the pieces of a parsed answer."""
+    """Join consecutive deltas of a parsed answer, with reasoning and tool calls, to one delta."""
     return structs.replace(
         _joined(deltas),
         reasoning="".join([each.reasoning for each in deltas]),
@@ -612,7 +614,10 @@ def _joined_parts(deltas: Sequence[Delta]) -> Delta:
 
 
 def _engine_sampling(request: GenerateRequest, codec: TextCodec, *, room: int) -> Sampling:
-    """Return the engine's sampling parameters: with the most tokens, and with all tokens that end the answer."""
+    """Return the sampling parameters for the engine, completed by the token limit and the end-of-sequence tokens of the model.
+
+    `room` is the number of tokens that the model has left after the prompt.
+    """
     sampling = request.sampling
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *codec.eos_token_ids)
     return structs.replace(
@@ -624,9 +629,9 @@ def _engine_sampling(request: GenerateRequest, codec: TextCodec, *, room: int) -
 
 
 def _bad_tokens(words: Sequence[str], codec: TextCodec) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of words: at the beginning of a text, and after a space, where they often have other tokens.
+    """Return the token sequences of words, each at the beginning of a text and after a space, because the tokens often differ.
 
-    vLLM's own `bad_words` miss words that have another number of tokens after a space.
+    vLLM's own `bad_words` miss a word that has another number of tokens after a space.
     """
     sequences = []
     for index, word in enumerate(words):
@@ -647,7 +652,7 @@ def _ids(tokens: TokenBytes) -> tuple[int, ...]:
 
 
 def _truncated(request: GenerateRequest, card: ModelCard, tokens: TokenBytes) -> TokenBytes:
-    """Return the last tokens of the prompt, as many as the client allows or, for -1, as fit with its answer."""
+    """Return the last tokens of the prompt: as many as `truncate_prompt` says or, for -1, as fit together with the answer."""
     kept = request.truncate_prompt
     assert kept is not None
     if kept == -1:
@@ -662,7 +667,7 @@ def _quoted(name: str) -> str:
 
 
 class _RequestTimes:
-    """The times and the usage of one request, reported to the metrics at its end."""
+    """Measures the times and the usage of one request, and reports them to the metrics at its end."""
 
     def __init__(self, clock: Clock, metrics: RouterProcessMetrics) -> None:
         self._clock = clock
@@ -673,14 +678,14 @@ class _RequestTimes:
         self._longest = 0
         self._steps = 0
         self._over = False
-        self.usage: Usage | None = None  # None: the tenant was not charged
+        self.usage: Usage | None = None  # None until the tenant is charged
         self._kv: tuple[KvPhase, ...] = ()
 
     def admitted(self, prompt_tokens: int) -> None:
         self.usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=0, cached_tokens=0)
 
     def used(self, completion_tokens: int, cached_tokens: int, kv: tuple[KvPhase, ...]) -> None:
-        """Note what the answer took, whether or not it is complete."""
+        """Note the tokens that the request used, even if its answer is incomplete."""
         assert self.usage is not None
         self._kv = kv
         self.usage = structs.replace(self.usage, completion_tokens=completion_tokens, cached_tokens=cached_tokens)

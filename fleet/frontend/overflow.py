@@ -1,4 +1,4 @@
-"""Overflow reports: what operators see of hosted endpoints that take the requests which a model's own workers cannot."""
+"""Overflow reports: what operators see of the hosted endpoints that take requests which a model's own workers cannot take."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -10,62 +10,62 @@ from fleet.core.ids import ModelName, RequestId
 
 
 class OverflowOutcome(StrEnum):
-    """Outcome of a refused request that may overflow."""
+    """Outcome of a request that the router rejected for load and that may overflow to a hosted endpoint."""
 
     SERVED = "served"
-    LIMIT_SPENT = "limit_spent"  # the spending limit had no room for it
-    CLOSED = "closed"  # the endpoint has failed lately, or as many requests as allowed run there
+    LIMIT_SPENT = "limit_spent"  # its estimated cost exceeded what the spending limit leaves
+    CLOSED = "closed"  # the endpoint failed lately, or runs as many requests as allowed
     FAILED = "failed"  # the endpoint gave no answer
-    BROKEN = "broken"  # the answer broke off, the client left, or its deadline passed
+    BROKEN = "broken"  # the answer broke off, the client disconnected, or the deadline passed
 
 
 class OverflowRecord(Struct, frozen=True, kw_only=True):
-    """Outcome and cost of one request."""
+    """Outcome and cost of one request that the router rejected."""
 
     model: ModelName
     url: str
     reason: str
-    """Reason of the router's refusal."""
+    """Reason for which the router rejected the request."""
 
     message: str
     outcome: OverflowOutcome
     estimated_dollars: float
     dollars: float
     prompt_tokens: int
-    """Count of the endpoint; 0: unknown."""
+    """Prompt tokens as the endpoint counted them; 0 if unknown."""
 
     answer_tokens: int
 
 
 class OverflowState(Struct, frozen=True, kw_only=True):
-    """State of one endpoint."""
+    """State of one hosted endpoint."""
 
     model: ModelName
     url: str
     running: int
     outcomes: Mapping[OverflowOutcome, int]
-    """Requests since the start of the process."""
+    """Number of requests by outcome, since the start of the process."""
 
     dollars: float
     """Cost of the requests that have ended since the start of the process."""
 
     spent_dollars: float
-    """Charges of the last hour, including estimates of requests that run."""
+    """Charges in the last hour, including the estimated cost of running requests."""
 
     limit_dollars: float
-    """The most that an hour may cost."""
+    """Spending limit for one hour."""
 
     trouble: str
-    """Why it gets no requests now; empty if it does."""
+    """Why the endpoint gets no requests now; empty if it gets requests."""
 
 
 class OverflowReports(Protocol):
-    """The endpoints of one router process, as operators see them."""
+    """Port to the reports of one router process about its hosted endpoints."""
 
     def explained(self, request_id: RequestId) -> OverflowRecord | None:
-        """Return what became of a request; None if it was never refused, or too long ago."""
+        """Return the outcome of a rejected request; None if the request was not rejected, or so long ago that it is forgotten."""
         ...
 
     def status(self) -> tuple[OverflowState, ...]:
-        """Return the state of all endpoints."""
+        """Return the state of all hosted endpoints."""
         ...

@@ -1,4 +1,4 @@
-"""Peer router port: what the frontends and the selection service ask of the other routers (`fleet.peers.routers`)."""
+"""Port to the peer routers for the frontends and the selection service; `fleet.peers.routers` implements it."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -9,14 +9,14 @@ from fleet.v1 import control_pb2, selection_pb2
 
 
 class PeerRoutersApi(Protocol):
-    """The other routers of the cluster."""
+    """The peer routers of this router, as the frontends need them."""
 
     async def explained(self, request_id: RequestId) -> control_pb2.ExplainResponse | None: ...
 
     def tuned(self, thresholds: Thresholds) -> None: ...
 
     async def metrics(self) -> Mapping[str, str]:
-        """Return the metrics of each process behind the same port, by router."""
+        """Return the metrics page of each router process that listens on the same port, by the router's name."""
         ...
 
     async def reported(self, report: selection_pb2.ReportRequest) -> selection_pb2.ReportResponse | None: ...

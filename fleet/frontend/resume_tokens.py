@@ -1,17 +1,17 @@
-"""Resume tokens: what a client shows to go on with an answer whose router died.
+"""Resume tokens: signed texts with which a client goes on with an answer after its router died.
 
 Rules:
 
-1. A token is self-contained. Routers of one cluster sign it with a key that follows from their common secret, and keep
-   nothing for it. So any of them can go on with an answer that another one has begun.
-2. It names the request, the tenant, the prompt (by a digest) and the weights that began the answer. It is worth nothing
-   for another tenant, for another prompt, or after its time. What the client has of the answer is not in the token: the
-   client sends it again, and could as well write it into a prompt.
-3. A resumed request is not charged again for the request and its prompt, which the first router has charged. That holds
-   for the first use of a token on a router, and for `MAX_FREE_RESUMES` of one request. Further ones count as new requests,
-   so that nobody computes prompts for free.
-4. Without a common secret, tokens are signed with a key that everybody knows. Then they are given only where clients
-   have no keys, and where the network is therefore closed.
+1. A resume token is self-contained. The routers of a cluster sign it with a key derived from their common secret, and store
+   nothing about it. So any router can go on with an answer that another router began.
+2. The token names the request, the tenant, the prompt (by a digest) and the weights that began the answer. It is not
+   accepted for another tenant, for another prompt, or after its lifetime. It does not contain the tokens of the answer. The
+   client sends them, which is safe, because the client could also write them into a prompt.
+3. The first router has charged the tenant for the request and its prompt, so a resumption is free. This holds for the first
+   use of a token on a router, and for `MAX_FREE_RESUMES` resumptions of one request. Further ones are charged like new
+   requests, so that no client gets prompts computed for free.
+4. Without a common secret, tokens are signed with a key that is no secret. They are then issued only if clients have no API
+   keys, which is only done in closed networks.
 """
 
 import hmac
@@ -30,31 +30,31 @@ from fleet.core.requests import TokenBytes
 
 FIELD = "resume.token"
 MAX_FREE_RESUMES = 8
-MAX_REMEMBERED_USES = 65_536  # about 150 bytes each
+MAX_REMEMBERED_USES = 65_536  # memory: about 150 bytes for each used token
 MAX_TOKEN_CHARACTERS = 4096
 _MAC_BYTES = 16
 _PURPOSE = b"fleet resume token 1"
 
 
 class ResumeClaims(Struct, frozen=True, array_like=True):
-    """Content of a resume token."""
+    """Content of a resume token: the facts that the router signs."""
 
-    request_id: RequestId  # of the first request
+    request_id: RequestId  # id of the first request
     tenant: str
-    issued: int  # Unix time in seconds, of the first request
-    resumes: int  # how often the answer was resumed before
-    prompt: bytes  # digest of model and prompt
-    answer: int  # 64 random bits, which the answer has at all routers
-    fingerprint: str = ""  # of the worker that began the answer; empty: not known yet
+    issued: int  # when the first request came, Unix time in seconds
+    resumes: int  # how often the answer was resumed before this token
+    prompt: bytes  # digest of model and prompt (`prompt_digest`)
+    answer: int  # 64 random bits that identify the answer at all routers
+    fingerprint: str = ""  # fingerprint of the worker that began the answer; empty if not known yet
 
     @property
     def next_id(self) -> RequestId:
-        """The id under which a router goes on with the request; it differs from the one of the stream that broke."""
+        """The id of the request that resumes the answer. The broken stream, which may not have ended yet, has another id."""
         return RequestId(f"{self.request_id[:120]}.r{self.resumes + 1}")
 
 
 def prompt_digest(model: ModelName, tokens: TokenBytes) -> bytes:
-    """Return the digest of a model's name and a prompt."""
+    """Return the 16-byte digest of a model's name and a prompt."""
     return blake2b(tokens, digest_size=16, key=sha256(model.encode()).digest()).digest()
 
 
@@ -62,12 +62,12 @@ class ResumeTokens:
     """Issues and reads the tokens of one router process."""
 
     def __init__(self, secret: bytes, lifetime_seconds: int, unix_seconds: Callable[[], float]) -> None:
-        """Derive the key.
+        """Derive the signing key from the secret.
 
         Args:
-            secret: The secret that the routers of the cluster share; empty: there is none (rule 4).
-            lifetime_seconds: Time after the first request for which tokens are accepted.
-            unix_seconds: The wall clock, which routers share.
+            secret: Common secret of the routers of the cluster; empty if there is none (rule 4).
+            lifetime_seconds: How long after the first request tokens are accepted.
+            unix_seconds: Wall clock, because the clocks of different routers are compared.
         """
         self._key = hmac.digest(secret, _PURPOSE, "sha256")
         self._lifetime_seconds = lifetime_seconds
@@ -75,19 +75,19 @@ class ResumeTokens:
         self._used: OrderedDict[str, None] = OrderedDict()
 
     def now(self) -> int:
-        """Return the time for new claims, in Unix seconds."""
+        """Return the current time for `ResumeClaims.issued`, in Unix seconds."""
         return int(self._unix_seconds())
 
     def issue(self, claims: ResumeClaims) -> str:
-        """Return the signed token."""
+        """Return a signed token with these claims."""
         content = msgspec.msgpack.encode(claims)
         return urlsafe_b64encode(content + self._mac(content)).decode().rstrip("=")
 
     def read(self, token: str, tenant: str) -> ResumeClaims:
-        """Return the content of a token.
+        """Check the signature, tenant and age of a token, and return its content.
 
         Raises:
-            RequestRejected: INVALID_ARGUMENT; no router of this cluster has issued it to this tenant, or it has expired.
+            RequestRejected: INVALID_ARGUMENT; no router of this cluster issued the token to this tenant, or it has expired.
         """
         if len(token) > MAX_TOKEN_CHARACTERS:
             raise _unknown()
@@ -116,7 +116,7 @@ class ResumeTokens:
         return claims.resumes < MAX_FREE_RESUMES and token not in self._used
 
     def use(self, token: str) -> None:
-        """Note that a request with this valid token was admitted."""
+        """Remember that this token was used, because a request with it was admitted."""
         self._used[token] = None
         if len(self._used) > MAX_REMEMBERED_USES:
             self._used.popitem(last=False)

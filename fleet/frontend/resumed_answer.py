@@ -1,15 +1,15 @@
-"""Resumed answer: how an answer goes on that another router has begun, or this one on a connection that was lost.
+"""Resumed answer: goes on with an answer that began at another router, or at this one on a connection that was lost.
 
 Rules:
 
-1. The known tokens are replayed: they become text again, which the client has and does not get twice. What an answer's
-   tokens mean does not depend on how they are cut into steps, so the text goes on within a character, a word or a
-   possible stop string.
-2. The router's machine goes on with the known tokens as after the death of a worker: they become a part of the prompt, and
-   whatever cannot be continued exactly is refused.
-3. If the client has more tokens than are known here, the missing ones are generated again and dropped. Only greedy
-   sampling gives the same ones.
-4. An answer whose last token or stop string the client already has is not generated any further.
+1. The known tokens are replayed: they are decoded to text again, but this text is not sent, because the client has it. The
+   text of an answer does not depend on how its tokens are cut into steps. So it goes on correctly even within a character,
+   a word or a possible stop string.
+2. The router's machine continues the answer as after the loss of a worker: the known tokens become a part of the prompt. An
+   answer that cannot be continued exactly is refused.
+3. If the client has more tokens than this router knows, the missing tokens are generated again and dropped. This is only done
+   for greedy sampling, which gives the same tokens.
+4. If the client already has the last token or the stop string of the answer, nothing is generated.
 """
 
 from collections.abc import Sequence
@@ -31,26 +31,26 @@ Answer = AnswerText | EngineParsedAnswer | TemplateParsedAnswer
 
 
 class ResumedAnswer(Struct, kw_only=True):
-    """The part of one answer that the client has."""
+    """State of resuming one answer: what the client has, and which tokens are still to be generated again."""
 
     resume: Resume
     claims: ResumeClaims
-    is_free: bool  # the request and its prompt were charged before
-    to_skip: int = 0  # tokens that are still to be generated again and dropped
+    is_free: bool  # the resumption is not charged (`resume_tokens`, rule 3)
+    to_skip: int = 0  # number of tokens still to be generated again and dropped
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The known tokens."""
+        """The known tokens: the beginning of the answer, from the client or from the answer journal."""
         return self.resume.token_ids
 
     def check(self, sampling: Sampling, prompt: bytes, vocab_size: int, *, in_engine: bool) -> None:
-        """Check what the client sent against its request.
+        """Check that the resume token and the known tokens fit the request, and compute `to_skip`.
 
         Args:
-            sampling: The engine's sampling parameters.
-            prompt: The digest of the request's model and prompt.
-            vocab_size: Token ids must be smaller.
-            in_engine: The worker parses the answer.
+            sampling: Sampling parameters for the engine.
+            prompt: Digest of the request's model and prompt.
+            vocab_size: Size of the vocabulary, which all token ids must be below.
+            in_engine: Whether the worker parses the answer.
 
         Raises:
             RequestRejected: INVALID_ARGUMENT, or WORKER_LOST if the tokens cannot be generated again.
@@ -71,7 +71,7 @@ class ResumedAnswer(Struct, kw_only=True):
             )
 
     def replay(self, answer: Answer) -> None:
-        """Bring a new answer to where the known tokens end."""
+        """Add the known tokens to `answer`, which is new, so that it is in the state after them."""
         if isinstance(answer, EngineParsedAnswer):
             resume = self.resume
             answer.resume(len(resume.token_ids), resume.text, resume.reasoning, resume.calls)
@@ -79,14 +79,17 @@ class ResumedAnswer(Struct, kw_only=True):
             _add(answer, self.token_ids)
 
     def end(self, answer: Answer, sampling: Sampling) -> Finish | None:
-        """Return how a replayed answer has ended; None if it goes on (rule 4)."""
+        """Return why the answer has ended with the known tokens; None if more tokens must be generated (rule 4)."""
         known = self.token_ids
         if answer.stopped or (known and known[-1] in sampling.stop_token_ids):
             return Finish.STOP
         return Finish.LENGTH if len(known) >= sampling.max_tokens else None
 
     def skip(self, answer: Answer, progress: Progress) -> Progress:
-        """Drop the tokens that the client has; return the progress with the others, which may be none."""
+        """Add the first tokens of `progress`, which the client has, to the answer; return the progress with the other tokens.
+
+        The returned progress may have no tokens.
+        """
         dropped = progress.token_ids[: self.to_skip]
         self.to_skip -= len(dropped)
         assert not isinstance(answer, EngineParsedAnswer)
@@ -107,7 +110,7 @@ def _add(answer: AnswerText | TemplateParsedAnswer, token_ids: Sequence[int]) ->
 
 
 class EndedAnswer:
-    """Stands for the router's stream of an answer that needs no further tokens: it completes at once."""
+    """Replaces the router's stream for an answer that needs no further tokens: it yields `Complete` at once."""
 
     kv: tuple[KvPhase, ...] = ()
     cached_tokens = 0

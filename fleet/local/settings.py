@@ -1,4 +1,7 @@
-"""Settings of a local cluster: the topology that `fleet up` runs."""
+"""Settings of a local cluster: the topology that `fleet up` runs.
+
+`fleet.cli.up` reads them through `fleet.config`.
+"""
 
 from enum import StrEnum
 from pathlib import Path

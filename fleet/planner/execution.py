@@ -1,4 +1,6 @@
-"""Execution of a plan: whether it is settled, and what is rolled back at its deadline. Pure functions.
+"""Execution of a plan: whether it is settled, and what is rolled back at its deadline.
+
+These are pure functions, which `fleet.planner.server` calls while it carries out a plan. That module also decides the outcome.
 
 Rules:
 

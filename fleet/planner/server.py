@@ -12,7 +12,7 @@ from fleet.planner.ports import CALL_SECONDS, ConnectorUnreachable, PlanConflict
 T = TypeVar("T")
 
 LOOK_EVERY = 0.25  # seconds
-TAKE_BACK_WITHIN = Nanos(60 * SECOND)  # limit if the orchestrator does not answer
+ROLL_BACK_WITHIN = Nanos(60 * SECOND)  # limit for rolling back while the orchestrator does not answer
 
 
 async def carry_out(
@@ -67,11 +67,15 @@ async def _give_up(
     clock: Clock,
     trouble: Callable[[str], None],
 ) -> tuple[PlanOutcome, Observation]:
-    """Roll back the unfinished part. If somebody else writes at the same moment, that number stays."""
+    """Roll back the unfinished part of a plan, and return the outcome and the last observation.
+
+    The outcome is ROLLED_BACK; `fleet.planner.loop` maps it to a state of the plan. It is UNSETTLED if there is nothing to roll back,
+    or if another program has changed the numbers meanwhile, which then stay.
+    """
     less = rollback(plan, before, seen)
     if less is None:
         return PlanOutcome.UNSETTLED, seen
-    deadline, outcome = clock.now() + TAKE_BACK_WITHIN, PlanOutcome.ROLLED_BACK
+    deadline, outcome = clock.now() + ROLL_BACK_WITHIN, PlanOutcome.ROLLED_BACK
     try:
         await _patiently(lambda: connector.apply(less, seen), deadline, clock, trouble)
     except (PlanConflict, PlanRefused):

@@ -4,7 +4,9 @@ Rules:
 
 1. A session is bound to the worker of its last placement, until it has been idle for longer than the time to live.
 2. The number of sessions is limited; the one that has been idle longest is forgotten first.
-3. The settings decide what a binding means: a preference ("soft") or a condition ("hard"), see `RouterSettings.session_affinity`.
+3. The setting `RouterSettings.session_affinity` decides what a binding means; `fleet.router.placer` (`with_session`) applies it.
+   "soft" is a preference (`fleet.router.placement.policies.fleet`, rule 8), "hard" is a condition (`must_keep` in
+   `fleet.router.placement.candidate_table`).
 4. A session's requests may come through any router of the cluster. So bindings and their ends are announced to the peers as news since
    the last time. News from a peer count as if they had happened here, and are not passed on. At most `MAX_SESSION_NEWS` are
    announced: the first ones of the news, and the latest bindings for a router that is reached later.

@@ -1,4 +1,8 @@
-"""Refusals: which write the API server has refused, and why, for a condition. Pure."""
+"""Refusals: which write the API server has refused, and why. Pure.
+
+The cause is often a field of a user's `podTemplate`, so the path of that field is looked for. `operators.status.deployment` shows
+refusals in conditions.
+"""
 
 import re
 from collections.abc import Iterator

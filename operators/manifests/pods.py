@@ -1,4 +1,7 @@
-"""Pod templates of a deployment, merged with the user's templates."""
+"""Pod templates of a deployment, merged with the user's templates.
+
+`operators.manifests.workloads` makes the workloads that contain them.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -2,8 +2,9 @@
 
 Rules:
 
-1. A schedule is a list of requests and faults, each with its instant and all its parameters. Nothing else is drawn from the seed
-   but delays, so any part of the list is a schedule as well: a failing run is shrunk by leaving parts out.
+1. A schedule is a list of requests and faults, each with its instant and all its parameters. `fleet.app.fault_simulation.seed_run`
+   performs them. Besides the schedule, only delays are drawn from the seed, so any part of the list is a schedule as well: a
+   failing run is shrunk by leaving parts out.
 2. Faults begin within `FAULTS`. At `WELL_FROM` all of them end (`fleet.app.fault_simulation.seed_run`).
 """
 

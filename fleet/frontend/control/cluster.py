@@ -30,7 +30,7 @@ FetchStoreStatus = Callable[[], Awaitable[blocks_pb2.StatsResponse | None]]
 
 
 class ClusterService:
-    """The service of one router; it asks peer routers where needed."""
+    """Serves status, explanations and thresholds of one router process; changed thresholds also go to the peer routers."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class ClusterService:
 
 
 def store_status_call(stub: "blocks_pb2_grpc.BlockStoreAsyncStub") -> FetchStoreStatus:
-    """Return a call that asks a store node for its usage."""
+    """Return an async function that asks a store node for its usage; its result is None if the node does not answer."""
 
     async def ask() -> blocks_pb2.StatsResponse | None:
         try:
@@ -120,7 +120,7 @@ def store_status_call(stub: "blocks_pb2_grpc.BlockStoreAsyncStub") -> FetchStore
 
 
 def parse_thresholds(values: dict[str, Any]) -> Thresholds:
-    """Return thresholds by name.
+    """Convert thresholds, given by name, to `Thresholds`.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT; a threshold is out of range.
@@ -177,7 +177,7 @@ def _encode_remote_prefill(measured: RemotePrefillSnapshot) -> pb.RemotePrefill:
 def explain_request(
     router: RouterApi, overflow: OverflowReports | None, request_id: RequestId
 ) -> pb.ExplainResponse | None:
-    """Return why a request was placed as it was, and whether it overflowed; None if neither is known here."""
+    """Return why a request was placed on its workers and what became of its overflow; None if this process knows neither."""
     explanation = router.explain(request_id)
     record = None if overflow is None else overflow.explained(request_id)
     if explanation is None and record is None:

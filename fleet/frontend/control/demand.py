@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A report is made when its caller can take it. So a slow caller gets the latest report, and nothing queues up.
+1. A report is made only when its caller can receive it. So a slow caller gets the latest report, and no reports queue up.
 2. At most `MOST_WATCHERS` callers watch at a time; a further one is refused.
 3. Each caller gets its own sample of the requests that ended since its last report.
 """
@@ -44,11 +44,11 @@ class DemandWatch:
 
         Args:
             router: The router.
-            router_id: Its name.
-            incarnation: This run of its process.
-            speeds: Returns the learnt speed of workers, relative to their hardware profiles.
+            router_id: Name of the router.
+            incarnation: Id of this run of the router process.
+            speeds: Returns the learned speed of each worker, relative to its hardware profile.
             every_seconds: Time between two reports.
-            overflow: The hosted endpoints, if there are any.
+            overflow: Reports of the hosted endpoints; None if there are none.
         """
         self._router = router
         self._router_id = router_id
@@ -60,11 +60,11 @@ class DemandWatch:
         self._began, _, _ = router.demand()
 
     def methods(self) -> dict[str, Any]:
-        stream: Any = grpc.unary_stream_rpc_method_handler  # the type stubs know no coroutines
+        stream: Any = grpc.unary_stream_rpc_method_handler  # Any, because grpc's stubs reject coroutines
         return {"WatchDemand": stream(self._watch, response_serializer=serialize)}
 
     def report(self, after: int) -> tuple[int, DemandReport]:
-        """Return the present report, and the number from which the next one continues the sample."""
+        """Return a report of the demand now, and the number of the ended request at which the next sample begins."""
         now, models, workers = self._router.demand()
         speeds = self._speeds()
         last, recent = self._router.recent_requests(after)
@@ -98,7 +98,7 @@ class DemandWatch:
 
 
 def _with_overflow(models: Sequence[ModelDemand], overflow: OverflowReports) -> tuple[ModelDemand, ...]:
-    """Return the demand with what hosted endpoints have answered of it."""
+    """Return the demand, completed by the requests that hosted endpoints have answered."""
     hosted = {each.model: each for each in overflow.status()}
     known = {each.model: each for each in models} | {
         model: ModelDemand(model=model) for model in hosted if all(each.model != model for each in models)

@@ -43,22 +43,22 @@ async def open_control_port(
     demand: DemandWatch | None = None,
     overflow: OverflowReports | None = None,
 ) -> AsyncIterator[str]:
-    """Listen and serve until the context ends; then cancel running calls. Yield the address.
+    """Listen and serve until the context ends; then cancel running calls. The context yields the address.
 
     Args:
         listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``; empty for the Unix socket that belongs to
             `grpc_address`.
-        access: What callers over TCP must prove.
-        router: The router.
-        serving: Returns whether requests can be served now, for health.
-        grpc_address: The address for clients.
-        services: Further services: the function that adds each to the server, by full name.
-        store: gRPC address of the KV store node, which is asked for its usage; empty if there is none.
-        store_access: What the router proves to that node.
+        access: Checks the proof that callers over TCP must send.
+        router: Router whose state the services show and change.
+        serving: Returns whether the router can serve requests now; the health service reports it.
+        grpc_address: Address of the gRPC port for clients.
+        services: Further gRPC services: by full name, the function that adds the service to the server.
+        store: gRPC address of the KV store node whose usage the status shows; empty if there is none.
+        store_access: Proof that the router sends to that node.
         shared: Whether other processes may listen on the same port.
-        others: The peer routers, if there are any.
+        others: The peer routers; None if there are none.
         demand: Reports the demand to planners; None leaves that method out.
-        overflow: The hosted endpoints, if there are any.
+        overflow: Reports of the hosted endpoints; None if there are none.
 
     Raises:
         ConfigurationRefused: The address is malformed, in use, or open to other users.

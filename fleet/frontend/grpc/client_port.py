@@ -1,4 +1,4 @@
-"""gRPC port for clients: listening, draining, memory for messages and deadlines, for any service."""
+"""gRPC port for clients: what all services share, namely listening, draining, a memory limit for messages, and deadlines."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
@@ -19,18 +19,18 @@ from fleet.net.settings import DEFAULT_GRPC_LIMITS, ORDINARY_BODY_BYTES, GrpcSet
 
 
 class ClientPort(ABC):
-    """Base class of the gRPC frontends. Requests are admitted until `drain`."""
+    """Base class of the gRPC frontends. It admits requests until `drain` is called."""
 
     SERVICE: ClassVar[str]
     """The full name of the service."""
 
     SETTING: ClassVar[str]
-    """The settings field that holds the address, for errors."""
+    """The settings field that holds the address; error messages name it."""
 
     def __init__(self, generation: Generation, clock: Clock, memory: MessageMemory, limits: GrpcSettings) -> None:
-        self.address = ""  # with the port that was taken
+        self.address = ""  # set when listening, with the port number in use
         self.memory = memory
-        self.write_seconds = limits.write_timeout_seconds  # how long one message may wait for its caller
+        self.write_seconds = limits.write_timeout_seconds  # how long a message may wait until its caller reads it
         self._generation = generation
         self._clock = clock
         self._draining = False
@@ -54,9 +54,9 @@ class ClientPort(ABC):
         Args:
             listen: ``host:port`` (port 0 takes a free one) or ``unix:/path``.
             generation: Serves the requests.
-            clock: For deadlines.
-            max_held_bytes: The limit for the messages of requests that arrive or run; beyond it long ones are refused.
-            limits: The library that serves, and limits of connections.
+            clock: Clock for deadlines.
+            max_held_bytes: Memory limit for the messages of requests that arrive or run; beyond it, long messages are refused.
+            limits: Settings of the connections, and which gRPC library serves them.
             shared: Whether other processes may listen on the same port.
             connection_seconds: The lifetime of a client's connection; 0 sets no limit.
             certificates: The certificates of a port that speaks TLS; None if it does not.
@@ -78,21 +78,21 @@ class ClientPort(ABC):
 
     @abstractmethod
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """Return the handlers of the service, whose methods take bytes."""
+        """Return the method handlers of the service; each gets the message as undecoded bytes."""
 
     def drain(self) -> None:
         """Admit no more requests; running ones continue."""
         self._draining = True
 
     def ready(self) -> bool:
-        """Return whether a request would find a worker now."""
+        """Return whether a live worker could serve a request now."""
         return bool(self._generation.models()) and not self._draining
 
     def check_admitted(self) -> None:
-        """Check that requests are admitted.
+        """Check that the port still admits requests.
 
         Raises:
-            RequestRejected: DRAINING.
+            RequestRejected: DRAINING; `drain` was called.
         """
         if self._draining:
             raise draining_rejection()
@@ -102,7 +102,7 @@ class ClientPort(ABC):
         """Count a message of `size` bytes as held while its request runs.
 
         Raises:
-            RequestRejected: QUEUE_FULL, because the message is a long one and the memory for messages is full.
+            RequestRejected: QUEUE_FULL; the message is long, and the memory for messages is full.
         """
         memory = self.memory
         if size > ORDINARY_BODY_BYTES and memory.held_bytes + size > memory.max_held_bytes:
@@ -114,10 +114,10 @@ class ClientPort(ABC):
             memory.held_bytes -= size
 
     def deadline(self, context: Context, timeout_ms: int = 0) -> Nanos | None:
-        """Return the instant after which nobody waits: the earlier one of the call's and the message's deadline.
+        """Return the deadline of a request: the earlier one of the gRPC call's and the message's; None if neither sets one.
 
         Args:
-            context: The call.
+            context: The gRPC call.
             timeout_ms: The timeout in the message; 0 means none.
         """
         remaining = context.time_remaining()

@@ -24,13 +24,13 @@ from fleet.wire.inference import decode_request, encode_event, encode_model
 
 
 class GrpcFrontend(ClientPort):
-    """The service `fleet.v1.Inference`."""
+    """Serves `fleet.v1.Inference` from the router's generation path."""
 
     SERVICE = "fleet.v1.Inference"
     SETTING = "grpc_listen"
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        stream: Any = grpc.unary_stream_rpc_method_handler  # the type stubs know no coroutines
+        stream: Any = grpc.unary_stream_rpc_method_handler  # Any, because grpc's stubs reject coroutines
         inference = {
             "Generate": stream(self.generate, response_serializer=serialize),
             "ListModels": unary_context_handler(self._list_models),

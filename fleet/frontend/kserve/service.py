@@ -2,8 +2,8 @@
 
 Rules:
 
-1. In a stream each request ends by itself: with its final response, or with an error that carries its id. Neither ends
-   the stream, and neither does a malformed message.
+1. Each request of a stream ends separately: with its final response, or with an error that carries its id. The stream
+   continues in both cases, and also after a malformed message.
 2. Requests of a stream run concurrently, at most `MAX_IN_STREAM`. The next one waits until one has ended, and no
    further message is read, so the connection slows down a client that sends more.
 3. Cancelling a call cancels all its requests.
@@ -66,8 +66,8 @@ class KserveFrontend(ClientPort):
     SETTING = "kserve_listen"
 
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """Return the handlers of the service's methods, which take bytes, and one for all other methods."""
-        stream: Any = grpc.stream_stream_rpc_method_handler  # the stubs know no coroutines
+        """Return the method handlers of the service, which get undecoded bytes, and a handler for methods that Fleet lacks."""
+        stream: Any = grpc.stream_stream_rpc_method_handler  # Any, because grpc's stubs reject coroutines
         methods = {
             "ServerLive": unary_handler(self._server_live),
             "ServerReady": unary_handler(self._server_ready),
@@ -126,7 +126,7 @@ class KserveFrontend(ClientPort):
 
     async def _stream(self, messages: Messages, context: Context) -> None:
         room = asyncio.Semaphore(MAX_IN_STREAM)
-        turns = asyncio.Lock()  # one write at a time
+        turns = asyncio.Lock()  # held while a task writes a response to the stream
 
         async def answer(content: bytes, writer: MessageWriter) -> None:
             async def write(message: pb.ModelStreamInferResponse) -> None:
@@ -144,7 +144,7 @@ class KserveFrontend(ClientPort):
                 async for content in messages:
                     await room.acquire()
                     tasks.create_task(answer(content, writer))
-            except grpc.aio.AbortError as error:  # earlier messages are answered first
+            except grpc.aio.AbortError as error:  # read no further, and answer the earlier requests first
                 refused = error
         if refused is not None:
             raise refused
@@ -158,7 +158,7 @@ class KserveFrontend(ClientPort):
         async def send_one(response: pb.ModelInferResponse, *, final: bool) -> None:
             await write(encode_streamed(response, final=final))
 
-        with suppress(CallerDisconnected):  # the library is about to cancel the call
+        with suppress(CallerDisconnected):  # the caller has left, and grpc is about to cancel the call
             try:
                 message = parse_message(pb.ModelInferRequest, content)
                 with self.holding(len(content)):
@@ -184,7 +184,7 @@ class KserveFrontend(ClientPort):
     async def _generate(self, inference: KServeRequest, authorized: str, send: "SendResponse") -> None:
         request, form = inference.request, inference.form
         model = request.model
-        text: list[str] = []  # of an answer that is not streamed
+        text: list[str] = []  # pieces of an answer that is not streamed
         token_ids: list[int] = []
         logprobs: list[Logprobs] = []
 
@@ -217,7 +217,7 @@ class SendResponse(Protocol):
 
 
 class _UnimplementedMethods(grpc.GenericRpcHandler):
-    """Answers the protocol's methods that Fleet does not serve: repositories, configurations, statistics, shared memory."""
+    """Answers UNIMPLEMENTED to the protocol's other methods: repositories, configurations, statistics, shared memory."""
 
     def __init__(self, served: tuple[str, ...]) -> None:
         self._served = ", ".join(served)
@@ -231,7 +231,7 @@ class _UnimplementedMethods(grpc.GenericRpcHandler):
             await context.abort(
                 grpc.StatusCode.UNIMPLEMENTED, f"{method[:100]} is not served by Fleet; served: {self._served}"
             )
-            raise AssertionError  # `abort` raises
+            raise AssertionError  # never reached, because `abort` raises
 
-        handler: Any = grpc.unary_unary_rpc_method_handler  # the stubs know no coroutines
+        handler: Any = grpc.unary_unary_rpc_method_handler  # Any, because grpc's stubs reject coroutines
         return handler(refuse)

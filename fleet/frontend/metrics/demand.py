@@ -32,13 +32,16 @@ HISTOGRAMS = {
 
 
 class DemandReporter(Protocol):
-    """The part of `fleet.frontend.control.demand.DemandWatch` that is read."""
+    """Port to `fleet.frontend.control.demand.DemandWatch`, from which the metrics are read."""
 
     def report(self, after: int) -> tuple[int, DemandReport]: ...
 
 
 class DemandMetrics:
-    """Collector for a `CollectorRegistry`. Histograms have the label `bucket`, an index of `fleet.core.duration_counts.EDGES`."""
+    """Collects the metrics of demand for a `CollectorRegistry`.
+
+    Histograms have the label `bucket`, an index into `fleet.core.duration_counts.EDGES`.
+    """
 
     def __init__(self, demand: DemandReporter) -> None:
         self._demand = demand

@@ -6,11 +6,11 @@ LABEL = "router"
 
 
 def merge_metrics(expositions: Mapping[str, str]) -> str:
-    """Return all samples with a label ``router``; help and type of each metric appear once.
+    """Return one exposition with all samples, each with a label ``router``; help and type of each metric appear once.
 
-    `expositions` is the output of `prometheus_client.generate_latest` by router.
+    `expositions` maps the name of a router to the output of its `prometheus_client.generate_latest`.
     """
-    described: dict[str, list[str]] = {}  # by metric: help and type
+    described: dict[str, list[str]] = {}  # help and type by the name of the metric
     samples: dict[str, list[str]] = {}
     for router, exposition in expositions.items():
         label = f'{LABEL}="{_escaped(router)}"'
@@ -21,7 +21,7 @@ def merge_metrics(expositions: Mapping[str, str]) -> str:
 
 
 def _metrics(exposition: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name and the lines of each metric, which begin with its help."""
+    """Yield the name of each metric and its lines, the help line first."""
     for lines in exposition.split("# HELP ")[1:]:
         yield lines.partition(" ")[0], f"# HELP {lines}".splitlines()
 

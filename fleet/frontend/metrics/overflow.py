@@ -17,7 +17,7 @@ GAUGES = {
 
 
 class OverflowMetrics:
-    """Collector for a `CollectorRegistry`."""
+    """Collects the metrics of hosted endpoints for a `CollectorRegistry`."""
 
     def __init__(self, overflow: OverflowReports) -> None:
         self._overflow = overflow

@@ -1,6 +1,6 @@
 """Metrics of latency predictions: how well the profiles of workers match their measured times.
 
-An error in the predictions stops them with a log message; the router serves on.
+An error in a prediction is logged and ends these metrics. The router goes on serving.
 """
 
 import logging
@@ -46,7 +46,7 @@ class PredictionMetrics(LatencyPredictions):
             return
         try:
             super().__call__(now, event, commands)
-        except Exception:  # supervisor: no prediction is worth a request
+        except Exception:  # supervisor: an error in a prediction must not fail a request
             log.exception("predictions stopped", extra={"event": type(event).__name__})
             self._over = True
 
@@ -70,7 +70,7 @@ class PredictionMetrics(LatencyPredictions):
 
 
 def profile_lookup(profiles: Mapping[str, ProfileSettings]) -> ProfileLookup:
-    """Return the look-up of a worker's profile: the one with the longest name that the worker's name begins with.
+    """Return a function from a worker's id to its profile: the one with the longest name that begins the worker's id.
 
     Raises:
         ConfigurationRefused: A model, a GPU or a sharding is invalid; the message names the profile and the field.

@@ -1,7 +1,7 @@
 """Metrics of relayed requests.
 
-A counter of the client library costs more than the rest of the work for a streamed token. So plain numbers are counted,
-and become metrics on a scrape.
+Incrementing a counter of the Prometheus client library takes longer than all other work for a streamed token. So this
+module counts in plain numbers, and makes metrics of them when the page is scraped.
 """
 
 from bisect import bisect_left
@@ -41,7 +41,7 @@ class RelayMetrics:
         """Create the collector for a `CollectorRegistry`, with all counts at zero.
 
         Args:
-            gauges: Returns further gauges: name, meaning, label, and values by label value.
+            gauges: Returns further gauges, each with name, help text, label name, and values by label value.
         """
         self._gauges = gauges
         self._ended: dict[str, int] = {SERVED: 0}
@@ -50,7 +50,7 @@ class RelayMetrics:
         self._whole = _DurationHistogram()
 
     def first_byte(self, nanos: int) -> None:
-        """Record the time from the arrival of a request to the first byte of its answer."""
+        """Record the first byte of an answer, with the time since the request arrived."""
         self._first_byte.observe(nanos)
 
     def ended(self, reason: Reason | None, nanos: int, *, answered: bool) -> None:

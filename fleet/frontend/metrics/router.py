@@ -1,7 +1,7 @@
 """Metrics of a router and its workers, read on each scrape.
 
-Metrics of requests are in `fleet.core.telemetry`. Relays, predictions, demand, hosted endpoints and several processes have files beside
-this one, and store nodes have `kvstore.service.metrics`.
+Other metrics: requests in `fleet.core.telemetry`; relays, predictions, demand and hosted endpoints in the other files of this
+folder; store nodes in `kvstore.service.metrics`. `merged.py` merges the metrics of several router processes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -50,10 +50,10 @@ class RouterMetrics:
         """Create the collector for a `CollectorRegistry`.
 
         Args:
-            read: Returns the present state.
-            tasks: Returns the number of tasks of the event loop; None leaves the metric out.
-            refused: Returns the number of unused workers by the failed tokenizer check; None leaves the metric out.
-            directory: Returns whether the discovery directory answers; None if there is none or it was not read yet.
+            read: Returns the current state of the router.
+            tasks: Returns the number of tasks of the event loop; None: leave the metric out.
+            refused: Returns how many workers each comparison of the tokenizer check has refused; None: leave the metric out.
+            directory: Returns whether the discovery directory answers, or None if there is none or it was not read yet.
         """
         self._read = read
         self._tasks = tasks
@@ -128,7 +128,7 @@ def _stores(snapshot: RouterSnapshot) -> Metric:
 
 
 def _knowledge(snapshot: RouterSnapshot) -> Iterator[Metric]:
-    """Yield the metrics of what the router knows of caches, see `fleet.router.kv_index.prefix_index`."""
+    """Yield the metrics of the prefix index (`fleet.router.kv_index.prefix_index`)."""
     gauges = {
         "workers": "Workers by how the router knows their cache",
         "drifting_workers": "Workers whose reported cache differs from what the router believes",
@@ -167,7 +167,7 @@ def _knowledge(snapshot: RouterSnapshot) -> Iterator[Metric]:
 
 
 class TenantMetrics:
-    """Requests and tokens of the tenants that the settings name."""
+    """Collects requests and tokens of each tenant that the settings name."""
 
     def __init__(self, read: Callable[[], Mapping[str, TenantUsage]]) -> None:
         self._read = read

@@ -27,8 +27,8 @@ from fleet.frontend.openai.requests import OpenAiRequest
 from fleet.net.http.exchange import sse_event
 
 DONE = b"data: [DONE]\n\n"
-UNKNOWN_MODEL_LENGTH = 2**31 - 1  # tokens; stands for an unknown model length
-MIN_LOGPROB = -9999.0  # OpenAI's value for an impossible token; JSON has no infinity
+UNKNOWN_MODEL_LENGTH = 2**31 - 1  # token limit to show where the model's length is unknown
+MIN_LOGPROB = -9999.0  # OpenAI's value for an impossible token, because JSON has no minus infinity
 
 Json = dict[str, object]
 
@@ -36,7 +36,7 @@ encode = msgspec.json.encode
 
 
 class TokenText(Protocol):
-    """Returns the text of one token."""
+    """Function that returns the text of one token, for log probabilities."""
 
     def __call__(self, model: ModelName, token_id: int) -> str: ...
 
@@ -44,12 +44,12 @@ class TokenText(Protocol):
 def model_object(card: ModelCard, created: int) -> Json:
     """Return a model as ``GET /v1/models`` lists it."""
     length: Json = {} if card.max_model_len == UNKNOWN_MODEL_LENGTH else {"max_model_len": card.max_model_len}
-    parent: Json = {"parent": card.parent} if card.parent else {}  # as vLLM lists LoRA adapters
+    parent: Json = {"parent": card.parent} if card.parent else {}  # vLLM's field for the base model of a LoRA adapter
     return {"id": card.name, "object": "model", "created": created, "owned_by": "fleet", **length, **parent}
 
 
 def rate_limit_headers(allowance: RateLimitStatus | None) -> tuple[tuple[str, str], ...]:
-    """Return the headers of an answer; none for a tenant without limits."""
+    """Return the rate limit headers of an answer; empty for a tenant without limits."""
     headers: list[tuple[str, str]] = []
     for name in () if allowance is None else ("requests", "tokens"):
         bucket: RemainingLimit | None = getattr(allowance, name)
@@ -63,11 +63,11 @@ def rate_limit_headers(allowance: RateLimitStatus | None) -> tuple[tuple[str, st
 
 
 class ChoicePlace(Struct, frozen=True):
-    """The place of an answer among the choices of its request."""
+    """Position of an answer in the list `choices` of its request, and what the events of a stream depend on."""
 
     index: int
-    alone: bool  # the answer is the only one, so its end is the end of the stream
-    detailed: bool = False  # each step is an event, because it has more than text
+    alone: bool  # True for the only answer: its end also ends the stream
+    detailed: bool = False  # True if each step gives an event, even without text
 
 
 ALONE = ChoicePlace(0, alone=True)
@@ -92,20 +92,20 @@ class ChatFormatter:
         self._first = b'"role":"assistant",'
 
     def resume(self) -> None:
-        """Go on after events that the client has."""
+        """Continue a stream whose first events the client already has: the role is not sent again."""
         self._first = b""
 
     @property
     def head(self) -> Json:
-        """The fields that all parts of the answer share, apart from ``object``."""
+        """The fields that all events and the whole answer share, except ``object``."""
         return self._head
 
     def annotate(self, inside: Json, outside: Json) -> None:
-        """Let the next events have these fields, in their choice and beside it."""
+        """Add fields to the next events: those of `inside` to the choice, those of `outside` beside the list of choices."""
         self._chunk_tail = _annotated(self._parsed, inside, outside)
 
     def chunk(self, delta: Delta) -> bytes:
-        """Return an event; empty if there is nothing to send."""
+        """Return the event of new tokens; empty if there is nothing to send."""
         if delta.reasoning or delta.calls:
             return self._parsed_event(delta)
         if not delta.text and not delta.logprobs and not self._place.detailed:
@@ -116,7 +116,7 @@ class ChatFormatter:
 
     def last_chunks(self, finished: Finished, token_ids: Sequence[int]) -> bytes:
         """Return the events that end the stream."""
-        # An answer without text still needs the role.
+        # `_first` still holds the role if the answer had no text; then this event brings the role.
         rest = self._content(finished.text, b"null") if finished.text or self._first else b""
         final = b"".join(
             (b"data: ", self._chunk_head, b'},"logprobs":null,"finish_reason":', encode(finished.finish),
@@ -185,7 +185,7 @@ class ChatFormatter:
         reasoning: str = "",
         calls: Sequence[CallDelta] = (),
     ) -> Json:
-        """Return the answer as one of the choices."""
+        """Return the answer as one element of the list `choices`."""
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if reasoning:
             message |= _reasoning(reasoning)
@@ -213,7 +213,7 @@ class ChatFormatter:
         return {
             "token": text,
             "logprob": max(logprob, MIN_LOGPROB),
-            "bytes": None if "\ufffd" in text else list(text.encode()),  # part of a character, which has no text
+            "bytes": None if "\ufffd" in text else list(text.encode()),  # unknown for a part of a character
         }
 
 
@@ -227,7 +227,7 @@ class CompletionFormatter:
         self._token_text = token_text
         self._model = model
         self._place = place
-        self._offset = 0  # offset of the next token in characters
+        self._offset = 0  # characters of the answer before the next token
         self._head = {
             "id": f"cmpl-{parsed.request.id}",
             "object": "text_completion",
@@ -238,19 +238,19 @@ class CompletionFormatter:
         self._chunk_tail = b"}]" + _null_usage(parsed)
 
     def resume(self) -> None:
-        """Go on after events that the client has; nothing depends on them, unless there are log probabilities."""
+        """Do nothing: without log probabilities, which such streams cannot have, no event depends on earlier ones."""
 
     @property
     def head(self) -> Json:
-        """The fields that all parts of the answer share."""
+        """The fields that all events and the whole answer share."""
         return self._head
 
     def annotate(self, inside: Json, outside: Json) -> None:
-        """Let the next events have these fields, in their choice and beside it."""
+        """Add fields to the next events: those of `inside` to the choice, those of `outside` beside the list of choices."""
         self._chunk_tail = _annotated(self._parsed, inside, outside)
 
     def chunk(self, delta: Delta) -> bytes:
-        """Return an event; empty if there is nothing to send."""
+        """Return the event of new tokens; empty if there is nothing to send."""
         if not delta.text and not delta.logprobs and not self._place.detailed:
             return b""
         logprobs = encode(self._logprobs(delta.token_ids, delta.logprobs)) if delta.logprobs else b"null"
@@ -270,7 +270,7 @@ class CompletionFormatter:
         return final + usage_chunk(self._parsed, self._head, finished.usage) + DONE
 
     def echo(self, text: str, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> bytes:
-        """Return the event that shows the prompt, with its log probabilities if the client asked for some."""
+        """Return the event that repeats the prompt before the answer, with log probabilities if there are any."""
         told = encode(self._logprobs(token_ids, logprobs)) if logprobs else b"null"
         return b"".join(
             (b"data: ", self._chunk_head, encode(text), b',"logprobs":', told, b',"finish_reason":null',
@@ -283,7 +283,7 @@ class CompletionFormatter:
         token_ids: Sequence[int],
         logprobs: Sequence[Logprobs],
         finished: Finished,
-        reasoning: str = "",  # noqa: ARG002 - of chat answers alone
+        reasoning: str = "",  # noqa: ARG002 - only chat answers have it
         calls: Sequence[CallDelta] = (),  # noqa: ARG002
     ) -> bytes:
         """Return the answer as one object."""
@@ -302,10 +302,10 @@ class CompletionFormatter:
         token_ids: Sequence[int],
         logprobs: Sequence[Logprobs | None],
         finished: Finished,
-        reasoning: str = "",  # noqa: ARG002 - of chat answers alone
+        reasoning: str = "",  # noqa: ARG002 - only chat answers have it
         calls: Sequence[CallDelta] = (),  # noqa: ARG002
     ) -> Json:
-        """Return the answer as one of the choices."""
+        """Return the answer as one element of the list `choices`."""
         return {
             "index": self._place.index,
             "text": text,
@@ -316,7 +316,7 @@ class CompletionFormatter:
         }
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> Json:
-        """Return the log probabilities; None stands for the first token of a prompt, which has none."""
+        """Return the object ``logprobs``. An entry of `logprobs` is None for the first token of a prompt, which has none."""
         tokens: list[str] = []
         offsets: list[int] = []
         top: list[Json | None] = []
@@ -345,7 +345,7 @@ AnswerFormatter = ChatFormatter | CompletionFormatter
 
 
 def _reasoning(text: str) -> Json:
-    """Return the reasoning under the two names that clients know: the one of DeepSeek's API, and the one of vLLM's."""
+    """Return the reasoning under two names: `reasoning_content` as in DeepSeek's API, and `reasoning` as in vLLM's."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -371,7 +371,7 @@ def usage_object(usage: Usage) -> Json:
 
 
 def _annotated(parsed: OpenAiRequest, inside: Json, outside: Json) -> bytes:
-    """Return the end of an event with more fields; ``usage`` among them takes the place of the null."""
+    """Return the end of an event with additional fields. If `outside` has ``usage``, the usual ``"usage": null`` is left out."""
     tail = (b"," + encode(inside)[1:-1] if inside else b"") + b"}]"
     if "usage" not in outside:
         tail += _null_usage(parsed)
@@ -390,7 +390,7 @@ def usage_chunk(parsed: OpenAiRequest, head: Mapping[str, object], usage: Usage)
 
 
 def fleet_object(parsed: OpenAiRequest, kv: Sequence[KvPhase], token_ids: Sequence[object]) -> Json:
-    """Return the object ``fleet``: the origin of the prompt's blocks, as in the message KvProof, and the token ids."""
+    """Return the object ``fleet``: the KV report, with the fields of the message KvProof, and the token ids if requested."""
     phases: list[Json] = [
         {
             "phase": phase.phase,

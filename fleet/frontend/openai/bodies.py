@@ -1,10 +1,15 @@
 """Fields of bodies and headers of the OpenAI API, and the values that are not supported.
 
-Rules of hints in headers, which clients without the object ``fleet`` send under Fleet's and other projects' names:
+A new field gets its type here, is converted in `fleet.frontend.openai.requests`, and its values are checked in
+`fleet.core.validation`.
 
-1. A field of the object ``fleet`` counts before a header, and of several headers the first one in `HINT_HEADERS`.
-2. A value that cannot be used is refused with the name of its header.
-3. Higher priorities run earlier. In vLLM's header lower ones do.
+A hint is a header that stands for a field of the object ``fleet``, for clients that cannot send this object. Fleet's own
+names and those of other projects are read. Rules:
+
+1. A field of the object ``fleet`` has precedence over a header. Of several headers for one field, the first one in
+   `HINT_HEADERS` is used.
+2. An unusable value is refused with the name of its header.
+3. Requests with a higher priority run earlier. Only in vLLM's header a lower number runs earlier, so its sign is changed.
 """
 
 from collections.abc import Mapping
@@ -21,7 +26,7 @@ from fleet.frontend.openai.resumable_stream import LAST_EVENT_ID
 
 
 class FleetOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The object ``fleet`` of a body; proto/fleet/v1/inference.proto has the same fields."""
+    """The object ``fleet`` of a body; proto/fleet/v1/inference.proto explains the same fields."""
 
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
@@ -33,13 +38,13 @@ class FleetOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     expected_tokens: Annotated[int, Meta(ge=0, le=MAX_EXPECTED_TOKENS)] = 0
     pin: str = ""
     labels: tuple[str, ...] = ()
-    resumable: bool = False  # events of the stream have ids, see `resumable_stream`
+    resumable: bool = False  # events of the stream get ids (`resumable_stream.py`)
 
 
 class StreamOptions(Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: each event has the usage so far
-    include_obfuscation: Any = None  # OpenAI's padding of events; not supported
+    continuous_usage_stats: bool | None = None  # vLLM's field: each event has the usage so far
+    include_obfuscation: Any = None  # OpenAI's padding of events, not supported
 
 
 class ContentPart(Struct, frozen=True, kw_only=True):
@@ -59,11 +64,11 @@ class MessageBody(Struct, frozen=True, kw_only=True):
 
 
 Schema = str | dict[str, Any]
-"""A JSON object, or its text, which vLLM's clients may send."""
+"""A JSON schema: an object, or a text with the object, which vLLM's clients may send."""
 
 
 class NamedSchema(Struct, frozen=True, kw_only=True):
-    """A schema in OpenAI's form; its name and description are not used."""
+    """A JSON schema in OpenAI's form. Name and description are ignored."""
 
     schema: dict[str, Any]
 
@@ -71,14 +76,14 @@ class NamedSchema(Struct, frozen=True, kw_only=True):
 class ResponseFormat(Struct, frozen=True, kw_only=True):
     type: str
     json_schema: NamedSchema | None = None
-    # Structural tags, in XGrammar's form and in the older one.
+    # Structural tags: `format` in XGrammar's form, `structures` and `triggers` in the older form.
     format: Any = None
     structures: Any = None
     triggers: Any = None
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's fields for structured output; one of them is set."""
+    """vLLM's fields for structured output. A request sets exactly one of them."""
 
     json: Schema | None = None
     regex: str | None = None
@@ -86,14 +91,14 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
-    # Not supported: other values than false and empty ones are rejected.
+    # Not supported: a value other than null, false or an empty text is rejected.
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
 
 
 class OpenAiBody(Struct, frozen=True, kw_only=True):
-    """Fields of both endpoints. Null is the same as absent."""
+    """Fields that chats and completions share. Null means the same as an absent field."""
 
     model: str | None = None
     stream: bool | None = None
@@ -109,7 +114,7 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     n: int | None = None
     best_of: int | None = None
     logit_bias: dict[int, float] | None = None
-    # Accepted, and without an effect here.
+    # Accepted and ignored.
     user: Any = None
     metadata: Any = None
     safety_identifier: Any = None
@@ -117,7 +122,7 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     prompt_cache_retention: Any = None
     stream_interval: Any = None
     fleet: FleetOptions | None = None
-    # vLLM's fields
+    # Fields of vLLM's API.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -138,15 +143,15 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: int | None = None  # lower runs earlier
+    priority: int | None = None  # a lower number runs earlier
     request_id: str | None = None
     session_id: str | None = None
-    # SGLang's fields
+    # Fields of SGLang's API.
     regex: str | None = None
     ebnf: str | None = None
     json_schema: Schema | None = None
     no_stop_trim: bool | None = None
-    # Not supported; see ACCEPTED_VALUES.
+    # Not supported: a value that `ACCEPTED_VALUES` does not list is rejected.
     echo: Any = None
     suffix: Any = None
     store: Any = None
@@ -193,7 +198,7 @@ class CompletionBody(OpenAiBody, frozen=True, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    # Fields of chats alone: not supported.
+    # Fields of chats, not supported for completions.
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
@@ -206,7 +211,7 @@ class NamedFunction(Struct, frozen=True, kw_only=True):
 
 
 class NamedToolChoice(Struct, frozen=True, kw_only=True):
-    """The tool that the model has to call."""
+    """Names the tool that the model must call."""
 
     type: str
     function: NamedFunction | None = None
@@ -226,11 +231,11 @@ class ChatBody(OpenAiBody, frozen=True, kw_only=True):
 
 
 class StrictCompletionBody(CompletionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body whose unknown fields are refused by name."""
+    """Body of a completion for the setting that refuses unknown fields."""
 
 
 class StrictChatBody(ChatBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body whose unknown fields are refused by name."""
+    """Body of a chat for the setting that refuses unknown fields."""
 
 
 ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
@@ -275,14 +280,14 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "prediction": (),
     "verbosity": ("medium",),
 }
-"""Unsupported fields, with the values that have no effect (null never has one)."""
+"""Unsupported fields, each with the values that are accepted because they have no effect. Null is always accepted."""
 
 COMPLETION_FIELDS = frozenset({"echo", "add_special_tokens"})
-"""Fields of `ACCEPTED_VALUES` that completions support."""
+"""Fields of `ACCEPTED_VALUES` that completions do support; for chats they stay unsupported."""
 
 
 def unsupported(field: str, accepted: tuple[object, ...]) -> RequestRejected:
-    """Return the rejection of a value that has an effect, with the values that have none."""
+    """Return the rejection of an unsupported value; its message lists the accepted values."""
     if not accepted:
         return invalid(field, "is not supported")
     values = [msgspec.json.encode(value).decode() for at, value in enumerate(accepted) if value not in accepted[:at]]
@@ -304,7 +309,7 @@ OPENAI_FIELD_NAMES: Mapping[str, str] = {
     "show_special_tokens": "skip_special_tokens",
     **{field: f"fleet.{field}" for field in FleetOptions.__struct_fields__ if field != "return_token_ids"},
 }
-"""Field paths of the public protocol to those of the OpenAI API."""
+"""Field paths of the OpenAI API by field paths of the public protocol (`proto/fleet/v1/inference.proto`), for error messages."""
 
 
 MAX_TIMEOUT_MS = 2**32 - 1
@@ -314,9 +319,9 @@ class HintHeader(Struct, frozen=True):
     """A header that stands for a field of `FleetOptions`."""
 
     field: str
-    project: str  # that its name comes from
-    sign: int = 1  # of a number
-    least: int | None = None  # of a number; None: the value is a text
+    project: str  # the project that uses the header's name
+    sign: int = 1  # factor for a number: -1 if a lower number means more
+    least: int | None = None  # lowest allowed number; None if the value is a text
     most: int = 0
 
 
@@ -334,20 +339,20 @@ HINT_HEADERS: Mapping[bytes, HintHeader] = {
     b"x-fleet-tenant": HintHeader("tenant", "Fleet"),
     b"x-fleet-resumable": HintHeader("resumable", "Fleet", 1, 0, 1),
 }
-"""Headers by name in lower case; where two stand for one field, the first one counts."""
+"""Hint headers by name in lower case. Of two headers for one field, the first one here is used."""
 
 HINT_HEADER_NAMES = frozenset(HINT_HEADERS) | {LAST_EVENT_ID}
 _DEFAULT_OPTIONS = FleetOptions()
 
 
 def header_hints(headers: Mapping[bytes, bytes], options: FleetOptions | None) -> FleetOptions:
-    """Return the options of a request, completed by headers.
+    """Return the object ``fleet`` of a request, completed by its hint headers.
 
-    Call it only if one of `HINT_HEADER_NAMES` is among the headers.
+    To save time, callers first check that one of `HINT_HEADER_NAMES` is among the headers.
 
     Args:
-        headers: By name in lower case.
-        options: The object ``fleet`` of the body; None: there is none.
+        headers: Values of the headers by name in lower case.
+        options: The object ``fleet`` of the body; None if there is none.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, with the header's name.
@@ -361,7 +366,7 @@ def header_hints(headers: Mapping[bytes, bytes], options: FleetOptions | None) -
 
 
 def hint_names(headers: Mapping[bytes, bytes], options: FleetOptions | None) -> dict[str, str]:
-    """Return the names of the headers that `header_hints` uses, by their fields in the public protocol."""
+    """Return the names of the hint headers that `header_hints` uses, by the fields that they stand for."""
     return {field: name.decode() for field, name in _used_headers(headers, options or _DEFAULT_OPTIONS).items()}
 
 

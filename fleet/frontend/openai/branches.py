@@ -1,14 +1,15 @@
-"""Branches: the answers of one HTTP request that has several of them, or whose answer has more than text.
+"""Branches: the answers of one HTTP request that wants several answers, or one answer with more than text.
 
 Rules:
 
 1. A request has a branch for each prompt and each of its ``n`` (or ``best_of``) answers. To the router, a branch is a
    request of its own; the first one has the id of the client's request.
-2. The first branch of a prompt leads. The others start with its first token, so they find the blocks of the prompt in
-   the cache of its worker. The tokens of the prompt count once, and so does its text, which is tokenized once.
+2. The first branch of a prompt is its lead. The other branches start when the lead has its first token, so they find the
+   blocks of the prompt in the cache of the lead's worker. The prompt is tokenized once, and its tokens are charged once.
 3. If a branch fails, the others are cancelled, and the request fails with the error of that branch.
-4. The choice of answer `i` to prompt `p` has the index ``p * n + i``. Branch `i` has the seed of the request plus `i`, as
-   in vLLM. Of ``best_of`` answers those with the highest mean log probability per token are returned, the best first.
+4. Answer `i` to prompt `p` has the index ``p * n + i`` in the list `choices`. Branch `i` has the seed of the request plus
+   `i`, as in vLLM. Of ``best_of`` answers, the ``n`` with the highest mean log probability per token are returned, the best
+   first.
 """
 
 import asyncio
@@ -59,29 +60,29 @@ from fleet.net.http.exchange import EVENT_STREAM, Exchange
 from fleet.net.status_codes import rename_field
 
 NO_TOKEN = None
-"""Stands for the log probabilities of a prompt's first token, which has none."""
+"""Entry for the first token of a prompt in a list of log probabilities, because that token has none."""
 
 
 class Branch(Struct, frozen=True, kw_only=True):
     """One answer of a request."""
 
-    prompt: int  # number of its prompt
-    number: int  # among the answers to the prompt; 0 leads
+    prompt: int  # index of its prompt in the request
+    number: int  # index among the answers to this prompt; 0 is the lead
     request: GenerateRequest
 
 
 class PromptTokens(Struct):
-    """The tokens of a prompt, as its lead has learnt them."""
+    """Tokens and log probabilities of a prompt, which become known when its lead branch runs."""
 
     tokens: TokenBytes = b""
-    logprobs: tuple[Logprobs, ...] = ()  # of all tokens but the first
+    logprobs: tuple[Logprobs, ...] = ()  # one for each token except the first
 
     @property
     def ids(self) -> list[int]:
         return list(memoryview(self.tokens).cast("I"))
 
     def told(self, most: int) -> list[Logprobs | None]:
-        """Return an entry for each token, with at most so many alternatives."""
+        """Return the log probabilities of each prompt token, with at most `most` alternatives; None for the first token."""
         cut = [structs.replace(each, top_ids=each.top_ids[:most], top=each.top[:most]) for each in self.logprobs]
         return [NO_TOKEN, *cut]
 
@@ -100,7 +101,7 @@ class CollectedAnswer:
 
     @property
     def score(self) -> float:
-        """The mean log probability per token."""
+        """The mean log probability per token, by which `best_of` chooses."""
         return sum(max(each.chosen, MIN_LOGPROB) for each in self.logprobs) / max(1, len(self.logprobs))
 
 
@@ -130,7 +131,7 @@ class BranchedAnswers:
         self._writers: dict[tuple[int, int], ChoiceWriter] = {}
 
     async def serve(self) -> None:
-        """Answer the request.
+        """Run all branches and answer the HTTP request.
 
         Raises:
             RequestRejected: A branch failed, and all others have ended.
@@ -183,7 +184,7 @@ class BranchedAnswers:
         if number and sampling.seed is not None:
             changes["seed"] = (sampling.seed + number) % 2**64
         if number and sampling.prompt_logprobs is not None:
-            changes["prompt_logprobs"] = None  # the lead's, so that the others may use cached blocks
+            changes["prompt_logprobs"] = None  # only the lead gets them, so that the others may use cached blocks
         if details.best_of > details.n and sampling.logprobs is None:
             changes["logprobs"] = 0
         return structs.replace(sampling, **changes) if changes else sampling
@@ -246,7 +247,7 @@ class BranchedAnswers:
         else:
             answer.texts.append(finished.text)
 
-    # Parts of the answer, for `ChoiceWriter`.
+    # What `ChoiceWriter` reads.
 
     @property
     def parsed(self) -> OpenAiRequest:
@@ -261,15 +262,15 @@ class BranchedAnswers:
         return self._prompts[number]
 
     def prompt_text(self, number: int) -> str:
-        """Return the text of a prompt as it precedes an echoed answer."""
+        """Return the text of a prompt for an answer with `echo`, in which the prompt comes first."""
         if self._details.token_ids:
-            return ""  # as in vLLM: the ids tell it
+            return ""  # as in vLLM: the answer has the ids instead
         given = (self._parsed.request.prompt, *self._details.more_prompts)[number]
         if isinstance(given, TextPrompt) and self._parsed.request.truncate_prompt is None:
             return given.text
         return self._generation.prompt_text(self._model, self._prompts[number].tokens)
 
-    # The whole answer.
+    # Sending the answer as a whole.
 
     async def _send(self, chunk: bytes) -> None:
         headers = (
@@ -341,7 +342,7 @@ class BranchedAnswers:
         return formatter.choice(text, token_ids, logprobs, answer.finished, reasoning, answer.calls)
 
     def _best(self) -> Iterator[CollectedAnswer]:
-        """Yield the answers to return, in the order of their choices."""
+        """Yield the answers to return, in the order of the list `choices`."""
         details = self._details
         for prompt in range(len(self._prompts)):
             answers = [self._answers[prompt, number] for number in range(details.best_of)]
@@ -350,7 +351,7 @@ class BranchedAnswers:
             yield from answers[: details.n]
 
     def _usage(self) -> Usage:
-        """Return the sum of the branches; tokens of a prompt count in its lead alone."""
+        """Return the usage of all branches together; the tokens of a prompt are counted once, in its lead."""
         ends = [answer.finished.usage for answer in self._answers.values() if answer.finished is not None]
         return Usage(
             prompt_tokens=sum(each.prompt_tokens for each in ends),
@@ -359,7 +360,7 @@ class BranchedAnswers:
         )
 
     def _prompt_logprobs(self, prompt: PromptTokens) -> list[Mapping[str, Json] | None]:
-        """Return vLLM's field: a mapping by token id for each token of the prompt, null for the first."""
+        """Return vLLM's field `prompt_logprobs`: for each prompt token a mapping by token id, for the first token null."""
         told: list[Mapping[str, Json] | None] = [None]
         for token_id, token in zip(prompt.ids[1:], prompt.logprobs, strict=True):
             entries = {
@@ -400,7 +401,7 @@ class ChoiceWriter:
     def delta(self, delta: Delta, num_tokens: int) -> bytes:
         """Return the events of new tokens, with the number of tokens so far; empty if there is nothing to send."""
         if not (delta.text or delta.token_ids or delta.prompt_logprobs or delta.reasoning or delta.calls):
-            return b""  # tells only that the answer has begun
+            return b""  # this delta only reports that the answer has begun
         before = self._begin()
         if self._detailed:
             self._annotate(list(delta.token_ids), num_tokens)
@@ -446,17 +447,17 @@ class ChoiceWriter:
 
 
 def _branch_id(request_id: RequestId, branch: int) -> RequestId:
-    """Return the id of a branch; the end of a very long id of the request is left out."""
+    """Return the id of a branch: the id of the request, shortened if it is very long, and the number of the branch."""
     suffix = f"-{branch}"
     return RequestId(request_id[: MAX_REQUEST_ID_CHARACTERS - len(suffix)] + suffix)
 
 
-def _named_by_id(model: ModelName, token_id: int) -> str:  # noqa: ARG001 - a `TokenText`
+def _named_by_id(model: ModelName, token_id: int) -> str:  # noqa: ARG001 - implements `TokenText`
     return f"token_id:{token_id}"
 
 
 def _first_error(group: BaseExceptionGroup[Exception]) -> Exception:
-    """Return the error to answer with: a rejection if there is one, because other errors are bugs of this process."""
+    """Return the error for the client: a rejection if there is one; all other errors are bugs of this process."""
     errors = list(_leaves(group))
     return next((each for each in errors if isinstance(each, RequestRejected)), errors[0])
 

@@ -1,6 +1,7 @@
 """OpenAPI 3.1 document of the HTTP port, made from the types of the bodies.
 
-External backends judge the bodies of embeddings; the document lists the fields that the router reads, and the input.
+External backends validate the bodies of embeddings themselves, so for these the document only lists the input and the fields
+that the router reads.
 """
 
 from collections.abc import Mapping
@@ -76,7 +77,7 @@ _EFFECTLESS: dict[str, Mapping[str, tuple[object, ...]]] = {
 
 @cache
 def openapi_document(*, embeddings: bool) -> bytes:
-    """Return the document as JSON; `embeddings` tells whether a server may make embeddings."""
+    """Return the document as JSON; with `embeddings`, it contains the path for embeddings."""
     bodies, components = msgspec.json.schema_components(
         (CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountTokensBody, TokenizeBody, DetokenizeBody),
         ref_template="#/components/schemas/{name}",
@@ -143,7 +144,7 @@ def _getting(name: str, *failures: int) -> dict[str, Any]:
 
 
 def _failing(*statuses: int, messages: bool = False) -> dict[str, Any]:
-    """Describe failures; the Messages API has a form of its own, except for what is wrong with HTTP."""
+    """Describe the answers of failed requests. The Messages API has another form of errors, except for errors of HTTP itself."""
     schema: dict[str, Any] = {"$ref": "#/components/schemas/Error"}
     if messages:
         schema = {"anyOf": [schema, {"$ref": "#/components/schemas/MessagesError"}]}

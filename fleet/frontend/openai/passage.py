@@ -1,8 +1,8 @@
 """Passage: a request for an external backend that is passed on while it arrives, without placement by its prompt.
 
-Uploads, downloads, WebSockets and every path without a known prompt are passages. The model is only needed to choose
-among servers of several models. It is looked for in the query and in the first bytes of the body, which are kept and
-passed on like the rest.
+Uploads, downloads, WebSockets and requests for every path without a known prompt are passages. The model is only needed to
+choose among servers with different models. It is looked for in the query and in the first bytes of the body. These bytes
+are kept and sent on before the rest of the body.
 """
 
 import re
@@ -16,15 +16,15 @@ from fleet.frontend.openai.relay_requests import end_to_end_headers
 from fleet.net.http.exchange import Exchange
 
 MODEL_BYTES = 64 << 10
-"""Bytes of a body in which the model is looked for. The clients of OpenAI send the fields of a form before its files."""
+"""Number of bytes of a body in which the model is looked for. OpenAI's clients send the fields of a form before its files."""
 
 _IN_JSON = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,1000}")')
 _IN_FORM = re.compile(rb'name="?model"?[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{0,1000})\r\n')
-_CONTENT_HEADERS = frozenset({b"accept-encoding"})  # the answer is not read here, so it may be compressed
+_CONTENT_HEADERS = frozenset({b"accept-encoding"})  # forwarded: the answer may be compressed
 
 
 class Passage:
-    """One request and the exchange that takes its answer."""
+    """One request that is passed on to an external backend, and the exchange that receives the answer."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Passage:
 
         Args:
             exchange: The client's request.
-            request_id: Its id in the headers of the answer.
-            credentials: Header lines for a server without a key of its own.
+            request_id: Id of the request, for the headers of the answer.
+            credentials: The client's header lines with its key, for servers for which the settings have no key.
             limits: Rate limit headers of the tenant.
         """
         request = exchange.request
@@ -54,7 +54,7 @@ class Passage:
         """True if the client asks for a WebSocket."""
 
         self.sized = b"transfer-encoding" not in head.headers
-        """True if the body has a declared length; otherwise it goes in chunks."""
+        """True if the client declared the length of the body; otherwise the body is sent on in chunks."""
 
         self.is_bodyless = not self.switches and not request.body and request.arriving is None
         self._begun: list[bytes] = [request.body] if request.body else []
@@ -74,7 +74,7 @@ class Passage:
         return lines + framing + b"connection: close\r\n"
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Yield the body once, or the bytes of the WebSocket.
+        """Yield the body, or the bytes that arrive over the WebSocket; it can be read only once.
 
         Raises:
             RequestRejected: The rest of the body does not arrive.
@@ -87,7 +87,7 @@ class Passage:
                 yield piece
 
     async def named_model(self) -> str:
-        """Return the model that the query or the beginning of the body names; empty if there is none.
+        """Return the name of the model in the query or in the beginning of the body; empty if neither has one.
 
         Raises:
             RequestRejected: The body does not arrive.

@@ -2,13 +2,13 @@
 
 Rules:
 
-1. With a tokenizer, a prompt is its token ids in blocks, as at the server. Without one, and where no known template
-   renders a message (tools, images), it is the client's own bytes, 4 of which count as a token; prompts with the same
-   beginning still share blocks.
-2. A key stands for a block and everything before it. For servers with KV events, keys are those of
-   `kvstore.block.chain`. For others only routers compare them, so 64 bits suffice
-   (`fleet.router.native.twin.block_keys`). Routers with the same secret compute the same keys; without a secret the
-   keys are private to this process.
+1. With a tokenizer, a prompt is divided into blocks of token ids, as at the server. Without a tokenizer, or if the known
+   template cannot render a message (tools, images), the client's bytes take the place of tokens, 4 bytes each. Prompts with
+   the same beginning share blocks in both cases.
+2. A key stands for a block and everything before it. For servers with KV events, the keys come from `kvstore.block.chain`,
+   so that they equal the keys in the events. Keys of other servers are only compared by routers, so 64 bits are enough
+   (`fleet.router.native.twin.block_keys`). Routers with the same secret compute the same keys; without a secret each process
+   has different keys.
 3. Prompts with different LoRA adapters or different salts (``cache_salt`` in vLLM and SGLang) share no block.
 4. An unreadable prompt is not rejected here, because its server reports the error better.
 """
@@ -35,13 +35,13 @@ from fleet.router.native.costs import block_keys
 from fleet.router.ports import TextCodec
 from kvstore.block import HashAlgorithm, adapter_salt, chain
 
-ALGORITHM = HashAlgorithm.XXH3_128  # the names stay within this process
-RUNS = 5  # measurements of the tokenizer; the fastest one counts
-MAX_INLINE_TIME = 2 * MILLISECOND  # longest tokenizing on the event loop, where other requests wait
+ALGORITHM = HashAlgorithm.XXH3_128  # the choice is free, because the hashes stay within this process
+RUNS = 5  # number of measurements of the tokenizer; the fastest one is used
+MAX_INLINE_TIME = 2 * MILLISECOND  # limit for tokenizing on the event loop, where other requests wait
 
 PURPOSE = b"fleet.prompt_keys.v1"
-"""Context for keys derived from the secret. Another derivation needs another context, so that its keys never match
-these."""
+"""Context of the key derivation from the secret. Other derivations from the same secret use other contexts, so that their
+keys never equal these."""
 
 _TEXT = msgspec.json.Decoder(str)
 _MESSAGES = msgspec.json.Decoder(list[MessageBody])
@@ -49,7 +49,7 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 class ConversationTurn(Struct):
-    """A message of the Responses or the Messages API, as far as it is plain text."""
+    """A message of the Responses or the Messages API; only the fields of plain text are read."""
 
     role: str
     content: str | list[ContentPart]
@@ -65,23 +65,27 @@ class KeyedPrompt(Struct, frozen=True):
 
     model: ModelName
     tokens: TokenBytes
-    keys: Mapping[int, tuple[int, ...]]  # by block size
+    keys: Mapping[int, tuple[int, ...]]  # block keys by block size in tokens
     adapter: LoraAdapter | None = None
 
 
 class SecretBlockKeys:
-    """Computes block keys that no worker knows. Threads may share it.
+    """Computes block keys by a secret that workers do not know. Threads may share it.
 
-    The keys follow from secret factors: with these factors one could construct two prompts with equal keys.
+    The keys are computed with secret factors. Anyone who knew these factors could construct two prompts with equal keys.
     """
 
     def __init__(self, secret: str = "") -> None:
-        """Derive the root of the factors. Processes with the same secret compute equal keys; an empty one draws a random root."""
-        # Salts of tenants (`kvstore.block.tenant_salt`), which others see, are derived from the same secret by SHA-512.
+        """Derive the root of the factors from the secret, or draw it at random if the secret is empty.
+
+        Processes with the same secret compute equal keys.
+        """
+        # SHA-512, because tenants' salts, which others see, may come from the same secret by SHA-256 (`kvstore.block.tenant_salt`).
+        # So no tenant can be named such that its salt equals the root.
         self._root = hmac.digest(secret.encode(), PURPOSE, "sha512") if secret else secrets.token_bytes(64)
         self.fingerprint = int.from_bytes(self._expanded("fingerprint", 8), "little") if secret else 0
-        """64 bits that tell keys of different secrets apart; 0 for random keys."""
-        self._factors: dict[int, bytes] = {}  # by block size in tokens
+        """64 bits by which routers notice that their keys come from different secrets; 0 for a random root."""
+        self._factors: dict[int, bytes] = {}  # factors by block size in tokens
 
     def __call__(self, tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:
         factors = self._factors.get(block_tokens)
@@ -99,11 +103,11 @@ class SecretBlockKeys:
 
 
 def client_salt(adapter: str, cache_salt: str) -> bytes:
-    """Return the salt of a chain for an external server that lets clients choose a salt.
+    """Return the salt of the block hashes of a prompt for an external server, to which clients may send a salt.
 
     Args:
-        adapter: The LoRA adapter of the request; empty: none.
-        cache_salt: The salt from the client, which may be any text; empty: none.
+        adapter: Name of the request's LoRA adapter; empty if there is none.
+        cache_salt: Salt from the client, which may be any text; empty if there is none.
     """
     salt = (
         hashlib.sha256(b"fleet.client-salt.v1\0" + cache_salt.encode("utf-8", "surrogatepass")).digest()
@@ -127,10 +131,10 @@ class PromptReader:
         """Create the reader and measure the tokenizer's speed.
 
         Args:
-            model: The model.
-            block_sizes: Block sizes of its workers, in tokens.
-            codec: Its tokenizer; None if there is none.
-            clock: Times the tokenizer.
+            model: Name of the model.
+            block_sizes: Block sizes of the model's workers, in tokens.
+            codec: Tokenizer of the model; None if there is none.
+            clock: Clock that measures the tokenizer's speed.
             private: Computes keys for servers without KV events; None for servers with them (rule 2).
         """
         self.model = model
@@ -141,7 +145,7 @@ class PromptReader:
         self.adapter: LoraAdapter | None = None
         self._uncached: Mapping[int, tuple[int, ...]] = dict.fromkeys(self._block_sizes, ())
         self.inline_bytes = 1 << 30
-        """Longer prompts should be read in a thread."""
+        """Prompts with more bytes should be read in a thread."""
         if codec is not None:
             self.inline_bytes = max(
                 len(sample) * MAX_INLINE_TIME // _tokenizing_time(codec, sample, clock) for sample in _samples()
@@ -151,11 +155,11 @@ class PromptReader:
         """Return a reader for requests that name a LoRA adapter of this model."""
         reader = copy(self)
         reader.adapter = LoraAdapter(name)
-        reader._salt = client_salt(name, "")  # noqa: SLF001 - a copy that this method makes
+        reader._salt = client_salt(name, "")  # noqa: SLF001 - the object is a copy made here
         return reader
 
     def salted(self, read: KeyedPrompt, cache_salt: str) -> KeyedPrompt:
-        """Return the prompt with keys for a client's cache salt."""
+        """Return the prompt with keys that include the client's cache salt."""
         if not any(read.keys.values()):
             return read
         salt = client_salt("" if self.adapter is None else self.adapter.name, cache_salt)
@@ -163,11 +167,11 @@ class PromptReader:
         return structs.replace(read, keys=keys)
 
     def read_text(self, prompt: str) -> KeyedPrompt:
-        """Read the prompt of a completion that is one text."""
+        """Read the prompt of a completion whose prompt is one text."""
         return self._named(prompt.encode() if self._codec is None else self._codec.encode(prompt))
 
     def read(self, prompt: Raw, messages: Raw, tools: Raw) -> KeyedPrompt:
-        """Read the prompt of any completion or chat."""
+        """Read the prompt of a completion or chat of any form, from its unparsed JSON fields."""
         tokens = None
         if self._codec is not None:
             tokens = self._chat(messages, tools, self._codec) if messages else self._completion(prompt, self._codec)
@@ -176,14 +180,15 @@ class PromptReader:
         return self._named(tokens)
 
     def read_response(self, instructions: Raw, turns: Raw, tools: Raw) -> KeyedPrompt:
-        """Read the prompt of the Responses API: instructions, and a text or the items so far.
+        """Read the prompt of the Responses API: the instructions, and a text or the items of the conversation so far.
 
-        vLLM's server puts the tokenizer's special tokens before the rendered template, which has them already.
+        vLLM's server adds the tokenizer's special tokens before the rendered template, although the template already contains
+        them. So the same tokens are added here.
         """
         return self._conversation(instructions, turns, tools, b"" if self._codec is None else self._codec.encode(""))
 
     def read_messages(self, system: Raw, turns: Raw, tools: Raw) -> KeyedPrompt:
-        """Read the prompt of the Messages API: system prompt, and the messages so far."""
+        """Read the prompt of the Messages API: the system prompt, and the messages so far."""
         return self._conversation(system, turns, tools, b"")
 
     def _conversation(self, instructions: Raw, turns: Raw, tools: Raw, special: TokenBytes) -> KeyedPrompt:
@@ -197,7 +202,7 @@ class PromptReader:
         return self._named(tokens)
 
     def uncached(self, content: Raw) -> KeyedPrompt:
-        """Return a prompt that no server caches, such as the text of an embedding; it has a length and no keys."""
+        """Return a prompt without block keys, for content that no server caches, such as the text of an embedding."""
         return KeyedPrompt(self.model, bytes(content), self._uncached, self.adapter)
 
     def _named(self, tokens: TokenBytes) -> KeyedPrompt:
@@ -212,7 +217,7 @@ class PromptReader:
                 return codec.encode(_TEXT.decode(prompt))
             return _pack(msgspec.json.decode(prompt, type=list[int]))
         except (msgspec.DecodeError, OverflowError, UnicodeDecodeError, RecursionError):
-            return None  # several prompts, or none
+            return None  # the body has several prompts, or none
 
     def _chat(self, messages: Raw, tools: Raw, codec: TextCodec) -> TokenBytes | None:
         if tools and bytes(tools) not in (b"null", b"[]"):
@@ -234,21 +239,21 @@ class PromptReader:
 
 
 def _samples() -> Iterator[str]:
-    """Yield texts of some 6 KiB whose words hardly repeat, because tokenizers cache words."""
+    """Yield texts of about 6 KiB. Their words hardly repeat, because a tokenizer caches words and would seem too fast."""
     for run in range(RUNS):
         numbers = range(256 * run, 256 * (run + 1))
         yield " ".join(f"sample {number} of_words, {number * 7919:x}" for number in numbers)
 
 
 def _tokenizing_time(codec: TextCodec, text: str, clock: Clock) -> Nanos:
-    """Return the time to tokenize a text."""
+    """Return the time that tokenizing a text takes, at least 1 ns."""
     began_at = clock.now()
     codec.encode(text)
     return Nanos(max(1, clock.now() - began_at))
 
 
 def _text(body: MessageBody) -> str | None:
-    """Return the text of a message; None if it has other content."""
+    """Return the text of a message; None if the message has more than text."""
     if body.tool_calls or body.function_call:
         return None
     match body.content:
@@ -264,7 +269,7 @@ def _is_text(part: ContentPart) -> bool:
 
 
 def _rendered_conversation(instructions: Raw, turns: Raw, codec: TextCodec) -> TokenBytes | None:
-    """Return the tokens of a conversation as its server renders it; None if it holds more than text."""
+    """Return the tokens of a conversation, rendered as at its server; None if the conversation has more than text."""
     try:
         leading = _INSTRUCTIONS.decode(instructions) if instructions else None
         following = _TURNS.decode(turns)

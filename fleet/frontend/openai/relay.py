@@ -1,13 +1,13 @@
-"""Relay: reads requests for external backends, has the router place them, and passes the bytes of requests and answers on.
+"""Relay: reads requests for external backends, lets the router place them, and forwards the bytes of requests and answers.
 
 Rules:
 
-1. The relay reads what placement needs (model, prompt, requested length, the object ``fleet``) and forwards the body
-   unchanged. The server judges the rest, and its answer is relayed with any status below 500.
-2. A request is submitted, placed and sent in the turn of the event loop in which its last byte arrived. Only tokenizing
-   a long prompt, which would delay other requests, moves to a thread.
-3. A request and its reservations end once: after the last byte of the answer, when the client disconnects (then the
-   connection to the server is closed, which is how such servers learn it), or when the router rejects it.
+1. The relay only reads the fields that placement needs (model, prompt, requested length, the object ``fleet``) and forwards
+   the body unchanged. The server validates all other fields, and its answer is relayed with any status below 500.
+2. A request is submitted, placed and sent in the same iteration of the event loop in which its last byte arrived. Only
+   tokenizing a long prompt, which would delay other requests, moves to a thread.
+3. A request and its reservations end once: after the last byte of the answer, when the router rejects the request, or when
+   the client disconnects. In the last case the connection to the server is closed, which tells the server to stop.
 4. A failure before the first byte of an answer has its own HTTP status. A later one appends an event with an ``error``
    object to a stream that ends with a whole event; any other answer ends with its connection. The error names the lost
    server.
@@ -72,17 +72,17 @@ ERROR_FORMS: Mapping[str, ErrorForm] = {
     MESSAGES: ANTHROPIC_ERRORS,
     COUNT_TOKENS: ANTHROPIC_ERRORS,
 }
-"""How errors are written, for paths with another form than completions and chat."""
+"""Form of error answers by path, for paths whose form differs from that of completions and chats."""
 
 OWN_PATHS = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, "/tokenize", "/detokenize"})
-"""Paths of `serve` that Fleet's own workers serve too."""
+"""Paths that Fleet's own workers serve too; on other paths, `Relay.serve` rejects unknown models at once."""
 
 
 class AnswerStream(Protocol):
-    """An answer in progress: the connection to its server."""
+    """Port to the upstream connection over which an answer is arriving."""
 
     def flush(self) -> None:
-        """Relay the bytes that wait for the end of the turn, so that other bytes can follow."""
+        """Send the bytes now that wait for the end of the event loop's iteration, so that other bytes can follow them."""
         ...
 
     def at_event_boundary(self) -> bool:
@@ -90,17 +90,17 @@ class AnswerStream(Protocol):
         ...
 
     def send_last_event(self, event: bytes) -> None:
-        """Relay one more event if the answer ends with its connection and so far with a whole event."""
+        """Send one more event if the relayed bytes end with a whole event and the answer ends by closing its connection."""
         ...
 
 
 class RelayStage(Enum):
-    READING = auto()  # a thread reads the prompt
+    READING = auto()  # a thread is tokenizing the prompt
     SUBMITTED = auto()
     OVER = auto()
 
 
-_READING, _SUBMITTED, _OVER = RelayStage.READING, RelayStage.SUBMITTED, RelayStage.OVER  # faster than enum attributes
+_READING, _SUBMITTED, _OVER = RelayStage.READING, RelayStage.SUBMITTED, RelayStage.OVER  # module variables are faster
 
 
 class RelayedRequest:
@@ -124,24 +124,24 @@ class RelayedRequest:
         self.credentials = b"" if relay.takes_keys else head.credentials
         self.body = request.body
         self._errors = ERROR_FORMS.get(head.path, OPENAI_ERRORS)
-        self.keys: Mapping[int, tuple[int, ...]] = {}  # block keys of the prompt by block size; empty for embeddings
+        self.keys: Mapping[int, tuple[int, ...]] = {}  # block keys by block size in tokens; empty for embeddings
         self.began_at = began_at
-        self.first_byte_at = began_at  # set when the answer starts
-        self.streams = False  # the client asked for a stream
-        self.moved = False  # moved away from a silent server
+        self.first_byte_at = began_at  # updated when the answer begins
+        self.streams = False  # True if the client wants a stream
+        self.moved = False  # True after it was taken from a silent server and sent to another one
         self.tenant = tenant
-        self.flow: AnswerStream | None = None  # set while an answer arrives
-        self.answer_tokens = 0  # relayed so far, approximately
+        self.flow: AnswerStream | None = None  # set while the answer arrives
+        self.answer_tokens = 0  # approximate number of tokens relayed so far
         self.keeps_alive = exchange.keeps_alive  # whether the client may send another request on its connection
         self.chunks = head.chunked_answer  # whether the client understands chunks
         self.limits = b""  # rate limit headers of the tenant
 
     @property
     def began(self) -> bool:
-        """Return whether a byte of an answer was relayed, so that no other server can answer."""
+        """True once a byte of an answer was relayed; from then on no other server can answer the request."""
         return self._began
 
-    # From the worker
+    # Called by `fleet.backends.external`
 
     def begin(self, source: asyncio.Transport, flow: AnswerStream) -> asyncio.Transport:
         """Return the transport to the client for the answer from `source`.
@@ -167,10 +167,10 @@ class RelayedRequest:
         self.refuse(refused)
         self._relay.router.close(self.request_id, self)
 
-    # From the router
+    # Called by the router
 
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
-        """Take an item from the router; only a rejection matters, because the answer was relayed already."""
+        """Take an item from the router. Only a rejection has an effect, because the answer was relayed already."""
         if isinstance(item, RequestRejected):
             self.refuse(rename_field(item, OPENAI_FIELD_NAMES))
 
@@ -198,7 +198,7 @@ class RelayedRequest:
         else:
             self._exchange.finish()
 
-    # From the client's connection
+    # Called by the client's connection
 
     def cancel(self) -> None:
         """End the request, because the client has disconnected."""
@@ -217,18 +217,18 @@ class RelayedRequest:
 
 
 class PendingRequests(Protocol):
-    """Where workers find the requests that they are told to serve, see `fleet.backends.external.workers`."""
+    """Port to `fleet.backends.external.workers`: it keeps submitted requests until the router sends them to a server."""
 
     def expect(self, relayed: RelayedRequest) -> None: ...
 
     def forget(self, relayed: RelayedRequest) -> None: ...
 
     async def model_objects(self) -> Mapping[ModelName, Mapping[str, object]]:
-        """Return the models that the servers list, by name."""
+        """Return the model objects that the external servers list, by the model's name."""
         ...
 
     async def carry(self, passage: Passage, model: ModelName | None) -> None:
-        """Pass a request on to one of the servers, which need not be of `model` if that is None.
+        """Pass a request on to a server of `model`, or to any server if `model` is None.
 
         Raises:
             RequestRejected: No server can take it, or it failed before its answer began.
@@ -237,7 +237,7 @@ class PendingRequests(Protocol):
 
 
 class Relay:
-    """All relayed requests of one router process."""
+    """Serves all requests of one router process for external backends."""
 
     def __init__(
         self,
@@ -257,14 +257,14 @@ class Relay:
 
         Args:
             router: Places requests.
-            workers: Send placed requests.
-            readers: Prompt readers by the models of external backends.
-            tenants: Rate limits.
-            metrics: Metrics of relayed requests.
-            clock: For times.
-            threads: For long prompts.
+            workers: Sends placed requests to their servers.
+            readers: Prompt reader of each model of the external backends, by name.
+            tenants: API keys and rate limits of tenants.
+            metrics: Counts relayed requests.
+            clock: Clock for deadlines and durations.
+            threads: Threads in which long prompts are tokenized.
             id_prefix: Prefix of this process for request ids.
-            only: Whether there are no other models.
+            only: Whether the router serves external backends alone, and no workers of Fleet.
             paths: The paths that clients may reach.
         """
         self.router = router
@@ -279,21 +279,21 @@ class Relay:
         self.placed = frozenset({CHAT, COMPLETIONS, EMBEDDINGS}).union(
             path for path in PLACED if paths.classify(path) is PathClass.RELAYED
         )
-        """The paths of `serve`."""
+        """The paths whose POST requests `serve` takes."""
         self.takes_keys = tenants.by_key
         self._count = 0
         self._active = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._threads = threads
-        self._settling: set[asyncio.Task[bool]] = set()  # requests that wait for shared limits
+        self._settling: set[asyncio.Task[bool]] = set()  # tasks that exchange usage with peers near a shared rate limit
 
     async def quiet(self) -> None:
         """Wait until no request is relayed."""
         await self._quiet.wait()
 
     def serve(self, exchange: Exchange) -> ExchangeTask | None:
-        """Start to serve a request for one of the paths `placed`; return None if the model is not external."""
+        """Start to serve a POST request for one of the paths `placed`; return None if no external server has its model."""
         began_at = self._clock.now()
         request = exchange.request
         path = request.head.path
@@ -329,21 +329,21 @@ class Relay:
                 self._submit_when_sure(relayed, body, read_prompt(body, reader, path, request.body))
         except RequestRejected as refused:
             relayed.refuse(refused)
-        except Exception:  # supervisor: a bug in one request does not leave its client waiting
+        except Exception:  # supervisor: after a bug the client gets an error instead of waiting
             log.exception("request failed", extra={"request": relayed.request_id})
             relayed.refuse(internal_error())
             self.router.close(relayed.request_id, relayed)
         return relayed
 
     async def model_objects(self) -> Mapping[ModelName, Mapping[str, object]]:
-        """Return the models that the servers list, by name."""
+        """Return the model objects that the external servers list, by the model's name."""
         return await self._workers.model_objects()
 
     async def pass_through(self, exchange: Exchange) -> None:
-        """Serve a request that is not placed by its prompt: pass it on while it arrives, and its answer as well.
+        """Serve a passage: forward the request while it arrives, and then the answer.
 
         Raises:
-            RequestRejected: No part of an answer was passed on.
+            RequestRejected: The request failed before any part of an answer was forwarded.
         """
         head = exchange.request.head
         reason: Reason | None = Reason.INTERNAL
@@ -361,7 +361,7 @@ class Relay:
             reason = None
         except RequestRejected as refused:
             reason = refused.reason
-            if not exchange.began:  # else the end of the connection tells the client
+            if not exchange.began:  # otherwise the connection is closed, which shows the client the failure
                 raise
         except (ClientDisconnected, asyncio.CancelledError):
             reason = Reason.CANCELLED
@@ -370,12 +370,14 @@ class Relay:
             self._metrics.passed(reason)
 
     async def arrival(self, path: str, content: bytes, request_id: RequestId, authorization: str) -> Arrived | None:
-        """Return the event for a request that another program sends; None if the model is not external.
+        """Return the router's event for an external request, which a proxy sends to its server.
+
+        The result is None if no external server has its model.
 
         `path` is one of `relayed_paths.PLACED`; `authorization` is the client's header.
 
         Raises:
-            RequestRejected: The request is not to be placed.
+            RequestRejected: The request is invalid, or exceeds a limit of its tenant.
         """
         body = read_body(content, path)
         tenant = "" if body.fleet is None else body.fleet.tenant
@@ -391,7 +393,7 @@ class Relay:
         arrived = self._arrived(request_id, tenant, self._clock.now(), body, read)
         return structs.replace(arrived, external=True)
 
-    # From requests
+    # Called by `RelayedRequest`
 
     def first_byte(self, relayed: RelayedRequest) -> None:
         now = relayed.first_byte_at = self._clock.now()
@@ -431,7 +433,11 @@ class Relay:
         return None
 
     def _reader(self, body: RelayTextBody | RelayRawBody, path: str) -> PromptReader | None:
-        """Return the prompt reader of the requested model; None if the model may be served elsewhere."""
+        """Return the prompt reader of the requested model; None if Fleet's own workers may serve the model.
+
+        Raises:
+            RequestRejected: MODEL_NOT_FOUND.
+        """
         model = body.model
         readers = self._readers
         if model:
@@ -450,7 +456,7 @@ class Relay:
         return reader
 
     def _submit(self, relayed: RelayedRequest, body: RelayTextBody | RelayRawBody, read: KeyedPrompt) -> None:
-        """Have the router place the request, which sends it.
+        """Give the request to the router, which places it and has it sent.
 
         Raises:
             RequestRejected: A rate limit is reached, the object ``fleet`` is invalid, or the router drains.
@@ -489,10 +495,10 @@ class Relay:
         return arrived if body.fleet is None else apply_fleet_options(arrived, body.fleet, began_at)
 
     def _submit_when_sure(self, relayed: RelayedRequest, body: RelayTextBody | RelayRawBody, read: KeyedPrompt) -> None:
-        """Submit now; near a shared rate limit, first wait until the peer routers know the usage here.
+        """Submit the request now or, if its tenant is near a shared rate limit, after the routers have exchanged their usage.
 
         Raises:
-            RequestRejected: See `_submit`.
+            RequestRejected: A rate limit is reached, the object ``fleet`` is invalid, or the router drains.
         """
         settle = self._tenants.settle_with_others
         if settle is None or not self._tenants.is_unsure(
@@ -519,19 +525,19 @@ class Relay:
     def _submit_after(
         self, relayed: RelayedRequest, waiting: "asyncio.Future[Any]", submit: Callable[[], None]
     ) -> None:
-        """Submit when a future is done, unless the client has disconnected by then."""
+        """Call `submit` when a future is done, unless the client has disconnected by then."""
 
         def done(future: "asyncio.Future[Any]") -> None:
             if future.cancelled():
                 return
-            future.exception()  # retrieve it, or asyncio logs an unretrieved exception
+            future.exception()  # read it, so that asyncio does not log it as never retrieved
             if relayed.over:
                 return
             try:
                 submit()
             except RequestRejected as refused:
                 relayed.refuse(refused)
-            except Exception:  # supervisor: a tokenizer error does not leave the request waiting
+            except Exception:  # supervisor: after an error of the tokenizer the client gets an error
                 log.exception("prompt reading failed", extra={"request": relayed.request_id})
                 relayed.refuse(internal_error())
 
@@ -539,7 +545,7 @@ class Relay:
 
 
 class _FinishedTask:
-    """Task of a request that has ended already."""
+    """Task for a request that was already rejected, when the server still needs a task."""
 
     def cancel(self) -> None:
         """Do nothing."""

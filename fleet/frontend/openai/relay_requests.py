@@ -1,7 +1,7 @@
-"""Relayed requests: the parts of the body that placement needs, and the headers to forward.
+"""Relayed requests: reads the fields of a body that placement needs, and selects the headers to forward.
 
-A completion of one text is parsed completely. In any other body, unused fields are not parsed (`msgspec.Raw`); the
-server validates them.
+In the most common body, a completion with one text, the fields are decoded at once. In any other body, fields of variable
+form stay undecoded JSON (`msgspec.Raw`), and the server validates them.
 """
 
 from functools import lru_cache
@@ -22,9 +22,9 @@ from fleet.net.http.exchange import HttpHead
 from fleet.net.status_codes import rename_field
 from fleet.router.messages import Arrived
 
-MAX_ANSWER_TOKENS = 2**30  # tokens, for placement; the number in a body is unbounded
+MAX_ANSWER_TOKENS = 2**30  # placement counts at most this many tokens, whatever a body says
 
-# Headers of one connection (RFC 9110, 7.6.1), and those that the next connection sets itself.
+# Headers that concern only the connection to the client (RFC 9110, 7.6.1), and headers that the upstream connection sets.
 _NOT_FORWARDED = frozenset(
     b"host connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade expect "
     b"content-length accept-encoding authorization x-api-key".split()
@@ -34,7 +34,7 @@ _NOTHING = Raw(b"null")
 
 
 class RelayBody(Struct, kw_only=True):
-    """Fields that are read from any body."""
+    """Fields that are read from the bodies of all placed paths."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -45,14 +45,14 @@ class RelayBody(Struct, kw_only=True):
 
 
 class RelayTextBody(RelayBody, kw_only=True):
-    """A completion of one text, the most common body."""
+    """Body of a completion whose prompt is one text."""
 
     prompt: str
     stream: bool | None = None
 
 
 class RelayRawBody(RelayBody, kw_only=True):
-    """Any other body. `Raw` fields are not parsed."""
+    """Any other body. `Raw` fields hold JSON that is decoded later or not at all."""
 
     prompt: Raw = Raw()
     stream: Raw = Raw()
@@ -69,7 +69,7 @@ _SALT = msgspec.json.Decoder(str)
 
 
 def read_body(content: bytes, path: str) -> RelayTextBody | RelayRawBody:
-    """Return the body, as far as it is read.
+    """Decode the fields of a body that placement needs.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
@@ -78,7 +78,7 @@ def read_body(content: bytes, path: str) -> RelayTextBody | RelayRawBody:
         try:
             return _TEXT.decode(content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            pass  # another kind of body, or an invalid one, which is reported below
+            pass  # not one text, or invalid: decode it as any body
     return decode_body(_ANY, content)
 
 
@@ -90,7 +90,7 @@ def prompt_bytes(body: RelayTextBody | RelayRawBody) -> int:
 
 
 def read_prompt(body: RelayTextBody | RelayRawBody, reader: PromptReader, path: str, content: bytes) -> KeyedPrompt:
-    """Return the prompt of a request for one of `relayed_paths.PLACED`; `content` is the whole body."""
+    """Return the prompt and block keys of a request for one of `relayed_paths.PLACED`; `content` is the whole body."""
     if isinstance(body, RelayTextBody):
         read = reader.read_text(body.prompt)
     elif path in (CHAT, COMPLETIONS):
@@ -107,7 +107,7 @@ def read_prompt(body: RelayTextBody | RelayRawBody, reader: PromptReader, path: 
 
 
 def _salt_text(salt: Raw) -> str:
-    """Return a salt as engines report it. A salt that is no text is the server's to reject."""
+    """Return the text of a cache salt. For a salt that is no text, return its JSON; the server will reject the request."""
     try:
         return _SALT.decode(salt)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -115,7 +115,7 @@ def _salt_text(salt: Raw) -> str:
 
 
 def apply_fleet_options(arrived: Arrived, options: FleetOptions, began_at: Nanos) -> Arrived:
-    """Return a request with the options of the object ``fleet``.
+    """Return the router's event with the options of the object ``fleet``; `began_at` is the instant at which the timeout began.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
@@ -137,19 +137,19 @@ def apply_fleet_options(arrived: Arrived, options: FleetOptions, began_at: Nanos
 
 @lru_cache(maxsize=1024)
 def relay_sampling(max_tokens: int) -> Sampling:
-    """Return sampling with a seed: no other server can continue a relayed answer, because its tokens are unknown."""
+    """Return the sampling parameters for the router. The seed stops it from continuing the answer, whose tokens are unknown."""
     return Sampling(max_tokens=max(1, max_tokens), seed=0)
 
 
 def forwarded_headers(head: HttpHead) -> bytes:
-    """Return the header lines to forward, and store them and the credentials in the head."""
+    """Return the header lines to forward; cache them and the credentials in `head`."""
     head.credentials = client_credentials(head)
     head.forwarded_headers = end_to_end_headers(head)
     return head.forwarded_headers
 
 
 def end_to_end_headers(head: HttpHead, also: frozenset[bytes] = frozenset()) -> bytes:
-    """Return the header lines that are not of one connection and not credentials; `also` are further names to keep."""
+    """Return all header lines except credentials and headers of the client's connection; keep the names in `also` anyway."""
     dropped = _NOT_FORWARDED.difference(also).union(
         name.strip() for name in head.headers.get(b"connection", b"").lower().split(b",")
     )
@@ -158,7 +158,7 @@ def end_to_end_headers(head: HttpHead, also: frozenset[bytes] = frozenset()) -> 
 
 
 def client_credentials(head: HttpHead) -> bytes:
-    """Return the header lines by which a client proves who it is: OpenAI's, and Anthropic's ``x-api-key``."""
+    """Return the header lines with the client's key: OpenAI's ``authorization`` and Anthropic's ``x-api-key``."""
     lines = b""
     for name in (b"authorization", b"x-api-key"):
         if value := head.headers.get(name):

@@ -2,10 +2,10 @@
 
 Rules:
 
-1. A path is compared as a server reads it: percent-decoded once, without letter case, trailing slash and matrix
-   parameters. The server gets the client's own spelling.
-2. A path that servers could read in several ways is not relayed: with empty segments, ``.`` or ``..``, a backslash, a
-   control character, or an encoding within an encoding.
+1. A path is compared as a server reads it: percent-decoded once, in lower case, without a trailing slash and without matrix
+   parameters (``;name=value``). The path that the server gets is spelled as the client wrote it.
+2. A path that different servers could read differently is not relayed. It contains an empty segment, ``.`` or ``..``, a
+   backslash, a control character, or an encoding within an encoding.
 3. Control routes change a server or its other clients (loading adapters, sleeping, updating weights). A pattern with a
    wildcard never covers them. They are relayed only if the setting `external_paths` lists them by their own name.
 """
@@ -108,37 +108,37 @@ CONTROL_ROUTES = frozenset(
         "projects",
         "admin",
         "api_keys",
-    ]  # vLLM, SGLang, and below them llama.cpp and hosted services
+    ]  # names of vLLM and SGLang first, then those of llama.cpp and hosted services
 )
-"""Names of control routes of common servers. A path with such a segment is a control route."""
+"""Path segments that name control routes of common servers (rule 3). A path with such a segment is a control route."""
 
 
 class PathClass(Enum):
-    """Classes of paths, by what the router does with them."""
+    """Class of a path: it decides what the router does with the request."""
 
     RELAYED = auto()
-    UNKNOWN = auto()  # no pattern covers it
+    UNKNOWN = auto()  # matches no pattern
     CONTROL = auto()
     AMBIGUOUS = auto()
 
 
 class RelayedPaths(Struct, frozen=True):
-    """The paths of the setting `external_paths`."""
+    """The paths that the setting `external_paths` allows."""
 
     exact: frozenset[str]
     prefixes: tuple[str, ...]
 
     @classmethod
     def of(cls, patterns: Sequence[str]) -> "RelayedPaths":
-        """Build from patterns: paths, or beginnings of paths that end with ``/*``."""
+        """Build from patterns. A pattern is a path, or the beginning of paths, followed by ``/*``."""
         exact = frozenset(each.casefold() for each in patterns if not each.endswith("/*"))
         return cls(exact, tuple(each.removesuffix("*").casefold() for each in patterns if each.endswith("/*")))
 
     def classify(self, path: str) -> PathClass:
-        """Return what to do with a path as it came in the request (Latin-1)."""
+        """Return the class of a path, given undecoded as in the request (each byte as a Latin-1 character)."""
         plain = _plain(path)
         if plain is None:
-            # An ambiguous path is only reported as such if it begins like a relayed path; otherwise it is unknown.
+            # A client only needs the explanation "ambiguous" if the path begins like a relayed one.
             return PathClass.AMBIGUOUS if path.startswith(self.prefixes) else PathClass.UNKNOWN
         if plain in self.exact:
             return PathClass.RELAYED
@@ -148,7 +148,7 @@ class RelayedPaths(Struct, frozen=True):
 
 
 def _plain(path: str) -> str | None:
-    """Return the path as servers compare it (rule 1); None if servers could differ (rule 2)."""
+    """Return the path in the form for comparison (rule 1); None if the path is ambiguous (rule 2)."""
     decoded = unquote_to_bytes(path.encode("latin-1")).decode("latin-1").casefold()
     if any(character < " " or character in "\\%\x7f" for character in decoded):
         return None

@@ -3,12 +3,12 @@
 Rules:
 
 1. The types of known fields are checked; an error names the field as the client wrote it.
-2. Unknown fields are ignored, as OpenAI's servers do with each other's, or refused if the settings say so.
+2. Unknown fields are ignored, as other servers with this API do, or refused if the settings say so.
 3. A field that would change the answer and is not supported is rejected, unless its value has no effect. docs/api.md
    lists all fields.
 4. Options without an OpenAI field are in the object ``fleet``, where unknown names are rejected.
 5. Tools become part of the prompt, and the model's calls are parsed out of its answer. The same holds for reasoning.
-6. An unusable `x-request-id` is ignored, because proxies send it.
+6. An unusable `x-request-id` is ignored and not refused, because proxies add this header.
 
 vLLM's sampling parameters are supported too, because benchmarks and evaluations send them, and vLLM's, OpenAI's and SGLang's
 fields for structured output.
@@ -80,18 +80,18 @@ _NAMED_FIELD = re.compile(r"^Object (?:missing required|contains unknown) field 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 MAX_N = 128  # OpenAI's limit
 MAX_PROMPTS = 1024  # vLLM's limit
-MAX_BRANCHES = 1024  # answers that are generated for one request
+MAX_BRANCHES = 1024  # limit for the answers that one request has generated
 
 
 class Details(Struct, frozen=True, kw_only=True):
-    """Details of a request that wants more than one plain answer; `fleet.frontend.openai.branches` serves it."""
+    """Options of a request that `fleet.frontend.openai.branches` serves, because it wants more than one plain answer."""
 
     more_prompts: tuple[Prompt, ...] = ()
-    n: int = 1  # answers to each prompt
-    best_of: int = 1  # answers of which the `n` best are returned
+    n: int = 1  # number of answers to each prompt
+    best_of: int = 1  # number of generated answers for each prompt; the `n` best are returned
     echo: bool = False  # the prompt precedes each answer
-    prompt_logprobs: bool = False  # vLLM's field, in the answer
-    token_ids: bool = False  # vLLM's field: ids of the prompt and of the answer
+    prompt_logprobs: bool = False  # the answer has vLLM's field of this name
+    token_ids: bool = False  # vLLM's field: the answer has the token ids of prompt and answer
     token_names: bool = False  # log probabilities name tokens by their ids
     continuous_usage: bool = False  # each event has the usage so far
 
@@ -101,15 +101,15 @@ REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class OpenAiRequest(Struct, frozen=True, kw_only=True):
-    """Parsed request body."""
+    """A request body that was read and converted."""
 
     request: GenerateRequest
     stream: bool
     include_usage: bool
     return_token_ids: bool
-    names: Mapping[str, str]  # for later rejections
-    details: Details | None = None  # None: one plain answer
-    seen: LastEventId | None = None  # what the client has of an answer that goes on; None: the answer begins
+    names: Mapping[str, str]  # the client's field names by those of the protocol, for errors
+    details: Details | None = None  # None if the client wants one plain answer
+    seen: LastEventId | None = None  # what the client has of a resumed answer; None for a new one
 
 
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
@@ -127,8 +127,8 @@ def read_completion(
         body: JSON.
         request_id: Id for a body without one.
         now: Instant of arrival.
-        headers: The request's headers if hints are among them (`header_hints`); None if not.
-        strict: Refuse unknown fields.
+        headers: The request's headers if there are hints among them (`header_hints`); otherwise None.
+        strict: Whether unknown fields are refused.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
@@ -157,7 +157,7 @@ def read_completion(
 def read_chat(
     body: bytes, request_id: RequestId, now: Nanos, headers: Headers | None = None, *, strict: bool = False
 ) -> OpenAiRequest:
-    """Read the body of ``POST /v1/chat/completions``; see `read_completion`.
+    """Read the body of ``POST /v1/chat/completions``; the arguments are those of `read_completion`.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
@@ -193,7 +193,7 @@ def read_chat(
 
 
 def _parsing(chat: ChatBody) -> AnswerParsing:
-    """Return which tool calls the answer may have."""
+    """Return how the answer is parsed: which tool calls it may or must have."""
     parallel_calls = chat.parallel_tool_calls is not False
     match chat.tool_choice:
         case None:
@@ -213,7 +213,7 @@ def _parsing(chat: ChatBody) -> AnswerParsing:
 
 
 def _template_args(chat: ChatBody) -> str:
-    """Return the variables of the chat template as JSON. Efforts also turn reasoning on or off, as in vLLM."""
+    """Return the client's variables for the chat template as JSON. As in vLLM, `reasoning_effort` also sets `enable_thinking`."""
     args: dict[str, Any] = {}
     if chat.reasoning_effort is not None:
         if chat.reasoning_effort not in REASONING_EFFORTS:
@@ -267,7 +267,7 @@ def _build_request(
         "max_tokens": max_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
-        "top_k": None if body.top_k == -1 else body.top_k,  # -1 turns it off in vLLM
+        "top_k": None if body.top_k == -1 else body.top_k,  # -1 means no limit in vLLM
         "min_p": body.min_p,
         "seed": body.seed,
         "presence_penalty": body.presence_penalty,
@@ -377,19 +377,19 @@ def _check_stream_options(options: StreamOptions, *, stream: bool) -> None:
 
 
 def _priority(priority: int, options: FleetOptions) -> int:
-    """Return the priority of vLLM's field, where lower ones run earlier; the object ``fleet`` counts before it."""
+    """Return the priority of the object ``fleet`` or, if it is 0, that of vLLM's field with the opposite sign."""
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise invalid("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {_short(priority)}")
     return options.priority or -priority
 
 
 def _short(number: int) -> str:
-    """Return the number as text; a client may send an integer of a million digits."""
+    """Return the number as text for a message, or a description of it if it has very many digits."""
     return str(number) if abs(number) < 2**63 else "an integer beyond 64 bits"
 
 
 def _structured_output(body: OpenAiBody) -> tuple[StructuredOutput | None, str]:
-    """Return the structured output and the field that demands it."""
+    """Return the demanded structured output, and the body's field that demands it; None and an empty text if there is none."""
     demanded = dict(_structured_outputs(body))
     if len(demanded) > 1:
         first, second, *_ = demanded
@@ -400,7 +400,7 @@ def _structured_output(body: OpenAiBody) -> tuple[StructuredOutput | None, str]:
 
 
 def _structured_outputs(body: OpenAiBody) -> Iterator[tuple[str, StructuredOutput]]:
-    """Yield all demanded structured outputs by field."""
+    """Yield each field that demands structured output, with that output."""
     match body.response_format:
         case None | ResponseFormat(type="text"):
             pass
@@ -479,7 +479,7 @@ def _refuse_unsupported(body: OpenAiBody, supported: Collection[str] = ()) -> No
 
 
 def _completion_prompts(prompt: str | list[Any], *, special: bool) -> list[Prompt]:
-    """Return the prompts, at least one; texts and token ids may be mixed."""
+    """Return the prompts, at least one. Some may be texts and others token ids."""
     match prompt:
         case str():
             return [TextPrompt(prompt, special)]
@@ -542,7 +542,7 @@ def _content(field: str, message: MessageBody) -> str:
 
 
 def decode_body(decoder: "msgspec.json.Decoder[BodyType]", body: bytes) -> BodyType:
-    """Return the body, as far as `decoder` reads it.
+    """Decode a body with `decoder`.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
@@ -560,7 +560,13 @@ def decode_body(decoder: "msgspec.json.Decoder[BodyType]", body: bytes) -> BodyT
 
 
 def invalid_body(error: msgspec.ValidationError, parent: str = "", kind: Any = None) -> RequestRejected:
-    """Return the rejection of a value in `parent` with a wrong type or range; `kind` is the type of what was decoded."""
+    """Return the rejection of a value with a wrong type or range.
+
+    Args:
+        error: The error of msgspec.
+        parent: Path of the field that was decoded; empty for the whole body.
+        kind: Type to which the field was decoded.
+    """
     message, path = split_validation_error(error)
     message = with_allowed_values(message, kind, path)
     field = parent + path
@@ -572,9 +578,9 @@ def invalid_body(error: msgspec.ValidationError, parent: str = "", kind: Any = N
 
 
 def new_request_id(headers: Mapping[bytes, bytes], is_running: Callable[[RequestId], bool]) -> RequestId:
-    """Return the client's id of a request, or a new one if there is none that can be used.
+    """Return the client's id of a request, or a new id if the client sent none or an unusable one.
 
-    The id of a running request is not used again, because proxies repeat requests.
+    The id of a running request is not used again, because proxies send requests again under the same id.
     """
     if REQUEST_ID_HEADER in headers:
         chosen = RequestId(headers[REQUEST_ID_HEADER].decode("latin-1"))
@@ -584,11 +590,11 @@ def new_request_id(headers: Mapping[bytes, bytes], is_running: Callable[[Request
 
 
 def bearer_of_key(headers: Mapping[bytes, bytes]) -> bytes:
-    """Return the authorization that the header ``x-api-key`` of Anthropic's clients stands for; empty without one."""
+    """Return ``Bearer KEY`` for the key in the header ``x-api-key``, which Anthropic's clients send; empty without this header."""
     key = headers.get(b"x-api-key", b"")
     return b"Bearer " + key if key else b""
 
 
 def authorization_of(headers: Mapping[bytes, bytes]) -> str:
-    """Return the authorization of a request; empty if there is none."""
+    """Return ``Bearer KEY`` from the header ``authorization`` or else ``x-api-key``; empty without both."""
     return (headers.get(b"authorization") or bearer_of_key(headers)).decode("latin-1")

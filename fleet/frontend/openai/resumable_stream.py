@@ -3,11 +3,13 @@
 Rules:
 
 1. Only streams of requests that ask for it have ids (`fleet.resumable`, or the header `x-fleet-resumable`).
-2. An id is the resume token, the number of tokens that the client has with this event, and for the last events of an
-   answer their number among them. So the events after an id are those that an undisturbed stream would have sent.
-3. The client sends the same request with the id of the last event that it has. The answer keeps its `id` and `created`.
-4. Streams whose events depend on more than the text and the tokens after an id cannot be resumed: those with several
-   answers, echoed prompts, token ids, or log probabilities with offsets of text. They are refused.
+2. The id of an event has two parts, or three: the resume token, the number of tokens up to this event, and, for the last
+   events of an answer, the number of this event among them. So a resumed stream goes on with exactly the events that an
+   undisturbed stream would have sent.
+3. To go on, the client sends the same request with the id of the last event that it has. The answer keeps its `id` and
+   `created`.
+4. A stream cannot be resumed if its events depend on more than the text and the tokens after an id. Such requests are
+   refused: several answers, echoed prompts, token ids, or log probabilities with offsets of text.
 """
 
 import re
@@ -24,21 +26,21 @@ _EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,9})(?:\.([0-9]{1,2}))?")
 _EVENT_END = b"\n\n"
 
 NAMES: Mapping[str, str] = {"resume.token": "last-event-id", "resume.token_ids": "last-event-id"}
-"""The header's name for fields of the public protocol."""
+"""Fields of the public protocol, with the header that error messages name instead."""
 
 
 class LastEventId(Struct, frozen=True):
-    """A `Last-Event-ID` that was read."""
+    """Content of the header `Last-Event-ID`."""
 
     resume: Resume
-    last_events: int  # how many of the answer's last events the client has
+    last_events: int  # how many of the events that end the answer the client has
 
 
 def read_last_event_id(headers: Mapping[bytes, bytes]) -> LastEventId | None:
-    """Return what the header says; None without the header.
+    """Return the content of the header `Last-Event-ID`; None without this header.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT; it is no id of a resumable stream.
+        RequestRejected: INVALID_ARGUMENT; the header holds no event id of a resumable stream.
     """
     value = headers.get(LAST_EVENT_ID)
     if not value:
@@ -51,7 +53,7 @@ def read_last_event_id(headers: Mapping[bytes, bytes]) -> LastEventId | None:
 
 
 class EventIds:
-    """Ids of the events of one answer."""
+    """Adds ids to the events of one answer."""
 
     def __init__(self, seen: LastEventId | None) -> None:
         self._token = ""
@@ -59,17 +61,17 @@ class EventIds:
         self._last_events = 0 if seen is None else seen.last_events
 
     def follow(self, event: Admitted | Delta) -> None:
-        """Note what the next event adds to the answer."""
+        """Count the tokens of the next event, and note a new resume token."""
         self._token = event.resume_token or self._token
         if isinstance(event, Delta):
             self._position += len(event.token_ids)
 
     def numbered(self, event: bytes) -> bytes:
-        """Return an event with its id."""
+        """Return the event with its id before it."""
         return b"id: %b.%d\n%b" % (self._token.encode(), self._position, event)
 
     def numbered_last(self, events: bytes) -> bytes:
-        """Return the last events with their ids, without those that the client has."""
+        """Return the events that end the answer, with ids, except the events that the client already has."""
         token = self._token.encode()
         each = [event + _EVENT_END for event in events.split(_EVENT_END) if event]
         return b"".join(

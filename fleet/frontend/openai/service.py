@@ -47,7 +47,7 @@ from fleet.net.settings import KIB, MIB, HttpSettings
 from fleet.net.status_codes import rename_field
 
 HEALTH_LIMITS = HttpSettings(
-    # Enough for a kubelet, Prometheus and a few people; each answer is computed anew.
+    # Room for a kubelet, Prometheus and a few people. There are few connections, because each answer is computed again.
     max_connections=128,
     max_head_bytes=8 * KIB,
     max_body_bytes=KIB,
@@ -61,40 +61,40 @@ HEALTH_LIMITS = HttpSettings(
 
 
 class OverflowOffer(OverflowTerms, Protocol):
-    """One request that may overflow."""
+    """Port to a hosted endpoint for one request, which may overflow to it."""
 
     async def serve(self, exchange: Exchange, refused: RequestRejected) -> RequestRejected | None:
-        """Answer a request that the router has refused.
+        """Let the hosted endpoint answer a request that the router has rejected with `refused`.
 
         Returns:
-            The rejection to answer instead; None if the exchange has its answer.
+            The rejection for the client if the endpoint gave no answer; None if the client has its answer.
 
         Raises:
             RequestRejected: The tenant's limit is reached, or an answer that has begun broke off.
-            ClientDisconnected: The client has gone.
+            ClientDisconnected: The client has closed its connection.
         """
         ...
 
 
 class Overflow(Protocol):
-    """All hosted endpoints of one router process, which take requests that the model's own workers cannot.
+    """Port to the hosted endpoints of one router process, which take requests that the model's own workers cannot take.
 
     `fleet.backends.hosted.overflow` implements it.
     """
 
     def offer(self, parsed: OpenAiRequest, exchange: Exchange, authorization: str) -> OverflowOffer | None:
-        """Return the offer of a request; None if it must not overflow."""
+        """Return the offer for a request; None if the request must not overflow."""
         ...
 
 
 STREAM_HEADERS: tuple[tuple[str, str], ...] = (
     ("cache-control", "no-cache"),
-    ("x-accel-buffering", "no"),  # nginx would buffer events
+    ("x-accel-buffering", "no"),  # otherwise nginx holds events back
 )
 
 
 class ReadBody(Protocol):
-    """Reads a body, as `fleet.frontend.openai.requests.read_chat` does."""
+    """Function that reads a body; `read_chat` and `read_completion` of `fleet.frontend.openai.requests` are such functions."""
 
     def __call__(
         self,
@@ -129,15 +129,15 @@ async def open_http_frontend(
         listen: ``host:port``; port 0 takes a free port.
         settings: Limits of connections.
         generation: Serves the requests.
-        registry: The metrics of ``/metrics``.
-        clock: For deadlines.
-        relay: Serves the requests for external backends, if there are any.
+        registry: The metrics that ``/metrics`` shows.
+        clock: Clock for deadlines.
+        relay: Serves the requests for external backends; None if there are none.
         shared: Whether other processes may listen on the same port.
-        processes: The processes behind the same port, whose metrics are merged; None if this is the only one.
+        processes: The processes that listen on the same port, whose metrics are merged; None if this is the only one.
         connection_seconds: The lifetime of a client's connection; 0 sets no limit.
-        health_listen: ``host:port`` of a listener for health and metrics alone, without TLS; empty if there is none.
+        health_listen: ``host:port`` of another listener without TLS, which serves only health and metrics; empty for none.
         certificates: The certificates of a port that speaks TLS; None if it does not.
-        overflow: Takes requests that are refused for load; None if nothing does.
+        overflow: Hosted endpoints that take requests which are rejected for load; None if there are none.
 
     Raises:
         ConfigurationRefused: An address is malformed or in use.
@@ -180,7 +180,7 @@ class HttpFrontend(HttpServer):
         super().__init__(settings, clock, routes, connection_seconds)
         if relay is not None:
             self.streams_body = self._is_passage
-        self.health_address = ""  # of the listener for health and metrics alone, if there is one
+        self.health_address = ""  # of the health port; empty if there is none
         self._generation = generation
         self._registry = registry
         self._relay = relay
@@ -191,7 +191,7 @@ class HttpFrontend(HttpServer):
 
     @property
     def health_routes(self) -> Mapping[str, Mapping[str, RouteHandler]]:
-        """The handlers of the listener for health and metrics, which continues while the frontend drains."""
+        """The handlers of the health port, which goes on answering while the frontend drains."""
         return {
             "/health": {"GET": self._health},
             "/live": {"GET": self._live},
@@ -199,7 +199,7 @@ class HttpFrontend(HttpServer):
         }
 
     async def drain(self, within_seconds: float) -> None:
-        """Stop accepting requests, and wait at most so long for the running ones."""
+        """Stop accepting requests, and wait at most `within_seconds` for the running ones."""
         await self.finish(within_seconds, None if self._relay is None else self._relay.quiet)
 
     def serve(self, exchange: Exchange) -> ExchangeTask:
@@ -238,7 +238,7 @@ class HttpFrontend(HttpServer):
                 return None
 
     def _is_passage(self, head: HttpHead) -> bool:
-        """Return True if a request goes to `_pass_through`, which reads its body while it arrives."""
+        """Return whether a request is a passage, which `_pass_through` forwards while its body arrives."""
         relay, path = self._relay, head.path
         if relay is None or (
             path in relay.placed and head.method == "POST" and _unsuitable_content(head.headers) is None
@@ -345,7 +345,7 @@ class HttpFrontend(HttpServer):
         formatter_type: type[AnswerFormatter],
         offer: OverflowOffer | None,
     ) -> None:
-        """Stream like `_stream`, with ids of the events (`fleet.frontend.openai.resumable_stream`)."""
+        """Stream like `_stream`, and give each event an id (`fleet.frontend.openai.resumable_stream`)."""
         ids, headers = EventIds(parsed.seen), STREAM_HEADERS
         async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
             formatter: AnswerFormatter | None = None
@@ -419,14 +419,14 @@ class HttpFrontend(HttpServer):
         raise RequestRejected(Reason.MODEL_NOT_FOUND, f"model: {name[:100]!r} is not served here", field="model")
 
     async def _model_objects(self) -> list[Json]:
-        """Return the objects of all served models; fields that an external server gives keep its values."""
+        """Return the model objects of all served models; values that an external server gives take precedence."""
         theirs = {} if self._relay is None else await self._relay.model_objects()
         return [
             {**model_object(card, self._created), **theirs.get(card.name, {})} for card in self._generation.models()
         ]
 
     async def _health(self, exchange: Exchange) -> None:
-        """Answer probes, which have no key; where keys are required, the models stay secret."""
+        """Answer a readiness probe. Probes have no API key, so the models are not listed where keys are required."""
         models = [card.name for card in self._generation.models()]
         serving = bool(models) and not self.draining
         status = "ok" if serving else "draining" if self.draining else "no worker serves yet"
@@ -435,7 +435,7 @@ class HttpFrontend(HttpServer):
         exchange.respond(code, msgspec.json.encode(body))
 
     async def _live(self, exchange: Exchange) -> None:
-        """Answer probes that ask whether the process responds."""
+        """Answer a liveness probe: the process responds."""
         exchange.respond(HTTPStatus.OK, msgspec.json.encode({"status": "live"}))
 
     async def _openapi(self, exchange: Exchange) -> None:
@@ -446,18 +446,18 @@ class HttpFrontend(HttpServer):
             content, content_type = merge_metrics(await self._processes.metrics()).encode(), CONTENT_TYPE_LATEST
         else:
             accepted = exchange.request.headers.get(b"accept", b"").decode("latin-1")
-            encode, content_type = choose_encoder(accepted)  # OpenMetrics for those who ask for it
+            encode, content_type = choose_encoder(accepted)  # OpenMetrics if the scraper accepts it
             content = encode(self._registry)
         exchange.respond(HTTPStatus.OK, content, content_type=content_type)
 
 
 def _authorization(exchange: Exchange) -> str:
-    """Return the authorization header of a request; empty if there is none."""
+    """Return ``Bearer KEY`` of a request; empty if the request has no key."""
     return authorization_of(exchange.request.headers)
 
 
 def _unsuitable_content(headers: Mapping[bytes, bytes]) -> str | None:
-    """Return what is wrong with a body that is not plain JSON; None if it is JSON."""
+    """Return an error message if the headers say that the body is not uncompressed JSON; otherwise None."""
     content_type = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
     if content_type != b"application/json" and not content_type.endswith(b"+json"):
         return "content-type: must be application/json"

@@ -1,14 +1,14 @@
-"""Answer text: turns an answer's tokens into the text that is certain, until a stop string ends it.
+"""Answer text: turns an answer's tokens into text, and ends the answer at a stop string.
 
 Rules:
 
-1. A token that ends generation (end of sequence, or a stop token) counts as a token and yields no text, also where
-   special tokens are shown (as in vLLM).
-2. Stop strings are ignored until `min_tokens` tokens have come.
-3. The text ends before the stop string that is complete first; of several that are complete with the same character,
-   before the longest. So the answer does not depend on how the text was cut into pieces. A client may ask for the stop
-   string as a part of the text.
-4. Text is held back only while it may be the beginning of a stop string.
+1. A token that ends generation (end of sequence, or a stop token) counts as a token and yields no text, even if special
+   tokens are shown (as in vLLM).
+2. Stop strings are ignored until more than `min_tokens` tokens have come.
+3. The text ends before the stop string that is complete first. If several are complete at the same character, it ends before
+   the longest one. So the answer does not depend on how the text was cut into pieces. A client may ask for the stop string
+   as a part of the text.
+4. Text is only held back while it may be the beginning of a stop string.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from fleet.router.ports import TextDecoder
 
 
 class AnswerText:
-    """The text of one request's answer."""
+    """Decodes the answer of one request and looks for its stop strings."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class AnswerText:
         self._end_token_ids = end_token_ids
         self._min_tokens = min_tokens
         self.num_tokens = 0
-        self.stopped = False  # True after a stop string
+        self.stopped = False  # True once a stop string has ended the answer
 
     @property
     def stop_string(self) -> str:
@@ -42,7 +42,7 @@ class AnswerText:
         return self._stops.found if self.stopped and self._stops is not None else ""
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> Delta:
-        """Add the tokens of a step; tokens after a stop string are dropped."""
+        """Add the tokens of an engine step; return the text that can be sent, and the tokens up to a stop string."""
         assert not self.stopped
         texts = []
         taken = 0
@@ -60,7 +60,7 @@ class AnswerText:
         return Delta(text="".join(texts), token_ids=tuple(token_ids[:taken]), logprobs=tuple(logprobs[:taken]))
 
     def finish(self) -> str:
-        """Return the rest of the text, when no more tokens come."""
+        """Return the text that was held back, when no more tokens come; empty after a stop string."""
         if self.stopped:
             return ""
         rest = self._decoder.flush()
@@ -71,26 +71,26 @@ class AnswerText:
 
 
 class StopStrings:
-    """The search for the stop strings of one request."""
+    """Finds the first stop string of one request in text that arrives in pieces."""
 
     def __init__(self, strings: Sequence[str], *, included: bool = False) -> None:
         self._strings = tuple(strings)
-        self._included = included  # the text contains the stop string that ended it
+        self._included = included  # True if the text keeps the stop string at its end
         self._first_characters = frozenset(string[0] for string in strings)
         self._longest = max(map(len, strings), default=0)
         self._held = ""
         self.found = ""
-        """The string that ended the text."""
+        """The stop string that ended the text; empty if none did yet."""
 
     @property
     def held(self) -> str:
-        """The text that may be the beginning of a stop string."""
+        """The text that is held back, because it may be the beginning of a stop string."""
         return self._held
 
     def add(self, text: str) -> tuple[str, bool]:
-        """Add text; return the text that is certain now, and whether a stop string ended it."""
+        """Add text; return the text that can be sent now, and whether a stop string has ended the answer."""
         text = self._held + text
-        first: tuple[int, int] | None = None  # end and beginning of the earliest match
+        first: tuple[int, int] | None = None  # (end, beginning) of the match that ends first
         for string in self._strings:
             begin = text.find(string)
             if begin >= 0 and (first is None or (begin + len(string), begin) < first):
@@ -104,12 +104,12 @@ class StopStrings:
         return text[:begin], False
 
     def flush(self) -> str:
-        """Return the text that was held back, when no more text comes."""
+        """Return the text that is held back, when no more text comes."""
         held, self._held = self._held, ""
         return held
 
     def _beginning(self, text: str) -> int:
-        """Return the position of the longest end of `text` that is the beginning of a stop string."""
+        """Return where the longest suffix of `text` begins that is a prefix of a stop string; without one, return the length."""
         for begin in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[begin] in self._first_characters:
                 tail = text[begin:]

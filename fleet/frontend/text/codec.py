@@ -1,11 +1,11 @@
 """Tokenizer, chat template and incremental decoder of a Hugging Face model folder.
 
-fastokens encodes if it gives the same ids as Hugging Face's tokenizers, because it is at least ten times faster. This
-is checked once when the model is loaded. Hugging Face's tokenizers decode.
+Text is encoded by the library fastokens, which is at least ten times faster than Hugging Face's tokenizers. When the model
+is loaded, both encode samples; if fastokens gives other ids, tokenizers encodes. Tokens are always decoded by tokenizers.
 
-The chat template comes from ``chat_template.jinja`` or else from ``tokenizer_config.json``. Jinja renders it in a sandbox
-with the globals that templates expect. It is code that is delivered with the weights; the sandbox restricts it to the
-messages.
+The chat template comes from ``chat_template.jinja`` or else from ``tokenizer_config.json``. It is code that is delivered with
+the weights. So Jinja renders it in a sandbox, in which the template can reach nothing but the messages and the functions that
+templates expect.
 """
 
 import json
@@ -34,17 +34,20 @@ from fleet.router.ports import TextCodec, TextDecoder
 log = logging.getLogger(__name__)
 
 TEMPLATE_GLOBALS = ("raise_exception", "strftime_now", "range", "dict", "namespace", "lipsum", "cycler", "joiner")
-"""Functions that templates find in the environment."""
+"""Functions that a template can call."""
 
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", *TEMPLATE_GLOBALS})
-"""Variables that a request cannot set."""
+"""Variables of a template that a request must not set."""
 
 REASONING_OFF = (("enable_thinking", False), ("thinking", False), ("reasoning_effort", "none"))
-"""Variables that turn reasoning off. A template without them belongs to a model that does not reason."""
+"""Variables of templates, each with the value that turns reasoning off.
+
+If a client sends such a value and the template lacks the variable, it is ignored: a model without the variable does not reason.
+"""
 
 
 class ChatTemplate:
-    """Compiled template of one model."""
+    """Compiled chat template of one model."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, origin: Path) -> None:
         """Compile the template.
@@ -72,7 +75,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[ChatMessage], tools: str = "", template_args: str = "") -> str:
-        """Return the conversation as text, up to the start of the assistant's turn.
+        """Render the conversation as text, which ends where the assistant's answer begins.
 
         Args:
             messages: At least one message. A template that does not know the role ``developer`` gets ``system``.
@@ -102,7 +105,7 @@ class ChatTemplate:
             raise invalid("chat.messages", f"the model's chat template does not accept them: {error}") from error
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
-        """Return a message in the form of `transformers`: the arguments of calls are objects, and empty fields are absent."""
+        """Return a message as `transformers` passes it to templates: arguments of calls are objects, and empty fields are absent."""
         role = "system" if message.role == "developer" and not self._takes_developer else message.role
         fields: dict[str, Any] = {"role": role, "content": message.content}
         if message.tool_calls:
@@ -113,7 +116,11 @@ class ChatTemplate:
         return fields
 
     def _further_variables(self, template_args: str) -> dict[str, Any]:
-        """Return the client's variables that the template knows."""
+        """Return the client's variables that the template uses.
+
+        Raises:
+            RequestRejected: INVALID_ARGUMENT; a variable is reserved, or the template has no such variable.
+        """
         variables: dict[str, Any] = json.loads(template_args)
         known = {}
         for name, value in variables.items():
@@ -131,7 +138,7 @@ class ChatTemplate:
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Parse the arguments of a call, which OpenAI's clients write as JSON text."""
+    """Return a tool call whose arguments are parsed, because OpenAI's clients send them as JSON text."""
     function = call["function"]
     arguments = function["arguments"]
     if isinstance(arguments, str):
@@ -141,9 +148,9 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """Ignores the tag ``{% generation %}``, which marks the assistant's text for training."""
+    """Renders the content of the tag ``{% generation %}`` and ignores the tag, which only matters for training."""
 
-    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it like this
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -161,16 +168,16 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Serialise like Hugging Face; Jinja's own filter escapes HTML."""
+    """Serialise to JSON as Hugging Face's filter does; Jinja's own filter would escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REPLACEMENT = "\ufffd"
-MAX_HELD = 16  # tokens; a character has at most 4 bytes, so more tokens cannot be the start of one
-CONTEXT = 4, 8  # fewest and most last tokens of the prompt that may affect the text of the first token
+MAX_HELD = 16  # most tokens held back for a character; more than its 4 bytes could need
+CONTEXT = 4, 8  # the fewest and the most last tokens of the prompt from which the decoder starts
 
-# Samples for the comparison of the two encoders: white space, digits, scripts, combining marks, code, emoji.
+# Texts on which the two encoders are compared: white space, digits, scripts, combining marks, code, emoji.
 SAMPLES = (
     "Hello, world! It's 12345.67 o'clock; don't you'LL   see?\n\n\tdef f(x):\r\n        return x**2  # ok\n",
     "   leading and trailing   ",
@@ -180,16 +187,17 @@ SAMPLES = (
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa 0000000000000000 ================ \n\n\n\n\n\n",
 )
 
-REMEMBERED_BYTES = 16 << 20  # cache of text between special tokens; a conversation recurs with each turn
+# Size of fastokens' cache of encoded text between special tokens, because each turn of a conversation repeats the earlier turns.
+REMEMBERED_BYTES = 16 << 20
 
 EncodeText = Callable[[str, bool], TokenBytes]
-"""Encodes a text; the flag adds the model's special tokens before it."""
+"""Function that encodes a text; if the flag is true, it also adds the model's special tokens."""
 
 
 def load_codec(model_dir: str | Path) -> TextCodec:
     """Read the tokenizer, the chat template and the end-of-sequence ids of a model folder.
 
-    It blocks for up to a second with a large vocabulary.
+    This blocks for up to a second if the vocabulary is large.
 
     Raises:
         ConfigurationRefused: The folder is not a model folder; the message says what is missing or wrong.
@@ -217,7 +225,7 @@ def load_codec(model_dir: str | Path) -> TextCodec:
 
 
 class HuggingFaceCodec:
-    """Implements `fleet.router.ports.TextCodec`. Threads may share it."""
+    """Codec of a Hugging Face model folder. Implements `fleet.router.ports.TextCodec`. Threads may share it."""
 
     def __init__(
         self,
@@ -233,13 +241,13 @@ class HuggingFaceCodec:
         self._tokenizer = tokenizer
         self._encode = encode
         self._template = template
-        self._tool_template = tool_template  # None uses the default template
+        self._tool_template = tool_template  # for requests with tools; None: use the default one
         self.response_template = response_template
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._lead = _ids(encode("a", False))[-1:]  # a leading token shows whether the next one adds a space
+        self._lead = _ids(encode("a", False))[-1:]  # decoded before a single token, whose leading space shows then
         self._lead_text = self._decode(self._lead)
-        self._token_texts: dict[int, str] = {}  # bounded by the vocabulary
+        self._token_texts: dict[int, str] = {}  # cache; at most one entry per token
 
     @property
     def vocab_size(self) -> int:
@@ -259,7 +267,7 @@ class HuggingFaceCodec:
         return self._encode(template.render(messages, tools, template_args), False)
 
     def decoder(self, prompt: TokenBytes = b"", *, special: bool = False) -> TextDecoder:
-        context = _ids(prompt[-64:])  # 16 tokens, more than a decoder needs
+        context = _ids(prompt[-64:])  # the last 16 tokens, more than a decoder needs
         return IncrementalDecoder(self._tokenizer, context, special=special)
 
     def decode(self, tokens: TokenBytes) -> str:
@@ -288,7 +296,7 @@ def _ids(tokens: TokenBytes) -> list[int]:
 def _load_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises no narrower error
+    except Exception as error:  # tokenizers raises nothing narrower
         raise ConfigurationRefused(f"{path}: is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -322,7 +330,7 @@ def _choose_encoder(path: Path, tokenizer: Tokenizer) -> EncodeText:
 
 
 def _first_difference(one: EncodeText, other: EncodeText, tokenizer: Tokenizer) -> str | None:
-    """Return the first sample whose ids differ; None if all are equal."""
+    """Return the first sample for which the two encoders give different ids; None if there is none."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:64]
     samples: Iterable[str] = (*SAMPLES, *(f"a {content} b{content}c" for content in added), " ".join(SAMPLES) * 4)
     for text in samples:
@@ -346,13 +354,13 @@ def _load_object(path: Path) -> Mapping[str, Any]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens by the names that templates use."""
+    """Return the text of each special token, by the variable's name in templates."""
     found = {}
     for name in SPECIAL_TOKENS:
         match settings.get(name):
             case str(text) | {"content": str(text)}:
                 found[name] = text
-            case _:  # not declared, or null
+            case _:  # the token is not declared, or null
                 pass
     return found
 
@@ -372,13 +380,16 @@ def _load_templates(
         match one:
             case {"name": "default" | "tool_use" as name, "template": str(source)}:
                 found[name] = ChatTemplate(source, special_tokens, origin=origin)
-            case _:  # for documents, or none
+            case _:  # a template for another purpose, or none
                 pass
     return found
 
 
 def _vocab_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
-    """Return the rows of the embedding, which may exceed the tokenizer's vocabulary by padding; such ids do no harm."""
+    """Return the number of token ids that the model accepts.
+
+    It may exceed the tokenizer's vocabulary, because embeddings are padded. The additional ids do no harm.
+    """
     declared = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     return declared if isinstance(declared, int) else int(tokenizer.get_vocab_size(with_added_tokens=True))
 
@@ -386,7 +397,10 @@ def _vocab_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
 def _eos_token_ids(
     folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str], tokenizer: Tokenizer
 ) -> tuple[int, ...]:
-    """Return the end ids of the generation settings (else of the model's) and of the tokenizer, as engines do."""
+    """Return the end-of-sequence ids as engines find them.
+
+    They are in the generation settings, or else in the settings of the model, and also in those of the tokenizer.
+    """
     declared = _load_object(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
     ids = declared if isinstance(declared, list) else [declared]
     if (text := special_tokens.get("eos_token")) is not None:
@@ -395,20 +409,21 @@ def _eos_token_ids(
 
 
 class IncrementalDecoder:
-    """Decoder of one request: token ids to text, in steps that never split a character.
+    """Decodes the tokens of one request to text, step by step, and never splits a character.
 
-    `tokenizers.decoders.DecodeStream` decodes the last tokens again with each new one, and returns the added text once it
-    does not end in U+FFFD. This class adds what it lacks: an end, a bound on the tokens that it holds back, and a way on
-    from bytes that are no UTF-8, at which it raises. Implements `fleet.router.ports.TextDecoder`.
+    `tokenizers.decoders.DecodeStream` decodes the last tokens again with each new token, and returns the added text once this
+    text does not end in U+FFFD. This class adds three things: the text that is held back at the end, a limit on the tokens
+    that are held back, and decoding after bytes that are not UTF-8, at which `DecodeStream` raises. Implements
+    `fleet.router.ports.TextDecoder`.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, special: bool = False) -> None:
-        """Begin after a prompt.
+        """Create the decoder of an answer that follows a prompt.
 
         Args:
             tokenizer: The tokenizer.
             prompt: The last tokens of the prompt.
-            special: Whether special tokens are text.
+            special: Whether special tokens give text.
         """
         self._tokenizer = tokenizer
         self._skip = not special
@@ -416,13 +431,13 @@ class IncrementalDecoder:
         self._stream = DecodeStream(context, self._skip)
         whole = not text.endswith(REPLACEMENT)
         self._context = context if whole else []
-        self._known = "" if whole else text.rstrip(REPLACEMENT)  # the stream repeats an incomplete context
+        self._known = "" if whole else text.rstrip(REPLACEMENT)  # the stream returns this text again
         self._held: tuple[int, ...] = ()
 
     def add(self, token_id: int) -> str:
         try:
             text = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # noqa: BLE001 - the library raises no narrower error: new bytes made earlier ones invalid
+        except Exception:  # noqa: BLE001 - raised for bytes that are no UTF-8; the library has no narrower error
             self._held = (*self._held, token_id)
             return self._restart()
         if text is None:
@@ -437,16 +452,16 @@ class IncrementalDecoder:
         return self._restart() if self._held else ""
 
     def _restart(self) -> str:
-        """Return the text of the held tokens as it is, and go on after the context."""
+        """Return the text of the held tokens, with U+FFFD for incomplete characters, and restart the stream after the context."""
         known = self._decode(self._context)
         text = self._decode([*self._context, *self._held])
-        if not text.startswith(known):  # a character begins in the context and ends in the held tokens
+        if not text.startswith(known):  # a character spans context and held tokens
             text, known = self._decode(self._held), ""
         self._stream, self._held, self._known = DecodeStream(self._context, self._skip), (), ""
         return text[len(known) :]
 
     def _end_of(self, prompt: Sequence[int]) -> tuple[list[int], str]:
-        """Return the shortest end of the prompt that begins with a whole character, and its text."""
+        """Return the shortest suffix of the prompt, within `CONTEXT`, whose text begins with a whole character, and this text."""
         context: list[int] = []
         text = ""
         fewest, most = (min(size, len(prompt)) for size in CONTEXT)

@@ -2,12 +2,13 @@
 
 Rules:
 
-1. A worker whose engine has parsers sends what its tokens mean (`EngineParsedAnswer`); with vLLM, the parsing itself is
-   in `workers.engines.vllm.answer_parser`. Otherwise the router parses the text by a response template
-   (`TemplateParsedAnswer`). `fleet.frontend.text.parsing_plan` decides which of them a request gets.
-2. Malformed output is text: from the malformed region on, the rest of the answer is passed on as the model wrote it.
-3. Another worker that continues an answer parses it from the beginning. What the client has is removed from the result,
-   and must be its beginning; otherwise the request fails, so that no client gets a mixture of two answers.
+1. A worker whose engine has parsers sends reasoning, text and calls together with its tokens (`EngineParsedAnswer`). With
+   vLLM, `workers.engines.vllm.answer_parser` parses. Otherwise the router parses the text by a response template
+   (`TemplateParsedAnswer`). `fleet.frontend.text.parsing_plan` decides who parses the answer of a request.
+2. If output is malformed, the answer is passed on as plain text from the malformed region on.
+3. A worker that continues the answer of another one parses it from the beginning. The result must begin with what the client
+   has, and this part is removed. If it begins differently, the request fails, so that no client gets a mixture of two
+   answers.
 """
 
 import importlib
@@ -28,33 +29,33 @@ log = logging.getLogger(__name__)
 
 
 class EngineParsedAnswer:
-    """The answer of a worker that parses."""
+    """Answer that the worker's engine parses; this class forwards the parsed parts."""
 
     def __init__(self, request_id: RequestId, *, is_single: bool = False) -> None:
-        """Begin an answer; `is_single` leaves out all calls but the first."""
+        """Create an empty answer; `is_single` drops all tool calls except the first."""
         self._request_id = request_id
         self._is_single = is_single
         self._reasoning: list[str] = []
         self._texts: list[str] = []
         self._calls: list[CallDelta] = []
         self.num_tokens = 0
-        self.stopped = False  # True after a stop string
-        self.stop_string = ""  # workers do not tell which one
+        self.stopped = False  # True once a stop string has ended the answer
+        self.stop_string = ""  # always empty, because workers do not report which one it was
 
     @property
     def has_calls(self) -> bool:
         return bool(self._calls)
 
     def resume(self, num_tokens: int, text: str, reasoning: str, calls: Sequence[CallDelta]) -> None:
-        """Begin with what the client has of an answer that another router began."""
+        """Set the part that the client already has of an answer that it resumes here."""
         self.num_tokens = num_tokens
         self._texts, self._reasoning, self._calls = [text], [reasoning], list(calls)
 
     def take(self, progress: Progress) -> Delta:
-        """Add the tokens of a step.
+        """Add the tokens of an engine step; return what the client gets for them.
 
         Raises:
-            RequestRejected: WORKER_LOST; another worker continues the answer and parses its beginning differently.
+            RequestRejected: WORKER_LOST; a worker that continues the answer parses its beginning differently (rule 3).
         """
         self.num_tokens += len(progress.token_ids)
         parsed = progress.parsed
@@ -80,7 +81,7 @@ class EngineParsedAnswer:
         )
 
     def finish(self) -> Delta:
-        """Return the rest of the answer; a worker keeps none."""
+        """Return an empty delta, because nothing is held back here."""
         return Delta(text="", token_ids=())
 
     def _identified(self, call: CallDelta) -> CallDelta:
@@ -91,7 +92,7 @@ class EngineParsedAnswer:
         )
 
     def _unseen(self, parsed: ParsedDelta) -> ParsedDelta:
-        """Return what the client does not have yet of `parsed`, which is the answer from its beginning."""
+        """Remove from `parsed`, the answer from its beginning, what the client already has (rule 3)."""
         known = dict(enumerate(join_calls(self._calls)))
         calls = []
         for index, call in enumerate(join_calls(parsed.calls)):
@@ -125,7 +126,7 @@ def _differs() -> RequestRejected:
 
 
 class TemplateParsedAnswer:
-    """The answer of a worker that does not parse, parsed here by a response template."""
+    """Answer of a worker that does not parse; this class parses it by a response template."""
 
     def __init__(
         self,
@@ -137,15 +138,15 @@ class TemplateParsedAnswer:
         tools: Sequence[Mapping[str, Any]],
         is_single: bool = False,
     ) -> None:
-        """Begin an answer.
+        """Create an empty answer.
 
         Args:
-            request_id: The request, from which the ids of calls are derived.
-            text: The text of the answer, special tokens included.
-            template: The template, as `ResponseTemplates.compiled` returns it.
-            prompt: The end of the prompt's text; the template may begin the answer in it.
-            tools: The tools of the request, by whose schemas arguments are cast.
-            is_single: Whether all calls but the first are left out.
+            request_id: Id of the request, from which the ids of calls are derived.
+            text: Decodes the answer, with special tokens.
+            template: Response template, compiled by `ResponseTemplates.compiled`.
+            prompt: Text of the prompt's last tokens, because a chat template may begin the answer there.
+            tools: Tools of the request; their schemas determine the types of arguments.
+            is_single: Whether all tool calls except the first are dropped.
         """
         self._is_single = is_single
         self.request_id = request_id
@@ -170,7 +171,7 @@ class TemplateParsedAnswer:
         return self._calls > 0
 
     def take(self, progress: Progress) -> Delta:
-        """Add the tokens of a step."""
+        """Add the tokens of an engine step; return what the client gets for them."""
         delta = self._text.add(progress.token_ids, progress.logprobs)
         regions = self._regions
         if regions.plain is None or regions.find_delimiter(delta.text) is not None:
@@ -184,7 +185,7 @@ class TemplateParsedAnswer:
         return Delta(text="", token_ids=delta.token_ids, logprobs=delta.logprobs)
 
     def finish(self) -> Delta:
-        """Return the rest of the answer, when no more tokens come."""
+        """Return the parts that were held back, when no more tokens come."""
         self._regions.add(self._text.finish())
         self._regions.finish()
         return self._taken((), ())
@@ -200,31 +201,31 @@ class TemplateParsedAnswer:
 
 
 class _Regions:
-    """The regions of an answer: reasoning, text, and tool calls.
+    """Divides the text of an answer into regions: reasoning, text, and tool calls.
 
     Rules:
 
-    1. Text without the first character of a delimiter cannot end a region. Such text does not go through the parser,
-       which takes several microseconds for each piece.
-    2. The parser gets at most one delimiter at a time. If it refuses a region, it loses the events of that piece alone,
-       so the result does not depend on how the text was cut into pieces.
-    3. White space between a region and the text after it is not text.
+    1. Text without the first character of a delimiter cannot end a region. Such text is not given to the parser, which
+       takes several microseconds for each piece.
+    2. The parser gets at most one delimiter at a time. If it raises an error for a piece, only the events of this piece are
+       lost. So the result does not depend on how the text was cut into pieces.
+    3. White space between a region and the following text is dropped.
     """
 
     def __init__(self, template: Any, prompt: str, tools: Sequence[Mapping[str, Any]]) -> None:
         parsing = importlib.import_module("transformers.utils.chat_parsing")
         if template.start_anchor_re.search(prompt) is None:
-            prompt = ""  # the parser would take the whole prompt for the answer
+            prompt = ""  # otherwise the parser takes the whole prompt as a part of the answer
         self._fields = template.fields
         self._parser = parsing.ResponseParser(template, prefix=prompt, tools=tools)
         first, last = _delimiter_characters(template)
         self._pieces = re.compile(f"[^{last}]*[{last}]|[^{last}]+")
         self.find_delimiter = re.compile(f"[{first}]").search
-        self.plain: str | None = None  # the region of all text without a delimiter; None: the parser has to decide
-        self.held: list[str] = []  # text of a tool call that the parser does not need yet
-        self._unparsed = ""  # text that the parser's events do not cover yet
-        self._call_text = ""  # the beginning of a call that is not complete
-        self._follows = False  # the next text follows another region (rule 3)
+        self.plain: str | None = None  # field of text without a delimiter; None if only the parser can tell
+        self.held: list[str] = []  # text of a tool call that was not given to the parser yet
+        self._unparsed = ""  # text that no event of the parser has covered yet
+        self._call_text = ""  # text of the tool call that is not complete yet
+        self._follows = False  # True if the next text directly follows another region (rule 3)
         self._malformed = False
         self._reasoning: list[str] = []
         self._texts: list[str] = []
@@ -233,7 +234,7 @@ class _Regions:
             self._follows |= event["type"] == "region_close"
 
     def add(self, text: str) -> None:
-        """Add text."""
+        """Add text of the answer, and have it parsed."""
         if self.held:
             text = "".join([*self.held, text])
             self.held = []
@@ -244,12 +245,12 @@ class _Regions:
             self.plain = None
 
     def finish(self) -> None:
-        """Add nothing more."""
+        """End the answer."""
         self.add("")
         self._parse(lambda: self._parser.finalize()[1])
 
     def take(self) -> tuple[str, str, list[ToolCall]]:
-        """Return the reasoning, the text and the calls since the last call."""
+        """Return the reasoning, the text and the tool calls that were found since this method was called last."""
         taken = "".join(self._reasoning), "".join(self._texts), self._calls
         self._reasoning, self._texts, self._calls = [], [], []
         return taken
@@ -260,7 +261,7 @@ class _Regions:
                 for event in events():
                     self._pass(event)
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-                # The message of the error has parts of the answer, which belong in no log.
+                # Log only the type of the error: its message quotes the answer, and answers must not be logged.
                 log.info("answer malformed, passing the rest as text", extra={"cause": type(error).__name__})
                 self._malformed = True
                 self.plain = None
@@ -299,7 +300,7 @@ class _Regions:
         self.plain = field
 
     def _consume(self, field: str, delimiter: Any) -> None:
-        """Remove a delimiter from the text that is not covered yet."""
+        """Remove a delimiter from the beginning of the uncovered text, if it begins with one."""
         if delimiter is not None and (found := delimiter.match(self._unparsed)) is not None:
             if field == TOOL_CALLS:
                 self._call_text = found[0]
@@ -307,10 +308,10 @@ class _Regions:
 
 
 def _call(value: Mapping[str, Any]) -> ToolCall:
-    """Return a call of the parser.
+    """Convert a tool call that the parser returned.
 
     Raises:
-        ValueError: It is not a call.
+        ValueError: The value names no function.
     """
     function = value["function"]
     name, arguments = function["name"], function.get("arguments", {})
@@ -321,7 +322,7 @@ def _call(value: Mapping[str, Any]) -> ToolCall:
 
 
 def _delimiter_characters(template: Any) -> tuple[str, str]:
-    """Return the first and the last characters of a template's delimiters, for character classes."""
+    """Return the first and the last characters of a template's delimiters, escaped for classes in a regular expression."""
     first, last = set(), set()
     for field in template.fields.values():
         for literals, pattern in ((field.open_literals, field.open_re), (field.close_literals, field.close_re)):
@@ -332,5 +333,5 @@ def _delimiter_characters(template: Any) -> tuple[str, str]:
 
 
 def call_id(request_id: RequestId, index: int) -> str:
-    """Return the id of a call for which the model gave none; it is the same wherever the answer is parsed."""
+    """Return the id of a tool call for which the model wrote none; every process computes the same id."""
     return f"call_{request_id}_{index}"

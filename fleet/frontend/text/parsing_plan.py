@@ -4,7 +4,7 @@ Rules:
 
 1. An answer with tools is parsed, or the request is refused. It is never passed on as text that a client could take for
    an answer without calls.
-2. An answer without tools is parsed if a parser of its reasoning is known. Otherwise it costs nothing more than text.
+2. An answer without tools is parsed if a parser of its reasoning is known. Otherwise it is treated as plain text.
 3. The parsers of the workers' engine are preferred. Otherwise the router parses by the response template of the model, or
    by a built-in one for the names that the workers' settings give.
 """
@@ -36,7 +36,7 @@ from fleet.router.ports import TextCodec
 
 log = logging.getLogger(__name__)
 
-PREFIX_BYTES = 256 * 4  # the last tokens of the prompt, in which a chat template may begin the answer
+PREFIX_BYTES = 256 * 4  # last 256 tokens of the prompt, where a chat template may begin the answer
 
 
 class ParsingPlan(Struct, frozen=True, kw_only=True):
@@ -44,23 +44,23 @@ class ParsingPlan(Struct, frozen=True, kw_only=True):
 
     task: ParsingTask
     tools: list[Mapping[str, Any]]
-    template: Any  # compiled response template; None: the engine parses
-    is_demanded: bool  # the engine has to see to it that the calls are as demanded
+    template: Any  # compiled response template; None if the engine parses
+    is_demanded: bool  # True if structured output must enforce the demanded calls
 
     def constrained(self, sampling: Sampling) -> Sampling:
-        """Return the sampling parameters with the structured output that the calls need."""
+        """Return the sampling parameters, with structured output if tool calls are demanded."""
         return structs.replace(sampling, form=ToolCallForm()) if self.is_demanded else sampling
 
     def answer(
         self, request_id: RequestId, text: AnswerText, codec: TextCodec, tokens: TokenBytes
     ) -> TemplateParsedAnswer:
-        """Return the answer that the router parses; only with a template.
+        """Create the answer that the router parses. Call this only if there is a template.
 
         Args:
-            request_id: The request.
-            text: The text of its answer.
+            request_id: Id of the request.
+            text: Decodes the answer.
             codec: Decodes the end of the prompt.
-            tokens: The prompt.
+            tokens: Tokens of the prompt.
         """
         return TemplateParsedAnswer(
             request_id,
@@ -72,12 +72,12 @@ class ParsingPlan(Struct, frozen=True, kw_only=True):
         )
 
     def engine_answer(self, request_id: RequestId) -> EngineParsedAnswer:
-        """Return the answer that the engine parses; only without a template."""
+        """Create the answer that the engine parses. Call this only if there is no template."""
         return EngineParsedAnswer(request_id, is_single=not self.task.parallel_calls)
 
 
 class ParsingPlans:
-    """Makes the plans of one router process."""
+    """Decides for each request of one router process how its answer is parsed."""
 
     def __init__(self) -> None:
         self.templates = ResponseTemplates()
@@ -85,11 +85,11 @@ class ParsingPlans:
     def plan(
         self, request: GenerateRequest, parsing: AnswerParsing, card: ModelCard, codec: TextCodec
     ) -> ParsingPlan | None:
-        """Return the plan for a request; None if its answer is one text.
+        """Return the plan for a request; None if its answer is plain text, which is not parsed.
 
         Raises:
             RequestRejected: INVALID_ARGUMENT; no parser of tool calls is known for the model (field ``chat.tools``), the
-                demanded calls exclude another structured output, or the router lacks the parser.
+                request demands both tool calls and other structured output, or this router has no parser installed.
         """
         prompt, parsers = request.prompt, card.parsers
         tools, template_args = (prompt.tools, prompt.template_args) if isinstance(prompt, ChatPrompt) else ("", "")
@@ -129,7 +129,10 @@ class ParsingPlans:
         )
 
     def _template(self, card: ModelCard, codec: TextCodec, *, is_needed: bool) -> Any:
-        """Return the compiled template of a model, or None; a template that is only useful may be unusable."""
+        """Return the compiled response template of a model; None if there is none.
+
+        If the template is unusable, this raises `RequestRejected` if `is_needed`, and otherwise returns None.
+        """
         try:
             return self.templates.compiled(card.name, codec.response_template, card.parsers)
         except RequestRejected as refused:

@@ -1,8 +1,8 @@
 """Response templates: how models write reasoning and tool calls, in the format of Hugging Face's response parser.
 
-The parser is `transformers.utils.chat_parsing.ResponseParser` (the extra ``parsers``). A model folder may bring its own
-template (``response_template`` in tokenizer_config.json), which is preferred. This module has templates for the parser
-names of workers whose engine does not parse, such as the simulated one.
+The parser is `transformers.utils.chat_parsing.ResponseParser` (installed with the extra ``parsers``). A template in the model
+folder (``response_template`` in tokenizer_config.json) is preferred. Otherwise this module has a template for the parser names
+that the settings of the workers give. Workers whose engine parses need no template.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from fleet.core.errors import invalid
 from fleet.core.requests import AnswerParsers
 
 CONTENT, REASONING, TOOL_CALLS = "content", "thinking", "tool_calls"
-"""Names of the fields in Hugging Face's templates."""
+"""Field names in Hugging Face's response templates."""
 
 _VERBATIM = {"content": "text", "content_args": {"strip": False}}
 _THINK = {"open": "<think>", "close": "</think>", "repeats": True, "join": "", **_VERBATIM}
@@ -39,33 +39,33 @@ TOOL_CALL_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_coder": _XML_CALL,
     "qwen3_xml": _XML_CALL,
 }
-"""Tool calls by the parser's name."""
+"""How a model writes tool calls, by vLLM's name of its tool call parser."""
 
 REASONING_FIELDS: Mapping[str, Mapping[str, Any]] = {"deepseek_r1": _THINK, "deepseek_v3": _THINK, "qwen3": _THINK}
-"""Reasoning by the parser's name."""
+"""How a model writes reasoning, by vLLM's name of its reasoning parser."""
 
 TURN_BEGINS = (
     r"<\|assistant\|>\n?|<\|im_start\|>assistant\n|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n|\[/INST\]"
     r"|<｜Assistant｜>|<start_of_turn>model\n"
 )
-"""The beginnings of the assistant's turn in common chat templates, as a regular expression."""
+"""Regular expression of the texts by which common chat templates begin the assistant's turn."""
 
 
 class ResponseTemplates:
-    """The compiled templates of one router process."""
+    """Compiles and caches the response templates of one router process."""
 
     def __init__(self) -> None:
-        self._parser: Any = None  # the module with the parser
+        self._parser: Any = None  # module of transformers that compiles templates
         self._missing: ImportError | None = None
         self._compiled: dict[tuple[str, str, str], Any] = {}
 
     @property
     def is_loaded(self) -> bool:
-        """True after `load`."""
+        """True after `load`, also if the parser is not installed."""
         return self._parser is not None or self._missing is not None
 
     def load(self) -> None:
-        """Import the parser if it is installed; it takes a second."""
+        """Import the parser if it is installed. This takes about a second."""
         try:
             importlib.import_module("transformers.utils.chat_parsing")
             self._parser = importlib.import_module("transformers.utils.chat_parsing.response_templates")
@@ -73,12 +73,12 @@ class ResponseTemplates:
             self._missing = error
 
     def compiled(self, model: str, own: Mapping[str, Any] | None, parsers: AnswerParsers | None) -> Any:
-        """Return the template of a model's answers, compiled for the parser; None if there is none.
+        """Return the compiled response template of a model; None if there is none.
 
         Args:
-            model: The model's name.
-            own: The template of the model folder; None: it has none.
-            parsers: The parsers that its workers name; None: they name none.
+            model: Name of the model.
+            own: Template from the model folder; None if the folder has none.
+            parsers: Parser names from the settings of its workers; None if they give none.
 
         Raises:
             RequestRejected: INVALID_ARGUMENT; the parser is not installed, or the model's own template is not valid.
@@ -101,7 +101,7 @@ class ResponseTemplates:
 
 
 def _built_in(tool_calls: str, reasoning: str) -> Mapping[str, Any] | None:
-    """Return the template for two parser names; an unknown name counts as none."""
+    """Return the built-in template for two parser names; None if both are unknown."""
     fields: dict[str, Any] = {}
     if (calls := TOOL_CALL_FIELDS.get(tool_calls)) is not None:
         fields[TOOL_CALLS] = calls

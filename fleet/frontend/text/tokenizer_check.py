@@ -2,14 +2,15 @@
 
 Rules:
 
-1. A worker reports three digests: of the token ids of the sample texts, of the sample conversations rendered by its
-   template, and of the names of sample blocks without a salt, with a tenant's and with a LoRA adapter's. An empty
-   digest is not compared, for example for a worker without a tokenizer or a model without a template.
-2. Different token ids would give the worker wrong prompts, and different names would hide everything that it caches, so
-   the worker is not used. A different template is only logged, because the router renders.
+1. A worker reports three digests: of the token ids of sample texts, of sample conversations rendered by its chat template,
+   and of the block hashes of sample blocks (without a salt, with a tenant's salt, and with a LoRA adapter's salt). An empty
+   digest is not compared; a worker without a tokenizer or a model without a template reports one.
+2. A worker whose token ids or block hashes differ is not used. With different token ids it would compute wrong prompts; with
+   different block hashes the router could not find its cached blocks. A different template is only logged, because the
+   router renders the prompts.
 3. An external server is asked to tokenize the sample texts if it can (``/tokenize`` of vLLM, SGLang and llama.cpp). A
-   different result is only reported, because the server gets the clients' own bytes; the router then does not know its
-   cache by token ids.
+   different result is only reported, because such a server gets the clients' own bytes. The router then does not use token
+   ids to predict what this server caches.
 """
 
 import hashlib
@@ -40,8 +41,8 @@ SAMPLE_TEXTS = (
     "      many      spaces      " + "a" * 70,
     '<|user|></s>[INST]{"key": ["value", null, true]}',
 )
-"""Samples on which tokenizers differ: words, scripts, indentation, digits, spaces, long runs, and look-alikes of
-special tokens."""
+"""Texts for which tokenizers often give different ids: words, scripts, indentation, digits, spaces, long repetitions, and
+texts that look like special tokens."""
 
 SAMPLE_CONVERSATIONS = (
     (ChatMessage(role="user", content="Is it raining?"),),
@@ -56,7 +57,7 @@ BLOCKS = 4
 
 
 def tokenizer_digests(codec: TextCodec | None, block_tokens: int) -> TokenizerDigests:
-    """Return the digests of the samples in this process."""
+    """Compute the three digests of the samples with a tokenizer of this process; None for `codec`: there is no tokenizer."""
     return TokenizerDigests(
         tokens="" if codec is None else _digest([codec.encode(text) for text in SAMPLE_TEXTS]),
         template="" if codec is None else _template(codec),
@@ -65,7 +66,7 @@ def tokenizer_digests(codec: TextCodec | None, block_tokens: int) -> TokenizerDi
 
 
 def folder_tokenizer_digests(model_dir: str, block_tokens: int) -> TokenizerDigests:
-    """Return the digests with the tokenizer of a model folder, if there is one."""
+    """Compute the three digests with the tokenizer of a model folder, or without one if the folder has none that loads."""
     codec = None
     if model_dir and (Path(model_dir) / "tokenizer.json").is_file():
         try:
@@ -76,7 +77,7 @@ def folder_tokenizer_digests(model_dir: str, block_tokens: int) -> TokenizerDige
 
 
 class TokenizerMatch(StrEnum):
-    """Result of the comparison with an external server; it is a public metric label."""
+    """Result of the comparison with an external server. The values are labels of a public metric."""
 
     ALIKE = "alike"
     OTHERWISE = "otherwise"
@@ -84,7 +85,7 @@ class TokenizerMatch(StrEnum):
 
 
 def tokenize_request_body(model: ModelName, text: str) -> bytes:
-    """Return the body of a request to ``/tokenize``; llama.cpp has another name for the text."""
+    """Return the body of a request to ``/tokenize``. It has the text twice, because llama.cpp uses another field."""
     return msgspec.json.encode({"model": model, "prompt": text, "content": text})
 
 
@@ -93,7 +94,7 @@ class _Tokenised(Struct):
 
 
 def compare_tokens(codec: TextCodec, text: str, answer: bytes) -> TokenizerMatch:
-    """Compare the answer to `tokenize_request_body`, without the leading special token that llama.cpp adds later."""
+    """Compare a server's answer with this router's tokens. The first token may be missing: llama.cpp adds the special one later."""
     try:
         theirs = msgspec.json.decode(answer, type=_Tokenised).tokens
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -103,7 +104,7 @@ def compare_tokens(codec: TextCodec, text: str, answer: bytes) -> TokenizerMatch
 
 
 class TokenizerCheck:
-    """Compares workers with this router."""
+    """Compares the digests of workers with those of this router."""
 
     def __init__(self, codecs: Mapping[ModelName, TextCodec]) -> None:
         self._codecs = codecs
@@ -111,7 +112,7 @@ class TokenizerCheck:
         self._refused: dict[WorkerId, str] = {}
 
     def accepts(self, description: WorkerDescription) -> bool:
-        """Return whether a worker that joins may be used; log the reason if not."""
+        """Return whether a worker that joins may be used; log each difference."""
         self._refused.pop(description.worker_id, None)
         if description.tokenizer_digests is None:
             return True
@@ -132,7 +133,7 @@ class TokenizerCheck:
         return False
 
     def refused(self) -> dict[str, float]:
-        """Return, for each comparison, how many workers were refused because it failed."""
+        """Return the number of workers that are refused, by the digest that differs (`tokens` or `blocks`)."""
         counts = {"tokens": 0.0, "blocks": 0.0}
         for field in self._refused.values():
             counts[field] += 1
@@ -149,7 +150,7 @@ def _template(codec: TextCodec) -> str:
     try:
         return _digest([codec.render(messages) for messages in SAMPLE_CONVERSATIONS])
     except RequestRejected:
-        return ""  # no template, or one that cannot render these conversations
+        return ""  # the model has no template, or one that cannot render the samples
 
 
 def _blocks(block_tokens: int) -> str:

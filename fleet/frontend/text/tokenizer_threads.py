@@ -1,14 +1,14 @@
-"""Tokenizer threads: long prompts are tokenized in threads, because they would block the event loop.
+"""Tokenizer threads: tokenize long prompts outside the event loop, which they would block.
 
 Rules:
 
-1. Waiting work is kept here and not in the executor, which keeps cancelled work until a thread reaches it: a client that
-   sends long prompts and leaves could fill the memory.
-2. Work that a thread has begun counts until it is done, even if nobody waits for it.
-3. Very long texts (which may take a second or more, such as some MiB of white space) never occupy all threads, nor more than
-   a share of the places. A client that sends many of them waits for itself, and other long prompts pass.
-4. Each very long text is tokenized in a thread that ends with it. A tokenizer keeps its scratch memory with the thread, about 43
-   bytes for a byte of white space (320 MB for 7.5 MB), and never frees it before the thread ends.
+1. Waiting tasks are kept in this module and not in the executor. An executor keeps a cancelled task until a thread reaches
+   it, so a client that sends long prompts and disconnects could fill the memory.
+2. A task that a thread has begun counts as running until it is done, even if its request was cancelled.
+3. Very long texts (some MiB of white space may take a second or more) never occupy all threads, and only a limited number of
+   them may wait. So a client that sends many of them delays only itself, and other long prompts overtake.
+4. Each very long text is tokenized in a new thread, which then ends. A tokenizer keeps scratch memory for each thread, about
+   43 bytes for a byte of white space (320 MB for 7.5 MB), and only frees it when the thread ends.
 """
 
 import asyncio
@@ -20,40 +20,40 @@ from typing import Any, TypeVar
 from fleet.core.errors import Reason, RequestRejected
 
 THREADS = 2
-MAX_TASKS = 64  # tasks that wait or run: half a GiB at the largest request size
-VERY_LONG_BYTES = 256 << 10  # about 60,000 tokens of prose, and up to 0.1 s for any text
-MAX_VERY_LONG_TASKS = 16  # very long tasks that wait or run
+MAX_TASKS = 64  # limit for waiting and running tasks; half a GiB at the largest request size
+VERY_LONG_BYTES = 256 << 10  # longer texts are "very long"; about 60,000 tokens of prose, or 0.1 s
+MAX_VERY_LONG_TASKS = 16  # limit for waiting and running tasks with very long texts
 RETRY_AFTER_MS = 1000
-TRIM_SECONDS = 1.0  # delay after a very long text, in which its thread and its request free their memory
+TRIM_SECONDS = 1.0  # delay of `trim` after a very long text; thread and request free memory before
 
 Result = TypeVar("Result")
 
 
 class TokenizerThreads:
-    """The tokenizer threads of one router process, for all frontends and models."""
+    """Runs tokenizing tasks in threads, for all frontends and models of one router process."""
 
     def __init__(self, trim: Callable[[], None] | None = None) -> None:
-        """Start without threads.
+        """Prepare the executor; threads start with the first task.
 
         Args:
-            trim: Returns freed memory to the system; called in a thread some time after very long texts. None: nothing is called.
+            trim: Function that returns freed memory to the system, called in a thread `TRIM_SECONDS` after a very long text.
         """
         self._trim = trim
         self._trim_due: asyncio.TimerHandle | None = None
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
         self._very_long = _ThreadShare(THREADS - 1, MAX_VERY_LONG_TASKS)
         self._others = _ThreadShare(THREADS, MAX_TASKS)
-        self._lanes = (self._very_long, self._others)  # the share with fewer threads begins first
+        self._lanes = (self._very_long, self._others)  # the order in which waiting tasks begin
 
     def run(self, work: Callable[[], Result], size: int) -> "asyncio.Future[Result]":
-        """Run work in a thread. Cancelling the future gives up work that has not begun.
+        """Run a task in a thread. If the future is cancelled before a thread begins the task, the task is dropped.
 
         Args:
-            work: The function to call.
-            size: The approximate size of the text in bytes or characters.
+            work: Function to call in the thread.
+            size: Approximate size of the text in bytes or characters.
 
         Raises:
-            RequestRejected: QUEUE_FULL; too much work waits.
+            RequestRejected: QUEUE_FULL; too many tasks wait.
         """
         lane = self._very_long if size > VERY_LONG_BYTES else self._others
         if lane.full or sum(map(len, self._lanes)) >= MAX_TASKS:
@@ -67,7 +67,7 @@ class TokenizerThreads:
         return future
 
     def close(self) -> None:
-        """Give up the threads; all callers of `run` must have ended."""
+        """Shut the threads down. All callers of `run` must have ended before."""
         if self._trim_due is not None:
             self._trim_due.cancel()
         for lane in self._lanes:
@@ -88,14 +88,14 @@ class TokenizerThreads:
 
     @staticmethod
     def _run_alone(work: Callable[[], Result]) -> Result:
-        """Run work in a thread that ends with it (rule 4)."""
+        """Run a task in a new thread, which ends after it (rule 4)."""
         with ThreadPoolExecutor(1, thread_name_prefix="tokenise-very-long") as thread:
             return thread.submit(work).result()
 
     def _done(self, lane: "_ThreadShare", future: "asyncio.Future[Any]", begun: "asyncio.Future[Any]") -> None:
         lane.running -= 1
         if begun.cancelled():
-            return  # the threads were closed
+            return  # `close` was called
         if lane is self._very_long and self._trim is not None and self._trim_due is None:
             self._trim_due = future.get_loop().call_later(TRIM_SECONDS, self._trim_now, self._trim)
         error = begun.exception()
@@ -112,10 +112,10 @@ class TokenizerThreads:
 
 
 class _ThreadShare:
-    """Work of one kind, in the order of its arrival."""
+    """Tasks of one kind, very long or other, in the order of their arrival."""
 
     def __init__(self, threads: int, most: int) -> None:
-        self.threads = threads  # the most threads for this kind
+        self.threads = threads  # limit for running tasks of this kind
         self.waiting: dict[asyncio.Future[Any], Callable[[], Any]] = {}
         self.running = 0
         self._most = most

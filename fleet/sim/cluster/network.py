@@ -1,5 +1,7 @@
 """Links of the simulated cluster, whose bandwidth is shared by the transfers on them.
 
+Messages between routers and workers do not use links, but channels with a fixed delay (`fleet.sim.cluster.channels`).
+
 Rules:
 
 1. A link is one direction of a network or disk connection, such as what a worker sends or what a disk reads. It has a bandwidth.

@@ -428,7 +428,7 @@ def test_connector_that_obeys_nothing_is_rolled_back():
 
     assert set(world.states()[:-1]) == {PlanState.ROLLED_BACK}
     assert set(wanted) == {1, 4}
-    # One plan in a deadline (twice the start and 30 s) and the pause after it, each taken back once.
+    # One plan in a deadline (twice the start and 30 s) and the pause after it, each rolled back once.
     assert len(wanted) <= 2 * (500 // 60 + 1)
 
 

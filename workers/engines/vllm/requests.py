@@ -1,4 +1,4 @@
-"""Translation between an attempt and vLLM: sampling parameters, transfer parameters, outputs and KV reports."""
+"""Translation between an attempt and vLLM: sampling parameters, handoffs as transfer parameters, outputs and KV reports."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Translated APIs: APIs that are served as chats, and what their writers of answers have in common.
+"""Translated APIs: APIs whose requests are served as chats, and the interface of the writers of their answers.
 
 A translation turns a body into the body of a chat, which is then read, checked and answered like any other chat. It adds
 no feature to generation.
@@ -22,10 +22,10 @@ Headers = Mapping[bytes, bytes]
 
 
 class AnswerWriter(Protocol):
-    """Writes one answer, as events or as one object."""
+    """Writes one answer in the form of its API, as events or as one object."""
 
     def chunk(self, delta: Delta) -> bytes:
-        """Return the events of the next part of the answer; empty if there are none."""
+        """Return the events for the next part of the answer; empty if there are none."""
         ...
 
     def last_chunks(self, finished: Finished) -> bytes:
@@ -33,12 +33,12 @@ class AnswerWriter(Protocol):
         ...
 
     def whole(self, finished: Finished) -> bytes:
-        """Return the answer as one object; its parts came by `chunk`, whose events were dropped."""
+        """Return the answer as one object. Before, `chunk` was called with each part, and its events were dropped."""
         ...
 
 
 class AnswerStart(Struct, frozen=True, kw_only=True):
-    """The facts of an answer that are known when its request was admitted."""
+    """Values for the head of an answer, known when its request has been admitted."""
 
     request_id: RequestId
     model: ModelName
@@ -47,35 +47,35 @@ class AnswerStart(Struct, frozen=True, kw_only=True):
 
 
 class TranslatedRequest(Struct, frozen=True, kw_only=True):
-    """A request in the form of a chat, and the maker of its answer's writer."""
+    """A request that was translated to a chat, and the function that creates the writer of its answer."""
 
     chat: OpenAiRequest
     writer: Callable[[AnswerStart], AnswerWriter]
 
 
 class TranslatedApi(Struct, frozen=True, kw_only=True):
-    """One API."""
+    """One translated API: how its bodies are read, and how its errors and fields are named."""
 
     read: Callable[[bytes, RequestId, Nanos, Headers | None], TranslatedRequest]
-    """Reads a body; the headers count if they hold hints."""
+    """Reads a body; the headers are given if there are hints among them, and otherwise None."""
 
     errors: ErrorForm
     names: Mapping[str, str]
-    """Names of the fields of chats in this API, where they differ."""
+    """This API's names of fields that chats name differently, by the name in chats; for error messages."""
 
 
 def read_translated_chat(
     chat: Json, request_id: RequestId, now: Nanos, headers: Headers | None = None
 ) -> OpenAiRequest:
-    """Read a body of a chat that a translation has made; fields with None are left out.
+    """Read the body of a chat to which a request was translated; fields with the value None are left out.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT, with the field of the chat.
+        RequestRejected: INVALID_ARGUMENT, with the field's name in chats.
     """
     given = {name: value for name, value in chat.items() if value is not None}
     return read_chat(msgspec.json.encode(given), request_id, now, headers)
 
 
 def named_event(event: Json) -> bytes:
-    """Return a server-sent event that is named by its type."""
+    """Return a server-sent event with the field ``event``, whose value is the event's type."""
     return b"event: %s\n%s" % (event["type"].encode(), sse_event(msgspec.json.encode(event)))

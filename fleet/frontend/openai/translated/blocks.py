@@ -15,7 +15,7 @@ class BlockKind(Enum):
 
 
 class AnswerBlock(Struct, kw_only=True):
-    """One block; `pieces` together are its text, or the arguments of the call as JSON text."""
+    """One block. Its joined `pieces` are the text, or the arguments of the tool call as JSON."""
 
     index: int
     kind: BlockKind
@@ -45,15 +45,15 @@ BlockChange = BlockBegun | BlockGrown | BlockEnded
 
 
 class AnswerBlocks:
-    """The blocks of one answer. At most one block, the last one, is open."""
+    """Divides one answer into blocks while it arrives. At most one block, the last one, is still open."""
 
     def __init__(self) -> None:
         self.blocks: list[AnswerBlock] = []
         self._open: AnswerBlock | None = None
-        self._call = -1  # index of the open call in the answer
+        self._call = -1  # index of the latest tool call in the answer
 
     def add(self, delta: Delta) -> Iterator[BlockChange]:
-        """Yield what the next part of the answer changes."""
+        """Add the next part of the answer; yield the changes of blocks."""
         if delta.reasoning:
             yield from self._grow(BlockKind.REASONING, delta.reasoning)
         if delta.text:
@@ -66,7 +66,7 @@ class AnswerBlocks:
                 yield from self._grow(BlockKind.CALL, call.arguments)
 
     def finish(self, text: str) -> Iterator[BlockChange]:
-        """Yield the changes by the last text and by the end of the answer. An answer without blocks gets an empty text."""
+        """Add the last text and end the answer; yield the changes of blocks. An answer without blocks gets an empty text block."""
         if text:
             yield from self._grow(BlockKind.TEXT, text)
         if not self.blocks:

@@ -4,9 +4,9 @@ Rules:
 
 1. Fields that would change the answer and are not supported are rejected by name; unknown fields are ignored.
 2. A result of a tool becomes a message of its own, before the other content of its turn.
-3. `cache_control` has no effect, because every prefix is cached. `input_tokens` leaves out the tokens that a cache held,
-   and `cache_read_input_tokens` counts them; a stream knows them only at its end.
-4. Thinking can be turned off. Turned on, it is what the model does anyway, and its budget is not enforced.
+3. `cache_control` has no effect, because every prefix is cached. `cache_read_input_tokens` counts the cached tokens, and
+   `input_tokens` the other ones. A stream has the right counts only in its last events.
+4. A client can turn thinking off. If it turns thinking on, the model thinks as it would anyway, and the budget is ignored.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,7 +43,7 @@ from fleet.net.http.errors import ANTHROPIC_ERRORS
 
 
 class ContentBlock(Struct, frozen=True, kw_only=True):
-    """A part of a message; `type` says which fields count."""
+    """A content block of a message; `type` determines which of the other fields are used."""
 
     type: str
     text: str | None = None
@@ -89,7 +89,7 @@ class OutputConfig(Struct, frozen=True, kw_only=True):
 
 
 class CountTokensBody(Struct, frozen=True, kw_only=True):
-    """Fields of a prompt, which ``/v1/messages/count_tokens`` takes."""
+    """Body of ``POST /v1/messages/count_tokens``: the fields that determine a prompt."""
 
     model: str
     messages: list[TurnBody]
@@ -98,7 +98,7 @@ class CountTokensBody(Struct, frozen=True, kw_only=True):
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputConfig | None = None
-    mcp_servers: Any = None  # not supported, like the next two
+    mcp_servers: Any = None  # not supported, like the next two fields
     container: Any = None
     context_management: Any = None
 
@@ -152,7 +152,7 @@ def read_count_tokens(
     """Read the body of ``POST /v1/messages/count_tokens``; nothing is generated.
 
     Raises:
-        RequestRejected: As `read_messages`.
+        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it or as chats name it.
     """
     body = decode_body(_COUNT, content)
     return TranslatedRequest(chat=read_translated_chat(_prompt(body), request_id, now, headers), writer=AnthropicWriter)
@@ -166,11 +166,11 @@ MESSAGES_API = TranslatedApi(read=read_messages, errors=ANTHROPIC_ERRORS, names=
 COUNT_TOKENS_API = TranslatedApi(read=read_count_tokens, errors=ANTHROPIC_ERRORS, names=NAMES)
 
 
-# Requests
+# Translation of requests
 
 
 def _prompt(body: CountTokensBody) -> Json:
-    """Return the fields of a chat that determine its prompt."""
+    """Return the chat's fields that determine its prompt."""
     for field in UNSUPPORTED:
         if getattr(body, field):
             raise invalid(field, "is not supported")
@@ -191,7 +191,7 @@ def _prompt(body: CountTokensBody) -> Json:
 
 
 def _effort(thinking: ThinkingBody | None, effort: str | None) -> str | None:
-    """Return the reasoning effort of a chat (rule 4)."""
+    """Return the chat's `reasoning_effort`: "none" if thinking is turned off, otherwise the client's `effort` (rule 4)."""
     match None if thinking is None else thinking.type:
         case None | "adaptive" | "enabled":
             return effort
@@ -236,7 +236,7 @@ def _tool_choice(choice: MessageToolChoice | None) -> Json:
 
 
 def _turn(field: str, turn: TurnBody) -> Iterator[Json]:
-    """Yield the messages of a turn (rule 2)."""
+    """Yield the chat's messages for one message of this API (rule 2)."""
     if turn.role not in ("user", "assistant", "system"):
         raise invalid(f"{field}.role", "must be user, assistant or system")
     if isinstance(turn.content, str):
@@ -260,7 +260,7 @@ def _turn(field: str, turn: TurnBody) -> Iterator[Json]:
             case "thinking", "assistant":
                 thoughts.append(block.thinking or "")
             case "redacted_thinking", "assistant":
-                pass  # only its server can read it
+                pass  # encrypted for Anthropic's servers
             case kind, role:
                 raise invalid(where, f"of type {kind!r} is not supported in a message of role {role}")
     if turn.role == "assistant":
@@ -286,7 +286,7 @@ def _text_of(field: str, block: ContentBlock) -> str:
     return block.text
 
 
-# Answers
+# Translation of answers
 
 _STOP_REASONS = {Finish.LENGTH: "max_tokens", Finish.TOOL_CALLS: "tool_use"}
 _DELTAS = {
@@ -297,7 +297,7 @@ _DELTAS = {
 
 
 class AnthropicWriter:
-    """Writes an answer as a message. Implements `AnswerWriter`."""
+    """Writes an answer in the form of the Messages API. Implements `AnswerWriter`."""
 
     def __init__(self, start: AnswerStart) -> None:
         self._start = start
@@ -362,7 +362,7 @@ def _empty_block(block: AnswerBlock) -> Json:
 
 
 def _whole_block(block: AnswerBlock) -> Json:
-    """Return a complete block. Arguments that the end of the answer has cut off are no JSON, and become an empty input."""
+    """Return a complete block. If the answer ended within a call's arguments, they are no JSON, and the input stays empty."""
     empty = _empty_block(block)
     match block.kind:
         case BlockKind.TEXT:

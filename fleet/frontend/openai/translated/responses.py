@@ -2,9 +2,9 @@
 
 Rules:
 
-1. Nothing is stored. Fields that need a stored response or conversation, and tools that run at the server, are rejected
-   by name. Other fields that would change the answer and are not supported are rejected too; unknown fields are ignored.
-2. Items that a model wrote in one turn (reasoning, text, calls) become one message of the assistant.
+1. The router stores no response. Fields that need a stored response or conversation, and tools that run at the server, are
+   rejected by name, and so are other unsupported fields that would change the answer. Unknown fields are ignored.
+2. Consecutive items that the model wrote (reasoning, text, calls) become one message of the assistant.
 3. A stream has the same output items as the answer in one piece, with the same ids.
 """
 
@@ -49,7 +49,7 @@ class ItemPart(Struct, frozen=True, kw_only=True):
 
 
 class InputItem(Struct, frozen=True, kw_only=True):
-    """An item of the input; `type` says which fields count."""
+    """An item of the input; `type` determines which of the other fields are used."""
 
     type: str = "message"
     role: str = ""
@@ -93,7 +93,7 @@ class ReasoningOptions(Struct, frozen=True, kw_only=True):
 
 
 class ResponsesBody(Struct, frozen=True, kw_only=True):
-    """Body of ``POST /v1/responses``. Null is the same as absent."""
+    """Body of ``POST /v1/responses``. Null means the same as an absent field."""
 
     input: str | list[InputItem]
     model: str | None = None
@@ -110,7 +110,7 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
     user: str | None = None
     fleet: FleetOptions | None = None
-    # Not supported; see ACCEPTED_VALUES.
+    # Not supported: a value that `ACCEPTED_VALUES` does not list is rejected.
     previous_response_id: Any = None
     conversation: Any = None
     background: Any = None
@@ -129,11 +129,11 @@ ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
     "prompt": (),
     "store": (False,),
     "truncation": ("disabled",),
-    "include": ([], ["reasoning.encrypted_content"]),  # there is none, and it may be left out
+    "include": ([], ["reasoning.encrypted_content"]),  # accepted, although no encrypted content is sent
     "top_logprobs": (0,),
     "max_tool_calls": (),
 }
-"""Unsupported fields, with the values that have no effect (null never has one)."""
+"""Unsupported fields, each with the values that are accepted because they have no effect. Null is always accepted."""
 
 VERBOSITIES = CHAT_ACCEPTED_VALUES["verbosity"]
 
@@ -198,7 +198,7 @@ RESPONSES_API = TranslatedApi(
 )
 
 
-# Requests
+# Translation of requests
 
 
 def _messages(body: ResponsesBody) -> list[Json]:
@@ -208,7 +208,7 @@ def _messages(body: ResponsesBody) -> list[Json]:
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
         return messages
-    turn: Json | None = None  # the assistant's, while its items follow each other (rule 2)
+    turn: Json | None = None  # the assistant's message that further items extend (rule 2)
     for index, item in enumerate(body.input):
         where = f"input[{index}]"
         if item.type in _OF_ASSISTANT or (item.type == "message" and item.role == "assistant"):
@@ -234,7 +234,7 @@ def _messages(body: ResponsesBody) -> list[Json]:
 
 
 def _extend(turn: Json, where: str, item: InputItem) -> None:
-    """Add an item to the message of the assistant."""
+    """Add an item that the model wrote to the assistant's message."""
     match item.type:
         case "reasoning":
             parts = item.content if isinstance(item.content, list) and item.content else item.summary or ()
@@ -299,7 +299,7 @@ def _format(wanted: TextFormat | None) -> Json | None:
             raise invalid("text.format", "must be of type text, json_object, or json_schema with a schema")
 
 
-# Answers
+# Translation of answers
 
 _DELTAS = {
     BlockKind.TEXT: "response.output_text.delta",
@@ -309,7 +309,7 @@ _DELTAS = {
 
 
 class ResponseWriter:
-    """Writes an answer as a response. Implements `AnswerWriter`."""
+    """Writes an answer in the form of the Responses API. Implements `AnswerWriter`."""
 
     def __init__(self, start: AnswerStart, body: ResponsesBody) -> None:
         self._start = start
@@ -414,7 +414,7 @@ class ResponseWriter:
         return f"{kind}_{self._start.request_id}_{block.index}"
 
     def _item(self, block: AnswerBlock, status: str | None) -> Json:
-        """Return an output item; with status None it has just begun."""
+        """Return an output item. Status None stands for an item that has just begun and has no content yet."""
         content = block.content if status is not None else ""
         parts = [] if status is None else [_part(block, content)]
         item: Json = {"id": self._item_id(block), "status": status or "in_progress"}
@@ -463,7 +463,10 @@ def _told(text: TextOptions) -> Json:
 
 
 def _usage(usage: Usage, blocks: Sequence[AnswerBlock]) -> Json:
-    """Return the usage. Tokens are not counted by block, so reasoning tokens are told only where they are all or none."""
+    """Return the object ``usage``.
+
+    Tokens are not counted by block. So `reasoning_tokens` counts all tokens if the answer is only reasoning, and otherwise 0.
+    """
     only_reasoning = bool(blocks) and all(block.kind is BlockKind.REASONING for block in blocks)
     return {
         "input_tokens": usage.prompt_tokens,

@@ -29,11 +29,11 @@ from fleet.net.http.server import RouteHandler
 from fleet.net.status_codes import rename_field
 
 JsonProblem = Callable[[Mapping[bytes, bytes]], str | None]
-"""Returns what the headers of a request say is wrong with its content; None if it is JSON."""
+"""Function that returns an error message if a request's headers declare a body that is not JSON; otherwise None."""
 
 
 class TranslatedFrontend:
-    """Serves requests that are translated to chats."""
+    """Serves the translated APIs and the token paths."""
 
     def __init__(
         self, generation: Generation, clock: Clock, is_draining: Callable[[], bool], json_problem: JsonProblem
@@ -45,7 +45,7 @@ class TranslatedFrontend:
 
     @property
     def routes(self) -> Mapping[str, Mapping[str, RouteHandler]]:
-        """The handlers by path and method."""
+        """The handlers of the HTTP port, by path and method."""
         return {
             path: {"POST": partial(self._take, handler)}
             for path, handler in (
@@ -94,7 +94,7 @@ class TranslatedFrontend:
         request = asked.chat.request
         headers: tuple[tuple[str, str], ...] = (
             ("cache-control", "no-cache"),
-            ("x-accel-buffering", "no"),  # nginx would buffer events
+            ("x-accel-buffering", "no"),  # otherwise nginx holds events back
             ("x-request-id", request.id),
             ("date", formatdate(unix_seconds(), usegmt=True)),
         )
@@ -162,7 +162,7 @@ class TranslatedFrontend:
         exchange.respond(HTTPStatus.OK, msgspec.json.encode({"prompt": text}))
 
     async def _tokens(self, exchange: Exchange, request: GenerateRequest) -> tuple[ModelCard, list[int]]:
-        """Return the model and the token ids of a prompt."""
+        """Return the model card and the prompt's token ids of a request."""
         card, tokens = await self._generation.tokens_of(request, authorization_of(exchange.request.headers))
         return card, memoryview(tokens).cast("I").tolist()
 

@@ -27,7 +27,7 @@ class TokenizeBody(Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
-    # Few values are supported; see ACCEPTED_VALUES.
+    # `ACCEPTED_VALUES` lists the supported values.
     add_special_tokens: Any = None
     add_generation_prompt: Any = None
     continue_final_message: Any = None
@@ -47,7 +47,7 @@ ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "chat_template": (),
 }
-"""Supported values of fields. A chat has the special tokens of its template, whatever `add_special_tokens` says for texts."""
+"""Supported values of fields. For a chat, `add_special_tokens` may only be false: its template adds the special tokens."""
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
@@ -55,7 +55,7 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
     request: GenerateRequest
-    """A request with the prompt; nothing is generated."""
+    """Request that holds the prompt to tokenize; it is never submitted."""
 
     with_strings: bool
 

@@ -1,5 +1,4 @@
 """Replica capacity: the rates and sizes that one replica of a simulated pool reaches, as a profiling run would measure them.
-them.
 
 Scaling rules that need a profile (throughput per replica, tokens per second within a goal, KV tokens) take their numbers from here.
 So all compared rules know the hardware equally well.

@@ -68,9 +68,7 @@ class _Kpa:
         return self._context.bounded(pool.name, max(wanted, min(highest, before)))
 
     def _most(self, pool: PlannedPool) -> float:
-        """Return the most requests that a replica can run within the goals: TTFT goal over prefill time for prompts, else the
-        batch size.
-        """
+        """Return the most requests that a replica can run within the goals: by TTFT or by batch size."""
         context, shape = self._context, self._load.shape
         if pool.role is Role.PREFILL:
             return max(1.0, context.goals.ttft_seconds / context.capacities[pool.name].prefill_seconds(shape))

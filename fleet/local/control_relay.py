@@ -22,9 +22,9 @@ from kvstore.net.addresses import unix_path
 from kvstore.net.listeners import stop_listening
 from kvstore.net.unix_sockets import BACKLOG, identity, remove
 
-MOST_CONNECTIONS = 1024  # a worker and a command need one each
+MOST_CONNECTIONS = 1024  # most open connections; a worker and a command need one each
 CONNECT_SECONDS = 1.0
-CLOSE_SECONDS = 5.0  # a local process that takes nothing for so long hangs
+CLOSE_SECONDS = 5.0  # Most seconds to deliver the last bytes: a local process that takes none for so long hangs.
 CHUNK_BYTES = 64 << 10
 
 
@@ -76,7 +76,7 @@ def _bound(path: str) -> socket.socket:
 
 
 class _ControlRelay:
-    """The open connections, and the process whose turn it is."""
+    """Relays connections to the processes in turn, and keeps the open ones."""
 
     def __init__(self, targets: Sequence[str]) -> None:
         self._targets = targets

@@ -24,7 +24,7 @@ SUPERVISOR_PAUSE = 4 * SAMPLE_INTERVAL
 
 
 class LivenessLimits(Struct, frozen=True, kw_only=True):
-    """Limits after which an unresponsive child is killed."""
+    """Limits after which an unresponsive child is killed; only time in which it could run counts."""
 
     stopped: Nanos = Nanos(3 * SECOND)
     silent: Nanos | None = None  # None: it sends no heartbeats
@@ -33,9 +33,9 @@ class LivenessLimits(Struct, frozen=True, kw_only=True):
 class ProcessSample(Struct, frozen=True, kw_only=True):
     """State of a process and its main thread, as the kernel reports it."""
 
-    stopped: bool = False  # by a signal
-    traced: bool = False  # by a debugger
-    runnable: bool = False  # it runs, or would run if it had a core
+    stopped: bool = False  # stopped by a signal
+    traced: bool = False  # traced by a debugger
+    runnable: bool = False  # the process runs, or waits for a core
     ran: Nanos = Nanos(0)  # time on a core since its start
     waited: Nanos = Nanos(0)  # time spent waiting for a core since its start, without the current wait
 
@@ -43,11 +43,11 @@ class ProcessSample(Struct, frozen=True, kw_only=True):
 class HangDetected(Struct, frozen=True):
     """A child does not respond."""
 
-    why: str  # completes "the child ..."
+    why: str  # reason, as the end of a sentence that begins with "the child"
 
 
 class Liveness:
-    """Observations of one run of a child; `observe` reports a hang."""
+    """Detects that one run of a child hangs, from samples and heartbeats."""
 
     def __init__(self, limits: LivenessLimits, now: Nanos):
         self._limits = limits

@@ -34,11 +34,11 @@ SILENT_FILE = "supervisor-silent"
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends only with its input
+        signal.signal(number, signal.SIG_IGN)  # ignored, because the reaper ends only when its input ends
     folder, *running = sys.argv[1:]
     groups = [int(group) for group in running]
     alive = Path(folder) / ALIVE_FILE
-    with share_lock_file(alive):  # so the run counts as alive until the reaper ends
+    with share_lock_file(alive):  # shared lock: the run counts as alive until the reaper ends
         for line in lines(SupervisorWatch(Path(folder), os.getppid())):
             if line[:1] == b"+":
                 groups.append(int(line[1:]))
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 class SupervisorWatch:
-    """Notices that the supervisor says nothing."""
+    """Detects that the supervisor has stopped writing to the reaper."""
 
     def __init__(self, folder: Path, supervisor: int) -> None:
         self._file = folder / SILENT_FILE
@@ -67,7 +67,7 @@ class SupervisorWatch:
     def nothing_heard(self) -> None:
         """Note that the supervisor has not written for one look; report the hang once."""
         if process_field(self._supervisor, "TracerPid") not in ("", "0"):
-            return  # a debugger holds it
+            return  # a debugger has stopped the supervisor, so it does not hang
         self._looks += 1
         if self._looks == SILENT_LOOKS:
             stopped = process_field(self._supervisor, "State").startswith("T")
@@ -75,7 +75,7 @@ class SupervisorWatch:
                 f"the supervisor (process {self._supervisor}) {'is stopped' if stopped else 'hangs'}: what runs goes on,"
                 f" but a process that dies is not replaced; {'continue it (SIGCONT)' if stopped else 'start it again'}"
             )
-            with suppress(OSError):  # a full disk
+            with suppress(OSError):  # the file cannot be written on a full disk
                 self._file.write_text(why)
             tell(why)
 
@@ -107,7 +107,7 @@ def process_field(pid: int, name: str) -> str:
 
 
 def tell(words: str) -> None:
-    with suppress(OSError):  # nobody reads it any more
+    with suppress(OSError):  # nothing reads standard error any more
         sys.stderr.write(f"fleet: {words}\n")
         sys.stderr.flush()
 

@@ -37,12 +37,13 @@ from fleet.v1 import control_pb2, control_pb2_grpc
 from fleet.v1 import worker_pb2 as pb
 from fleet.v1 import worker_pb2_grpc as pb_grpc
 
-LOOK_EVERY = 0.2  # seconds
-DRAIN = Nanos(300 * SECOND)  # as on Kubernetes, where `drain.timeoutSeconds` of a role sets it
-GRACE_SECONDS = 10.0  # for the answer to a drain request
+LOOK_EVERY = 0.2  # seconds between two reads of the plan
+DRAIN = Nanos(300 * SECOND)  # time limit of a drain; on Kubernetes, `drain.timeoutSeconds` of a role sets it
+GRACE_SECONDS = 10.0  # seconds to wait for the answer to a drain request
 
 
-WORTH_SECONDS = 1.0  # for the router to say what caches are worth; a plan is not worth a longer wait
+# seconds to wait for the router's answer about cache values; without it, the plan is carried out anyway
+WORTH_SECONDS = 1.0
 
 AskWorth = Callable[[], Awaitable[Mapping[WorkerId, float]]]
 """Returns the seconds that computing each worker's cache again would take; workers that it does not know are left out."""
@@ -91,7 +92,7 @@ class LocalPools:
         with ExitStack() as stack:
             try:
                 stack.enter_context(self._records.obeyed())
-            except OSError as error:  # a full disk; then the folder cannot say that this process lives
+            except OSError as error:  # on a full disk, the folder cannot show that this process lives
                 self._say(f"{self.folder}: {error.strerror}")
             while True:
                 try:
@@ -99,7 +100,7 @@ class LocalPools:
                         self._worth = await self._ask_worth()
                     self.step()
                     trouble = ""
-                except (ConnectorUnreachable, OSError) as error:  # a full disk, for example
+                except (ConnectorUnreachable, OSError) as error:  # for example a full disk
                     if str(error) != trouble:
                         trouble = str(error)
                         self._say(trouble)
@@ -112,7 +113,7 @@ class LocalPools:
             ConnectorUnreachable: The plan cannot be read, or the report not written.
             OSError: The settings of a new worker cannot be written.
         """
-        self.folder.mkdir(exist_ok=True)  # old files in /tmp may be cleaned up
+        self.folder.mkdir(exist_ok=True)  # cleaners of old files in /tmp may have removed it
         intent = self._records.intent()
         if intent.revision != self._revision:
             self._take_up(intent)

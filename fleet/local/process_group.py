@@ -56,7 +56,7 @@ def die_with_parent(parent: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # the parent ended before the call above
+    if os.getppid() != parent:  # the parent ended before `prctl` took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -69,7 +69,7 @@ def members(group: int) -> list[int]:
         try:
             stat = (entry / "stat").read_text()
         except OSError:
-            continue  # ended since the listing
+            continue  # the process ended after the folder was listed
         state, _parent, its_group = stat[stat.rindex(")") + 2 :].split()[:3]
         if int(its_group) == group and state not in "ZX":
             found.append(int(entry.name))

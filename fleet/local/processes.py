@@ -61,7 +61,7 @@ from fleet.local.supervision import (
 )
 
 LOG_TAIL_LINES = 20
-SHOWN_DEATHS = 3  # deaths in a row with which the end of the log is shown; later it says nothing new
+SHOWN_DEATHS = 3  # For this many deaths in a row, the end of the log is shown; later deaths rarely show anything new.
 FIRST_PROGRESS = 5.0  # seconds until the first message while children load; the pauses double
 PROGRESS_EVERY = 40.0  # longest pause between two messages, in seconds
 SPAWN_FAILED = 127  # exit status of a child that could not be started, as in shells
@@ -74,7 +74,7 @@ Drain = Callable[[ChildEndpoints, Nanos], Awaitable[bool]]
 
 
 class LocalProcess(Struct, frozen=True, kw_only=True):
-    """A child and its start command."""
+    """A child: its name, its command and its limits."""
 
     child: ChildProcess
     command: tuple[
@@ -121,10 +121,10 @@ class LocalProcesses:
         self._say = say
         self._drain = drain
         self._machine = Supervision([process.child for process in processes], Random(), longest_pause)
-        self._events: asyncio.Queue[SupervisionEvent] = asyncio.Queue()  # a few events per child, and signals
+        self._events: asyncio.Queue[SupervisionEvent] = asyncio.Queue()  # unbounded, because children cause few events
         self._running: dict[str, Process] = {}
         self._noted: Mapping[str, ProcessReport] = {}
-        self._unsent: dict[str, signal.Signals] = {}  # for children that are being started
+        self._unsent: dict[str, signal.Signals] = {}  # signals for children that are still being started
         self._endpoints: dict[str, ChildEndpoints] = {}
         self._ready = asyncio.Event()
         self._stop_asked = False
@@ -303,7 +303,7 @@ class LocalProcesses:
             for pause in kill_group(running.pid):
                 await asyncio.sleep(pause)
         except asyncio.CancelledError:
-            end_group(running.pid)  # blocks for a moment: a cancelled run must not leave processes
+            end_group(running.pid)  # blocks for a moment, because a cancelled run must not leave processes behind
             raise
         finally:
             self._reaper.tell("-", running.pid)
@@ -313,7 +313,7 @@ class LocalProcesses:
     async def _ask_to_drain(self, name: str, within: Nanos) -> None:
         running, endpoints = self._running.get(name), self._endpoints.get(name)
         if running is None or endpoints is None:
-            return  # it has just ended by itself
+            return  # the child has just ended
         told = self._drain is not None and await self._drain(endpoints, within)
         if not told and self._running.get(name) is running:
             self._send(name, signal.SIGTERM)

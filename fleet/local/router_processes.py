@@ -21,7 +21,7 @@ from kvstore.net.addresses import unix_path
 
 
 class RouterProcesses(Struct, frozen=True, kw_only=True):
-    """Processes and addresses of a router."""
+    """Settings files and shared addresses of a router that runs as several processes."""
 
     processes: tuple[LocalProcess, ...]
     http: str
@@ -29,8 +29,8 @@ class RouterProcesses(Struct, frozen=True, kw_only=True):
     control: str
     control_sockets: tuple[str, ...]  # control sockets of the processes behind `control`; empty: they share its port
     health: str  # address of the health port; empty: none
-    kserve: str  # empty: none
-    picker: str  # empty: none
+    kserve: str  # address for KServe; empty: not served
+    picker: str  # address of the endpoint picker; empty: not served
 
 
 def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterProcesses:
@@ -57,7 +57,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         kserve = settings.kserve_listen and claim_address("kserve_listen", settings.kserve_listen, held)
         picker = settings.endpoint_picker and _claimed(settings.endpoint_picker, held)
     sockets = [f"unix:{folder / f'router-{number}.sock'}" for number in range(count)]
-    alone = bool(unix_path(control))  # a Unix socket cannot be shared
+    alone = bool(unix_path(control))  # a Unix socket cannot be shared by processes
     controls = tuple(f"unix:{folder / f'control-{number}.sock'}" for number in range(count)) if alone else ()
     prompt_secret = settings.prompt_secret or settings.tenant_secret or secrets.token_hex(32)
     stop_within = Nanos(settings.drain_timeout_ms * MILLISECOND + STOP_WITHIN)

@@ -32,7 +32,7 @@ PREFIX = "fleet-"
 PLANS = "plans"
 """Folder for plans in the runtime folder."""
 
-LONGEST_PARENT = 40  # characters of the runtime folder's parent; sockets may have 107
+LONGEST_PARENT = 40  # Most characters in the path of the runtime folder's parent; a socket's path may have 107.
 GROUPS, TEMPORARY, ROUTER = "groups", "tmp", "router.json"
 PARTS = "parts.json"
 AUTHORITY = "ca.pem"
@@ -53,7 +53,7 @@ class ProcessReport(Struct, frozen=True, kw_only=True):
 
     condition: str  # a value of `fleet.local.supervision.ChildState`
     pid: int | None  # None: it does not run
-    deaths: int  # in a row
+    deaths: int  # number of deaths in a row
     last_end: str  # last end in words; empty: none
     pause_seconds: float | None  # time from the last change of this report to the restart; None: no restart is due
 
@@ -139,7 +139,7 @@ def runtime_folder() -> Iterator[Path]:
                 yield folder
             finally:
                 remove_locked_folder(folder / ALIVE_FILE)
-    finally:  # the lock may have failed
+    finally:  # remove the folder also if the lock could not be taken
         remove_locked_folder(folder / ALIVE_FILE)
 
 
@@ -148,7 +148,7 @@ def local_runs() -> Sequence[LocalRun]:
     parents = {Path(tempfile.gettempdir()), Path("/tmp")}  # noqa: S108 - as `runtime_folder` does
     found = set()
     for folder in (each for parent in parents for each in parent.glob(f"{PREFIX}*")):
-        with suppress(OSError):  # it has just ended, or cannot be read
+        with suppress(OSError):  # the run has just ended, or cannot be read
             if folder.lstat().st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink():
                 continue
             if (folder / ALIVE_FILE).exists() or (folder / PLANS).is_dir():
@@ -210,7 +210,7 @@ def _of_run(pids: Sequence[int], folder: Path) -> list[int]:
     logs = {folder.resolve(), (folder / LOGS).resolve()}
     found = []
     for pid in pids:
-        with suppress(OSError):  # ended, or another user's
+        with suppress(OSError):  # the process has ended, or belongs to another user
             environment = Path(f"/proc/{pid}/environ").read_bytes()
             if mark in environment.split(b"\0") or (b"PATH=" not in environment and _output(pid).parent in logs):
                 found.append(pid)

@@ -31,7 +31,7 @@ from fleet.core.clock import MILLISECOND, SECOND, Nanos
 CONFIGURATION_REFUSED = 3  # exit status of the command `fleet`
 FIRST_BACKOFF = Nanos(250 * MILLISECOND)
 LONGEST_BACKOFF = Nanos(30 * SECOND)
-MOST_DOUBLINGS = 20  # of the first pause: three days, above any ceiling
+MOST_DOUBLINGS = 20  # Most doublings of the first pause: this is three days, above any ceiling.
 JITTER = 0.5  # largest part of a pause that is left out ("equal jitter")
 HEALTHY_AFTER = Nanos(30 * SECOND)
 
@@ -79,7 +79,7 @@ class ChildRemoved(Struct, frozen=True):
     """Remove a child."""
 
     name: str
-    within: Nanos  # time limit to finish its requests
+    within: Nanos  # time limit for finishing the requests of the child
 
 
 class StopRequested(Struct, frozen=True):
@@ -126,7 +126,7 @@ class ReportRestart(Struct, frozen=True):
     name: str
     status: int
     pause: Nanos
-    deaths: int = 1  # in a row, this one included
+    deaths: int = 1  # deaths in a row, including this one
 
 
 class ForgetChild(Struct, frozen=True):
@@ -140,7 +140,7 @@ class ReportFailure(Struct, frozen=True):
 
     name: str
     reason: str
-    status: int | None  # None: it still runs
+    status: int | None  # exit status; None: the child still runs
 
 
 class SupervisionFinished(Struct, frozen=True):
@@ -163,13 +163,13 @@ SupervisionCommand = (
 class ChildState(StrEnum):
     """State of a child."""
 
-    HELD = "held"  # waits for an earlier stage
+    HELD = "held"  # waits until an earlier stage is ready
     STARTING = "starting"
     READY = "ready"
     PAUSED = "paused"  # died, and waits for its restart
     DRAINING = "draining"  # was ready when it was removed
     STOPPING = "stopping"  # was asked to stop
-    KILLED = "killed"  # its exit is awaited
+    KILLED = "killed"  # was killed, and has not ended yet
     GONE = "gone"
 
 
@@ -177,7 +177,7 @@ class ChildStatus(Struct, frozen=True, kw_only=True):
     """State of one child, for people."""
 
     condition: ChildState
-    deaths: int  # in a row, without `HEALTHY_AFTER` of readiness in between
+    deaths: int  # deaths in a row, without `HEALTHY_AFTER` of readiness in between
     last_status: int | None = None  # exit status of the last death; None: it has not died
     starts_at: Nanos | None = None  # time of the planned restart; None: it runs, or will not be restarted
 
@@ -186,16 +186,16 @@ _RUNNING = (ChildState.STARTING, ChildState.READY)
 
 
 class _ChildRecord:
-    """Record of one child."""
+    """State of one child in the machine."""
 
     def __init__(self, child: ChildProcess):
         self.child = child
         self.condition = ChildState.HELD
         self.until: Nanos | None = None  # end of the time limit (or of the pause)
-        self.deaths = 0  # in a row
+        self.deaths = 0  # deaths in a row
         self.last_status: int | None = None
         self.been_ready = False
-        self.leaving = False  # was removed
+        self.leaving = False  # True: the child was removed
 
     def become(self, condition: ChildState, until: Nanos | None = None) -> None:
         self.condition, self.until = condition, until
@@ -290,7 +290,7 @@ class Supervision:
 
     def _on_ready(self, track: _ChildRecord, now: Nanos) -> list[SupervisionCommand]:
         if track.condition is not ChildState.STARTING:
-            return []  # it is being stopped
+            return []  # the child is being stopped
         track.been_ready = True
         track.become(ChildState.READY, Nanos(now + HEALTHY_AFTER) if track.deaths else None)
         commands = self._start_next(now)
@@ -324,7 +324,7 @@ class Supervision:
     def _on_hang(self, name: str) -> list[SupervisionCommand]:
         track = self._tracks.get(name)
         if track is None or track.condition not in (*_RUNNING, ChildState.DRAINING, ChildState.STOPPING):
-            return []  # it has just ended, or is being killed
+            return []  # the child has just ended, or is being killed
         return [self._kill(track)]
 
     def _add(self, child: ChildProcess, now: Nanos) -> list[SupervisionCommand]:

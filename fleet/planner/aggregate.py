@@ -2,12 +2,14 @@
 
 Rules:
 
-1. Counters belong to one incarnation of a router process. An incarnation that began within the window counts from zero; another one that
-   is new here counts from its first report, because nobody knows when its earlier requests arrived.
-2. A source is stale until its first report, and again when it has been silent for longer than the limit. What a router counted during
-   such a gap belongs to no window: it would look like a burst. The window in which the reports come back still names the gap.
-3. Abandoned and invalid requests are taken off the arrivals. Their arrival may lie in an earlier window, so what is left to take off is
-   carried over to later windows. Arrivals never fall below zero, and over all windows together the sum is exact.
+1. Counters belong to one incarnation of a router process. An incarnation that began within the window counts from zero; another
+   one that is new here counts from its first report, because the arrival times of its earlier requests are unknown.
+2. A source is stale until its first report, and again when it has been silent for longer than the limit. Counts from such a gap
+   are dropped, because they would look like a burst in the next window. The window in which the reports come back still names the
+   source as stale.
+3. Abandoned and invalid requests are subtracted from the arrivals. Their arrival may lie in an earlier window, so a remainder that
+   cannot be subtracted now is carried over to later windows. Arrivals never fall below zero, and over all windows together the sum
+   is exact.
 4. Several sources may report the same process. The later report counts, and its requests are counted once.
 """
 
@@ -25,9 +27,9 @@ from fleet.core.roles import Role
 from fleet.planner.demand import DemandWindow, RecentRequest, WorkerDemand
 from fleet.planner.messages import PoolName, worker_prefix
 
-STALE_AFTER = Nanos(5 * SECOND)  # five missed reports
+STALE_AFTER = Nanos(5 * SECOND)  # the time of five missed reports
 SAMPLED = 512
-"""Most requests of the sample for rehearsals."""
+"""Most recent requests that are kept as the sample for rehearsals."""
 
 _COUNTERS = (
     *("arrivals", "refused", "abandoned", "invalid", "prompt_tokens", "uncounted_tokens"),
@@ -45,17 +47,17 @@ _HISTOGRAMS = ("ttft", "tpot", "queue_wait")
 
 
 class _Process(Struct):
-    """One incarnation of a router process."""
+    """The latest report of one incarnation of a router process, and the counters that earlier windows have used."""
 
     source: str
     heard: Nanos
-    base: ModelDemand  # at the end of the last window
+    base: ModelDemand  # counters at the end of the last window
     latest: ModelDemand
     workers: tuple[WorkerLoad, ...]
 
 
 class DemandAggregator:
-    """Demand of one model from a set of sources."""
+    """Sums the demand reports of several sources for one model, and returns demand windows."""
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class DemandAggregator:
         self._sample: deque[RecentRequest] = deque(maxlen=SAMPLED)
 
     def hear(self, source: str, report: DemandReport, now: Nanos) -> None:
-        """Take a report.
+        """Add a report to the window; ignore it if a later report of the same process is known.
 
         Args:
             source: The source that sent it.
@@ -111,7 +113,7 @@ class DemandAggregator:
             base = ModelDemand(model=self._model) if fresh else demand
         elif _went_back(known.latest, demand):
             if known.source != source:
-                return  # an older report of the same process, by another way
+                return  # an older report of the same process, which came through another source
             base = demand
             self._gaps[source] = f"{source}: the counters of {report.router} went back"
         else:
@@ -136,7 +138,7 @@ class DemandAggregator:
         self._heard.setdefault(source, None)
 
     def forget(self, source: str) -> None:
-        """Remove a source that has ended. What it reported last still counts in the next window."""
+        """Remove a source that has ended. Its last report still counts in the next window."""
         self._heard.pop(source, None)
         self._troubles.pop(source, None)
 
@@ -146,7 +148,7 @@ class DemandAggregator:
         return tuple(self._heard)
 
     def failed(self, source: str, why: str) -> None:
-        """Note why a source does not report now."""
+        """Note the reason why a source does not report now."""
         self._troubles[source] = why
 
     def sample(self) -> tuple[RecentRequest, ...]:
@@ -154,7 +156,7 @@ class DemandAggregator:
         return tuple(sorted(self._sample, key=lambda each: each.arrived))
 
     def stale(self, now: Nanos) -> tuple[str, ...]:
-        """Return the sources that are silent, and why."""
+        """Return the sources without a recent report, each with the reason."""
         found = []
         for source, heard in self._heard.items():
             why = self._troubles.get(source, "")
@@ -216,7 +218,7 @@ class DemandAggregator:
         return window
 
     def _replaced(self, process: _Process) -> bool:
-        """Return whether the source of a process reports another one now."""
+        """Return whether the source of a process now reports another process."""
         heard = self._heard.get(process.source)
         return heard is None or heard > process.heard
 
@@ -242,7 +244,7 @@ class DemandAggregator:
 
 
 def _settled(counted: int, owed: int) -> tuple[int, int]:
-    """Take off what is owed; return what is left, and what is still owed."""
+    """Subtract `owed` from `counted` without going below zero; return the result and the remainder that is still owed."""
     return max(0, counted - owed), max(0, owed - counted)
 
 

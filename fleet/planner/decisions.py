@@ -1,9 +1,9 @@
-"""Decisions of a planner: what it is asked to keep, which pools it may change, and what it decided for which reason.
+"""Decisions of a planner: latency goals, pools and limits as input, wanted replicas with reasons as output.
 
 Rules:
 
-1. A rule (`ScalingRule`) is a pure function of what it was told: demand windows and observations of pools with their instants. The same
-   rule runs in production, in the simulator and in the study of baselines.
+1. A rule (`ScalingRule`) is a pure function of its input so far: demand windows and observations of pools with their instants. The
+   same rule runs in production, in the simulator and in the study of baselines.
 2. A decision names every number that led to it, so that a person can follow it.
 3. A condition says why a goal, a budget or a number cannot be kept. It names the field or the source.
 """
@@ -26,7 +26,7 @@ COUNTED = (
     *("arrivals", "refused", "abandoned", "prompt_tokens", "cached_tokens", "prompt_squares", "finished"),
     *("answer_tokens", "answer_squares", "queued", "oldest_seconds", "overflowed", "overflow_dollars"),
 )
-"""Numbers of a demand window that must be finite and at least 0."""
+"""Fields of a demand window that must be finite and at least 0."""
 
 
 class PlanGoals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -122,7 +122,7 @@ class PlanDecision(Struct, frozen=True, kw_only=True):
 
     at: Nanos
     replicas: dict[PoolName, int]
-    """Wanted replicas of every pool of the rule, changed or not. Pinned pools keep the number that they have."""
+    """Wanted replicas of every pool that the rule sizes, also if unchanged. Pinned pools keep their present number."""
 
     reason: DecisionReason
     message: str = ""
@@ -146,12 +146,12 @@ class ScalingRule(Protocol):
 
 
 def no_signal(field: str, message: str) -> PlanCondition:
-    """Return the condition of demand that cannot be relied on."""
+    """Return the condition that demand is not reliable, with the field or source at fault."""
     return PlanCondition(type=PlanConditionType.NO_DEMAND_SIGNAL, field=field, message=message)
 
 
 def demand_doubts(demand: DemandWindow) -> Iterator[PlanCondition]:
-    """Yield why a window cannot be relied on: stale sources and impossible numbers, each with its field or source."""
+    """Yield the reasons why a window is not reliable: stale sources and impossible numbers, each with its field or source."""
     for source in demand.stale:
         yield no_signal(source.partition(": ")[0], f"no demand from {source}")
     for field, value in _numbers(demand):
@@ -172,7 +172,7 @@ def _numbers(demand: DemandWindow) -> Iterator[tuple[str, float]]:
 
 
 def pool_doubts(names: Iterable[PoolName], seen: Observation) -> Iterator[PlanCondition]:
-    """Yield why an observation cannot be relied on: pools that are not reported, or with impossible numbers."""
+    """Yield the reasons why an observation is not reliable: pools that are not reported, or that have impossible numbers."""
     for name in names:
         pool = seen.pool(name)
         if pool is None or min(pool.wanted, pool.ready, pool.draining) < 0:

@@ -1,11 +1,11 @@
-"""Demand of one model: what its clients asked for, and how they were served, between two instants.
+"""Demand of one model between two instants: requests, tokens, latencies and worker load.
 
 Rules:
 
 1. A window is a difference of cumulative counters, summed over all routers of the model. A request counts as demand when it arrives,
    unless its client left before the answer began; refused requests are demand that was not met.
 2. Durations are counts in fixed buckets, so that windows of several routers can be added, and so can windows of one router.
-3. A source that has not reported within its limit is named in `stale`; a planner then holds and says so.
+3. A source that has not reported within its limit is named in `stale`; a planner then keeps all numbers and reports the source.
 """
 
 from msgspec import Struct
@@ -33,7 +33,7 @@ class WorkerDemand(Struct, frozen=True, kw_only=True):
 
 
 class RecentRequest(Struct, frozen=True, kw_only=True):
-    """One request of the sample for rehearsals."""
+    """A recent request that rehearsals send again."""
 
     arrived: Nanos
     """Instant of arrival on the planner's clock."""
@@ -107,5 +107,5 @@ class DemandWindow(Struct, frozen=True, kw_only=True):
 
     @property
     def overflow_dollars_per_hour(self) -> float:
-        """Cost of the hosted endpoint, as that of an hour."""
+        """Cost of the hosted endpoint in this window, converted to dollars per hour."""
         return 3600 * self.overflow_dollars / self.seconds if self.ended > self.began else 0.0

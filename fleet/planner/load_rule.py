@@ -32,7 +32,7 @@ from fleet.planner.settings import LoadRuleSettings
 
 
 class LoadRule:
-    """Keeps the requests of each replica at a number."""
+    """Scaling rule that keeps the number of requests per replica constant."""
 
     def __init__(self, settings: LoadRuleSettings, pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
         self.interval = Nanos(round(settings.interval_seconds * SECOND))
@@ -87,7 +87,7 @@ class LoadRule:
         numbers[f"{pool.name}.load"] = float(load)
         needed = min(max(ceil(load / self._target), pool.least), pool.most)
         past = self._needs[pool.name]
-        if not past:  # what was before the start is unknown, so the present number counts as needed
+        if not past:  # the load before the first decision is unknown, so the present number counts as needed
             past.append((now, seen.wanted))
         past.append((now, needed))
         while past[0][0] < now - self._cool_down or past[0][0] > now:

@@ -5,7 +5,8 @@ Rules:
 1. Every planner decides, so that a standby's history is warm when it begins to lead. Only the leader applies plans, and only in active mode.
 2. One plan is in flight at a time. A decision that wants more replicas of some pool than the plan in flight supersedes it; every other
    decision waits until the plan has ended.
-3. A new leader goes on with an unfinished plan of its predecessor: it waits for it, and rolls back what does not come in time.
+3. A new leader continues an unfinished plan of its predecessor: it waits for the replicas, and rolls back those that do not serve
+   in time.
 4. Bounds of pools are checked here again, whatever the rule says. Pinned pools are left out of plans.
 5. A plan that only shrinks pools is held back if its rehearsal misses a goal that the present pools keep. The
    rehearsal runs in the simulator (`fleet.app.rehearsal`).
@@ -75,7 +76,7 @@ _ENDED = {
 
 
 class RuleRunner(Protocol):
-    """Asks a rule for a decision."""
+    """Function that asks a rule for a decision."""
 
     async def __call__(
         self, rule: ScalingRule, now: Nanos, demand: DemandWindow, seen: Observation, /
@@ -101,32 +102,32 @@ class _PlanInFlight(Struct):
 
 
 class _ScoredPlan(Struct):
-    """A plan whose consequences are being collected."""
+    """A plan whose effects on latency and cost are being measured."""
 
     record: PlanRecord
     until: Nanos
     ttft: Counts = ()
     tpot: Counts = ()
-    held_seconds: float = 0.0  # GPU-seconds
+    held_seconds: float = 0.0  # GPU-seconds that replicas have occupied so far
     dollars: float = 0.0
     overflow_dollars: float = 0.0
     seconds: float = 0.0
 
 
 class DecisionRecorder(Protocol):
-    """Keeps decisions and plans for a later replay."""
+    """Records decisions and plans for a later replay."""
 
     def decided(self, now: Nanos, demand: DemandWindow, seen: Observation, decision: PlanDecision) -> None:
-        """Keep a decision of the rule, and what it was made on."""
+        """Record a decision together with the demand and the observation from which it was made."""
         ...
 
     def planned(self, plan: PlanRecord) -> None:
-        """Keep a state of a plan."""
+        """Record the state of a plan."""
         ...
 
 
 class PlannerLoop:
-    """One planner process of one model."""
+    """The planner of one model: observes, decides, and carries out plans (rules 1 to 6)."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class PlannerLoop:
         self._decide = decide
         self._pools = {pool.name: pool for pool in settings.pools}
         self._in_flight: _PlanInFlight | None = None
-        self._adopted = False  # whether an unfinished plan of an earlier leader was looked for
+        self._adopted = False  # True when this planner has looked for an unfinished plan of an earlier leader
         self._retry_at = Nanos(0)
         self._shadowed: Mapping[PoolName, int] = {}
         self._scored: deque[_ScoredPlan] = deque(maxlen=8)
@@ -183,7 +184,7 @@ class PlannerLoop:
         self._window: DemandWindow | None = None
         self._seen: Observation | None = None
         self._trouble: PlanCondition | None = None
-        self._began = Nanos(0)  # when it began to run
+        self._began = Nanos(0)  # instant at which `run` began
         self._waiting_for = ""
         self._overflow = {"requests": 0.0, "dollars": 0.0}
         self.errors: dict[str, float] = {}
@@ -258,7 +259,7 @@ class PlannerLoop:
             if self._recorder is not None:
                 self._recorder.decided(now, window, seen, decided)
             decision = self._bounded(decided)
-        except Exception as error:  # supervisor: a bug of a rule must not end what watches over the pools
+        except Exception as error:  # an error in a rule must not end the planner
             self.rule_failures += 1
             message = f"{type(error).__name__}: {error}"
             if self._trouble is None or self._trouble.message != message:
@@ -301,7 +302,7 @@ class PlannerLoop:
         return decision if replicas == decision.replicas else structs.replace(decision, replicas=replicas)
 
     def _changes(self, decision: PlanDecision, seen: Observation) -> dict[PoolName, int]:
-        """Return what a decision changes; a hold changes nothing, not even a number outside the bounds."""
+        """Return the pools that a decision changes, with their numbers; a decision to hold changes nothing, even outside the bounds."""
         if decision.reason is DecisionReason.NO_SIGNAL:
             return {}
         return {

@@ -66,7 +66,7 @@ from fleet.planner.sizing.solver import (
 )
 
 ENOUGH_SERVED = 1.0 - 1e-6
-"""Share of a rate that counts as all of it."""
+"""A served share of a rate that is at least this large counts as the whole rate."""
 
 LATE_SHARE = 0.5
 """Share of the capacity below which a missed goal is not the fault of the load, so that replicas would not help."""
@@ -108,7 +108,7 @@ class PlannerMachine:
         self._pool_history = PoolHistory(settings.retry_seconds, pools)
         self._now: Nanos | None = None
         self._elapsed = 0.0
-        self._needs: deque[tuple[float, float]] = deque()  # instant and rate, over the last cool-down
+        self._needs: deque[tuple[float, float]] = deque()  # pairs of an instant and the rate, over the last cool-down
         self._latency_growth = self._learned = -inf
         self._drifted: dict[str, float] = {}
         self._shape_changes = 0
@@ -177,7 +177,7 @@ class PlannerMachine:
     # Rules 2 and 3.
 
     def _view(self, demand: DemandWindow, seen: Observation) -> "_PlanningView":
-        """Return what all further rules look at."""
+        """Return the state and the load from which all further rules decide."""
         load, level = self._demand.load.rounded(), self._demand.rate
         pools = [_SeenPool(self._pools[name], pool) for name in self._pools if (pool := seen.pool(name)) is not None]
         late = max(0.0, (self._now - demand.ended) / SECOND) if self._now is not None else 0.0
@@ -490,7 +490,7 @@ class _SeenPool(Struct, frozen=True):
 
 
 class _PlanningView(Struct, frozen=True, kw_only=True):
-    """State of the pools and the load that one decision rests on."""
+    """The state of the pools and the load from which one decision is made."""
 
     pools: tuple[_SeenPool, ...]
     load: OfferedLoad

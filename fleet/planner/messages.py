@@ -1,4 +1,4 @@
-"""Plans and observations of pools.
+"""Messages between planner and orchestrator: plans and observations of pools.
 
 Rules:
 
@@ -29,7 +29,7 @@ def worker_prefix(pool: PoolName) -> str:
     return pool.replace("/", ".")
 
 
-MOST_REPLICAS = 10_000  # of one pool; a higher number is taken for a typing error
+MOST_REPLICAS = 10_000  # limit for one pool; a higher number is probably a typing error
 Replicas = Annotated[int, Meta(ge=0, le=MOST_REPLICAS)]
 
 

@@ -57,7 +57,7 @@ class PoolReleaser(Protocol):
 
 
 class ConnectorError(Exception):
-    """A plan was not written, or perhaps not, or the pools could not be observed. The message is one line."""
+    """A plan was possibly not written, or the pools could not be observed. The message is one line."""
 
 
 class ConnectorUnreachable(ConnectorError):
@@ -88,21 +88,21 @@ class PoolsPrediction(Struct, frozen=True, kw_only=True):
     """Prediction for some numbers of replicas and the recent requests."""
 
     ttft_seconds: float
-    """Percentile of the goals."""
+    """TTFT at the percentile of the goals."""
 
     tpot_seconds: float
     attainment: float
     """Share of requests that keep both goals."""
 
     gpu_hours: float
-    """GPU-hours of one hour."""
+    """GPU-hours that the pools use in one hour."""
 
     dollars: float
     """Price of one hour."""
 
 
 class RehearsalResult(Struct, frozen=True, kw_only=True):
-    """Predictions for the pools as they are, and as planned."""
+    """Predictions for the present pools and for the planned pools."""
 
     present: PoolsPrediction
     planned: PoolsPrediction

@@ -29,28 +29,28 @@ MOST_BYTES = 8 << 20
 KEPT_RECORDS = 200
 APPENDING = (
     os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-)  # a pipe that nobody reads is an error
+)  # treat a pipe without a reader as an error
 
 
 class PlanState(StrEnum):
     """State of a plan."""
 
-    SHADOW = "shadow"  # it is not applied
-    REHEARSED = "rehearsed"  # its rehearsal runs, and nothing is written yet
+    SHADOW = "shadow"  # shown and scored, but not applied
+    REHEARSED = "rehearsed"  # the rehearsal runs, and nothing is written yet
     UNDER_WAY = "under_way"
     SETTLED = "settled"
     ROLLED_BACK = "rolled_back"
-    UNSETTLED = "unsettled"  # at its deadline something was neither finished nor to be rolled back
+    UNSETTLED = "unsettled"  # at the deadline, replicas were unfinished that could not be rolled back
     SUPERSEDED = "superseded"
-    HELD_BACK = "held_back"  # its rehearsal missed a goal that the present pools keep
-    CONFLICT = "conflict"  # somebody else wrote at the same time
+    HELD_BACK = "held_back"  # the rehearsal missed a goal that the present pools keep
+    CONFLICT = "conflict"  # another writer changed a pool at the same time
     REFUSED = "refused"
     FAILED = "failed"  # the orchestrator did not answer
-    HANDED_OVER = "handed_over"  # this planner ended or leads no more; the next leader goes on
+    HANDED_OVER = "handed_over"  # this planner ended or lost the leadership; the next leader continues the plan
 
 
 class PlanScore(Struct, frozen=True, kw_only=True):
-    """Consequences of a plan."""
+    """Measured effects of a plan, to be compared with its prediction."""
 
     ttft_seconds: float | None
     tpot_seconds: float | None
@@ -188,12 +188,13 @@ class PlanHistory:
         if self._path is None:
             return
         for path in (_older(self._path), self._path):
-            if not path.is_file():  # reading a device or a pipe may never end
+            if not path.is_file():  # opening a device or a pipe could block for ever
                 continue
             try:
                 with path.open("rb") as file:
                     for line in file:
-                        with suppress(msgspec.DecodeError, UnicodeDecodeError):  # a torn or foreign line
+                        # a line that is incomplete or was written by another program
+                        with suppress(msgspec.DecodeError, UnicodeDecodeError):
                             yield msgspec.json.decode(line, type=PlanRecord)
             except OSError:
                 continue

@@ -90,7 +90,7 @@ async def _patiently(
     told = ""
     while True:
         try:
-            async with asyncio.timeout(2 * CALL_SECONDS):  # a connector that does not keep its own limit
+            async with asyncio.timeout(2 * CALL_SECONDS):  # ends a connector's call that exceeds its own limit
                 return await call()
         except (ConnectorUnreachable, TimeoutError) as error:
             said = str(error) or f"no answer within {2 * CALL_SECONDS:g} s"

@@ -1,4 +1,4 @@
-"""Decision log: what a router's machine decided, one line per decision, the same wherever the machine runs.
+"""Decision log: the decisions of a router's machine, one line each, in the same form in production and in the simulator.
 
 Rules:
 
@@ -51,9 +51,10 @@ class DecisionLog:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.machine: RouterMachine | None = None  # nothing is logged before it is set
+        # the machine whose state is read for the lines; nothing is logged before it is set
+        self.machine: RouterMachine | None = None
         self._booked: dict[WorkerId, ReservationTotals] = {}
-        self._placed: dict[str, Decision] = {}  # logged decisions of live requests
+        self._placed: dict[str, Decision] = {}  # the decision that was logged last for each live request
 
     def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:  # noqa: ARG002
         if self.machine is None or commands is None:
@@ -88,7 +89,7 @@ class DecisionLog:
             case CacheDriftChanged():
                 self.lines.append(f"{now} drift {command.worker_id}: {'yes' if command.drifting else 'no'}")
             case Emit():
-                pass  # output of a worker, passed on; nothing was decided
+                pass  # a worker's output is only passed on, so there is no decision to log
             case _:
                 assert_never(command)
 

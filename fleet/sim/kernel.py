@@ -15,7 +15,8 @@ from typing import Any
 from fleet.core.clock import Nanos
 
 ScheduledEvent = list[Any]
-"""Instant, random tie-breaker, number and action of an event. It is a list because lists are made and compared without Python calls."""
+"""An event: instant, random tie-breaker, number, action. It is a list because Python creates and compares lists without calling
+Python code."""
 
 _ACTION = 3
 
@@ -33,13 +34,13 @@ class Kernel:
         self._tie = Random(seed).random
         self._scheduled = 0
         self.instant = Nanos(begin)
-        """The present; read-only for others, and faster than `now()`."""
+        """The present instant; only the kernel sets it. Reading it is faster than calling `now()`."""
 
     def now(self) -> Nanos:
         return self.instant
 
     def at(self, when: int, action: Callable[[], None]) -> ScheduledEvent:
-        """Schedule an action; if the instant is past, it happens now."""
+        """Schedule an action at an instant; if the instant is past, the action happens at the present instant."""
         if when < self.instant:  # noqa: PLR1730 - max() takes longer than all the rest
             when = self.instant
         self._scheduled += 1
@@ -55,7 +56,7 @@ class Kernel:
         return event
 
     def skip(self, to: Nanos) -> None:
-        """Move time to an instant before the next event."""
+        """Move time forward to an instant that must be before the next event."""
         assert self.instant <= to, (self.instant, to)
         assert not self._heap or self._heap[0][0] >= to, self._heap[0]
         self.instant = to

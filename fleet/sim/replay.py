@@ -2,13 +2,14 @@
 
 Rules:
 
-1. The machine gets the recording's seed, settings and events at their instants, and nothing else. If its commands differ, then its
-   code or the recording has changed, or it is not a pure function of its history, which is a bug.
+1. The machine gets only the recording's seed, settings and events, at their instants. If its commands differ, its code or the
+   recording has changed. Otherwise the machine is not a pure function of its history, which is a bug.
 2. Commands are compared as they are recorded (`fleet.recording.format`), event by event. With the first difference the replay
    ends, because the rest of the recording belongs to another history.
-3. Given profiles of the workers, the replay also says how well these predict the recorded latencies (`fleet.router.latency_predictions`).
-4. Policies of other packages are called again, without a time limit. If one was too slow when the recording was made, the default
-   policy decided then, which is a difference.
+3. With profiles of the workers, the replay also measures how well these predict the recorded latencies
+   (`fleet.router.latency_predictions`).
+4. Policies of other packages are called without a time limit. If such a policy was too slow when the recording was made, the
+   default policy decided instead; the replay reports this as a difference.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,22 +41,22 @@ UNHURRIED_MS = 1e6
 class ReplayDifference(Struct, frozen=True, kw_only=True):
     """The first event whose commands differ."""
 
-    line: int  # of the recording
-    seconds: float  # since the beginning of the recording
+    line: int  # line of the recording
+    seconds: float  # time since the beginning of the recording
     event: str
-    fields: dict[str, Any]  # of the event, as recorded
-    recorded: list[Any] | None  # commands; None: the machine broke
+    fields: dict[str, Any]  # fields of the event, as recorded
+    recorded: list[Any] | None  # recorded commands; None: the machine raised an error
     replayed: list[Any] | None
-    why: str = ""  # set if the machine breaks now, or asks for keys that it did not ask for
-    decisions: list[str] = []  # decision log of the event, as replayed
+    why: str = ""  # reason: the machine raises an error now, or asks for block keys that it did not ask for before
+    decisions: list[str] = []  # lines of the decision log for this event, from the replay
 
 
 class WorkerDrift(Struct, frozen=True, kw_only=True):
     """A latency drift of a worker."""
 
-    seconds: float  # since the beginning of the recording
+    seconds: float  # time since the beginning of the recording
     worker_id: WorkerId
-    kind: PredictionKind  # predictions that began to miss
+    kind: PredictionKind  # kind of the predictions that began to miss
 
 
 class RecordingReplayResult(Struct, frozen=True, kw_only=True):
@@ -66,20 +67,21 @@ class RecordingReplayResult(Struct, frozen=True, kw_only=True):
     commands: int
     requests: int
     recorded_seconds: float  # from the first event to the last
-    recorded_by: str  # version of Fleet
+    recorded_by: str  # version of Fleet that made the recording
     began_unix: int
     notes: list[str]
     difference: ReplayDifference | None = None
-    expected: list[PredictionAccuracy] = []  # how well profiles predicted the workers, if any were given
+    # how well profiles predicted the latencies of workers; empty without profiles
+    expected: list[PredictionAccuracy] = []
     drifts: list[WorkerDrift] = []
 
 
 class _RecordedKeys:
-    """The recorded answers of the hasher, in order."""
+    """Answers the machine's requests for block keys with the recorded answers, in order."""
 
     def __init__(self) -> None:
         self._keys: list[Keys] = []
-        self.missed = ""  # a question that was not asked when the recording was made
+        self.missed = ""  # message about a request for keys that has no recorded answer
 
     def expect(self, keys: Sequence[Keys]) -> None:
         self._keys = list(reversed(keys))
@@ -94,10 +96,10 @@ class _RecordedKeys:
 
 
 class RecordingReplay:
-    """A recording and the machine that replays it; `run` works once."""
+    """Replays one recording with a new machine; `run` works only once."""
 
     def __init__(self, path: Path, profile_of: Callable[[WorkerDescription], WorkerProfile | None] | None = None):
-        """Read the head of a recording; latencies are predicted if `profile_of` returns the profiles of workers.
+        """Read the head of a recording. Latencies are predicted for workers for which `profile_of` returns a profile.
 
         Raises:
             ConfigurationRefused: It is no recording, or its policy is not installed.
@@ -163,7 +165,7 @@ class RecordingReplay:
         )
 
     def _handle(self, entry: RecordedEvent) -> tuple[list[Command] | None, str]:
-        """Return the machine's commands, or None and the reason if it broke."""
+        """Return the machine's commands, or None and the reason if it raised an error."""
         self._recorded_keys.expect(entry.keys)
         try:
             return self._machine.handle(entry.event, entry.now), ""

@@ -31,11 +31,11 @@ from fleet.sim.world import World
 HOUR = 3600.0
 SAMPLE_EVERY = Nanos(10 * SECOND)
 MOST_SAMPLES = 240
-"""Samples of a timeline; a plot cannot show more."""
+"""Most samples of a timeline; a plot cannot show more."""
 
 
 class RunPlan(Struct, frozen=True, kw_only=True):
-    """Everything that a run depends on, except for its requests."""
+    """All inputs of a run except for its requests."""
 
     pools: tuple[PoolProfile, ...]
     router: RouterSettings
@@ -51,7 +51,7 @@ class RunPlan(Struct, frozen=True, kw_only=True):
 
 
 class RunResult(Struct, frozen=True, kw_only=True):
-    """Results of a run, with the data that its report draws."""
+    """Results of a run, with the data from which its report is drawn."""
 
     outcome: RunOutcome
     totals: RequestSums
@@ -112,7 +112,7 @@ def world_arguments(plan: RunPlan) -> dict[str, Any]:
 
 
 class _TimelineSampler:
-    """Samples the timeline of a run, more and more seldom as the run grows."""
+    """Takes samples of the timeline; the interval between two samples doubles whenever there are `MOST_SAMPLES`."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ def _joined(earlier: TimelineSample, later: TimelineSample) -> TimelineSample:
 
 
 class _GarbageCollectorOff:
-    """Turns the garbage collector off: a run makes hardly any cycles, and looking for them takes a third of its time."""
+    """Turns Python's cyclic garbage collector off: it would take a third of the time of a run, which makes hardly any cycles."""
 
     def __enter__(self) -> None:
         self._was_on = gc.isenabled()
@@ -200,12 +200,12 @@ def _outcome(world: World, totals: RequestSums, end: Nanos, cpu_seconds: float) 
 
 
 class _PoolSums:
-    """Sums over the workers of one pool, including those that died."""
+    """Sums over the workers of one pool, including workers that died."""
 
     def __init__(self, profile: PoolProfile):
         self._profile = profile
-        self.up = 0.0  # seconds for which workers had their GPUs
-        self.busy: list[float] = []  # seconds in steps, for each worker
+        self.up = 0.0  # seconds for which workers had their GPUs, added up
+        self.busy: list[float] = []  # seconds that each worker spent in steps
         self.cost = 0.0
         self.joules = 0.0
         self.preempted = 0

@@ -1,4 +1,4 @@
-"""Run plan: the profiles, store, faults and traffic that follow from a scenario. Impossible scenarios are refused here."""
+"""Run plan: converts a scenario into the profiles, store, faults and traffic of a run, and refuses impossible scenarios."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -40,7 +40,7 @@ from kvstore.messages import POOL_TIER
 
 MOST_WORKERS = 10_000
 MOST_NAMES = 8
-"""Names of workers or nodes in an error message."""
+"""Most names of workers or nodes that an error message lists."""
 
 
 def plan(scenario: Scenario, folder: Path) -> RunPlan:
@@ -49,7 +49,7 @@ def plan(scenario: Scenario, folder: Path) -> RunPlan:
     Raises:
         ConfigurationRefused: A GPU, model or policy is unknown, or the model does not fit; the message names the field.
     """
-    open_policy(scenario.router)  # refuses an unknown policy before anything runs
+    open_policy(scenario.router)  # raises an error for an unknown policy before anything runs
     model = _model(folder / scenario.model)
     sections = list(enumerate(scenario.pools))
     profiles = [_profile(scenario, index, pool, model) for index, pool in sections]
@@ -70,11 +70,11 @@ def plan(scenario: Scenario, folder: Path) -> RunPlan:
 
 
 def traffic(scenario: Scenario, folder: Path) -> Traffic:
-    """Return what the clients of a scenario send.
+    """Return the requests or sessions that the clients of a scenario send.
 
     Raises:
-        ConfigurationRefused: The workload cannot be read, or does not suit the clients. An invalid row further down raises when it
-            is reached.
+        ConfigurationRefused: The workload cannot be read, or does not suit the clients. An invalid row of a trace raises this
+            error later, when the row is reached.
     """
     made = sessions_of if isinstance(scenario.clients, SessionClients) else requests_of
     return made(scenario.workload, folder, block_tokens=scenario.engine.block_tokens, seed=scenario.seed)
@@ -87,7 +87,7 @@ def run_scenario(
     on_end: Callable[[EndedRequest], None] | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> RunResult:
-    """Plan and run a scenario; see `plan`, `traffic` and `simulate`."""
+    """Plan and run a scenario; the arguments are those of `simulate`."""
     return simulate(plan(scenario, folder), traffic(scenario, folder), on_end=on_end, progress=progress)
 
 
@@ -246,6 +246,9 @@ def _flops(pool: SimulatedPoolSection, index: int) -> float:
 
 
 def _bandwidth(sharded: ShardedModel) -> float:
-    """Return bytes a second between workers, which are assumed to be on different nodes; each GPU of a stage sends its part."""
+    """Return the bytes per second between workers, assumed to be on different nodes.
+
+    All GPUs of a pipeline stage send at the same time.
+    """
     degrees = sharded.parallelism
     return sharded.gpu.between_nodes.bandwidth * REACHED * degrees.tp * degrees.pp

@@ -29,36 +29,36 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Settings of all engines; the defaults are vLLM's where it has any."""
 
     backend: Literal["vllm", "sglang", "trtllm"] = "vllm"
-    """Engine whose measured efficiencies are used."""
+    """Engine whose measured efficiencies determine the step times."""
 
     block_tokens: Positive = 512
-    """Tokens of a KV block; must be the block size of the trace."""
+    """Number of tokens in a KV block; must be equal to the block size of the trace."""
 
     max_running: Positive = 256
     """Most sequences in one batch."""
 
     step_tokens: Positive = 8192
-    """Most tokens of one step; prompts are computed in chunks of what the running sequences leave of it."""
+    """Most tokens of one step. Running sequences use one each; prompts are computed in chunks of the remaining tokens."""
 
     memory_share: Share = MEMORY_SHARE
     """Share of a GPU's memory for weights, activations and KV."""
 
     start_seconds: Seconds = 120.0
-    """Time from the start of a worker to its first request: loading weights and capturing graphs."""
+    """Time from the start of a worker until it can serve: loading weights and capturing graphs."""
 
 
 class SimulatedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workers of one kind."""
 
     name: Annotated[str, Meta(max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$")] = ""
-    """Name in the results; empty: role and GPU."""
+    """Name of the pool in the results; empty: role and GPU."""
 
     role: Role = Role.BOTH
     gpu: Annotated[str, Meta(min_length=1)]
-    """Short name of the GPU: `fleet hardware list`."""
+    """Short name of the GPU, from `fleet hardware list`."""
 
     gpus: Positive
-    """GPUs of the whole pool; each worker takes as many as its parallelism needs."""
+    """Number of GPUs in the whole pool; each worker uses as many as its parallelism needs."""
 
     tp: Positive = 1
     pp: Positive = 1
@@ -66,7 +66,7 @@ class SimulatedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ep: Positive = 1
 
     dollars_per_hour: Annotated[float, Meta(ge=0, le=1e6)] | None = None
-    """Price of one GPU; by default the list price."""
+    """Price of one GPU; None: the list price."""
 
 
 class SimulatedStoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,22 +79,25 @@ class SimulatedStoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Eviction policy of all tiers."""
 
     ssd_gib: Gib = 0.0
-    """Capacity of each node's disks; 0: none."""
+    """Capacity of each node's disks; 0: there are no disks."""
 
     ssd_read_bandwidth: Bandwidth = 6.8e9
     ssd_write_bandwidth: Bandwidth = 4.0e9
     ssd_latency_us: Microseconds = 100.0
-    """Bytes a second of all disks of a node together; the defaults are those of one data-centre disk with PCIe 4 by its data sheet."""
+    """Read and write speed of all disks of a node together, in bytes per second, and their latency.
+
+    The defaults are the data-sheet values of one data-centre disk with PCIe 4.
+    """
 
     ssd_admission: Literal["all", "reuse"] = "reuse"
     """Blocks that are written to disk: all, or those that were seen before."""
 
     remote_gib: Gib = 0.0
-    """Capacity of one store for all nodes (Redis, S3, a file system); 0: none."""
+    """Capacity of one remote store that all nodes share (Redis, S3, a file system); 0: there is none."""
 
     remote_bandwidth: Bandwidth = 10e9
     remote_latency_us: Microseconds = 500.0
-    """Bytes a second that one node reads from the remote store, and as many that it writes."""
+    """Read and write speed between one node and the remote store, in bytes per second, and its latency."""
 
 
 class WorkerFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="worker"):
@@ -102,21 +105,21 @@ class WorkerFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
     at_seconds: Seconds
     worker: Annotated[str, Meta(min_length=1)]
-    """Name of the pool, a dash, and a number from 0."""
+    """Name of the worker: the name of the pool, a dash, and a number from 0."""
 
     down_seconds: Seconds = 10.0
-    """Time until it is started again."""
+    """Time until the worker is started again."""
 
     start_seconds: Seconds | None = None
-    """Duration of the start; by default `engine.start_seconds`."""
+    """Duration of the new start; None: `engine.start_seconds`."""
 
 
 class NodeFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="node"):
-    """A node dies with its workers and its store's memory, and is started again."""
+    """A node dies with its workers and its store's memory, and is started again later."""
 
     at_seconds: Seconds
     node: Annotated[str, Meta(min_length=1)]
-    """Name of the pool, `-node-`, and a number from 0; the workers of a pool fill nodes of `gpus_per_node` GPUs."""
+    """Name of the node: the name of the pool, `-node-`, and a number from 0. The workers of a pool fill nodes of `gpus_per_node` GPUs."""
 
     down_seconds: Seconds = 60.0
 
@@ -131,7 +134,7 @@ class SlowFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
 
 class CutFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="cut"):
-    """No message passes between a worker and the router."""
+    """The network between a worker and the router is cut: no message passes for a time."""
 
     at_seconds: Seconds
     worker: Annotated[str, Meta(min_length=1)]
@@ -139,7 +142,7 @@ class CutFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
 
 
 class StoreFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="store"):
-    """The store of a node dies with its memory, and is started again."""
+    """The store of a node dies with its memory, and is started again later."""
 
     at_seconds: Seconds
     node: Annotated[str, Meta(min_length=1)]
@@ -158,10 +161,10 @@ FaultSection = WorkerFault | NodeFault | SlowFault | CutFault | StoreFault | Rol
 
 
 class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One simulation."""
+    """A simulation as its TOML file describes it."""
 
     model: FileName
-    """Folder with a Hugging Face config.json, or that file; relative to the scenario's file."""
+    """Folder with a Hugging Face config.json, or that file; relative to the folder of the scenario's file."""
 
     pools: Annotated[tuple[SimulatedPoolSection, ...], Meta(min_length=1)]
     workload: Workload = DrawnWorkload()
@@ -176,8 +179,10 @@ class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One-way delay of a message between router and worker."""
 
     verbatim_answers: bool = False
-    """True if the next turn of a conversation repeats the answer token by token, so that its blocks are found in a cache. Traces do
-    not say this; it is not so if reasoning is dropped or answers are edited."""
+    """True if the next turn of a conversation repeats the answer token by token, so that a cache has the answer's blocks.
+
+    Traces do not contain this information. It is not the case if reasoning is dropped from prompts, or if clients edit answers.
+    """
 
     def __post_init__(self) -> None:
         names = [pool_name(pool) for pool in self.pools]
@@ -210,7 +215,7 @@ def pool_name(pool: SimulatedPoolSection) -> str:
 
 
 def scaled(scenario: Scenario, load: float) -> Scenario:
-    """Return the scenario with its load multiplied: the number of users that wait for answers, or else the rate of arrivals."""
+    """Return the scenario with its load multiplied: the number of users, if users wait for answers; otherwise the rate of arrivals."""
     clients, workload = scenario.clients, scenario.workload
     if users := waiting_users(scenario):
         return structs.replace(scenario, clients=structs.replace(clients, users=max(1, round(users * load))))

@@ -4,13 +4,14 @@ Rules:
 
 1. While no prompt is being computed, steps differ only by the length of their contexts, so their durations lie on a straight
    line. Such steps are simulated as one step run, up to the next end of a sequence; the instant of every token is still exact.
-2. An attempt that arrives during a step run ends the run with the step that is under way. If it arrives at the instant at which
-   a step ends, it joins the next step; at the end of a run or of a single step, however, the kernel draws which event is first.
-3. A fetch that begins or ends during a step run comes after the growth of the steps that are done. If it leaves too few blocks for
-   the rest of the run, the run ends likewise.
+2. An attempt that arrives during a step run ends the run after the step that is under way. If it arrives at the instant at which a
+   step within the run ends, it joins the next step. At the end of the run itself, the kernel draws which of the two events is
+   first.
+3. When a fetch begins or ends during a step run, the blocks for the tokens of the finished steps are allocated first. If too few
+   blocks remain for the other steps of the run, the run ends after the step that is under way.
 4. An answer's full blocks get their names when the answer ends, as far as their names are known.
-5. Progress is reported when an answer begins a new block, and at most every `REPORT_TOKENS` tokens: routers count blocks.
-   `progress` reports the rest at any time.
+5. Progress is reported when an answer begins a new block, because routers count blocks, but at most every `REPORT_TOKENS` tokens.
+   `progress` returns the tokens that are not reported yet, at any time.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,23 +28,23 @@ from fleet.hardware.power import power_share
 from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
 from fleet.sim.results.quantiles import Quantiles
 
-REPORT_TOKENS = 64  # generated tokens, at least, between two progress reports of an attempt
+REPORT_TOKENS = 64  # least number of generated tokens between two progress reports of an attempt
 
 
 _power_share = lru_cache(1 << 14)(power_share)
 
 
 class StepProgress(Struct, frozen=True):
-    """Progress that one step brought to one attempt."""
+    """The progress of one attempt since its last report."""
 
     attempt_id: RequestId
-    tokens: int  # generated since the last report
+    tokens: int  # tokens generated since the last report
     ended: bool
     cached_tokens: int | None = None  # cached prompt tokens; set with the first token
 
 
 class VirtualEngine:
-    """Engine of one worker. It calls `report` with the progress of each step, and `cache_changed` with stored and removed blocks."""
+    """The engine of one worker in virtual time. It calls `report` with progress, and `cache_changed` with stored and removed blocks."""
 
     def __init__(
         self,
@@ -67,29 +68,30 @@ class VirtualEngine:
         self._slowed_by: list[float] = []
         self._slowness = 1.0
         self.busy = Nanos(0)
-        self.weighted_busy = 0.0  # busy time, weighted by the share of its power range that a GPU drew
-        self.computed_tokens = 0  # prompt tokens
+        # nanoseconds in steps, each weighted by the share of its power range (idle to busy) that a GPU drew
+        self.weighted_busy = 0.0
+        self.computed_tokens = 0  # computed prompt tokens
         self.generated_tokens = 0
-        self.gaps = Quantiles()  # ms between two tokens of a sequence
+        self.gaps = Quantiles()  # distribution of the ms between two tokens of a sequence
 
     @property
     def held(self) -> int:
-        """Attempts that have not ended."""
+        """Number of attempts that have not ended."""
         return len(self._scheduler.attempts)
 
     @property
     def waiting(self) -> int:
-        """Attempts among `held` that are not admitted yet."""
+        """Number of attempts among `held` that are not admitted to the batch yet."""
         return self._scheduler.waiting
 
     @property
     def preempted(self) -> int:
-        """Attempts that lost their blocks to an older one."""
+        """How often an attempt lost its blocks to an older one."""
         return self._scheduler.preempted
 
     @property
     def idle(self) -> bool:
-        """True if there is no attempt, and no block that a decode worker will fetch."""
+        """True if there is no attempt, and no kept block that a decode worker may fetch."""
         return not self._scheduler.attempts and not self._scheduler.kept
 
     @property
@@ -128,23 +130,23 @@ class VirtualEngine:
     def fetched(self, attempt_id: RequestId) -> None:
         """Note that all blocks of a fetch have come."""
         self._count_steps()
-        if (attempt := self._scheduler.fetched(attempt_id)) is not None:  # otherwise it was cancelled
+        if (attempt := self._scheduler.fetched(attempt_id)) is not None:  # None: the attempt was cancelled meanwhile
             attempt.computed = max(attempt.computed, attempt.coming)
             self._blocks.name(attempt, attempt.job.keys, attempt.computed)
             self._interrupt()
 
     def not_fetched(self, attempt_id: RequestId) -> None:
-        """Note that a fetch has failed; the prompt is computed from where the cache ends."""
+        """Note that a fetch has failed. The prompt is then computed from the end of its cached prefix."""
         if self._scheduler.fetched(attempt_id) is not None:
             self._interrupt()
 
     def cancel(self, attempt_id: RequestId) -> None:
-        """Forget an attempt, if it is known."""
+        """Forget an attempt; do nothing if it is unknown."""
         if self._scheduler.cancel(attempt_id):
             self._interrupt()
 
     def progress(self) -> list[StepProgress]:
-        """Return, once, the generated tokens that were not reported yet."""
+        """Return the generated tokens that were not reported yet, and mark them as reported."""
         done = 0 if (step_run := self._step_run) is None else step_run.done(self._kernel.instant) - step_run.counted
         scheduler, reports = self._scheduler, []
         for attempt in scheduler.attempts.values():
@@ -163,27 +165,27 @@ class VirtualEngine:
             self._interrupt()
 
     def slow(self, factor: float) -> None:
-        """Multiply the duration of later steps by `factor`, on top of other slowdowns."""
+        """Multiply the duration of later steps by `factor`; several slowdowns multiply."""
         assert factor > 0, factor
         self._slowed_by.append(factor)
         self._slowness = prod(self._slowed_by)
         self._interrupt()
 
     def recover(self, factor: float) -> None:
-        """End one slowdown by `factor`."""
+        """End one slowdown that began with the same `factor`."""
         self._slowed_by.remove(factor)
         self._slowness = prod(self._slowed_by, start=1.0)
         self._interrupt()
 
     def forget_all(self) -> list[RequestId]:
-        """Cancel all attempts and return their ids; the cache and the kept blocks stay."""
+        """Cancel all attempts and return their ids; the cache and the blocks kept for decode workers remain."""
         attempt_ids = list(self._scheduler.attempts)
         for attempt_id in attempt_ids:
             self.cancel(attempt_id)
         return attempt_ids
 
     def stop(self) -> None:
-        """Lose all attempts and kept blocks and report nothing any more, as when the process dies."""
+        """Lose all attempts and kept blocks, and report nothing from now on, as when the process dies."""
         if self._step_run is not None:
             self._step_run.forget()
         self._scheduler.clear()
@@ -191,14 +193,14 @@ class VirtualEngine:
     # Steps.
 
     def _interrupt(self) -> None:
-        """End the step run with the step that is under way, or begin a step."""
+        """End the step run after the step that is under way, or begin a step if none is."""
         if (step_run := self._step_run) is None:
             self._begin()
         elif step_run.steps > 1:
             step_run.cut(self._kernel, self._end)
 
     def _count_steps(self) -> None:
-        """Count the done steps of the step run, so that their tokens have blocks before others take or name blocks."""
+        """Count the finished steps of the step run, so that their tokens have blocks before other attempts take blocks."""
         if (step_run := self._step_run) is not None and (steps := step_run.count(self._kernel.instant)):
             self.generated_tokens += self._scheduler.advance(steps)
             self._scheduler.grow()
@@ -216,7 +218,7 @@ class VirtualEngine:
         step_run.end = self._kernel.at(step_run.until(steps), self._end)
 
     def _steps_together(self) -> int:
-        """Return the steps until a sequence ends or blocks may run out."""
+        """Return how many steps can run before a sequence ends or blocks may run out."""
         steps = self._scheduler.steps_to(self._ends)
         assert steps is not None
         if self._may_need(steps) > self._blocks.available and (growth := self._scheduler.steps_to_growth()) is not None:
@@ -224,7 +226,7 @@ class VirtualEngine:
         return steps
 
     def _may_need(self, steps: int) -> int:
-        """Return the most blocks that the running attempts take in so many steps."""
+        """Return the most blocks that the running attempts need for this number of steps."""
         return len(self._scheduler.running) * (1 + steps // self._block_tokens)
 
     def _end(self) -> None:
@@ -241,7 +243,9 @@ class VirtualEngine:
             self.gaps.add(lasted / steps / MILLISECOND, running * steps)
             if step_run.left > 1:
                 self.generated_tokens += scheduler.advance(step_run.left - 1)
-            scheduler.grow()  # before the last step, because sequences that end with it hold their blocks until then
+            # Allocate blocks for the last step before it is counted, because sequences that end with it keep their blocks until
+            # then.
+            scheduler.grow()
             self.generated_tokens += scheduler.advance(1)
             now = scheduler.steps
             if self._ends and self._ends[0][0] <= now:
@@ -253,7 +257,8 @@ class VirtualEngine:
                     self._report_later(attempt)
             scheduler.grow()
         for attempt, tokens in step_run.plan.chunks:
-            if scheduler.attempts.get(attempt.job.attempt_id) is attempt:  # otherwise it was cancelled meanwhile
+            # a different attempt or None: this attempt was cancelled meanwhile
+            if scheduler.attempts.get(attempt.job.attempt_id) is attempt:
                 self._computed(attempt, tokens, reports)
         self._begin()
         if self._blocks.changed:
@@ -280,7 +285,7 @@ class VirtualEngine:
         self._report_later(attempt)
 
     def _report_later(self, attempt: BatchedAttempt[int]) -> None:
-        """Schedule the next progress report, when the answer begins a new block; the end is reported anyway."""
+        """Schedule the next progress report for when the answer begins a new block; the end is reported in any case."""
         prompt, size = attempt.job.prompt_tokens, self._block_tokens
         tokens = prompt + self._scheduler.generated(attempt) + max(0, REPORT_TOKENS - size)
         if (due := -(-tokens // size) * size + 1 - prompt) < attempt.job.answer_tokens:
@@ -292,17 +297,18 @@ class VirtualEngine:
         return StepProgress(attempt.job.attempt_id, tokens, ended, attempt.cached if tokens == generated else None)
 
     def _over(self, attempt: BatchedAttempt[int], reports: list[StepProgress]) -> None:
-        """Report and end an attempt that has generated all its tokens."""
+        """Add the last report of an attempt that has generated all its tokens, and end the attempt."""
         job = attempt.job
         assert self._scheduler.generated(attempt) == job.answer_tokens, job
         reports.append(self._progress_of(attempt, ended=True))
         if job.answer_keys:
-            computed = job.prompt_tokens + job.answer_tokens - 1  # the last token has no KV
+            # minus 1, because the KV of the last token is never computed
+            computed = job.prompt_tokens + job.answer_tokens - 1
             self._blocks.name(attempt, [*job.keys, *job.answer_keys], computed)
         self._scheduler.end(attempt)
 
     def check(self) -> None:
-        """Assert that the sums are those of the attempts, and that all tokens have room."""
+        """Assert that the sums agree with the attempts, and that all tokens have blocks."""
         self._scheduler.check()
 
 
@@ -317,12 +323,12 @@ class StepRun:
     def __init__(self, began: int, first: float, slope: float, steps: int, plan: StepPlan[int]):
         self.began, self.first, self.slope, self.steps, self.plan = began, first, slope, steps, plan
         self.counted = 0
-        """Steps that the scheduler has counted already."""
+        """Number of steps that the scheduler has already counted."""
         self.end: ScheduledEvent | None = None
 
     @property
     def left(self) -> int:
-        """Steps that the scheduler has still to count."""
+        """Number of steps that the scheduler has not counted yet."""
         return self.steps - self.counted
 
     def until(self, steps: int) -> int:
@@ -331,17 +337,20 @@ class StepRun:
         return self.began + max(1, round(seconds * SECOND))
 
     def done(self, now: int) -> int:
-        """Return how many steps are done; the run must not be over."""
+        """Return the number of finished steps; the run must not be over."""
         running = self._running_at(now)
         return running if running < self.steps and self.until(running) == now else running - 1
 
     def count(self, now: int) -> int:
-        """Return the steps that ended before `now` and are not counted yet, and count them; the step under way is never counted."""
+        """Return the number of steps that ended before `now` and were not counted yet, and mark them as counted.
+
+        The step that is under way is never counted.
+        """
         before, self.counted = self.counted, self._running_at(now) - 1
         return self.counted - before
 
     def cut(self, kernel: Kernel, ended: Callable[[], None]) -> None:
-        """End the run with the step that is under way; a step that ends now still is."""
+        """End the run after the step that is under way; if a step ends exactly now, the run ends after that step."""
         steps = self._running_at(kernel.instant)
         if steps < self.steps:
             self.forget()
@@ -354,12 +363,13 @@ class StepRun:
             cancel(self.end)
 
     def _running_at(self, now: int) -> int:
-        """Return the smallest number of steps that is not done before `now`: the root of a parabola, corrected by whole steps."""
+        """Return the smallest number of steps that take at least until `now`: the root of a parabola, corrected to whole steps."""
         elapsed = (now - self.began) / SECOND
         half, guess = 0.5 * self.slope, 1
         linear = self.first - half
         root = linear * linear + 4 * half * elapsed
-        if linear > 0 and root >= 0:  # 2c / (b + sqrt(b² + 4ac)) also holds for a slope of 0
+        # Root of the quadratic as 2c / (b + sqrt(b² + 4ac)), because this form also works with a slope of 0.
+        if linear > 0 and root >= 0:
             guess = min(self.steps, max(1, int(2 * elapsed / (linear + root**0.5)) + 1))
         while guess < self.steps and self.until(guess) < now:
             guess += 1

@@ -2,16 +2,16 @@
 
 Rules:
 
-1. Ready callbacks run in a turn, which is an event of the kernel at the present instant; timers are events, too. So time jumps
-   when nothing is ready. The kernel's seed draws the order of timers of one instant; callbacks run in the order in which they
-   became ready, as in every event loop.
-2. Time is counted in whole nanoseconds. The instant of a timer, which asyncio gives in seconds, is rounded to the nearest one, so
-   two spans that are equal in nanoseconds end at the same instant.
+1. Ready callbacks run in a turn, which is an event of the kernel at the present instant; each timer is an event, too. So when no
+   callback is ready, time jumps to the next timer or other event. The kernel's seed draws the order of timers of one instant;
+   callbacks run in the order in which they became ready, as in every event loop.
+2. Time is counted in whole nanoseconds. asyncio states the instant of a timer in seconds; it is rounded to the nearest nanosecond.
+   So two timers with equal spans in nanoseconds end at the same instant.
 3. `create_unix_connection` connects in memory to the protocol that listens at a path of this loop (`listen`). Written data arrives
    at the other end after `delay`, in order and in the same pieces. So does the end of the connection, orderly or not, after the
    data written before it. While a path is held (`hold`), written data waits, in both directions.
 4. An exception of a callback ends the kernel's run, because the state of the simulation cannot be trusted any more.
-5. Whatever leaves the process or waits for the outside (sockets, threads, signals, subprocesses) raises `NotImplementedError`.
+5. Methods that use the world outside the process (sockets, threads, signals, subprocesses) raise `NotImplementedError`.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ from fleet.sim.kernel import Kernel
 Result = TypeVar("Result")
 
 LAST_ROUNDS = 10_000
-"""Most turns in which cancelled tasks may clean up."""
+"""Most turns that cancelled tasks may use to clean up."""
 
 
 class Deadlocked(Exception):
-    """No event is left, and the awaited coroutine has not ended."""
+    """No event is left, but the awaited coroutine has not ended."""
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """An event loop that runs while its kernel runs; `complete` runs the kernel for one coroutine."""
+    """An asyncio event loop whose time is that of a kernel. `complete` runs the kernel until no event is left."""
 
     def __init__(self, kernel: Kernel, delay: Nanos):
         """Begin without tasks; data on connections arrives after `delay`."""
@@ -64,7 +64,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task.result()
 
     def begin(self, main: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
-        """Start a task whose exceptions end the kernel's run."""
+        """Start a task. If it raises an exception, the kernel's run ends with that exception."""
         task = self.create_task(main)
         task.add_done_callback(self._ended)
         return task
@@ -79,15 +79,15 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             task.cancel()
 
     def abandon(self) -> None:
-        """Cancel every task and run their clean-up now, without time passing; the loop cannot be used afterwards.
+        """Cancel all tasks and run their clean-up code now, without advancing time. The loop cannot be used afterwards.
 
-        A run that is broken off needs this, because asyncio logs an error for a pending task that is destroyed.
+        Call this when a run ends early, because asyncio logs an error for each pending task that is destroyed.
         """
         self._listening.clear()
         for _ in range(LAST_ROUNDS):
             self.cancel_all()
             self._fault = None
-            with suppress(BaseException):  # supervisor: the run has failed already
+            with suppress(BaseException):  # errors of the clean-up are ignored, because the run has already failed
                 self.turn()
             if not self._tasks:
                 return
@@ -95,7 +95,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # Turns.
 
     def turn(self) -> None:
-        """Run all ready callbacks, and those that become ready meanwhile. Must not be called within a turn."""
+        """Run all ready callbacks, and all that become ready in the meantime. Must not be called within a turn."""
         assert not self._running
         self._turn_set = False
         ready = self._ready
@@ -123,7 +123,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Keep the exception of a callback, or of a task that nobody awaited, to end the run with it."""
+        """Keep the exception of a callback, or of a task that is not awaited, so that the kernel's run ends with it."""
         self._fault = self._fault or context.get("exception") or RuntimeError(context["message"])
 
     # Time.
@@ -185,24 +185,27 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # Connections.
 
     def listen(self, path: str, made: Callable[[], asyncio.Protocol]) -> None:
-        """Make a new protocol for each later connection to `path`."""
+        """Accept connections to `path`; `made` creates the protocol for each of them."""
         assert path not in self._listening, path
         self._listening[path] = _PathListener(made)
 
     def cut(self, path: str) -> None:
-        """Stop listening and end all connections, as when a process is killed: its own ends are not notified."""
+        """Stop listening and end all connections, as when the listening process is killed.
+
+        The protocols of that process are not notified; the protocols of its clients are.
+        """
         listener = self._listening.pop(path)
         listener.forget()
         for end in listener.ends:
             end.cut()
 
     def hold(self, path: str) -> bool:
-        """Hold all data to and from a path until `release`; return False if nobody listens there or it is held already."""
+        """Make data to and from a path wait until `release`; return False if nothing listens there or the path is held already."""
         listener = self._listening.get(path)
         return listener is not None and listener.hold()
 
     def release(self, path: str) -> None:
-        """Send the data that was held, in order, if somebody still listens there."""
+        """Send the data that waited, in order, if a protocol still listens at the path."""
         if (listener := self._listening.get(path)) is not None:
             listener.release()
 
@@ -212,7 +215,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Connect to `path`; this takes one round trip.
 
         Raises:
-            ConnectionRefusedError: Nobody listens at `path`.
+            ConnectionRefusedError: No protocol listens at `path`.
         """
         await asyncio.sleep(2 * self.delay / SECOND)
         if (listener := self._listening.get(path)) is None:
@@ -233,7 +236,8 @@ class _PathListener:
     def __init__(self, made: Callable[[], asyncio.Protocol]):
         self.made = made
         self.ends: list[_ConnectionEnd] = []
-        self._held: deque[Callable[[], None]] | None = None  # sends that wait while the path is held
+        # sends that wait while the path is held; None: it is not held
+        self._held: deque[Callable[[], None]] | None = None
         self._free = asyncio.Event()
         self._free.set()
 
@@ -245,7 +249,7 @@ class _PathListener:
             self._held.append(sending)
 
     async def free(self) -> None:
-        """Wait until the path is not held."""
+        """Wait until the path is no longer held."""
         await self._free.wait()
 
     def hold(self) -> bool:
@@ -262,7 +266,7 @@ class _PathListener:
         self._free.set()
 
     def forget(self) -> None:
-        """Drop the data that is held."""
+        """Drop the data that waits because the path is held."""
         if self._held is not None:
             self._held.clear()
             self.release()
@@ -278,8 +282,9 @@ class _ConnectionEnd(asyncio.Transport):
         self.protocol = protocol
         self._loop = loop
         self._listener = listener
-        self._arrived: deque[bytes | None] = deque()  # not received yet; None: the other end has closed
-        self._under_way: deque[bytes | None] = deque()  # to the other end
+        # data that has arrived but was not received; None: the other end has closed
+        self._arrived: deque[bytes | None] = deque()
+        self._under_way: deque[bytes | None] = deque()  # data on its way to the other end
         self._reading = True
         self._closing = False
         self._over = False
@@ -292,7 +297,7 @@ class _ConnectionEnd(asyncio.Transport):
         self.write(b"".join(list_of_data))
 
     def close(self) -> None:
-        self.abort()  # written data is under way already
+        self.abort()  # no need to flush: written data is on its way already
 
     def abort(self) -> None:
         if not self._closing:
@@ -301,7 +306,7 @@ class _ConnectionEnd(asyncio.Transport):
             self._loop.call_soon(self._lose)
 
     def cut(self) -> None:
-        """End the connection: this end is not notified, the other one is after the delay."""
+        """End the connection without notifying this end; the other end is notified after the delay."""
         if not self._closing:
             self._closing = self._over = True
             self._send(None)
@@ -317,10 +322,10 @@ class _ConnectionEnd(asyncio.Transport):
         self._loop.call_soon(self._receive)
 
     def get_write_buffer_size(self) -> int:
-        return 0  # all data is under way at once
+        return 0  # nothing is buffered: written data is on its way at once
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Do nothing: no data ever waits to be written."""
+        """Do nothing, because written data is never buffered."""
 
     def take(self, data: bytes | None) -> None:
         """Receive data from the other end."""

@@ -2,13 +2,15 @@
 
 Rules:
 
-1. Every decision is made by `fleet.router.machine`. The world gives it the events that a router would see: arrivals and first
-   workers at once, events of workers and stores a message delay after they happened. Commands reach a worker a message delay
-   later, too. Messages of one channel between router and worker arrive in the order in which they were sent, as on the wire.
+1. Every decision is made by `fleet.router.machine`. The world sends it the events that a router would get. Arrivals and the first
+   workers' registrations come at once; events of workers and stores come a message delay after they happened. Commands also reach
+   a worker a message delay later. Messages of one channel between router and worker arrive in the order in which they were sent,
+   as on the wire.
 2. Generated tokens are reported with the first token, when an answer begins a new block, and with the end. The instants of
    first tokens and ends are exact, and the router counts blocks. Tokens generated before a fault are reported, too.
 3. `fleet.sim.cluster` simulates the workers, their network, their stores, and the faults.
-4. The time outside an engine (`front`: HTTP, tokenizer) is added to what the client sees; nothing else waits for it.
+4. The time outside an engine (`front`: HTTP, tokenizer) is added to the latencies that the client sees; no other part of the
+   simulation waits for it.
 5. The digest covers the end of every request, in order. Two runs are the same if their digests are equal.
 """
 
@@ -52,7 +54,7 @@ from fleet.sim.results.outcomes import EndedRequest, TimelineSample
 from fleet.sim.virtual_engine import VirtualEngine
 from kvstore.eviction.trace_replay import TraceRequest
 
-ENDS_PER_HASH = 256  # ended requests that go into the digest together
+ENDS_PER_HASH = 256  # Number of ended requests that are hashed into the digest together.
 
 
 class _ClientView(Struct, kw_only=True, eq=False):
@@ -68,7 +70,7 @@ class _ClientView(Struct, kw_only=True, eq=False):
 
 
 class World:
-    """The router, its clients and its cluster."""
+    """A router machine with its clients and its cluster; hands events and commands from one to the other."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class World:
             verbatim_answers: Whether the next prompt of a conversation repeats the answer (`AnswerBlockNames`).
         """
         self._kernel = kernel
-        # Explanations of requests that are over are never read here, and each would keep a candidate table.
+        # Explanations of ended requests are never read here, and each would keep a candidate table in memory.
         self._machine = RouterMachine(structs.replace(settings, explained_requests=1), Random(seed), policy, keys_of)
         self._block_tokens = block_tokens
         self._answer_names = AnswerBlockNames(block_tokens) if verbatim_answers else None
@@ -139,7 +141,7 @@ class World:
         ended: Callable[[EndedRequest], None] | None = None,
         deadline: Nanos | None = None,
     ) -> RequestId:
-        """Send a request now; `ended` replaces the world's callback and is not called if the request is cancelled."""
+        """Send a request now; `ended` replaces the world's callback, and is not called if the request is cancelled."""
         self._has_deadlines = self._has_deadlines or deadline is not None
         self._numbered += 1
         request_id = RequestId(str(self._numbered))
@@ -171,7 +173,7 @@ class World:
 
     @property
     def live(self) -> int:
-        """Requests that are not over."""
+        """Number of requests that have not ended."""
         return len(self._clients)
 
     # Requests, as workers see them (`fleet.sim.cluster.worker.SimulatedRequests`).
@@ -186,11 +188,11 @@ class World:
     # The router.
 
     def fail(self, fault: Fault) -> None:
-        """Schedule a fault. Nothing happens if its worker is gone by then."""
+        """Schedule a fault. It has no effect if its worker no longer exists at that instant."""
         self._cluster.fail(fault)
 
     def _handle(self, event: RouterEvent) -> None:
-        """Give the router an event and perform its commands; `fleet.app.agreement` puts production's servers in between."""
+        """Send an event to the router and perform its commands. `fleet.app.agreement` replaces this by production's servers."""
         now = self._kernel.instant
         commands = self._machine.handle(event, now)
         if self._record is not None:
@@ -200,7 +202,8 @@ class World:
                 case Emit():
                     self._emitted(command, now)
                 case Dispatch() | CancelAttempt():
-                    if (worker := self._cluster.get(command.worker_id)) is not None:  # else WorkerLeft is under way
+                    # None: the worker died, and WorkerLeft is on its way to the router
+                    if (worker := self._cluster.get(command.worker_id)) is not None:
                         worker.from_router.send(command)
                 case StartedOver():
                     self._started_over(command.request_id)
@@ -209,7 +212,7 @@ class World:
                 case Reject():
                     self._over(command.request_id, now, 0, command.reason.value)
                 case CacheDriftChanged():
-                    pass  # only for metrics
+                    pass  # this command only changes metrics
                 case _:
                     assert_never(command)
         if self._has_deadlines and (due := self._machine.next_deadline()) != self._ticks_at:
@@ -291,7 +294,7 @@ class World:
         return self._machine
 
     def workers(self) -> Iterator[tuple[PoolProfile, Nanos, VirtualEngine]]:
-        """Yield all workers that were ever up: profile, time that they had their GPUs so far, engine."""
+        """Yield each worker that was ever up: its profile, the time for which it has had its GPUs, and its engine."""
         for worker in self._cluster.ever():
             until = self.last_end if worker.until is None else min(worker.until, self.last_end)
             yield worker.profile, Nanos(max(0, until - worker.since)), worker.engine
@@ -309,7 +312,7 @@ class World:
         )
 
     def check(self) -> None:
-        """Assert that all parts are consistent, and that nothing is held if no request is live."""
+        """Assert that all parts are consistent, and that no capacity is reserved if no request is live."""
         self._machine.check()
         self._cluster.check(idle=not self._clients)
 

@@ -2,10 +2,10 @@
 
 Rules:
 
-1. A file is written under another name and then renamed, so that nobody reads a part of it.
+1. A file is written under another name and then renamed, so that readers never see an incomplete file.
 2. A writer of the plan holds a lock on the file `.lock` (flock, which network file systems support since NFS 4). The lock ends with
    its holder.
-3. A file with other content is neither plan nor report: nothing is concluded from it, and it is not overwritten.
+3. A file with invalid content is treated as unreadable (`ConnectorUnreachable`), and it is not overwritten.
 4. An orchestrator may hold a lock on the file `.orchestrator` while it runs. If that file exists and is not locked, the orchestrator was
    killed, and its report is out of date.
 """
@@ -45,7 +45,8 @@ class FolderRecords:
         while True:
             with suppress(BlockingIOError):
                 return await asyncio.to_thread(self._write, intent, over)
-            await asyncio.sleep(LOCK_EVERY)  # another process is writing; the caller's deadline ends the loop
+            # another process is writing; the loop ends when the caller cancels it at its deadline
+            await asyncio.sleep(LOCK_EVERY)
 
     def intent(self) -> Intent:
         """Return the plan record for an orchestrator, or an empty one without a file; raises ConnectorUnreachable."""
@@ -57,7 +58,7 @@ class FolderRecords:
 
     @contextmanager
     def obeyed(self) -> Iterator[None]:
-        """Show by a lock that the orchestrator runs, as long as the context is open and the process lives; raises OSError."""
+        """Hold a lock, while the context is open, that shows planners that the orchestrator runs. Raises OSError."""
         with hold_lock_file(self._folder / ORCHESTRATOR):
             yield
 

@@ -33,7 +33,7 @@ from fleet.planner.messages import (
 )
 from fleet.planner.ports import CALL_SECONDS, ConnectorUnreachable, PlanConflict, PlanRefused
 
-TRIES = 4  # tries to write a plan while others write plans for other pools
+TRIES = 4  # Most attempts to write a plan while other writers change other pools.
 
 Revision = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0)]
@@ -134,7 +134,7 @@ class VirtualConnector:
         """Give pools back to the planner: they keep their numbers, and the planner may change them again.
 
         Raises:
-            PlanConflict: Others write all the time; nothing is written.
+            PlanConflict: All `TRIES` attempts met another write; nothing is written.
             PlanRefused: A pool does not exist; nothing is written.
             ConnectorUnreachable: The records may be written.
         """
@@ -171,7 +171,8 @@ class VirtualConnector:
 
     async def _write(self, plan: Plan, pools: Sequence[PoolObservation], kept: RecordsSnapshot) -> bool:
         assert kept.report is not None, "the observation was made on a report"
-        revision = max(kept.intent.revision, kept.report.revision) + 1  # the report may survive a lost plan
+        # the report may have a higher revision, if the plan record was lost
+        revision = max(kept.intent.revision, kept.report.revision) + 1
         written = {
             each.name: PoolIntent(
                 replicas=plan.replicas[each.name],

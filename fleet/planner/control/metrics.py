@@ -10,7 +10,7 @@ from fleet.planner.records import PlannerStatus, PlanState
 
 
 class MeteredPlanner(Protocol):
-    """The part of `fleet.planner.loop.PlannerLoop` that is counted."""
+    """The attributes of `fleet.planner.loop.PlannerLoop` that the metrics read."""
 
     rule_failures: int
     ended: dict[PlanState, int]
@@ -20,7 +20,7 @@ class MeteredPlanner(Protocol):
 
 
 class PlannerMetrics:
-    """Collector for a `CollectorRegistry`."""
+    """Converts the state of a planner to Prometheus metrics; registered in a `CollectorRegistry`."""
 
     def __init__(self, planner: MeteredPlanner) -> None:
         self._planner = planner

@@ -26,7 +26,7 @@ SHOW_SECONDS = 1.0
 
 
 class ShownPlanner(Protocol):
-    """The part of `fleet.planner.loop.PlannerLoop` that is shown."""
+    """The methods of `fleet.planner.loop.PlannerLoop` that the control port calls."""
 
     def status(self) -> PlannerStatus: ...
 
@@ -34,7 +34,7 @@ class ShownPlanner(Protocol):
 
 
 class ShownPlanners(Protocol):
-    """The planners of one process."""
+    """Finds a planner of this process by its deployment."""
 
     def planner(self, deployment: str) -> ShownPlanner:
         """Return the planner of a deployment; an empty name means the only one.
@@ -59,7 +59,7 @@ class OnlyPlanner:
 
 
 def default_address() -> str:
-    """Return the control address of a planner of this user whose settings name none."""
+    """Return the default control address: a Unix socket of this user."""
     return f"unix:{control_folder() / 'planner.sock'}"
 
 
@@ -71,7 +71,7 @@ class PlannerService:
         self._watchers = 0
 
     def handler(self) -> grpc.GenericRpcHandler:
-        stream: Any = grpc.unary_stream_rpc_method_handler  # the type stubs know no coroutines
+        stream: Any = grpc.unary_stream_rpc_method_handler  # the type stubs do not accept coroutines here
         methods = {
             "ShowPlan": unary_handler(self._show),
             "WatchPlan": stream(self._watch, response_serializer=serialize),

@@ -1,4 +1,4 @@
-"""Etcd election: whoever owns a key under its own lease leads.
+"""Etcd election: the candidate that owns a key under its own lease is the leader.
 
 Rules:
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class EtcdElection:
-    """One candidate. Implements `fleet.planner.election.ports.PlanElection`."""
+    """A candidate of an election in etcd. Implements `fleet.planner.election.ports.PlanElection`."""
 
     def __init__(self, settings: EtcdElectionSettings, channels: EtcdChannels, identity: str, clock: Clock) -> None:
         self._settings = settings
@@ -57,7 +57,7 @@ class EtcdElection:
             await asyncio.sleep(self._settings.lease_seconds / 6)
 
     async def give_back(self) -> None:
-        """End the lease, so that the next leader need not wait."""
+        """End the lease, so that the next leader need not wait until it expires."""
         self._until = Nanos(0)
         if self._lease is None:
             return
@@ -67,7 +67,7 @@ class EtcdElection:
             )
 
     async def _renew(self, channel: grpc.aio.Channel) -> bool:
-        """Renew the lease, and take the key if nobody has it; return whether this candidate owns it."""
+        """Renew the lease, and create the key if it does not exist; return whether this candidate owns the key."""
         leases = rpc.LeaseStub(channel)
         if self._lease is not None:
             call = leases.LeaseKeepAlive(iter([rpc.LeaseKeepAliveRequest(ID=self._lease)]), timeout=CALL_SECONDS)

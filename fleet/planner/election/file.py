@@ -1,6 +1,6 @@
 """File election: the candidate that holds the lock of a file (flock) leads. The kernel releases the lock however its holder ends.
 
-A candidate whose file is no longer the one at its path, because the folder was made anew, gives the lead up and tries again.
+If the file at the path was replaced, because the folder was created again, the leader stops leading and tries to lock the new file.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ TRY_EVERY = 0.5  # seconds
 
 
 class FileElection:
-    """One candidate. Implements `fleet.planner.election.ports.PlanElection`."""
+    """A candidate of an election by a file lock. Implements `fleet.planner.election.ports.PlanElection`."""
 
     def __init__(self, path: Path, identity: str) -> None:
         self._path = path
@@ -46,14 +46,14 @@ class FileElection:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def close(self) -> None:
-        """Give the lead up."""
+        """Close the file, which releases the lock and ends the leadership."""
         self._leads = False
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def _is_in_place(self, file: int) -> bool:
-        """Return whether other candidates find the same file at the path; its folder may have been made anew."""
+        """Return whether the open file is still the file at the path, where other candidates look for it."""
         try:
             there = self._path.stat()
         except OSError:
@@ -70,7 +70,8 @@ class FileElection:
             return
         self._leads = True
         log.info("leader election won", extra={"identity": self._identity})
-        with suppress(OSError):  # the name is for people, and a full disk ends no leader
+        # a full disk must not end the leadership, because the written name is only information for people
+        with suppress(OSError):
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"{self._identity}\n".encode(), 0)
 

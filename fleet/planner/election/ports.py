@@ -5,7 +5,7 @@ from typing import Never, Protocol
 
 
 class PlanElection(Protocol):
-    """One candidate."""
+    """A planner's membership in an election."""
 
     def leads(self) -> bool:
         """Return whether this planner may apply plans now."""
@@ -17,7 +17,7 @@ class PlanElection(Protocol):
 
 
 class AlwaysLeads:
-    """The only planner. Implements `PlanElection`."""
+    """An election with one candidate, which always leads. Implements `PlanElection`."""
 
     def leads(self) -> bool:
         return True

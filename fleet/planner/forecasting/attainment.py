@@ -1,12 +1,12 @@
-"""Attainment: how many requests have kept the goals lately, and whether more of them were late than the goals allow. Pure.
+"""Attainment: measures which share of recent requests kept the goals, and detects when too many were late. Pure.
 
 Rules:
 
 1. The goals allow a share of all requests to be late, which is the budget. Chance makes some minutes worse than others, so one late
    minute is no reason to act.
-2. A goal is missed if the last `FAST_SECONDS` have more late requests than the budget, by more than chance explains, and so have the last
-   `SLOW_SECONDS`. It is also missed if the last `FAST_SECONDS` alone have `FAST_BURN` times the budget. These are the two windows of
-   alerts on burn rates (Beyer et al., The Site Reliability Workbook, 2018, chapter 5).
+2. A goal is missed if the last `FAST_SECONDS` have more late requests than the budget, by more than chance explains, and so have
+   the last `SLOW_SECONDS`. It is also missed if the last `FAST_SECONDS` alone have `FAST_BURN` times the budget. These are the two
+   windows of alerts on burn rates (Beyer et al., The Site Reliability Workbook, 2018, chapter 5).
 3. Requests that wait in routers and are late already count, too: their ages are taken to be evenly spread up to that of the oldest.
 """
 
@@ -24,14 +24,14 @@ FAST_SECONDS = 60.0
 SLOW_SECONDS = 1800.0
 FAST_BURN = 8.0
 CHANCE = 3.0
-"""Standard errors that chance explains."""
+"""Deviations of up to this many standard errors are explained by chance."""
 
 FEWEST_LATE = 2.0
-"""Late requests below which nothing is concluded."""
+"""With fewer late requests than this, no goal counts as missed."""
 
 
 class _Latencies(Struct, frozen=True):
-    """Measured requests of one window, and those of them that were late."""
+    """Numbers of measured and of late requests in one window."""
 
     ended: int
     counts: tuple[float, float]
@@ -39,7 +39,7 @@ class _Latencies(Struct, frozen=True):
 
 
 class Attainment:
-    """Requests that kept the goals for TTFT and TPOT, and those that did not."""
+    """Counts recent requests that kept the TTFT and TPOT goals, and those that did not."""
 
     def __init__(self, goals: PlanGoals) -> None:
         self._goals = goals
@@ -86,7 +86,7 @@ class Attainment:
         return slow is not None and slow[0] > slow[1]
 
     def _burn(self, field: int, seconds: float, waiting: float) -> tuple[float, float] | None:
-        """Return the late requests of the last seconds, and how many the goals allow; None without requests."""
+        """Return the late requests of the last seconds and the number that the goals allow; None without requests."""
         since = self._windows[-1].ended - seconds * SECOND if self._windows else 0.0
         recent = [each for each in self._windows if each.ended > since]
         count = sum(each.counts[field] for each in recent) + waiting

@@ -5,8 +5,9 @@ Rules:
 1. A forecaster takes one value a step and gives a mean and an upper bound for a horizon. No value is below 0.
 2. The methods: last value; exponentially weighted mean (Brown, 1956); local linear trend by a Kalman filter (Harvey, 1989, chapter 4), with
    a damped slope (Gardner and McKenzie, 1985); additive seasons of a fixed length (Holt, 1957; Winters, 1960).
-3. `ChosenForecaster` makes all of their forecasts and later compares each with what came (a rolling back-test at the horizon that is
-   used). It takes the method with the least absolute error, which must beat the present one by `MARGIN`. Its error is a number.
+3. `ChosenForecaster` makes all of their forecasts and later compares each with the real value (a rolling back-test at the horizon
+   that is used). It takes the method with the least absolute error, which must beat the present one by `MARGIN`. Its error is a
+   number.
 """
 
 from collections import deque
@@ -23,16 +24,16 @@ MEMORY = 240
 """Steps after which a back-test weighs 1/e."""
 
 UNSEASONAL = 4
-"""Last values whose mean is the forecast before the first season is over."""
+"""Number of last values whose mean is the forecast until the first season is complete."""
 
 NORMAL = 1.2533
-"""Standard deviation of a normal distribution divided by its mean absolute deviation; unlike squares, a single step hardly moves the latter."""
+"""Ratio of standard deviation to mean absolute deviation for a normal distribution; a single outlier hardly changes the latter."""
 
 
 class Forecast(Struct, frozen=True, kw_only=True):
     mean: float
     upper: float
-    """The mean and one standard error of such forecasts."""
+    """Upper bound: the mean plus one standard error of forecasts at this horizon."""
 
 
 class Forecaster(Protocol):
@@ -43,12 +44,12 @@ class Forecaster(Protocol):
         ...
 
     def forecast(self, horizon_seconds: float) -> Forecast:
-        """Return the value that is expected so far ahead."""
+        """Return the expected value this many seconds ahead, with its upper bound."""
         ...
 
 
 class LastValue:
-    """The future is the present; the error grows with the root of the horizon."""
+    """Forecasts the last value for every horizon; the error grows with the square root of the horizon."""
 
     def __init__(self, step_seconds: float) -> None:
         self._step = step_seconds
@@ -65,7 +66,7 @@ class LastValue:
 
 
 class WeightedMean:
-    """Exponentially weighted mean."""
+    """Forecasts the exponentially weighted mean of past values."""
 
     def __init__(self, half_life_steps: float) -> None:
         self._weight = 1.0 - 0.5 ** (1.0 / half_life_steps)
@@ -84,7 +85,7 @@ class WeightedMean:
 
 
 class LocalTrend:
-    """Kalman filter of a level and its slope, which is damped: far ahead a slope says little."""
+    """Forecasts a level and a slope by a Kalman filter. The slope is damped, because it says little about the far future."""
 
     def __init__(
         self, step_seconds: float, *, level_noise: float = 0.05, slope_noise: float = 0.002, damping: float = 0.99
@@ -168,7 +169,7 @@ class Seasonal:
 
 
 class BacktestScore(Struct, frozen=True, kw_only=True):
-    """Errors of one method in the back-test."""
+    """Forecast errors of one method in the back-test."""
 
     method: str
     relative: float
@@ -178,7 +179,7 @@ class BacktestScore(Struct, frozen=True, kw_only=True):
 
 
 class ChosenForecaster:
-    """The method that would have been best so far."""
+    """Forecasts by the method that has had the smallest error so far (rule 3)."""
 
     def __init__(self, methods: Mapping[str, Forecaster], step_seconds: float, horizon_seconds: float) -> None:
         assert methods, "at least one method"
@@ -194,7 +195,7 @@ class ChosenForecaster:
         self.aim(horizon_seconds)
 
     def aim(self, horizon_seconds: float) -> None:
-        """Set the horizon of the back-test; the errors so far are kept, the forecasts that are open are dropped."""
+        """Set the horizon of the back-test. Past errors are kept; forecasts that were not compared yet are dropped."""
         steps = max(1, round(horizon_seconds / self._step))
         if steps == self._steps and self._made:
             return
@@ -245,7 +246,7 @@ class ChosenForecaster:
 
 
 class _Mean:
-    """Mean that forgets; the first samples weigh alike."""
+    """A mean in which old samples lose weight; the first samples have equal weights."""
 
     def __init__(self) -> None:
         self.value = 0.0

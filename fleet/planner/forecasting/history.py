@@ -1,4 +1,4 @@
-"""History: what a planner remembers of the demand and of the pools. Pure."""
+"""History: the rates, lengths, latencies and pool changes that a planner remembers. Pure."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,16 +23,16 @@ from fleet.planner.rule_settings import PlannerRuleSettings
 from fleet.planner.sizing.capacity import OfferedLoad
 
 QUIET_GAPS = 8.0
-"""Mean gaps between arrivals without an arrival after which the load has ended; chance makes such a gap once in 3,000."""
+"""Without an arrival for this many mean gaps, the load has ended. Chance makes such a gap once in 3,000."""
 
 RECENT_SECONDS = 60.0
 """Time for which windows are kept, from which percentiles of latencies are taken."""
 
 RECENT_ERRORS = 2.0
-"""Standard errors by which a recent rate must exceed the level to count."""
+"""A recent rate counts only if it exceeds the level by this many standard errors."""
 
 ENOUGH = 20
-"""Fewest requests whose percentile is compared with a goal or a prediction."""
+"""Fewest requests from which a percentile is computed, to be compared with a goal or a prediction."""
 
 PRIOR_COUNTS = 20.0
 """Windows of Poisson arrivals with which the estimate of the dispersion begins."""
@@ -57,7 +57,7 @@ FIRST_SHAPE = RequestShape(prompt_tokens=1000.0, answer_tokens=200.0)
 
 
 class DemandHistory:
-    """Levels, spreads and forecast of the demand."""
+    """Rates, mean lengths, variation and forecast of the demand, updated with each window."""
 
     def __init__(self, settings: PlannerRuleSettings) -> None:
         self._settings = settings
@@ -66,10 +66,11 @@ class DemandHistory:
         self._prompts = _Lengths(settings.threshold)
         self._answers = _Lengths(settings.threshold)
         self._rate = Level(lambda mean: mean * self.dispersion, settings.threshold)
-        self._prompt_tokens = self._cached_tokens = 0.0  # of late, by `CACHED_MEMORY`
+        self._prompt_tokens = self._cached_tokens = 0.0  # token sums in which old windows lose weight (`CACHED_MEMORY`)
         self._recent: deque[DemandWindow] = deque()
         self._since_arrival = 0.0
-        self._arrivals = self._seconds = 0.0  # of the load that has not ended, as a moving mean
+        # arrivals and seconds of the load that has not ended, as sums in which old windows lose weight
+        self._arrivals = self._seconds = 0.0
         self._step_arrivals = self._step_seconds = 0.0
         self._steps = 0
         self.since_shape_change = inf
@@ -131,7 +132,7 @@ class DemandHistory:
 
     @property
     def quiet(self) -> bool:
-        """Return whether nobody has arrived for the cool-down, and for longer than chance explains."""
+        """Return whether no request has arrived for the cool-down, and for longer than chance explains."""
         gap = self._seconds / self._arrivals if self._arrivals else 0.0
         return self._since_arrival >= max(self._settings.cool_down_seconds, QUIET_GAPS * gap)
 
@@ -188,7 +189,7 @@ class DemandHistory:
 
 
 class PoolHistory:
-    """Start-up times, growth and obstacles of the pools."""
+    """Observed start-up times of pools, the instants of their changes, and pools that cannot grow."""
 
     def __init__(self, retry_seconds: float, pools: Sequence[PlannedPool]) -> None:
         self._retry = retry_seconds

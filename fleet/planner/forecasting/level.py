@@ -1,4 +1,4 @@
-"""Level: the mean of a noisy measure since its last change. A change is believed only if chance hardly explains it.
+"""Level: the mean of a noisy measure since its last change. A change is accepted only if chance is an unlikely explanation.
 
 Rules:
 
@@ -53,7 +53,8 @@ class Level:
         kept = self._changed()
         while len(self._samples) > (LONGEST if kept is None else kept):
             self._samples.popleft()
-        self.weight = sum(weight for weight, _ in self._samples)  # summed anew, so that rounding errors do not add up
+        # computed again from all samples, so that rounding errors do not accumulate
+        self.weight = sum(weight for weight, _ in self._samples)
         self._amount = sum(amount for _, amount in self._samples)
         if kept is None:
             return False
@@ -61,7 +62,7 @@ class Level:
         return True
 
     def _changed(self) -> int | None:
-        """Return the number of last samples that differ most from those before, or None."""
+        """Return how many of the last samples differ most from the earlier ones; None if the measure has not changed."""
         samples = self._samples
         all_weight, all_amount = self.weight + samples[-1][0], self._amount + samples[-1][1]
         weight = amount = 0.0

@@ -83,7 +83,7 @@ class PredictedLatency(Struct, frozen=True, kw_only=True):
 
 
 class CapacityModel(Protocol):
-    """Model of what pools can serve."""
+    """Predicts rates and latencies of pools."""
 
     def highest_rate(self, pool: PlannedPool, load: OfferedLoad, goals: PlanGoals, replicas: int) -> float:
         """Return the requests per second that the replicas serve within the goals; 0: not even one request keeps them."""
@@ -164,7 +164,7 @@ class StepCapacity:
 
 
 class _SharedEngine:
-    """One of several engines that share a load."""
+    """Computes rates and latencies of one of several engines that share a load."""
 
     def __init__(self, engine: PoolEngine, load: OfferedLoad, percentile: float, replicas: int) -> None:
         self._engine = engine.engine

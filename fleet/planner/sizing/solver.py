@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 HORIZON_SECONDS = 1800.0
-"""Time for which a mix is expected to stay."""
+"""Time for which a chosen mix is expected to stay; start-up costs are spread over it."""
 
 ROUNDS = 8
 SERVED_FIRST = 100.0
@@ -45,11 +45,11 @@ KEPT = 256
 
 ROUNDING = 1e-9
 ENOUGH = 1.0 - 1e-6
-"""Share of a rate that counts as all of it."""
+"""A served share of a rate that is at least this large counts as the whole rate."""
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
-    """A pool as the solver sees it."""
+    """A pool with its present replicas, as input of the solver."""
 
     pool: PlannedPool
     least: int
@@ -72,11 +72,11 @@ class Candidate(Struct, frozen=True, kw_only=True):
 
 
 class SolverTimeout(RuntimeError):
-    """The solver found no solution in time, so nobody knows whether there is one."""
+    """The solver found no solution within the time limit, so it is unknown whether one exists."""
 
 
 class Rates(Protocol):
-    """Rate of a pool."""
+    """Function that returns the rate of a pool."""
 
     def __call__(self, pool: PlannedPool, replicas: int) -> float:
         """Return the requests per second that the replicas serve together."""
@@ -84,7 +84,7 @@ class Rates(Protocol):
 
 
 class Mix(Struct, frozen=True, kw_only=True):
-    """A solution."""
+    """A solution: replicas of each candidate, the rate that they serve, and their cost."""
 
     replicas: tuple[int, ...]
     """Replicas of each candidate, in their order."""

@@ -6,7 +6,7 @@ from fleet.planner.demand import DemandWindow, RecentRequest
 
 
 class DemandSource(Protocol):
-    """Demand of one model."""
+    """Source of the demand windows of one model."""
 
     async def run(self) -> Never:
         """Collect demand until cancelled."""

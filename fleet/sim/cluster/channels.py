@@ -11,16 +11,21 @@ Message = TypeVar("Message")
 
 
 class Channel(Generic[Message]):
-    """One direction of a stream. Messages arrive after a delay and in order, however the kernel shuffles ties."""
+    """One direction of a stream between router and worker. Messages arrive after a delay and in the order in which they were sent.
+
+    The kernel draws the order of events of one instant at random, but this does not change the order of messages.
+    """
 
     __slots__ = ("_delay", "_deliver", "_held_back", "_kernel", "_latest", "_sent_at", "_under_way")
 
     def __init__(self, kernel: Kernel, delay: Nanos, deliver: Callable[[Message], None]):
         self._kernel, self._delay, self._deliver = kernel, delay, deliver
-        self._under_way: deque[list[Message]] = deque()  # messages of one instant travel in one list
+        # each list has the messages that were sent at one instant; they arrive in one event
+        self._under_way: deque[list[Message]] = deque()
         self._latest: list[Message] = []
         self._sent_at: Nanos | None = None  # instant of the messages in _latest
-        self._held_back: list[Message] | None = None  # a list while the channel is cut
+        # messages sent while the channel is cut; None: the channel is not cut
+        self._held_back: list[Message] | None = None
 
     def send(self, message: Message) -> None:
         kernel = self._kernel
@@ -49,14 +54,14 @@ class Channel(Generic[Message]):
             self.send(message)
 
     def drop_held(self) -> None:
-        """Drop the messages that were held back."""
+        """Drop the messages that were held back during a cut."""
         if self._held_back is not None:
             self._held_back = []
 
     def _arrive(self) -> None:
         messages = self._under_way.popleft()
         if messages is self._latest:
-            self._sent_at = None  # later messages of this instant need a list of their own
+            self._sent_at = None  # a message that is sent later in this instant must not join the list that has arrived
         deliver = self._deliver
         for message in messages:
             deliver(message)

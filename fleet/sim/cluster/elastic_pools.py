@@ -2,12 +2,12 @@
 
 Rules:
 
-1. A replica holds its GPUs from the moment at which it is started until it has left, so also while it starts and drains.
-2. A pool that shrinks first cancels the replicas that start, the newest first. Then it drains those whose cache is worth least: the
-   seconds that it would take to compute the blocks again that no other worker holds. Among equals, the one with the fewest requests
-   drains.
-3. A drain is not interrupted. A replica that has not finished at the limit of its drain ends, and its requests continue elsewhere.
-4. Replicas wait while there are no GPUs for them, pools in the order of their names.
+1. A replica occupies its GPUs from the beginning of its start to the end of its drain.
+2. A pool that shrinks first cancels replicas that are starting, the newest first. Then it drains the replicas whose cache is worth
+   least. The value of a cache is the time that computing again those of its blocks that no other worker has would take. Among
+   equal values, the replica with the fewest requests drains first.
+3. A drain cannot be undone. A replica that still has requests after `drain_limit` ends, and other workers continue these requests.
+4. A new replica waits until there are GPUs for it. If several pools wait, they get GPUs in the order of their names.
 """
 
 from collections import Counter
@@ -26,20 +26,20 @@ from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
 
 
 class ElasticPool(Struct, frozen=True, kw_only=True):
-    """A pool and the limits of its changes."""
+    """A pool, the durations of its starts, and the limit of its drains."""
 
     profile: PoolProfile
-    """Profile of its workers; `workers` is the number at the start, and `start_time` the mean duration of a start."""
+    """Profile of the pool's workers; `workers` is the number at the start, and `start_time` the mean duration of a start."""
 
     start_spread: float = 0.0
-    """Starts are evenly distributed up to this share of the mean below and above it."""
+    """Variation of start durations, as a share of the mean: 0.2 draws them evenly from 0.8 to 1.2 times the mean."""
 
     drain_limit: Nanos
-    """Longest drain."""
+    """Longest duration of a drain; then the replica ends."""
 
 
 class PoolState(Struct, frozen=True, kw_only=True):
-    """Replicas of one pool from one instant on."""
+    """Numbers of replicas of one pool from the instant `at` until the next state."""
 
     at: Nanos
     wanted: int
@@ -54,7 +54,7 @@ class PoolState(Struct, frozen=True, kw_only=True):
 
 
 class _Replicas:
-    """Replicas of one pool, by what they do."""
+    """The replicas of one pool, grouped into starting, serving and draining ones."""
 
     def __init__(self, pool: ElasticPool) -> None:
         profile = pool.profile
@@ -71,7 +71,7 @@ class _Replicas:
 
 
 class ElasticPools:
-    """All pools of a simulated cluster, whose first workers are there already."""
+    """Starts and drains workers so that each pool reaches its wanted number of replicas; the first workers exist already."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class ElasticPools:
         return self._pools[name].history[-1]
 
     def lacks_room(self, name: str) -> bool:
-        """Return whether replicas of a pool wait for GPUs."""
+        """Return whether a pool has replicas that wait for free GPUs."""
         pool = self._pools[name]
         return len(pool.starting) + len(pool.up) < pool.wanted
 
@@ -113,11 +113,11 @@ class ElasticPools:
         return self._pools[name].history
 
     def pool_of(self, worker_id: WorkerId) -> str | None:
-        """Return the pool of a worker that serves."""
+        """Return the pool of a worker that serves; None if the worker is not one of the serving replicas."""
         return next((name for name, pool in self._pools.items() if worker_id in pool.up), None)
 
     def gpu_seconds(self, name: str, begin: Nanos, end: Nanos) -> float:
-        """Return how long GPUs were held between two instants, times their number."""
+        """Return the GPU-seconds that a pool occupied between two instants."""
         pool = self._pools[name]
         ends = [*(state.at for state in pool.history[1:]), end]
         held = 0
@@ -138,7 +138,7 @@ class ElasticPools:
         return sum(pool.held * pool.pool.profile.gpus for pool in self._pools.values())
 
     def _work(self) -> None:
-        """Start and end what can be started and ended now."""
+        """Start and end the replicas that can be started or ended now."""
         for name, pool in self._pools.items():
             excess = len(pool.starting) + len(pool.up) - pool.wanted
             for worker_id in list(reversed(pool.starting))[: max(0, excess)]:
@@ -183,11 +183,12 @@ class ElasticPools:
         for pool in self._pools.values():
             if (limit := pool.draining.pop(worker_id, None)) is not None:
                 cancel(limit)
-                self._kernel.after(0, self._work)  # not within the call that made it leave
+                # in a later event, because this function is called while the cluster removes a worker
+                self._kernel.after(0, self._work)
                 return
 
     def _note(self, name: str) -> None:
-        """Add the present state of a pool to its history, if it is another one."""
+        """Append the present state of a pool to its history, if it differs from the last one."""
         pool = self._pools[name]
         state = PoolState(
             at=self._kernel.instant,
@@ -208,7 +209,7 @@ def _counts(state: PoolState) -> tuple[int, ...]:
 
 
 def _cache_values(workers: Sequence[SimulatedWorker], among: Sequence[SimulatedWorker]) -> dict[WorkerId, float]:
-    """Return the seconds that it takes some workers to compute the blocks again that no other worker holds."""
+    """Return the cache value of each worker of `among`: the seconds to compute again the blocks that only this worker has."""
     copies = Counter(name for worker in workers for name in worker.engine.names())
     values = {}
     for worker in among:

@@ -1,4 +1,4 @@
-"""Faults: what may go wrong in a simulated cluster, and what its operators do to it, each at an instant.
+"""Faults: failures and operator actions in a simulated cluster, each at an instant.
 
 No fault loses a request: attempts that were under way are repeated elsewhere, and requests that no worker can serve wait.
 """
@@ -11,12 +11,12 @@ from fleet.core.roles import Role
 
 
 class WorkerLost(Struct, frozen=True, kw_only=True):
-    """A worker dies with its cache and its transfers, and a successor takes its name."""
+    """A worker dies and loses its cache and its transfers. Later a new worker starts under the same name."""
 
     at: Nanos
     worker: WorkerId
-    down: Nanos  # until the successor begins to start
-    start: Nanos | None = None  # duration of the start; None: as its pool says
+    down: Nanos  # time until the new worker begins to start
+    start: Nanos | None = None  # duration of the start; None: the duration in the pool's profile
 
 
 class NodeLost(Struct, frozen=True, kw_only=True):

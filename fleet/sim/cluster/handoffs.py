@@ -3,8 +3,8 @@
 Rules:
 
 1. A prefill worker keeps the computed blocks of a prompt until the decode worker has fetched them, does not need them, or cannot
-   get them. If nobody begins to fetch them within `LEASE`, they are released.
-2. A decode worker without room waits for room, and then fetches what is still kept.
+   get them. If no transfer begins within `LEASE`, the blocks are released.
+2. A decode worker without free blocks waits for them, and then fetches the prompt's blocks if the prefill worker still keeps them.
 3. If a transfer fails because one of its ends died, the decode worker computes the prompt.
 4. Leases go through the states of `fleet.batching.handoff_leases`, as in the engines that workers host.
 """
@@ -26,13 +26,13 @@ from fleet.sim.virtual_engine import VirtualEngine
 from kvstore.block import blocks_for
 
 LEASE = Nanos(30 * SECOND)
-"""Time for which vLLM's NIXL connector keeps the blocks of a handoff."""
+"""Time for which a prefill worker keeps blocks that no decode worker fetches: the default of vLLM's NIXL connector."""
 
 
 class HandoffParams(Struct, frozen=True):
-    """Content of `Handoff.params`: what the prefill engine tells the decode engine."""
+    """Content of `Handoff.params`: the id under which the prefill engine keeps the blocks."""
 
-    attempt_id: RequestId  # of the prefill
+    attempt_id: RequestId  # id of the prefill attempt
 
 
 def handoff_params(attempt_id: RequestId) -> bytes:
@@ -41,7 +41,7 @@ def handoff_params(attempt_id: RequestId) -> bytes:
 
 
 class TransferEndpoint(Struct, frozen=True, kw_only=True):
-    """An engine that sends or receives blocks."""
+    """An engine that sends and receives blocks, with the speed of its transfers."""
 
     engine: VirtualEngine
     bytes_per_token: float
@@ -49,22 +49,22 @@ class TransferEndpoint(Struct, frozen=True, kw_only=True):
 
 
 class _KeptBlocks(Struct):
-    """Blocks of a prefill attempt that its engine keeps."""
+    """The lease of a prefill attempt whose engine keeps the blocks."""
 
-    ends: ScheduledEvent  # the end of the lease, unless the transfer begins before
+    ends: ScheduledEvent  # the event that ends the lease; it is cancelled when the transfer begins
     state: LeaseState = LeaseState.OFFERED
 
 
 class _HandoffSource(Struct, frozen=True):
-    """Where the blocks of a decode attempt are kept."""
+    """A decode attempt that has not begun to fetch: which worker fetches, and which worker keeps the blocks."""
 
     fetcher: WorkerId
     keeper: WorkerId
-    attempt_id: RequestId  # of the prefill
+    attempt_id: RequestId  # id of the prefill attempt
 
 
 class Handoffs:
-    """All direct handoffs of one cluster."""
+    """Keeps the leases of all handed-off blocks in a cluster, and transfers the blocks to decode workers (rules 1 to 4)."""
 
     def __init__(
         self,
@@ -73,21 +73,21 @@ class Handoffs:
         block_tokens: int,
         released: Callable[[WorkerId], None] | None = None,
     ):
-        """Begin without endpoints; `released` is called with a worker whenever it releases the blocks of a prompt."""
+        """Begin without engines; `released` is called with a worker's id whenever that worker releases the blocks of a prompt."""
         self._kernel = kernel
         self._network = network
         self._block_tokens = block_tokens
         self._released = released
         self._endpoints: dict[WorkerId, TransferEndpoint] = {}
         self._leases: dict[tuple[WorkerId, RequestId], _KeptBlocks] = {}
-        self._sources: dict[RequestId, _HandoffSource] = {}  # by decode attempts that have not begun to fetch
+        self._sources: dict[RequestId, _HandoffSource] = {}  # the key is the id of the decode attempt
 
     def join(self, worker: WorkerId, endpoint: TransferEndpoint) -> None:
         """Add an engine; its name must be free."""
         self._endpoints[worker] = endpoint
 
     def leave(self, worker: WorkerId) -> None:
-        """Remove an engine and what it kept."""
+        """Remove an engine, the blocks that it kept, and its decode attempts that have not begun to fetch."""
         del self._endpoints[worker]
         for key in [key for key in self._leases if key[0] == worker]:
             cancel(self._leases.pop(key).ends)
@@ -100,7 +100,7 @@ class Handoffs:
         self._leases[worker, attempt_id] = _KeptBlocks(self._kernel.after(LEASE, release))
 
     def take(self, worker: WorkerId, job: Job[int], handoff: Handoff) -> None:
-        """Give a decode attempt to a worker; its blocks are fetched if they are still kept."""
+        """Submit a decode attempt to a worker. Its blocks are fetched from the prefill worker if that worker still keeps them."""
         kept = msgspec.json.decode(handoff.params, type=HandoffParams).attempt_id
         engine = self._endpoints[worker].engine
         if not self._is_offered(handoff.prefill_worker, kept):
@@ -111,7 +111,7 @@ class Handoffs:
             self._move(job.attempt_id, blocks)
 
     def offered(self, job: Job[int]) -> int:
-        """Return the prompt tokens that can still be fetched for an attempt that waited for room."""
+        """Return how many prompt tokens a decode attempt that waited for room can still fetch; 0 if the blocks were released."""
         if (source := self._sources.get(job.attempt_id)) is None:
             return 0
         if self._is_offered(source.keeper, source.attempt_id):
@@ -120,11 +120,11 @@ class Handoffs:
         return 0
 
     def fetch(self, job: Job[int], here: int) -> None:
-        """Fetch the blocks of a handoff except for the first `here`, which the engine has."""
+        """Fetch the blocks of a handoff, except for the first `here` ones, which the engine's cache has."""
         self._move(job.attempt_id, blocks_for(job.fetched_tokens, self._block_tokens) - here)
 
     def cancel(self, attempt_id: RequestId) -> None:
-        """Release the blocks of a decode attempt that was given up; a transfer that has begun goes on."""
+        """Release the blocks kept for a decode attempt that was cancelled; a transfer that has begun goes on."""
         if (source := self._sources.pop(attempt_id, None)) is not None:
             self._release(source.keeper, source.attempt_id)
 
@@ -137,7 +137,7 @@ class Handoffs:
             return
         kept = self._leases[source.keeper, source.attempt_id]
         kept.state = advance_lease(kept.state, LeaseStep.PULL)
-        cancel(kept.ends)  # a transfer that has begun keeps its blocks
+        cancel(kept.ends)  # the lease must not end during the transfer
 
         def over(then: Callable[[RequestId], None]) -> None:
             self._release(source.keeper, source.attempt_id)

@@ -33,7 +33,7 @@ def inbound_link(worker: WorkerId) -> LinkName:
 
 
 class Transfer:
-    """Bytes that are being moved."""
+    """One movement of bytes over one or several links, with its present rate."""
 
     __slots__ = ("done", "event", "left", "links", "lost", "rate", "since")
 
@@ -47,19 +47,19 @@ class Transfer:
     ):
         self.links, self.done, self.lost = links, done, lost
         self.left = num_bytes
-        self.rate = 0.0  # bytes a second
+        self.rate = 0.0  # bytes per second
         self.since = now
         self.event: ScheduledEvent | None = None
 
 
 class Network:
-    """All links and their transfers."""
+    """Moves bytes over links, and computes when each transfer ends (rules 1 to 4)."""
 
     def __init__(self, kernel: Kernel):
         self._kernel = kernel
         self._bandwidth: dict[LinkName, float] = {}
         self._transfers: dict[LinkName, dict[Transfer, None]] = {}
-        self.moved_bytes = 0.0  # between workers
+        self.moved_bytes = 0.0  # bytes that were moved from worker to worker
 
     # Links.
 
@@ -103,7 +103,7 @@ class Network:
         done: Callable[[], None],
         lost: Callable[[], None] | None = None,
     ) -> None:
-        """Move bytes from worker to worker; see `carry`."""
+        """Move bytes from one worker to another; the arguments are explained at `carry`."""
         self.moved_bytes += num_bytes
         self.carry((outbound_link(sender), inbound_link(receiver)), num_bytes, latency, done, lost)
 
@@ -115,13 +115,16 @@ class Network:
         done: Callable[[], None],
         lost: Callable[[], None] | None = None,
     ) -> None:
-        """Move bytes. `done` is called when the last byte has come, `lost` if one of the links closes before."""
+        """Move bytes over several links at once.
+
+        `done` is called when the last byte has arrived, and `lost` if one of the links closes before.
+        """
         assert num_bytes > 0, num_bytes
         transfer = Transfer(links, num_bytes, done, lost, self._kernel.instant)
         self._kernel.after(latency, partial(self._begin, transfer))
 
     def seconds(self, links: Sequence[LinkName], num_bytes: float, latency: Nanos) -> float | None:
-        """Return the duration of one more transfer if nothing else changed; None if a link is closed."""
+        """Return the seconds that one more transfer would take if no other transfer began or ended; None if a link is closed."""
         if any(link not in self._bandwidth for link in links):
             return None
         rate = min(self._bandwidth[link] / (len(self._transfers[link]) + 1) for link in links)

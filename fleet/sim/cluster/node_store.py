@@ -2,14 +2,16 @@
 
 Rules:
 
-1. Tiers are searched in order, the node's memory (the pool) first. Each has a capacity, an eviction policy and an admission rule,
-   which are those of `kvstore`. The last tier may be shared by all nodes.
-2. Computed blocks are saved to the pool, and from there demoted to each lower tier that admits them: when they are saved, and when
-   they are used. Nobody waits for a demotion. The number of blocks that wait for one is bounded; the rest is dropped.
-3. A load takes the leading blocks that an engine does not have, each from the first tier that has it, as long as loading is
-   predicted to be faster than computing (rule 4 of `kvstore.hierarchy`). Blocks from lower tiers stay in the pool.
+1. Tiers are searched in order, beginning with the node's memory (the pool). Each tier has a capacity, and an eviction policy and
+   an admission rule from `kvstore`. The last tier may be shared by all nodes.
+2. Computed blocks are saved to the pool. When they are saved, and again whenever they are used, they are demoted to each lower
+   tier that admits them. No request waits for a demotion. At most `QUEUE_BLOCKS` blocks wait for a demotion to one tier; further
+   ones are not demoted.
+3. A load fetches the leading blocks that an engine does not have, each from the first tier that has it, as long as loading is
+   predicted to be faster than computing (rule 4 of `kvstore.hierarchy`). Blocks from lower tiers are then also kept in the pool.
 4. Blocks are not evicted while they are loaded.
-5. A store that is lost loses its pool and all transfers; engines then compute. Lower tiers keep their blocks until it returns.
+5. A store that dies loses its pool and all transfers; engines then compute the blocks. Lower tiers keep their blocks until the
+   store returns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,24 +29,24 @@ from fleet.sim.cluster.store_tiers import SimulatedTier, TierProfile
 from fleet.sim.kernel import Kernel
 from kvstore.messages import POOL_TIER
 
-QUEUE_BLOCKS = 4096  # blocks that may wait for a demotion to one tier, as in `kvstore.hierarchy.TierRule`
+QUEUE_BLOCKS = 4096  # Most blocks that may wait for a demotion to one tier, as in `kvstore.hierarchy.TierRule`.
 
 
 class StoreProfile(Struct, frozen=True, kw_only=True):
-    """The store of every node."""
+    """Tiers and rules of the stores; all nodes have the same."""
 
-    tiers: tuple[TierProfile, ...]  # the pool first
+    tiers: tuple[TierProfile, ...]  # the first tier is the pool
     block_bytes: float
     block_tokens: int
 
 
 class TierChange(Struct, frozen=True):
-    """Change of a store, as its watchers see it."""
+    """A change of one tier, as the store announces it to routers: stored and removed block names."""
 
     tier: str
     stored: Sequence[int] = ()
     removed: Sequence[int] = ()
-    reset: bool = False  # all that was known of any tier of the store is void
+    reset: bool = False  # True: routers must forget all blocks of all tiers of this store
 
 
 class _TierRun(Struct, frozen=True):
@@ -55,7 +57,7 @@ class _TierRun(Struct, frozen=True):
 
 
 class AttachedWorker(Struct, frozen=True, kw_only=True):
-    """A worker of the node, as its store knows it."""
+    """Data that a store needs about a worker on its node: step times, and the links for loads and saves."""
 
     times: StepTimes
     load_link: LinkName
@@ -63,7 +65,7 @@ class AttachedWorker(Struct, frozen=True, kw_only=True):
 
 
 class NodeStore:
-    """The store of one node."""
+    """The store of one node: saves, loads and demotes blocks (rules 1 to 5)."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class NodeStore:
         shared: Mapping[str, SimulatedTier],
         notify: Callable[["NodeStore", SimulatedTier, TierChange], None],
     ):
-        """Start an empty store; `shared` has the tiers that all stores share, and `notify` is called with each change."""
+        """Start the store; `shared` maps names to the tiers that all stores share, and `notify` is called with each change."""
         self._kernel = kernel
         self._network = network
         self.id = store_id
@@ -86,12 +88,12 @@ class NodeStore:
         self._saving: dict[int, None] = {}
         self._demoting: dict[str, dict[int, None]] = {tier.profile.name: {} for tier in self._below}
         self._waiters: list[tuple[set[int], Callable[[], None]]] = []
-        self.dropped = 0  # blocks that found no place in the queue of a tier
+        self.dropped = 0  # demotions that were dropped because the queue of a tier was full
         self.up = False
         self.come()
 
     def come(self) -> None:
-        """Start, with the blocks that are still in the tiers."""
+        """Start or restart the store; lower tiers still have their blocks, and these are announced."""
         if self.up:
             return
         self.up = True
@@ -102,7 +104,7 @@ class NodeStore:
                 self._notify(self, tier, TierChange(tier.profile.name, stored=tier.names()))
 
     def go(self) -> None:
-        """Die (rule 5)."""
+        """Let the store die: it loses its pool and all transfers (rule 5)."""
         if not self.up:
             return
         self.up = False
@@ -120,7 +122,7 @@ class NodeStore:
     def offer(self, attached_worker: AttachedWorker, keys: Sequence[int], here: int) -> int:
         """Return how many leading blocks of `keys` the engine will have after a load.
 
-        It has `here` of them now. Blocks that are cheaper to compute than to load are not loaded.
+        It has the first `here` of them now. Blocks that are faster to compute than to load are not loaded.
         """
         return here + sum(len(run.keys) for run in self._worth_loading(attached_worker, keys, here))
 
@@ -131,7 +133,10 @@ class NodeStore:
         here: int,
         ended: Callable[[Mapping[str, int] | None], None],
     ) -> None:
-        """Load what was just offered; `ended` is called with the tokens by tier, or with None if not all blocks came."""
+        """Load the blocks that `offer` has just counted.
+
+        `ended` is called with the loaded tokens by tier, or with None if a block is missing.
+        """
         runs = self._worth_loading(attached_worker, keys, here)
         assert runs, "nothing was offered"
         left = len(runs)
@@ -192,7 +197,7 @@ class NodeStore:
         return tokens
 
     def _used(self, run: _TierRun) -> None:
-        """Promote the blocks of a load to the pool, or offer used pool blocks to the lower tiers."""
+        """Note that a load has used blocks: copy them to the pool, or, if they come from it, offer them to the lower tiers."""
         now = self._kernel.instant
         if run.tier is self._pool:
             self._demote(run.keys, now)
@@ -202,7 +207,7 @@ class NodeStore:
     # Saves.
 
     def save(self, attached_worker: AttachedWorker, keys: Sequence[int]) -> None:
-        """Copy the computed blocks of an engine that are not in the pool."""
+        """Copy computed blocks from an engine to the pool, except for blocks that the pool has."""
         if not self.up:
             return
         new = [key for key in keys if key not in self._pool and key not in self._saving]
@@ -218,7 +223,7 @@ class NodeStore:
         )
 
     def when_saved(self, keys: Sequence[int], action: Callable[[], None]) -> None:
-        """Call `action` as soon as no block of a chain is being saved, which may be at once."""
+        """Call `action` as soon as none of these blocks is being saved; if none is now, call it at once."""
         coming = self._saving.keys() & set(keys)
         if coming:
             self._waiters.append((coming, action))
@@ -281,7 +286,7 @@ class NodeStore:
         return (self._link(tier, "read"), attached_worker.load_link)
 
     def check(self) -> None:
-        """Assert that the tiers are consistent, and that nobody waits for a save while none is under way."""
+        """Assert that the tiers are consistent, and that no action waits for a save (`when_saved`) while no save is under way."""
         for tier in self.tiers:
             tier.check()
         assert not self._waiters or self._saving

@@ -1,4 +1,4 @@
-"""Pools of a simulated cluster: the profile of their workers, and the nodes of these."""
+"""Pools of a simulated cluster: the profile of their workers, and the assignment of workers to nodes."""
 
 from msgspec import Struct
 
@@ -17,18 +17,18 @@ class PoolProfile(Struct, frozen=True, kw_only=True):
     workers: int
     times: StepTimes
     limits: EngineLimits
-    gpus: int  # of one worker
-    dollars_per_hour: float  # of one GPU
-    busy_watts: float  # of one GPU
+    gpus: int  # GPUs of one worker
+    dollars_per_hour: float  # price of one GPU
+    busy_watts: float  # power of one GPU in a step
     idle_watts: float
-    kv_bytes_per_token: float  # of one worker
-    bandwidth: float  # bytes a second between a worker and others, in each direction
+    kv_bytes_per_token: float  # summed over the GPUs of one worker
+    bandwidth: float  # bytes per second between a worker and other nodes, in each direction
     link_latency: Nanos
-    start_time: Nanos  # from asking for a worker to its first request
-    prefill_speed: float = 1.0  # relative to the other pools
+    start_time: Nanos  # time from starting a worker until it can serve its first request
+    prefill_speed: float = 1.0  # speed relative to the pool with the fastest GPUs; 1: as fast as that pool
     decode_speed: float = 1.0
     gpus_per_node: int = 8
-    host_bandwidth: float = 64e9  # bytes a second between a worker and its node's memory, in each direction
+    host_bandwidth: float = 64e9  # bytes per second between a worker and its node's memory, in each direction
     gpu: str = ""
     quality: PredictionQuality = PredictionQuality()
     front: Nanos = Nanos(0)  # time of one request outside the engine: HTTP, tokenizer, scheduling

@@ -6,9 +6,10 @@ Rules:
    that it had generated, because a real worker sends tokens one by one. A successor starts under its name.
 2. A worker whose network is cut for longer than the router's heartbeat timeout is given up, and drops its attempts. It keeps its
    cache, and announces the content when it is back.
-3. A worker that is to change its role drains, leaves when it is idle, and joins again with its cache. Until then the role may be
-   changed again; the last one counts. The router learns of a worker that starts, anew or in another role, `JOIN_MESSAGES` later.
-4. A worker that is to leave drains, and leaves when it is idle. If it dies before, it has no successor.
+3. To change its role, a worker drains, leaves when it is idle, and joins again with its cache. Before it joins again, another
+   change replaces the first one. The router learns of a worker that starts, or joins in another role, `JOIN_MESSAGES` message
+   delays later.
+4. A worker that shall leave for good drains, and leaves when it is idle. If it dies before, no successor starts.
 5. `fleet.sim.cluster.faults` lists what else can happen. No fault loses a request.
 """
 
@@ -32,14 +33,18 @@ from fleet.sim.cluster.worker import FINGERPRINT, SimulatedRequests, SimulatedWo
 from fleet.sim.kernel import Kernel, ScheduledEvent
 from fleet.sim.results.outcomes import PoolSample
 
-JUST_BEFORE = 1000  # nanoseconds before a fault, at which workers send their progress
+# Workers send their progress this many nanoseconds before a fault, so that tokens generated until then arrive.
+JUST_BEFORE = 1000
 JOIN_MESSAGES = 6
-"""Message delays from a worker's start until a router knows it: it registers and the router is told; the router connects,
-which takes two; the router asks, and the worker answers."""
+"""Number of message delays from a worker's start until a router knows the worker.
+
+The worker registers (1), the router is informed (1) and connects (2), the router asks for the description (1), and the worker
+answers (1).
+"""
 
 
 class SimulatedCluster:
-    """The workers that are up, by name."""
+    """Creates, removes and breaks the workers and stores of a simulated cluster, and looks up workers that are up by id."""
 
     def __init__(
         self,
@@ -54,8 +59,8 @@ class SimulatedCluster:
     ):
         """Begin without workers.
 
-        `to_router` delivers an event to the router. The first workers are announced at once; everything else takes a message delay.
-        `silence` is the heartbeat timeout, after which a router gives a worker up.
+        `to_router` delivers an event to the router. The first workers are announced without delay; all other events take a message
+        delay. `silence` is the heartbeat timeout, after which a router gives a worker up.
         """
         self._kernel = kernel
         self._to_router = to_router
@@ -79,9 +84,9 @@ class SimulatedCluster:
         self._shared_tiers = {tier.name: SimulatedTier(tier) for tier in shared}
         self._stores_to_router: Channel[RouterEvent] = Channel(kernel, message_delay, to_router)
         self.cut = self._cut
-        """Cuts the network of a worker for a time; `fleet.app.agreement.production_world` replaces it."""
+        """Called to cut the network of a worker for a time; `fleet.app.agreement.production_world` replaces it."""
         self.left: Callable[[WorkerId], None] = _ignore
-        """Called with a worker that has left for good."""
+        """Called with the id of a worker that has left and will not return."""
 
     # Joining.
 
@@ -147,7 +152,7 @@ class SimulatedCluster:
     ) -> ScheduledEvent:
         """Start one worker now; `joined` is called when the router knows it.
 
-        This takes the time `start` and the messages of joining. The returned event can be cancelled until then.
+        This takes the duration `start` plus the message delays of joining. Before that, the returned event can be cancelled.
         """
         worker_id, node, since = worker_id_of(profile, number), node_of(profile, number), self._kernel.now()
 
@@ -158,7 +163,7 @@ class SimulatedCluster:
         return self._kernel.after(start + JOIN_MESSAGES * self._delay, join)
 
     def drain(self, worker_id: WorkerId) -> None:
-        """Let a worker that is up finish its attempts and leave. It takes no new ones from now on."""
+        """Let a worker finish its attempts and then leave; from now on it takes no new attempts."""
         worker = self._workers[worker_id]
         if worker.leaves:
             return
@@ -171,7 +176,7 @@ class SimulatedCluster:
         self._leave_if_idle(worker.id)
 
     def end(self, worker_id: WorkerId) -> None:
-        """Let a worker leave at once, if it is up; its attempts are repeated elsewhere."""
+        """Remove a worker at once, if it is up; the router repeats its attempts on other workers."""
         if (worker := self._workers.get(worker_id)) is not None:
             worker.leaves = True
             worker.report_progress()
@@ -181,7 +186,7 @@ class SimulatedCluster:
     # Faults.
 
     def fail(self, fault: Fault) -> None:
-        """Schedule a fault. Nothing happens if its worker is gone by then."""
+        """Schedule a fault. It has no effect if its worker no longer exists at that instant."""
         if isinstance(fault, WorkerLost | NodeLost | NetworkCut):
             self._kernel.at(max(0, fault.at - JUST_BEFORE), partial(self._report_progress, fault))
         self._kernel.at(fault.at, partial(self._happen, fault))
@@ -213,7 +218,7 @@ class SimulatedCluster:
             case RoleFlip() if worker.leaves:
                 pass
             case RoleFlip() if worker.flips_to is not None:
-                worker.flips_to = fault.role  # it drains already
+                worker.flips_to = fault.role  # the worker drains already for an earlier change
             case RoleFlip() if fault.role is worker.role:
                 pass
             case RoleFlip():
@@ -229,13 +234,14 @@ class SimulatedCluster:
         if worker.leaves:
             return
         begun = Nanos(gone + down)
-        known = gone + self._delay + 1  # the router knows workers by name, so the successor must come after WorkerLeft
+        # The router identifies workers by id, so it must have received WorkerLeft before the successor is announced.
+        known = gone + self._delay + 1
         role = worker.flips_to or worker.role
         successor = partial(self._join, worker.profile, worker.id, worker.node, role, worker.incarnation + 1, begun)
         self._kernel.at(max(begun + start + JOIN_MESSAGES * self._delay, known), successor)
 
     def _remove(self, worker: SimulatedWorker) -> None:
-        """Remove a worker with everything that it holds, and let the router know."""
+        """Remove a worker with its attempts and transfers, and send WorkerLeft to the router."""
         del self._workers[worker.id]
         worker.until = self._kernel.now()
         worker.engine.stop()
@@ -262,7 +268,7 @@ class SimulatedCluster:
         self._kernel.after(lasting, partial(self._reconnect, worker, was_given_up=lasting > self._silence))
 
     def _give_up(self, worker: SimulatedWorker) -> None:
-        """Let the router give the worker up, and the worker its attempts."""
+        """Drop the attempts of a worker whose network is cut, and report to the router that the worker has left."""
         if worker.until is None:
             worker.drop_all()
             self._to_router(WorkerLeft(worker_id=worker.id))
@@ -288,13 +294,14 @@ class SimulatedCluster:
             return
         worker.away = True
         worker.to_router.send(WorkerLeft(worker_id=worker.id))
-        announced = (JOIN_MESSAGES - 1) * self._delay + 1  # the message that it has joined takes one more delay
+        # minus one, because the message that announces the worker takes a delay of its own
+        announced = (JOIN_MESSAGES - 1) * self._delay + 1
         self._kernel.after(announced, partial(self._begin_role, worker))
 
     def _begin_role(self, worker: SimulatedWorker) -> None:
         """Let a worker join again in its new role."""
         if worker.until is not None:
-            return  # it died meanwhile
+            return  # the worker died before
         assert worker.flips_to is not None
         worker.role, worker.flips_to, worker.away = worker.flips_to, None, False
         worker.incarnation += 1
@@ -311,7 +318,7 @@ class SimulatedCluster:
         return iter(self._workers.values())
 
     def ever(self) -> list[SimulatedWorker]:
-        """Return all workers that were ever up, the dead ones first."""
+        """Return all workers that have ever been up, the dead ones first."""
         return [*self._left, *self._workers.values()]
 
     @property
@@ -321,12 +328,12 @@ class SimulatedCluster:
 
     @property
     def held(self) -> int:
-        """Attempts on all workers."""
+        """Number of attempts on all workers."""
         return sum(worker.engine.held for worker in self)
 
     @property
     def kv_share(self) -> float:
-        """Share of all blocks that sequences hold."""
+        """Share of all KV blocks that running sequences occupy."""
         blocks = sum(worker.profile.limits.kv_blocks for worker in self)
         return sum(worker.engine.kv_blocks_used for worker in self) / blocks if blocks else 0.0
 
@@ -348,7 +355,7 @@ class SimulatedCluster:
         )
 
     def check(self, *, idle: bool) -> None:
-        """Assert that all parts are consistent, and that nothing is held if `idle`."""
+        """Assert that all parts are consistent and, if `idle`, that no attempt, block or transfer is left."""
         for worker in self:
             worker.engine.check()
             if idle:

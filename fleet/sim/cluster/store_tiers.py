@@ -1,4 +1,4 @@
-"""Tiers of a simulated store: the names of the blocks in them, under the eviction policies and admission rules of `kvstore`."""
+"""Tiers of a simulated store: the names of the blocks in each tier, with the eviction policies and admission rules of `kvstore`."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -10,7 +10,10 @@ from kvstore.eviction.policies import PolicyName, policy
 from kvstore.hierarchy.admission import ReuseAdmission
 
 MEMORY_BANDWIDTH = 150e9
-"""Bytes a second between a node's pool and its workers: half of eight channels of DDR5-4800, because a copy reads and writes."""
+"""Bytes per second between a node's pool and its workers.
+
+This is half the bandwidth of eight channels of DDR5-4800, because a copy both reads and writes.
+"""
 
 
 class TierProfile(Struct, frozen=True, kw_only=True):
@@ -19,25 +22,26 @@ class TierProfile(Struct, frozen=True, kw_only=True):
     name: str
     blocks: int  # capacity
     policy: PolicyName = "lru"
-    admission: Literal["all", "reuse"] = "all"  # reuse: blocks seen before (`kvstore.hierarchy.admission`)
-    read_bandwidth: float = MEMORY_BANDWIDTH  # bytes a second of one node
+    # "reuse" takes only blocks that were seen before (`kvstore.hierarchy.admission`)
+    admission: Literal["all", "reuse"] = "all"
+    read_bandwidth: float = MEMORY_BANDWIDTH  # bytes per second for one node
     write_bandwidth: float = MEMORY_BANDWIDTH
     latency: Nanos = Nanos(0)
-    shared: bool = False  # one tier for all nodes
+    shared: bool = False  # True: all nodes use this one tier
 
 
 class SimulatedTier:
-    """The names of the blocks in one tier."""
+    """The names of the blocks in one tier, and which of them are pinned by loads."""
 
     def __init__(self, profile: TierProfile):
         assert profile.blocks >= 1, profile
         self.profile = profile
         self._policy = policy(profile.policy)
         self._admission: ReuseAdmission[int] | None = ReuseAdmission() if profile.admission == "reuse" else None
-        self._pins: dict[int, int] = {}  # every block that is here -> loads that it is part of
-        self._aside: dict[
-            int, None
-        ] = {}  # blocks that were chosen for eviction while pinned; the policy does not know them
+        # the keys are all blocks of the tier; the value is the number of loads that read the block now
+        self._pins: dict[int, int] = {}
+        # Blocks that the policy chose for eviction while they were pinned; the policy has forgotten them.
+        self._aside: dict[int, None] = {}
 
     def __contains__(self, key: int) -> bool:
         return key in self._pins
@@ -49,11 +53,11 @@ class SimulatedTier:
         return list(self._pins)
 
     def admits(self, key: int, now: Nanos) -> bool:
-        """Note that a block was written or used, and return whether this tier takes it."""
+        """Note that a block was written or used, and return whether the admission rule lets it into this tier."""
         return self._admission is None or self._admission.admits(key, 1, now)
 
     def put(self, keys: Sequence[int], now: Nanos) -> tuple[list[int], list[int]]:
-        """Store blocks, given in the order of their chain; return the new blocks and the evicted ones."""
+        """Store the blocks of a chain, in its order; return the blocks that are new here and the blocks that were evicted for them."""
         pins, rule = self._pins, self._policy
         new = [key for key in keys if key not in pins]
         removed: list[int] = []
@@ -75,12 +79,12 @@ class SimulatedTier:
         return new, removed
 
     def pin(self, keys: Sequence[int]) -> None:
-        """Keep blocks that are here until `unpin`."""
+        """Pin the blocks that are in this tier: they are not evicted before `unpin`."""
         for key in keys:
             self._pins[key] += 1
 
     def unpin(self, keys: Sequence[int], now: Nanos) -> None:
-        """End a pin and note that the blocks were used."""
+        """Unpin blocks that a load has read, and note that they were used."""
         here = [key for key in keys if key in self._pins]
         for key in here:
             self._pins[key] -= 1
@@ -95,7 +99,7 @@ class SimulatedTier:
         self._aside.clear()
 
     def _use(self, keys: Sequence[int], now: Nanos) -> None:
-        """Tell the policy about used blocks, last block first, as the policies expect it."""
+        """Report used blocks to the policy, beginning with the last block, because policies expect this order."""
         admit, pins, aside = self._policy.admit, self._pins, self._aside
         for key in reversed(keys):
             if key in aside:

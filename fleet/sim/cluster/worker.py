@@ -5,8 +5,8 @@ Rules:
 1. Events and commands travel through channels (`fleet.sim.cluster.channels`) and take a message delay each.
 2. Progress is sent as the engine reports it: with the first token, when an answer begins a new block, and with its end.
 3. A prefill ends with a handoff. If the handoff goes through the node's store, the prefill ends when the store has its blocks.
-4. A worker ignores an attempt whose request is over. It rejects new attempts while it drains, and loses them between two roles,
-   when the router knows it in neither.
+4. A worker ignores an attempt whose request is over, and rejects new attempts while it drains. Between two roles it is not
+   registered, and commands that arrive then are lost.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,35 +47,35 @@ TOKEN = (0,)
 class SimulatedPrompt(Protocol):
     """Block names of one request."""
 
-    chain: Sequence[int]  # the prompt's full blocks
-    answer_keys: Sequence[int]  # the blocks that the answer fills, as far as their names are known
+    chain: Sequence[int]  # block names of the prompt's full blocks
+    answer_keys: Sequence[int]  # names of the blocks that the answer will fill, as far as they are known
 
 
 class SimulatedRequests(Protocol):
-    """The requests of a world, as its workers need them."""
+    """Interface by which workers read the requests of a world."""
 
     def prompt(self, request_id: RequestId) -> SimulatedPrompt | None:
         """Return the block names of a request, or None if it is over."""
         ...
 
     def loaded(self, request_id: RequestId, tokens: Mapping[str, int]) -> None:
-        """Note how many of its prompt tokens came from each tier of a store."""
+        """Note how many prompt tokens of a request were loaded from each tier of a store."""
         ...
 
 
 class WorkerEnvironment(Struct, frozen=True, kw_only=True):
-    """Objects and callbacks that the workers of a cluster share."""
+    """Objects and callbacks that all workers of a cluster use."""
 
     kernel: Kernel
     message_delay: Nanos
     to_router: Callable[[RouterEvent], None]
     handoffs: Handoffs
     requests: SimulatedRequests
-    attempts_ended: Callable[[WorkerId], None]  # called when attempts of a worker that drains have ended
+    attempts_ended: Callable[[WorkerId], None]  # called with the id of a draining worker when attempts on it have ended
 
 
 class _Prefill(Struct, frozen=True):
-    """A prefill attempt of a worker."""
+    """Data of a running prefill attempt that its handoff needs."""
 
     prompt_tokens: int
     chain: Sequence[int]
@@ -83,7 +83,7 @@ class _Prefill(Struct, frozen=True):
 
 
 class SimulatedWorker:
-    """One incarnation of a worker, or several between which it changed its role."""
+    """A running worker. One object lives from a start to a death or departure, across changes of the role."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class SimulatedWorker:
         store: NodeStore | None,
         attached_worker: AttachedWorker | None,
     ):
-        """Start a worker that has not announced itself; `since` is the instant at which it got its GPUs."""
+        """Start a worker that is not announced yet; `since` is the instant at which its GPUs were allocated."""
         self._requests, self._handoffs = environment.requests, environment.handoffs
         self._attempts_ended = environment.attempts_ended
         self._store, self.attached_worker = store, attached_worker
@@ -107,12 +107,12 @@ class SimulatedWorker:
         self.id = worker_id
         self.node = node
         self.role = role
-        self.flips_to: Role | None = None  # the next role; until then the worker drains
-        self.away = False  # between two roles
-        self.leaves = False  # it drains, and leaves for good when it is idle
+        self.flips_to: Role | None = None  # the role to change to when the worker is idle; None: no change is planned
+        self.away = False  # True between two roles, while the worker is not registered
+        self.leaves = False  # True: the worker drains, and leaves for good when it is idle
         self.incarnation = incarnation
         self.since = since
-        self.until: Nanos | None = None  # instant of its death
+        self.until: Nanos | None = None  # instant at which the worker died; None: it lives
         supply = _WorkerBlockSupply(environment.handoffs, environment.requests, self, store)
         self.engine = VirtualEngine(
             environment.kernel,
@@ -128,7 +128,7 @@ class SimulatedWorker:
 
     @property
     def draining(self) -> bool:
-        """True if it takes no new attempts, because it leaves or changes its role."""
+        """True if the worker takes no new attempts, because it leaves or changes its role."""
         return self.leaves or self.flips_to is not None
 
     # Events to the router.
@@ -157,7 +157,7 @@ class SimulatedWorker:
             send(CacheAssumed(worker_id=self.id, stored=names, removed=[]))
 
     def report_progress(self) -> None:
-        """Send the progress up to now, which a real worker would have sent token by token."""
+        """Send the progress up to now. A real worker sends every token at once, so these tokens would have been sent already."""
         self._report(self.engine.progress())
 
     def _report(self, reports: list[StepProgress]) -> None:
@@ -171,7 +171,7 @@ class SimulatedWorker:
             self._attempts_ended(self.id)
 
     def _reported_when_saved(self, report: StepProgress) -> bool:
-        """Postpone the end of a prefill until the store has its blocks; return False for other reports."""
+        """If a report ends a prefill through the store, send it when the store has the blocks, and return True; otherwise return False."""
         prefill, store = self._prefills.get(report.attempt_id), self._store
         if prefill is None or prefill.kv_path is not KvPath.STORE or store is None:
             return False
@@ -190,7 +190,8 @@ class SimulatedWorker:
                 kv_path=prefill.kv_path,
                 prefill_worker=self.id,
                 fingerprint=FINGERPRINT,
-                num_tokens=prefill.prompt_tokens - 1,  # one has to be computed for its logits
+                # minus 1: the last prompt token is computed anyway, because the engine needs its logits
+                num_tokens=prefill.prompt_tokens - 1,
                 params=handoff_params(report.attempt_id),
             )
             if self.engine.keeps(report.attempt_id):
@@ -211,7 +212,7 @@ class SimulatedWorker:
     # Commands from the router.
 
     def execute(self, command: Dispatch | CancelAttempt) -> None:
-        """Execute a command that has arrived; a dead worker, or one between two roles, loses it."""
+        """Execute a command that has arrived. A worker that is dead or between two roles ignores it."""
         if self.until is not None or self.away:
             return
         if isinstance(command, Dispatch):
@@ -229,7 +230,7 @@ class SimulatedWorker:
     def _start(self, start: Start) -> None:
         prompt = self._requests.prompt(request_of(start.request_id))
         if prompt is None:
-            return  # cancelled meanwhile
+            return  # the attempt was cancelled while its command waited
         prompt_tokens, handoff, prefills = len(start.tokens) // TOKEN_BYTES, start.handoff, start.phase is Phase.PREFILL
         direct = handoff is not None and handoff.kv_path is KvPath.DIRECT
         job = Job(
@@ -262,7 +263,7 @@ class SimulatedWorker:
 
 
 class _WorkerBlockSupply:
-    """Block supply of a worker's engine: blocks that a prefill worker keeps for it, and blocks in its node's store."""
+    """Tells a worker's engine which prompt blocks can be fetched: from a prefill worker that keeps them, or from the node's store."""
 
     __slots__ = ("_block_tokens", "_handoffs", "_requests", "_store", "_worker")
 
@@ -298,7 +299,7 @@ class _WorkerBlockSupply:
         self._store.load(attached_worker, self._loadable(job), here, ended)
 
     def _loadable(self, job: Job[int]) -> Sequence[int]:
-        """Return the prompt blocks that need not be computed; one token has to be, for its logits."""
+        """Return the prompt blocks that may be loaded. The last token is left out, because the engine must compute its logits."""
         return job.keys[: (job.prompt_tokens - 1) // self._block_tokens]
 
 

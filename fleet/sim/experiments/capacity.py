@@ -1,9 +1,10 @@
 """Capacity search: the highest load at which a scenario keeps its SLO.
 
-Attainment falls with the load, apart from noise. So the load is doubled until the SLO is missed. Then the distance between the
-highest load that kept it and the lowest that missed it is halved until it is at most `CLOSE`. The load is the rate of arrivals, or the
-number of users if these wait for answers. Every run has the same requests in the same order, and is a point of the curve. Both
-loads that may follow the present one can run beside it; a run that turns out not to be needed is no point.
+Attainment falls with the load, apart from noise. So the load is doubled until the SLO is missed. Then a bisection between the
+highest load that kept the SLO and the lowest load that missed it runs until their relative distance is at most `CLOSE`. The load
+is the rate of arrivals, or the number of users if users wait for answers. Every run has the same requests in the same order, and
+is a point of the curve. While a run is under way, the two loads of which one will be tried next can run in other processes; a run
+that is not needed in the end is not a point of the curve.
 """
 
 from collections import deque
@@ -18,17 +19,17 @@ from fleet.sim.experiments.load_curve import LoadRuns, load_runs
 from fleet.sim.scenario import Scenario, scaled, waiting_users
 
 CLOSE = 0.02
-"""Relative distance of the two final loads."""
+"""The search ends when the lowest load that missed the SLO is at most this share above the highest load that kept it."""
 
 MOST_DOUBLINGS = 20
-MOST_HALVINGS = 8  # at so low a rate each request is alone
+MOST_HALVINGS = 8  # the search gives up after so many halvings: at so low a rate, each request is alone
 
 
 class CapacityPoint(Struct, frozen=True, kw_only=True):
-    """The run at one load."""
+    """Results of the run at one load."""
 
     rate: float  # requests per second
-    users: int  # users that wait for answers; 0: requests come at a rate
+    users: int  # number of users that wait for answers; 0: requests arrive at a rate
     attainment: float
     goodput_rps: float
     ttft_ms: float  # p90
@@ -42,7 +43,7 @@ class Capacity(Struct, frozen=True, kw_only=True):
     rate: float  # requests per second
     rate_per_gpu: float
     users: int
-    attainment: float  # at that rate
+    attainment: float  # attainment at the found rate
     wanted: float
     goodput_rps: float
     tries: int
@@ -58,14 +59,14 @@ def capacity(
     processes: int = 1,
     on_point: Callable[[CapacityPoint], None] | None = None,
 ) -> Capacity:
-    """Search for the capacity of a scenario.
+    """Search for the highest load at which a scenario keeps its SLO.
 
     Args:
         scenario: The scenario; its own load is tried first.
         folder: Folder that its paths are relative to.
         wanted: Share of requests that have to keep the SLO.
-        points: Number of further loads to run, at equal distances up to 1.5 times the capacity.
-        processes: Runs at a time; the result is the same.
+        points: Number of further loads to run for the curve, at equal distances up to 1.5 times the capacity.
+        processes: Number of runs at a time; it does not change the result.
         on_point: Called with each run.
 
     Raises:
@@ -77,7 +78,7 @@ def capacity(
         while high / low > 1 + CLOSE and not search.same(low, high):
             middle = _middle(low, high)
             if search.same(low, middle) or search.same(middle, high):
-                break  # no number of users lies in between
+                break  # the loads are numbers of users, and no number lies between them
             search.expect(islice(_middles(low, high), 1, None))
             low, high = (middle, high) if search.keeps(middle) else (low, middle)
         best = search.at(low)
@@ -99,7 +100,7 @@ def capacity(
 
 
 class _Search:
-    """The runs of one capacity search. A load is a multiple of the load that the scenario states."""
+    """Runs loads for one capacity search and remembers their results. A load is a factor of the load that the scenario states."""
 
     def __init__(
         self, scenario: Scenario, runs: LoadRuns, wanted: float, on_point: Callable[[CapacityPoint], None] | None
@@ -115,7 +116,7 @@ class _Search:
         return self.at(load).attainment >= self._wanted
 
     def same(self, load: float, other: float) -> bool:
-        """Return whether two loads mean the same number of users."""
+        """Return whether two loads stand for the same number of users; False if the load is a rate."""
         users = waiting_users(scaled(self._scenario, load))
         return 0 < users == waiting_users(scaled(self._scenario, other))
 
@@ -154,7 +155,7 @@ def _bracket(search: _Search) -> tuple[float, float]:
         )
     for _ in range(MOST_HALVINGS):
         if search.same(load / 2, load):
-            break  # one user
+            break  # one user is the smallest load
         search.expect((_middle(load / 2, load), load / 4))
         if search.keeps(load / 2):
             return load / 2, load
@@ -169,7 +170,7 @@ def _middle(low: float, high: float) -> float:
 
 
 def _middles(low: float, high: float) -> Iterator[float]:
-    """Yield the loads that may be tried between two loads, breadth first."""
+    """Yield the loads at which a bisection between two loads may arrive, those of the next step first."""
     spans = deque([(low, high)])
     while spans:
         low, high = spans.popleft()

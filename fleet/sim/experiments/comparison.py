@@ -1,7 +1,7 @@
-"""Comparison of two scenarios, seed by seed.
+"""Comparison of two scenarios: runs of both with the same seeds, and confidence intervals of the differences.
 
-Both run with the same seeds, so that what a seed draws (requests, the router's random source) is the same in both. The difference of
-a pair is then due to the scenarios, and the differences of many pairs give its confidence interval (paired t).
+Both scenarios run with the same seeds, so the random choices of a seed (requests, the router's random source) are the same in both. The
+difference within a pair of runs is then due to the scenarios. The differences of all pairs give a confidence interval (paired t).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from fleet.sim.results.outcomes import RunOutcome
 
 
 class FigureDirection(Enum):
-    """Which values of a figure are better."""
+    """The better direction of a figure: higher, lower, or neither."""
 
     HIGHER = 1
     LOWER = -1
@@ -22,7 +22,7 @@ class FigureDirection(Enum):
 
 
 class ComparedFigure(Struct, frozen=True):
-    """A figure that is compared."""
+    """A figure of run outcomes to compare: its name, how to read it from an outcome, and which direction is better."""
 
     name: str
     of: Callable[[RunOutcome], float]
@@ -55,13 +55,14 @@ FIGURES = (
 
 
 class FigureDifference(Struct, frozen=True, kw_only=True):
-    """One figure of both scenarios."""
+    """The comparison of one figure between the scenarios `a` and `b`."""
 
     name: str
-    a: float  # mean over seeds
+    a: float  # mean over all seeds of the first scenario
     b: float
     difference: ConfidenceInterval  # b - a
-    verdict: str  # on b: "better", "worse", or "differs" if neither is; empty if the interval contains 0
+    # What is said of b: "better", "worse", or "differs" if no direction is better; empty if the interval contains 0.
+    verdict: str
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
@@ -70,15 +71,15 @@ class Comparison(Struct, frozen=True, kw_only=True):
     a: str
     b: str
     seeds: tuple[int, ...]
-    same_requests: bool  # whether both had the same workload, seed by seed
+    same_requests: bool  # True if both scenarios sent the same requests with every seed
     figures: tuple[FigureDifference, ...]
-    runs: tuple[tuple[RunOutcome, RunOutcome], ...]  # a pair for each seed
+    runs: tuple[tuple[RunOutcome, RunOutcome], ...]  # outcomes of both scenarios, a pair for each seed
 
 
 def compare(
     names: tuple[str, str], seeds: Sequence[int], runs: Sequence[tuple[RunOutcome, RunOutcome]], *, same_requests: bool
 ) -> Comparison:
-    """Compare every figure of two scenarios by the outcomes of a pair of runs for each seed."""
+    """Compare all figures of two scenarios. `runs` has the outcomes of both scenarios for each seed."""
     return Comparison(
         a=names[0],
         b=names[1],
@@ -90,7 +91,7 @@ def compare(
 
 
 def means(runs: Sequence[RunOutcome]) -> dict[str, ConfidenceInterval]:
-    """Return the intervals of all figures over runs that differ only in their seeds."""
+    """Return mean and confidence interval of each figure, over runs that differ only in their seeds."""
     return {figure.name: confidence_interval([figure.of(run) for run in runs]) for figure in FIGURES}
 
 

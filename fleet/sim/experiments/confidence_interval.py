@@ -17,7 +17,7 @@ NORMAL = 1.95996
 
 
 class ConfidenceInterval(Struct, frozen=True, kw_only=True):
-    """A mean, and the limits between which the true mean lies in 95 of 100 cases. The limits of a single value are None."""
+    """A mean, and the limits of its 95 % confidence interval. The limits are None if there is only one value."""
 
     mean: float
     low: float | None
@@ -36,4 +36,5 @@ def confidence_interval(values: Sequence[float]) -> ConfidenceInterval:
 def _quantile(degrees: int) -> float:
     if degrees <= len(QUANTILES):
         return QUANTILES[degrees - 1]
-    return NORMAL + (NORMAL**3 + NORMAL) / (4 * degrees)  # first term of Cornish and Fisher: within 0.003 here
+    # the first term of the Cornish-Fisher expansion; its error is at most 0.003 for more than 30 degrees of freedom
+    return NORMAL + (NORMAL**3 + NORMAL) / (4 * degrees)

@@ -1,9 +1,9 @@
-"""Load curve: how much of an SLO a scenario keeps at other loads.
+"""Load curve: the share of requests that keep the SLO, at several loads of a scenario.
 
 Rules:
 
-1. Each point is a run of its own. It has the same requests in the same order, faster or slower; or, with users that wait for answers,
-   more or fewer users.
+1. Each point is a separate run with the same requests in the same order. Only the rate of arrivals differs or, if users wait for
+   answers, the number of users.
 2. Points are computed one after the other. While one runs, points that may follow can run in processes of their own
    (`LoadRuns.expect`). The points and their results are the same with any number of processes.
 """
@@ -22,41 +22,44 @@ from fleet.sim.run_plan import run_scenario
 from fleet.sim.scenario import Scenario, scaled, waiting_users
 
 LOADS = (0.5, 1.0, 1.5, 2.0)
-"""Loads of a curve, as factors of the scenario's own load."""
+"""Loads of the curve, as factors of the load that the scenario states."""
 
 FURTHER, MOST_FURTHER, ENOUGH = 1.5, 4, 0.5
-"""Factor to the next higher load, most such loads, and the attainment below which the curve ends: it should show where it falls."""
+"""How a curve is continued until attainment falls.
+
+After the highest load, up to `MOST_FURTHER` loads follow, each `FURTHER` times the last one, until attainment is below `ENOUGH`.
+"""
 
 MOST_REQUESTS = 20_000
-"""Requests of one point, so that the curve of a long trace does not take many times as long as the trace."""
+"""Most requests of one point. Without a limit, the curve of a long trace would take many times as long as the trace."""
 
 
 class LoadPoint(Struct, frozen=True, kw_only=True):
-    """The run at one load."""
+    """Outcome of the run at one load."""
 
     load: float  # factor of the scenario's own load
     rate: float  # arrivals per second
-    users: int  # users that wait for answers; 0: requests come at a rate
+    users: int  # number of users that wait for answers; 0: requests arrive at a rate
     outcome: RunOutcome
 
 
 def at_load(scenario: Scenario, folder: Path, load: float) -> LoadPoint:
-    """Run a scenario with its load multiplied; raises what `run_scenario` raises."""
+    """Run a scenario at a multiple of its load. Raises the same errors as `run_scenario`."""
     loaded, arrivals = scaled(scenario, load), ArrivalRate()
     outcome = run_scenario(loaded, folder, on_end=arrivals.add).outcome
     return LoadPoint(load=load, rate=arrivals.rate, users=waiting_users(loaded), outcome=outcome)
 
 
 class LoadRuns:
-    """Runs of one scenario at several loads, in this process and in a pool."""
+    """Runs a scenario at several loads: in this process, and ahead of need in a process pool."""
 
     def __init__(self, scenario: Scenario, folder: Path, pool: ProcessPoolExecutor | None, beside: int):
-        """Begin without runs; at most `beside` runs use the pool at a time."""
+        """Begin without runs; at most `beside` runs are in the pool at a time."""
         self._scenario, self._folder, self._pool, self._beside = scenario, folder, pool, beside
         self._begun: dict[float, Future[LoadPoint]] = {}
 
     def expect(self, loads: Iterable[float]) -> None:
-        """Begin runs that may be needed soon, the most likely first, as far as there is room in the pool."""
+        """Begin runs that may be needed soon, the most likely first, as long as the pool has free processes."""
         if self._pool is None:
             return
         room = self._beside - sum(not each.done() for each in self._begun.values())
@@ -69,14 +72,17 @@ class LoadRuns:
                 room -= 1
 
     def at(self, load: float) -> LoadPoint:
-        """Return the run at a load; raises what `run_scenario` raises."""
+        """Return the run at a load, and compute it now if it is not in the pool. Raises the same errors as `run_scenario`."""
         begun = self._begun.get(load)
         return at_load(self._scenario, self._folder, load) if begun is None else begun.result()
 
 
 @contextmanager
 def load_runs(scenario: Scenario, folder: Path, processes: int) -> Iterator[LoadRuns]:
-    """Open runs in so many processes, the caller's included; runs that nobody has asked for end with the block."""
+    """Open `LoadRuns` that use so many processes, including the caller's.
+
+    Runs that are still under way at the end of the block are ended.
+    """
     if processes == 1:
         yield LoadRuns(scenario, folder, None, 0)
         return
@@ -98,10 +104,10 @@ def load_curve(
     Args:
         scenario: The scenario; only its first `MOST_REQUESTS` requests are used.
         folder: Folder that its paths are relative to.
-        loads: Factors of its own load, in any order. Higher ones follow until the curve has fallen.
+        loads: Factors of the scenario's load, in any order. Higher ones follow until attainment has fallen.
         known: A run that exists already. It is not repeated, unless it had more requests than these runs.
         on_point: Called with each point.
-        processes: Runs at a time.
+        processes: Number of runs at a time.
 
     Raises:
         ConfigurationRefused: The scenario cannot be run.

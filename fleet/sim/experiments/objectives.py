@@ -1,6 +1,6 @@
-"""Objectives of a sweep: which scenario spends least money or energy for its good requests, among those that keep the SLO.
+"""Objectives of a sweep: rank scenarios that keep the SLO by money or energy for each good request.
 
-A request that was late is of no use, but costs as much. So figures are per good request, not per token.
+A late request is useless but costs as much as a good one. So cost and energy are divided by good requests, not by tokens.
 """
 
 from collections.abc import Sequence
@@ -17,25 +17,25 @@ JOULES_PER_KWH = 3.6e6
 
 
 class SweepObjective(StrEnum):
-    """The figure that should be low."""
+    """The figure by which a sweep ranks scenarios; lower is better."""
 
     COST = "cost"  # dollars per thousand good requests
     ENERGY = "energy"  # kilojoules per good request
 
 
 class RankedScenario(Struct, frozen=True, kw_only=True):
-    """A scenario with its changes; all seeds together."""
+    """A scenario with its changed fields, and its results over all seeds."""
 
     scenario: str
     changes: dict[str, object]
     seeds: int
-    attainment: float  # mean
+    attainment: float  # mean over the seeds
     figure: float | None  # mean over the seeds; None if no request was good
-    keeps: bool  # whether the wanted attainment was reached
+    keeps: bool  # True if `attainment` is at least the wanted one
 
 
 def spent(outcome: RunOutcome, objective: SweepObjective) -> float:
-    """Return the figure of a run; infinite if no request was good."""
+    """Return the objective's figure for one run, such as dollars per thousand good requests; infinite if no request was good."""
     if not (good := outcome.attainment * outcome.requests):
         return inf
     match objective:
@@ -46,9 +46,9 @@ def spent(outcome: RunOutcome, objective: SweepObjective) -> float:
 
 
 def ranked(rows: Sequence[SweepRow], objective: SweepObjective, attainment: float) -> list[RankedScenario]:
-    """Rank scenarios: first those that reach the attainment, by their figure; then the others, by their attainment.
+    """Rank scenarios: first those that reach `attainment`, lowest figure first; then the others, highest attainment first.
 
-    Rows that differ only in their seeds are one scenario, whose attainment is the mean.
+    Rows that differ only in their seeds count as one scenario, whose attainment is their mean.
     """
     alike: dict[tuple[str, str], list[SweepRow]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Process pool: processes that run simulations beside the caller's."""
+"""Process pool: a pool of processes that run simulations in parallel to the caller."""
 
 import multiprocessing
 import os
@@ -15,17 +15,17 @@ from fleet.core.errors import ConfigurationRefused
 
 @contextmanager
 def process_pool(number: int, *, finish: bool = True) -> Iterator[ProcessPoolExecutor]:
-    """Open a pool for the length of the block; its processes end with the caller, however the caller ends.
+    """Open a pool for the length of the block. Its processes end when the caller ends, even if the caller is killed.
 
     Args:
         number: Number of processes.
-        finish: Whether running tasks are waited for when the block ends without an error. After an error they are never waited for,
+        finish: Whether to wait for running tasks when the block ends without an error. After an error they are ended at once,
             because runs may take hours.
 
     Raises:
         ConfigurationRefused: One of the processes was killed.
     """
-    others = multiprocessing.active_children()  # started by the caller before
+    others = multiprocessing.active_children()  # processes that the caller started before; they must not be ended below
     context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(number, mp_context=context, initializer=_die_with_caller)
     try:
@@ -36,7 +36,7 @@ def process_pool(number: int, *, finish: bool = True) -> Iterator[ProcessPoolExe
         raise ConfigurationRefused(
             f"--processes: one of {number} was killed, perhaps for lack of memory; use fewer processes"
         ) from error
-    except BaseException:  # Ctrl-C included
+    except BaseException:  # BaseException, so that Ctrl-C also ends the processes
         _end_all_but(others)
         raise
     finally:
@@ -58,7 +58,7 @@ def _end_all_but(others: list[multiprocessing.process.BaseProcess]) -> None:
 
 
 def _die_with_caller() -> None:
-    """End this process at Ctrl-C, and when the caller is killed."""
+    """Make this process end on Ctrl-C and when the caller ends."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if (caller := multiprocessing.parent_process()) is not None:
         threading.Thread(target=_die_after, args=(caller.sentinel,), daemon=True).start()

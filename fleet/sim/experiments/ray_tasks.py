@@ -1,6 +1,7 @@
-"""Ray tasks: a function runs on each item in a task of a Ray cluster, with results in order.
+"""Ray tasks: run a function on each item, as tasks of a Ray cluster, and return the results in order.
 
-All nodes need the same Fleet installed; files of the items are sent along. Ray is an optional package that only this module imports.
+All nodes need the same version of Fleet; the files of the items are sent to them. Ray is an optional package; only this module
+imports it.
 """
 
 import importlib
@@ -16,12 +17,13 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 AHEAD = 4
-"""Tasks under way for each CPU of the cluster, so that no node waits and Ray does not queue thousands."""
+"""Number of tasks that are submitted at a time, for each CPU of the cluster: enough to keep all nodes busy, without thousands in
+Ray's queue."""
 
-KNOCK_SECONDS = 10.0  # limit of one connection attempt
+KNOCK_SECONDS = 10.0  # longest time of one attempt to connect to the cluster
 
 TASK_SECONDS = 6 * 3600
-"""Longest wait for the next result. No simulation takes so long, so a cluster without nodes ends there."""
+"""Longest wait for the next result, in seconds. No simulation takes so long, so a timeout means that the cluster has no nodes."""
 
 
 def map_on_ray(
@@ -54,7 +56,7 @@ def map_on_ray(
         while waiting:
             yield _result(ray, waiting.popleft())
     finally:
-        ray.shutdown()  # running tasks end with their driver
+        ray.shutdown()  # closing the connection also ends the tasks that still run
 
 
 def _joined(address: str) -> Any:
@@ -69,16 +71,17 @@ def _joined(address: str) -> Any:
         raise ConfigurationRefused(
             f"--ray: {address}: {_one_line(str(error))}: is it up, and does it want a token (RAY_AUTH_MODE=token)?"
         ) from error
-    except (RuntimeError, TimeoutError, ValueError) as error:  # another version, or no address
+    except (RuntimeError, TimeoutError, ValueError) as error:
+        # the cluster runs another version of Ray or Python, or the address is not valid
         raise ConfigurationRefused(f"--ray: {address}: {_one_line(str(error))}") from error
     return ray
 
 
 def _knock(address: str) -> None:
-    """Try to connect, because Ray waits for minutes for a cluster that does not exist."""
+    """Try to connect to the host and port, because Ray itself waits for minutes if no cluster is there."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon or not port.isdecimal():
-        return  # auto, local, or a cluster by name
+        return  # the address is `auto`, `local` or a cluster's name, so there is no host to connect to
     try:
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
     except (OSError, OverflowError) as error:

@@ -23,7 +23,7 @@ MOST_RUNS = 10_000
 
 
 class SweepCase(Struct, frozen=True, kw_only=True):
-    """One run of a sweep."""
+    """A scenario with changed fields and a seed: one run of a sweep."""
 
     scenario: str
     changes: dict[str, Any]
@@ -31,7 +31,7 @@ class SweepCase(Struct, frozen=True, kw_only=True):
 
 
 class SweepRow(Struct, frozen=True, kw_only=True):
-    """Outcome of one run of a sweep."""
+    """A run of a sweep with its outcome."""
 
     scenario: str
     changes: dict[str, Any]
@@ -40,7 +40,7 @@ class SweepRow(Struct, frozen=True, kw_only=True):
 
 
 class _Prepared(Struct, frozen=True, kw_only=True):
-    """A case with the content of all its files except for the trace."""
+    """A case with the contents of all its files except for the trace, so that another machine can run it."""
 
     case: SweepCase
     scenario: Scenario
@@ -50,12 +50,12 @@ class _Prepared(Struct, frozen=True, kw_only=True):
 def cases(
     scenarios: Sequence[Path], over: Mapping[str, Sequence[Any]], seeds: Sequence[int], set_: Mapping[str, Any] = {}
 ) -> list[SweepCase]:
-    """Return all combinations of scenario files, values of the fields in `over`, and seeds, with the changes of `set_`.
+    """Return all combinations of scenario files, values of the fields in `over`, and seeds. The changes of `set_` apply to all of them.
 
-    Each case was checked; traces are read once.
+    Each case is checked, and each trace is read once.
 
     Raises:
-        ConfigurationRefused: There are too many, or one of them cannot be run; the message names field or row.
+        ConfigurationRefused: There are too many combinations, or one of them cannot be run; the message names the field or row.
     """
     number = len(scenarios) * len(seeds)
     for values in over.values():
@@ -103,7 +103,7 @@ def run_case(case: SweepCase) -> SweepRow:
 
 
 def run_prepared(prepared: _Prepared, trace: bytes) -> SweepRow:
-    """Run a case on another machine, which has none of the files."""
+    """Run a case on a machine that has none of its files; `trace` is the content of the trace file."""
     scenario = prepared.scenario
     if not isinstance(scenario.workload, RecordedWorkload):
         return _run(prepared, scenario)
@@ -129,7 +129,7 @@ def _prepared(case: SweepCase) -> _Prepared:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Put the scenario's file in front of error messages."""
+    """Put the path of the scenario file in front of the messages of errors in this block."""
     try:
         yield
     except ConfigurationRefused as error:
@@ -142,7 +142,7 @@ def _trace(prepared: _Prepared) -> Path | None:
 
 
 def _as_read(prepared: _Prepared) -> tuple[object, ...]:
-    """Return what determines which rows of a trace are read, and whether they are valid."""
+    """Return the settings that determine which rows of a trace are read and whether they are valid; equal ones need one check."""
     scenario, workload = prepared.scenario, prepared.scenario.workload
     if isinstance(workload, RecordedWorkload):
         workload = structs.replace(workload, speed=1.0)

@@ -1,7 +1,7 @@
-"""Replica capacity: what one replica of a simulated pool can do, as a profiling run of an operator would find it.
+"""Replica capacity: the rates and sizes that one replica of a simulated pool reaches, as a profiling run would measure them.
 
-Baselines that rest on profiles (throughput per replica, tokens a second within a goal, KV tokens) take their numbers from here, so all of
-them know the hardware equally well.
+Scaling rules that need a profile (throughput per replica, tokens per second within a goal, KV tokens) take their numbers from here.
+So all compared rules know the hardware equally well.
 """
 
 from functools import cached_property
@@ -16,12 +16,12 @@ HALVINGS = 24
 
 
 class TrafficShape(Struct, frozen=True, kw_only=True):
-    """Mean lengths of requests in tokens."""
+    """Mean lengths of requests in tokens, and the share of prompt tokens that caches have."""
 
     prompt_tokens: float
     answer_tokens: float
     cached_share: float = 0.0
-    """Share of prompt tokens that need not be computed."""
+    """Share of prompt tokens that need not be computed, because a cache has them."""
 
     @property
     def new_tokens(self) -> float:
@@ -29,12 +29,12 @@ class TrafficShape(Struct, frozen=True, kw_only=True):
 
     @property
     def context(self) -> float:
-        """Mean context of a running sequence."""
+        """Mean number of tokens that a running sequence attends to: the prompt and half the answer."""
         return self.prompt_tokens + 0.5 * self.answer_tokens
 
 
 class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
-    """Capacity of one replica."""
+    """Computes what one replica can serve, from its step times and limits."""
 
     role: Role
     times: StepTimes
@@ -45,7 +45,7 @@ class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
         return self.limits.kv_blocks * self.limits.block_tokens
 
     def prefill_seconds(self, shape: TrafficShape) -> float:
-        """Return the seconds of an engine's time that one prompt takes."""
+        """Return the engine seconds that one prompt takes; the parts of a step that other prompts use are not counted."""
         tokens, step = shape.new_tokens, self.limits.step_tokens
         cached = shape.prompt_tokens - tokens
         seconds = 0.0
@@ -53,17 +53,17 @@ class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
         while done < tokens:
             chunk = min(float(step), tokens - done)
             pairs = chunk * (cached + done + 0.5 * chunk)
-            filled = chunk / step  # other prompts fill the rest of the step
+            filled = chunk / step  # share of the step that this chunk uses; other prompts use the remaining part
             seconds += filled * self.times.seconds(step, pairs / filled, 0, 0)
             done += chunk
         return seconds
 
     def most_running(self, shape: TrafficShape) -> int:
-        """Return the sequences that one replica has room for."""
+        """Return the number of sequences for which one replica has batch places and KV blocks."""
         return max(1, min(self.limits.max_running, int(self.kv_tokens / (shape.prompt_tokens + shape.answer_tokens))))
 
     def running_within(self, shape: TrafficShape, tpot_seconds: float) -> int:
-        """Return the most sequences that decode together within a time per token; at least 1."""
+        """Return the most sequences that can decode together within `tpot_seconds` per token; at least 1."""
         low, high = 1, self.most_running(shape)
         while low < high:
             middle = (low + high + 1) // 2
@@ -78,12 +78,12 @@ class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
         return self.times.seconds(0, 0, running, running * shape.context)
 
     def decode_tokens(self, shape: TrafficShape, tpot_seconds: float) -> float:
-        """Return the tokens per second that one replica generates within a time per token."""
+        """Return the tokens per second that one replica generates while each sequence keeps `tpot_seconds` per token."""
         running = self.running_within(shape, tpot_seconds)
         return running / self.step_seconds(shape, running)
 
     def rate(self, shape: TrafficShape, tpot_seconds: float) -> float:
-        """Return the requests per second of one replica, at which it is busy all the time and keeps the time per token."""
+        """Return the most requests per second that one replica serves with the time per token within `tpot_seconds`."""
         prefill = 0.0 if self.role is Role.DECODE else self.prefill_seconds(shape)
         if self.role is Role.PREFILL:
             return 1.0 / prefill
@@ -92,7 +92,7 @@ class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
         return self._mixed_rate(shape, tpot_seconds, prefill)
 
     def _mixed_rate(self, shape: TrafficShape, tpot_seconds: float, prefill: float) -> float:
-        """Return the rate of a replica that prefills and decodes: prompts delay the steps of all running sequences."""
+        """Return the requests per second of a replica that prefills and decodes, where prompts delay the steps of running sequences."""
 
         def tpot(running: float) -> float:
             step = self.step_seconds(shape, running)

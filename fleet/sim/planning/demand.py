@@ -1,4 +1,4 @@
-"""Demand collector: what a simulated router's demand stream would tell a planner, with its delay and its gaps.
+"""Demand collector: makes the demand windows that a planner would get from a simulated router, with delays and gaps.
 
 Rules:
 
@@ -40,7 +40,7 @@ GONE = frozenset((Reason.DEADLINE_PASSED, Reason.CANCELLED))
 
 
 class _LiveRequest:
-    """A request that is not over."""
+    """A request that has not ended, with the instants and counts that its latencies need."""
 
     __slots__ = ("arrived", "dispatched", "first_token", "prompt_tokens", "tokens")
 
@@ -52,7 +52,7 @@ class _LiveRequest:
 
 
 class _Counters:
-    """Counts since the last record."""
+    """Counts of the record that is being collected."""
 
     def __init__(self) -> None:
         self.arrivals = self.refused = self.abandoned = 0
@@ -62,7 +62,7 @@ class _Counters:
 
 
 class DemandCollector:
-    """Observer of a simulated router (`fleet.router.observer.Observer`) that makes demand windows."""
+    """Observer of a simulated router (`fleet.router.observer.Observer`) that collects records and makes demand windows."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class DemandCollector:
         gaps: Sequence[tuple[Nanos, Nanos]] = (),
         over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Begin to record; `watch` gives the cluster whose workers are reported.
+        """Begin to collect records. They have no workers until `watch` is called with the cluster and its pools.
 
         Args:
             kernel: Virtual time.
             delay: Time from the end of a record to its delivery.
-            gaps: Spans in which nothing is delivered.
-            over: Returns True when no more records are needed.
+            gaps: Begin and end of each span in which no record is delivered.
+            over: Returns True when the simulation is over, so that no further record is needed.
         """
         self._kernel, self._delay, self._gaps, self._over = kernel, delay, tuple(gaps), over
         self._cluster: SimulatedCluster | None = None
@@ -220,7 +220,10 @@ class DemandCollector:
         return tuple(found)
 
     def window(self) -> DemandWindow:
-        """Return the window from the end of the last one to what is known now."""
+        """Return the sum of the records that were delivered since the last call.
+
+        The window is empty if there are none; in a gap, it names the router as stale.
+        """
         now = self._kernel.instant
         in_gap = next((gap for gap in self._gaps if gap[0] <= now < gap[1]), None)
         records = []

@@ -1,7 +1,7 @@
 """Simulated orchestrator: carries out plans on the elastic pools of a simulated cluster.
 
-It keeps the two records of the virtual connector in memory, so production's `VirtualConnector` in front of it is the simulated connector:
-conflicts, pins and revisions are decided by the code that runs in production.
+It keeps the two records of the virtual connector (plan and report) in memory. The planner writes through production's
+`VirtualConnector`, so conflicts, pins and revisions are decided by the code that runs in production.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class SimulatedOrchestrator:
-    """Implements `fleet.planner.connectors.virtual.PlanRecords`."""
+    """Applies the plans that are written to it to `ElasticPools`; implements `fleet.planner.connectors.virtual.PlanRecords`."""
 
     def __init__(self, kernel: Kernel, pools: ElasticPools, takes_up: Nanos = TAKES_UP) -> None:
         self._kernel, self._pools, self._takes_up = kernel, pools, takes_up
@@ -36,7 +36,7 @@ class SimulatedOrchestrator:
         self._writes = 0
         self._read = 0
         self.reachable = True
-        """False while the connector gets no answer."""
+        """False while reads and writes fail with `ConnectorUnreachable`."""
 
     async def read(self) -> RecordsSnapshot:
         self._check_reachable()
@@ -76,7 +76,7 @@ class SimulatedOrchestrator:
 def simulated_connector(
     kernel: Kernel, orchestrator: SimulatedOrchestrator, writer: PlanWriter = PlanWriter.PLANNER
 ) -> VirtualConnector:
-    """Return the connector of a simulated orchestrator, in virtual time."""
+    """Return production's connector for a simulated orchestrator, with a clock in virtual time."""
     return VirtualConnector(orchestrator, writer, _wall_clock(kernel))
 
 

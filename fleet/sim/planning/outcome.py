@@ -1,31 +1,34 @@
-"""Replay outcome: the figures of one rule, as `fleet plan replay --json` prints them."""
+"""Replay outcome: the results of one scaling rule, as `fleet plan replay --json` prints them."""
 
 from msgspec import Struct
 
 
 class ReplayOutcome(Struct, frozen=True, kw_only=True):
-    """Figures of one rule."""
+    """Results of one rule over the measured span of a replay."""
 
     rule: str
     attainment: float
     worst_attainment: float
-    """Lowest attainment of any five minutes."""
+    """Lowest attainment in any span of five minutes."""
 
     gpu_hours: float
     dollars: float
     direction_changes: int
     most_replicas: int
-    """Most replicas that held GPUs at one instant, of all pools together."""
+    """Largest number of replicas that occupied GPUs at one instant, over all pools together."""
 
     predicted_error: float | None
-    """Mean distance of the forecast rate of arrivals from the rate that came, over the mean rate; None if the rule forecasts none."""
+    """Error of the rule's forecasts; None if the rule forecasts nothing.
+
+    It is the mean distance between the forecast and the real rate of arrivals, divided by the mean real rate.
+    """
 
     requests: int
     refused: int
-    """Requests that were refused or given up."""
+    """Number of requests that were rejected, or given up by their clients."""
 
     plans: int
-    """Decisions that changed a number."""
+    """Number of decisions that changed the wanted number of a pool."""
 
     cached_share: float
-    """Share of the prompt tokens of answered requests that a cache had."""
+    """Share of the prompt tokens of answered requests that came from a cache."""

@@ -2,13 +2,13 @@
 
 Rules:
 
-1. A rule sees only what production would show it: demand windows with the delay of the metrics, and the connector's observation. Its
-   decisions are written through the simulated connector.
+1. A rule sees only data that it would get in production: demand windows with the delay of the metrics, and the connector's
+   observation. Its decisions are written through the simulated connector.
 2. Attainment is the share of all requests that keep the goals for TTFT and TPOT. Refused requests and those whose clients gave up
    do not keep them.
-3. GPUs count from the start of a replica until it has left. Figures begin after the warm-up and end with the last arrival, so the span is
-   the same for all rules.
-4. A change of direction is a change of a pool's wanted number against the direction of its change before.
+3. A replica's GPUs count from its start until it has left. Results are measured from the end of the warm-up to the last arrival,
+   so the measured span is the same for all rules.
+4. A change of direction is a growth of a pool that follows a decline, or a decline that follows a growth.
 """
 
 import asyncio
@@ -45,21 +45,21 @@ from kvstore.eviction.trace_replay import TraceRequest
 HOUR = 3600.0
 PLAN_WITHIN = Nanos(600 * SECOND)
 FORECAST, HORIZON = "forecast", "horizon_seconds"
-"""Names under which a rule states the rate that it expects, and how many seconds ahead (`PlanDecision.numbers`)."""
+"""Keys in `PlanDecision.numbers` under which a rule puts its forecast (requests per second) and how many seconds ahead it is."""
 
 WORST_OF = Nanos(300 * SECOND)
 LEAST_REQUESTS = 20
-"""Length of the spans of which the worst is reported, and the requests from which on a span counts."""
+"""Length of the spans for `worst_attainment`, and the least number of requests with which a span counts."""
 
 AROUND = Nanos(30 * SECOND)
-"""Time before and after the instant of a forecast in which arrivals are counted to judge it."""
+"""Half the width of the span in which arrivals are counted to judge a forecast; its middle is the forecast's instant."""
 
 
 class ReplayStep(Struct, frozen=True, kw_only=True):
-    """One decision, and what it rested on."""
+    """One decision, with the rate and the replicas at that instant."""
 
     at: float
-    """Seconds since the beginning."""
+    """Seconds since the beginning of the replay."""
 
     rate: float
     """Arrivals per second in the demand window."""
@@ -67,7 +67,7 @@ class ReplayStep(Struct, frozen=True, kw_only=True):
     wanted: dict[str, int]
     ready: dict[str, int]
     held: dict[str, int]
-    """Replicas that hold GPUs."""
+    """Replicas that occupy GPUs, by pool: starting, ready and draining ones."""
 
     reason: DecisionReason
     message: str
@@ -76,20 +76,20 @@ class ReplayStep(Struct, frozen=True, kw_only=True):
 
 
 class ReplayResult(Struct, frozen=True, kw_only=True):
-    """Figures of one rule and their course."""
+    """Results of one rule, and their course over time."""
 
     outcome: ReplayOutcome
     steps: list[ReplayStep]
     windows: list[ArrivalWindow]
     span: tuple[float, float]
-    """Seconds between which figures are taken."""
+    """Begin and end of the measured span, in seconds since the beginning of the replay."""
 
 
 class Replay:
-    """A scenario that can be replayed with any rule."""
+    """A checked scenario whose requests can be replayed with any rule."""
 
     def __init__(self, scenario: ReplayScenario, folder: Path) -> None:
-        """Read and check everything that the scenario names.
+        """Read and check the profiles, policy and workload that the scenario names.
 
         Raises:
             ConfigurationRefused: A GPU, a model, a policy or a trace cannot be used.
@@ -113,7 +113,7 @@ class Replay:
         return PlanGoals(ttft_seconds=slo.ttft_ms / 1000, tpot_seconds=slo.tpot_ms / 1000, percentile=percentile)
 
     def context(self) -> RuleContext:
-        """Return what rules are given."""
+        """Return the data that a rule gets when it is created."""
         profiles = self._profiles()
         return RuleContext(
             goals=self.goals,
@@ -127,17 +127,18 @@ class Replay:
         )
 
     def run_rule(self, name: str, settings: SimulatedRule) -> ReplayResult:
-        """Make a rule and run it."""
+        """Create a rule from its parameters and run it."""
         return self.run(name, settings.open(self.context()))
 
     def run(self, name: str, rule: ScalingRule, on_end: Callable[[EndedRequest], None] | None = None) -> ReplayResult:
-        """Run a rule from the first request to the end of the last one; `on_end` is called with each request."""
+        """Run a rule from the first request to the end of the last one; `on_end` is called with each ended request."""
         profiles = self._profiles()
         if isinstance(rule, ScheduledReplicas):
             begin = rule.begin
             profiles = [structs.replace(each, workers=begin[PoolName(each.name)]) for each in profiles]
         was_on = gc.isenabled()
-        gc.disable()  # a run makes hardly any cycles, and looking for them takes a third of its time
+        # Python's cyclic garbage collector would take a third of the run's time, and a run creates hardly any cycles.
+        gc.disable()
         try:
             plan_ = structs.replace(self._plan, pools=tuple(profiles))
             return _Run(self, name, rule, plan_, self._requests, on_end).result()
@@ -147,7 +148,7 @@ class Replay:
 
     @property
     def span(self) -> tuple[Nanos, Nanos]:
-        """Instants between which figures are taken."""
+        """Begin and end of the measured span."""
         return self._span
 
     def _profiles(self) -> list[PoolProfile]:
@@ -172,7 +173,7 @@ class Replay:
 
 
 class _Run:
-    """One replay."""
+    """One replay of one rule."""
 
     def __init__(
         self,
@@ -242,7 +243,7 @@ class _Run:
             self._on_end(ended)
 
     async def _decide(self) -> None:
-        """Let virtual time pass from decision to decision."""
+        """Run the simulation, and let the rule decide at each of its intervals."""
         kernel, rule = self._kernel, self._rule
         while kernel.instant < self._end:
             until = Nanos(min(kernel.instant + rule.interval, self._end))
@@ -300,7 +301,7 @@ class _Run:
         )
 
     def _wanted(self, history: Sequence[PoolState]) -> Iterable[int]:
-        """Return the wanted numbers of a pool within the span of the figures, one for each change."""
+        """Return the wanted numbers of a pool in the measured span: the one at its begin, and each change."""
         return [state.wanted for state in history if state.at <= self._end][
             max(0, sum(state.at < self._begin for state in history) - 1) :
         ]
@@ -322,14 +323,15 @@ class _Run:
 
 
 class _Score:
-    """Ended requests of a replay, and the predictions for them."""
+    """Sums over the ended requests and the forecasts of a replay."""
 
     def __init__(self, slo: Slo, begin: Nanos, end: Nanos) -> None:
         self._slo, self._begin, self._end = slo, begin, end
         self.history = History(slo)
         self.requests = self.refused = self._good = 0
         self._prompt_tokens = self._cached_tokens = 0
-        self._spans: dict[int, list[int]] = {}  # requests and good ones, by number of the span
+        # requests and good requests in each span of `WORST_OF`, by the number of the span
+        self._spans: dict[int, list[int]] = {}
         self._arrivals: list[Nanos] = []
         self._forecasts: list[tuple[Nanos, float]] = []
 
@@ -369,7 +371,7 @@ class _Score:
         return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0
 
     def predicted_error(self) -> float | None:
-        """Return the mean distance of the forecasts from the rates that came, over the mean of these rates."""
+        """Return the mean distance between the forecast and the real rates, divided by the mean real rate; None without forecasts."""
         arrivals = sorted(self._arrivals)
         distance = came = 0.0
         for at, forecast in self._forecasts:
@@ -383,7 +385,7 @@ class _Score:
 
 
 def direction_changes(numbers: Iterable[int]) -> int:
-    """Return how often a series of numbers turns from growth to decline or back."""
+    """Return how often a series of numbers changes from growth to decline or from decline to growth."""
     changes, direction, before = 0, 0, None
     for number in numbers:
         if before is not None and number != before:

@@ -1,4 +1,4 @@
-"""Rule context: what a scaling rule is given before a replay begins."""
+"""Rule context: the data that a scaling rule gets when it is created for a replay."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -21,17 +21,17 @@ class RuleContext(Struct, frozen=True, kw_only=True):
 
     goals: PlanGoals
     attainment: float
-    """Share of requests that rules with hindsight keep in time."""
+    """Share of requests that must keep the goals, for rules that know all requests in advance."""
 
     budget: PlanBudget
     pools: tuple[PlannedPool, ...]
     profiles: Mapping[PoolName, PoolProfile]
     capacities: Mapping[PoolName, ReplicaCapacity]
     future: Sequence[TraceRequest] = ()
-    """All requests that will arrive; only for rules with hindsight."""
+    """All requests of the replay; only for rules that know the future, such as the oracle."""
 
     attempt: Callable[[ScalingRule], ReplayOutcome]
-    """Runs the replay with another rule; only for rules with hindsight."""
+    """Runs the replay with another rule, for rules that compare several attempts."""
 
     def pool(self, name: PoolName) -> PlannedPool:
         return next(each for each in self.pools if each.name == name)
@@ -40,28 +40,28 @@ class RuleContext(Struct, frozen=True, kw_only=True):
         return tuple(each for each in self.pools if each.role is role)
 
     def bounded(self, name: PoolName, replicas: float) -> int:
-        """Return a number of replicas within the bounds of a pool."""
+        """Return a number of replicas, limited to the smallest and largest size of the pool."""
         pool = self.pool(name)
         return min(max(int(replicas), pool.least), pool.most)
 
     def rate(self, name: PoolName, shape: TrafficShape) -> float:
-        """Return the requests per second that a replica of a pool serves within the goal for the TPOT."""
+        """Return the requests per second that one replica of a pool serves within the TPOT goal."""
         return self.capacities[name].rate(shape, self.goals.tpot_seconds)
 
 
 class SimulatedRule(Protocol):
-    """Parameters of a rule, from which the rule is made."""
+    """Parameters of a scaling rule; `open` creates the rule."""
 
     def open(self, context: RuleContext) -> ScalingRule:
-        """Return the rule for a replay."""
+        """Return a new rule for one replay."""
         ...
 
 
 class ScheduledReplicas:
-    """A rule that follows a timetable: the replicas of each pool from given instants on. Static pools have one entry."""
+    """A rule that follows a timetable: it sets each pool to stated numbers at stated instants. A static pool has a single entry."""
 
     def __init__(self, timetable: Sequence[tuple[Nanos, Mapping[PoolName, int]]], interval: Nanos) -> None:
-        """Take a timetable in the order of time; its first entry holds from the beginning."""
+        """Take a timetable in the order of time; its first entry applies from the beginning, whatever its instant."""
         assert timetable, "a timetable has an entry for the beginning"
         self.interval = interval
         self._timetable = [(at, dict(replicas)) for at, replicas in timetable]
@@ -69,11 +69,11 @@ class ScheduledReplicas:
 
     @property
     def begin(self) -> dict[PoolName, int]:
-        """Replicas that serve from the beginning."""
+        """Number of replicas in each pool at the beginning."""
         return self._timetable[0][1]
 
     def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:  # noqa: ARG002 - the port
-        """Return the replicas of the present entry."""
+        """Return the replicas of the latest entry that is not in the future."""
         while self._next + 1 < len(self._timetable) and self._timetable[self._next + 1][0] <= now:
             self._next += 1
         at, replicas = self._timetable[self._next]

@@ -1,4 +1,4 @@
-"""Rule registry: the scaling rules that a replay can run, by name, with their parameters."""
+"""Rule registry: the names and parameters of the scaling rules that a replay can run."""
 
 from collections.abc import Mapping
 

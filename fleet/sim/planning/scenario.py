@@ -15,47 +15,47 @@ Number = float | int | str
 
 
 class ReplayPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one pool, and how long its changes take. `gpus` of the pool is what it begins with."""
+    """Limits of one pool, and the durations of its starts and drains. The pool begins with the GPUs of its `gpus`."""
 
     least: Replicas = 1
     most: Replicas = 64
     start_seconds: Seconds = 85.0
-    """Time from asking for a replica until it serves."""
+    """Time from the start of a replica until it can serve."""
 
     start_spread: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Starts are evenly distributed up to this share of the time below and above it."""
+    """Variation of start durations, as a share of `start_seconds`: 0.2 draws them evenly from 0.8 to 1.2 times that time."""
 
     drain_seconds: Seconds = 120.0
-    """Longest drain; most replicas leave earlier, when their last stream has ended."""
+    """Longest duration of a drain; most replicas leave earlier, when their last answer has ended."""
 
 
 class PlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How pools are sized."""
+    """How a scaling rule sizes the pools, and which data it gets."""
 
     rule: str = "fleet"
-    """Rule that decides, unless the command line names others."""
+    """Name of the rule that decides, unless the command line names others."""
 
     percentile: Annotated[float, Meta(gt=0, lt=1)] = 0.95
     """Share of all requests that have to keep each goal of `[slo]`."""
 
     attainment: Annotated[float, Meta(gt=0, lt=1)] = 0.97
-    """Share of requests that rules with hindsight keep in time."""
+    """Share of requests that must keep the goals, for rules that know all requests in advance."""
 
     pools: dict[str, ReplayPoolSection] = {}
-    """Limits by the name of a pool."""
+    """Limits of pools, by the name of the pool."""
 
     budget: PlanBudget = PlanBudget()
-    """Limits on all pools together; `gpus` is also the number of GPUs that exist."""
+    """Limits on all pools together; `gpus` is also the number of GPUs that the cluster has."""
 
     warm_up_seconds: Seconds = 0.0
-    """Time from the start that figures leave out, because the first numbers of replicas are not the rule's."""
+    """Time at the beginning that results leave out, because the rule has not chosen the first numbers of replicas."""
 
     metric_delay_seconds: Seconds = 0.0
-    """Time from an event until the rule can know of it."""
+    """Delay until the rule can know of an event."""
 
     gap_every_seconds: Seconds = 0.0
     gap_seconds: Seconds = 0.0
-    """Time between the starts of two gaps in which no metrics are delivered, and the length of a gap; 0: there are none."""
+    """Time between the starts of two gaps, and the length of a gap, in which no metrics are delivered; 0: there are no gaps."""
 
     parameters: dict[str, dict[str, Number]] = {}
     """Parameters of rules, by the name of the rule."""
@@ -68,7 +68,7 @@ class PlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ReplayScenario(Scenario, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A simulation whose pools a rule sizes."""
+    """A simulation whose pools are sized by a rule: a scenario with the section `[planner]`."""
 
     planner: PlannerSection = PlannerSection()
 
@@ -86,7 +86,7 @@ class ReplayScenario(Scenario, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError('clients.kind: rules are compared on the same arrivals, so clients must be "open"')  # noqa: TRY004 - of a field
 
     def limits(self, name: str) -> ReplayPoolSection:
-        """Return the limits of a pool."""
+        """Return the limits of a pool; the defaults if the scenario states none."""
         return self.planner.pools.get(name, ReplayPoolSection())
 
 

@@ -4,8 +4,8 @@ Rules:
 
 1. Names are text: they go through `Markup`, which escapes them.
 2. Colours and dashes are CSS classes (`line-0` …) that the page defines, for light and dark backgrounds. Lines differ in both.
-3. Every point can be read: by pointing at it (`title`), and in a table below the chart.
-4. Labels of an axis never overlap; those that would are left out.
+3. The values of every point can be read: in its tooltip (`title`), and in a table below the chart.
+4. Labels of an axis never overlap: a label that would overlap another one is left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 16, 46
 TICKS = 5
 LINES = 6
-"""Most lines of one chart: so many colours can be told apart."""
+"""Most lines of one chart, because people cannot tell more colours apart."""
 
 FEW, DENSE = 12, 210
-"""Number of points up to which all points of a line are marked, and number beyond which the line is thinner."""
+"""Most points of a line for which each point is marked, and number of points above which the line is drawn thinner."""
 
-CHARACTER = 6.4  # most pixels of a character in a label
+CHARACTER = 6.4  # largest width of one character in a label, in pixels
 ROUND: tuple[float, ...] = (1, 2, 5, 10)
 
 
@@ -35,15 +35,16 @@ class ChartLine(Struct, frozen=True, kw_only=True):
 
 
 class LimitMark(Struct, frozen=True, kw_only=True):
-    """A limit, which is drawn across the chart."""
+    """A line across the chart that shows a limit."""
 
     at: float
     name: str
-    upright: bool = True  # at a value of the x axis; otherwise of the y axis
+    # True: a vertical line at a value of the x axis; False: a horizontal line at a value of the y axis
+    upright: bool = True
 
 
 class _Scale:
-    """Converts values of one axis to pixels."""
+    """Converts values of one axis to pixels, on a linear or logarithmic scale."""
 
     def __init__(self, low: float, high: float, start: float, end: float, *, logarithmic: bool):
         self._log = logarithmic
@@ -83,8 +84,8 @@ def chart(
 ) -> Markup:
     """Return a chart with its legend and its table.
 
-    At most `LINES` lines are drawn, without empty ones. A logarithmic axis leaves out points that are not above zero. With `shares`,
-    y runs from 0 to 1 and is written in percent.
+    At most `LINES` lines are drawn; empty lines are left out. A logarithmic axis leaves out points that are not above zero. With
+    `shares`, y runs from 0 to 1 and is written in percent.
     """
     drawn = [
         ChartLine(name=line.name, points=points)
@@ -114,7 +115,7 @@ def chart(
 
 
 def thinned(points: Points, rise: float) -> Points:
-    """Drop points of a rising curve that lie less than `rise` above the last one kept; keep the first and the last."""
+    """Drop points of a rising curve that lie less than `rise` above the last point that was kept; always keep the first and last point."""
     kept: list[tuple[float, float]] = []
     for point, after in zip(points, [*points[1:], None], strict=True):
         if not kept or after is None or point[1] - kept[-1][1] >= rise:
@@ -123,7 +124,7 @@ def thinned(points: Points, rise: float) -> Points:
 
 
 def number(value: float) -> str:
-    """Format a number with three digits, or with all digits before the decimal point."""
+    """Format a number with three significant digits, or with all digits before the decimal point if there are more."""
     if value == int(value) or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
@@ -151,7 +152,7 @@ def _scales(
 
 
 def _full(value: float) -> float:
-    """Round a value up to a step of its axis, so that the topmost line belongs to the grid."""
+    """Round a value up to a step of its axis, so that the highest grid line is at the top of the chart."""
     if value <= 0:
         return 1.0
     step = _round_up(value / TICKS)
@@ -194,7 +195,7 @@ def _axis_names(x: str, y: str) -> Markup:
 
 
 def _mark(mark: LimitMark, place: int, across: _Scale, up: _Scale) -> Markup:
-    """Draw a limit, with its name on the side that has room; the names of several limits stand above each other."""
+    """Draw a limit, with its name on the side that has space; names of further limits stand above each other."""
     line = Markup('<line x1="{}" x2="{}" y1="{}" y2="{}" class="mark"/>')
     if not mark.upright:
         at = up.pixel(mark.at)
@@ -202,7 +203,8 @@ def _mark(mark: LimitMark, place: int, across: _Scale, up: _Scale) -> Markup:
         return drawn + _text(WIDTH - RIGHT - 2, at - 4, mark.name, "end halo")
     at, height = across.pixel(mark.at), HEIGHT - BOTTOM - 8 - 14 * place
     drawn = line.format(_pixels(at), _pixels(at), TOP, HEIGHT - BOTTOM)
-    left, right = (int(room / CHARACTER) for room in (at - LEFT, WIDTH - RIGHT - at))  # characters that fit there
+    # number of characters that fit to the left and right of the line
+    left, right = (int(room / CHARACTER) for room in (at - LEFT, WIDTH - RIGHT - at))
     if len(mark.name) > right and left > right:
         return drawn + _text(at - 4, height, _shortened(mark.name, left), "end halo")
     return drawn + _text(at + 4, height, _shortened(mark.name, right), "halo")
@@ -231,7 +233,7 @@ def _legend(lines: Sequence[ChartLine]) -> Markup:
 
 
 def _table(x: str, lines: Sequence[ChartLine], text_of: Callable[[float], str]) -> Markup:
-    """Return all points: a row for each x, a column for each line."""
+    """Return a table of all points, with a row for each x and a column for each line."""
     columns = [dict(line.points) for line in lines]
     head = Markup("").join(
         Markup('<th scope="col">{}</th>').format(name) for name in (x, *(line.name for line in lines))

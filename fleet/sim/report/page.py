@@ -30,7 +30,7 @@ from fleet.sim.scenario import (
 from fleet.sim.workload.drawn import DrawnWorkload
 
 SECRET = ("tenants", "tenant_secret", "prompt_secret", "openai_workers", "store_credentials", "worker_credentials")
-"""Router settings that the page leaves out, because pages are passed on."""
+"""Router settings that the page does not show, because pages are shared with other people."""
 
 
 class SummaryTile(Struct, frozen=True):
@@ -58,7 +58,7 @@ def summary(outcome: RunOutcome) -> list[str]:
 
 
 def _tiers(outcome: RunOutcome) -> str:
-    """Return the hit rate of each tier, if there is more than one."""
+    """Return the hit rate of each tier as text; empty if there is only one tier."""
     tiers = outcome.hit_rate_by_tier
     return f" ({', '.join(f'{tier} {share:.1%}' for tier, share in tiers.items())})" if len(tiers) > 1 else ""
 

@@ -14,10 +14,10 @@ from fleet.sim.report.sections import TIME_UNITS, ReportSection, ReportTable
 from fleet.sim.scenario import pool_name
 
 MOST_DECISIONS = 200
-"""Decisions that a page lists for one rule."""
+"""Most decisions that the page lists for one rule."""
 
 POINTS = 400
-"""Most points of a line."""
+"""Most points of a line in a chart."""
 
 
 def write_planner_report(

@@ -10,7 +10,7 @@ from fleet.sim.results.outcomes import EndedRequest, Slo
 from fleet.sim.results.quantiles import Quantiles
 
 BINS = 120
-"""Most bins; a plot cannot show more."""
+"""Most bins; more could not be told apart in a plot."""
 
 FIRST_WIDTH = Nanos(SECOND)
 
@@ -54,7 +54,7 @@ class _Bin:
 
 
 class ArrivalRate:
-    """Rate of arrivals, computed from ended requests."""
+    """Computes the rate of arrivals from ended requests."""
 
     def __init__(self) -> None:
         self._requests = 0
@@ -66,12 +66,12 @@ class ArrivalRate:
 
     @property
     def rate(self) -> float:
-        """Arrivals per second; 0 if all came at once."""
+        """Arrivals per second; 0 if all requests arrived at one instant."""
         return self._requests * SECOND / self._last if self._last else 0.0
 
 
 class History:
-    """Collects ended requests by the time of their arrival; `simulate` passes them to `add`."""
+    """Collects ended requests in bins by the time of their arrival; `add` is passed to `simulate` as `on_end`."""
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
@@ -97,7 +97,7 @@ class History:
 
     @property
     def rate(self) -> float:
-        """Arrivals per second; 0 if all came at once."""
+        """Arrivals per second; 0 if all requests arrived at one instant."""
         return self._arrivals.rate
 
     def windows(self) -> list[ArrivalWindow]:
@@ -118,7 +118,7 @@ class History:
         ]
 
     def _widened(self, arrival: Nanos) -> int:
-        """Double the width of the bins until the arrival has one, and return the index of its bin."""
+        """Double the width of the bins until one of at most `BINS` bins covers the arrival, and return the index of that bin."""
         while arrival // self._width >= BINS:
             self._width = Nanos(self._width * 2)
             for index in range(0, len(self._bins), 2):

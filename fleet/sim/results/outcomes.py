@@ -1,4 +1,4 @@
-"""Results of a run: ended requests, their sums, samples of the timeline, and what `fleet sim run` prints."""
+"""Results of a run: ended requests, sums over them, samples of the timeline, and the output of `fleet sim run`."""
 
 from typing import Annotated
 
@@ -10,7 +10,7 @@ from fleet.sim.results.quantiles import Quantiles
 Milliseconds = Annotated[float, Meta(gt=0, le=1e12)]
 
 GPU = "gpu"
-"""The tier that is the engines' own memory."""
+"""Name of the tier that is the engines' own GPU memory."""
 
 
 class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,7 +19,7 @@ class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ttft_ms: Milliseconds = 2000.0
     tpot_ms: Milliseconds = 50.0
     e2e_ms: Milliseconds | None = None
-    """Target for the whole answer; None: there is none."""
+    """Target for the end-to-end latency; None: there is no such target."""
 
     def __post_init__(self) -> None:
         if self.e2e_ms is not None and self.e2e_ms < self.ttft_ms:
@@ -28,11 +28,11 @@ class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     def kept_by(self, ended: "EndedRequest") -> bool:
-        """Return whether an answered request is good."""
+        """Return whether an answered request kept all its targets."""
         return self.allows(ended.ttft_ms, ended.tpot_ms, ended.e2e_ms)
 
     def allows(self, ttft_ms: float, tpot_ms: float, e2e_ms: float) -> bool:
-        """Return whether an answer with these times is good."""
+        """Return whether an answer with these times keeps all targets."""
         return ttft_ms <= self.ttft_ms and tpot_ms <= self.tpot_ms and (self.e2e_ms is None or e2e_ms <= self.e2e_ms)
 
 
@@ -40,9 +40,9 @@ class PoolSample(Struct, frozen=True, kw_only=True):
     """State of one pool at one instant."""
 
     name: str
-    workers: int  # that are up
-    running: int  # requests on them
-    waiting: int  # requests among these that are not in a batch yet
+    workers: int  # workers that are up
+    running: int  # requests on these workers
+    waiting: int  # requests among `running` that are not in a batch yet
     kv_share: float
 
 
@@ -51,28 +51,29 @@ class TimelineSample(Struct, frozen=True, kw_only=True):
 
     seconds: float
     running: int  # requests on workers
-    queued: int  # requests in the router
-    kv_share: float  # share of all blocks that sequences hold
-    finished: int  # requests that ended since the sample before
+    queued: int  # requests that wait in the router
+    kv_share: float  # share of all KV blocks that running sequences occupy
+    finished: int  # requests that ended since the previous sample
     pools: tuple[PoolSample, ...] = ()
 
 
 class EndedRequest(Struct, frozen=True, kw_only=True):
-    """One request that is over."""
+    """A request that is over, as its client saw it."""
 
     request_id: str
     arrival: Nanos
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
-    first_token: Nanos | None  # instant; None: rejected or given up before
+    first_token: Nanos | None  # instant of the first token; None: the request was rejected, or given up before
     end: Nanos
-    refused: str = ""  # reason of the rejection
-    session: int = 0  # 0: unknown
-    max_tokens: int = 0  # requested answer length
-    retries: int = 0  # made by the client
-    chain: tuple[int, ...] = ()  # names of the prompt's blocks
-    tier_tokens: dict[str, int] | None = None  # cached tokens by the tier that had them; None: all on the GPU
+    refused: str = ""  # reason of the rejection; empty: the request was not rejected
+    session: int = 0  # number of the session; 0: unknown
+    max_tokens: int = 0  # answer length that the client asked for
+    retries: int = 0  # number of times that the client sent the request again
+    chain: tuple[int, ...] = ()  # block names of the prompt
+    # prompt tokens from each tier; None: all cached tokens came from the GPU's tier
+    tier_tokens: dict[str, int] | None = None
 
     @property
     def ttft_ms(self) -> float:
@@ -81,7 +82,7 @@ class EndedRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def tpot_ms(self) -> float:
-        """Mean time per token after the first one; 0 for an answer of one token."""
+        """Mean time per token after the first one, in ms; 0 for an answer of one token."""
         assert self.first_token is not None
         return (self.end - self.first_token) / MILLISECOND / max(1, self.output_tokens - 1)
 
@@ -91,7 +92,7 @@ class EndedRequest(Struct, frozen=True, kw_only=True):
 
 
 class RequestSums:
-    """Sums over ended requests."""
+    """Counts and latency distributions of all ended requests."""
 
     def __init__(self, slo: Slo):
         self._slo = slo
@@ -103,7 +104,7 @@ class RequestSums:
         self.cached_tokens = 0
         self.output_tokens = 0
         self.retries = 0
-        self._tier_tokens: dict[str, int] = {}  # without the GPUs' tier
+        self._tier_tokens: dict[str, int] = {}  # cached prompt tokens by tier, without the GPU's tier
 
     def add(self, ended: EndedRequest) -> None:
         self.requests += 1
@@ -141,10 +142,11 @@ class RequestSums:
 
 
 class PredictionQuality(Struct, frozen=True, kw_only=True):
-    """Relative errors of the predictions for a pool, and the source of its prices."""
+    """Relative errors of the predicted latencies of a pool, and the source of its prices."""
 
-    basis: str = ""  # step times rest on measurements of this model, this GPU, or this engine
-    ttft_error: float = 0.0  # median, on measurements that were not used to fit
+    # what the measurements behind the step times have in common with this pool: "model", "gpu" or "engine"; empty: unknown
+    basis: str = ""
+    ttft_error: float = 0.0  # median relative error, on measurements that were not used for the fit
     tpot_error: float = 0.0
     power_error: float = 0.0
     price: str = ""
@@ -158,20 +160,20 @@ class PoolOutcome(Struct, frozen=True, kw_only=True):
     gpu: str
     gpus: int
     workers: int
-    utilisation: float  # share of the time that was spent in steps
-    imbalance: float  # the busiest worker divided by the mean
-    computed_tokens: int  # of prompts
+    utilisation: float  # share of the workers' time that was spent in steps
+    imbalance: float  # time in steps of the busiest worker divided by the mean
+    computed_tokens: int  # computed prompt tokens
     generated_tokens: int
     gpu_hours: float
     cost: float
     energy_kwh: float
-    joules_per_token: float  # computed or generated
-    cost_per_million_tokens: float  # computed or generated
+    joules_per_token: float  # energy per token, computed or generated
+    cost_per_million_tokens: float  # cost per million tokens, computed or generated
     quality: PredictionQuality
 
 
 class RunOutcome(Struct, frozen=True, kw_only=True):
-    """Output of `fleet sim run --json`. Times are in ms, rates per second of simulated time, money in dollars."""
+    """Output of `fleet sim run --json`. Times are in ms, rates are per second of simulated time, and money is in dollars."""
 
     digest: str
     requests: int
@@ -181,23 +183,24 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     requests_per_cpu_second: float
     ttft_ms: dict[str, float]
     tpot_ms: dict[str, float]
-    itl_ms: dict[str, float]  # gaps between tokens of all requests, without those around a handoff or a preemption
+    itl_ms: dict[str, float]  # gaps between tokens of all requests, without gaps around a handoff or a preemption
     e2e_ms: dict[str, float]
     goodput_rps: float
     attainment: float
     hit_rate: float
-    hit_rate_by_tier: dict[str, float]  # the shares add up to `hit_rate`
-    retries: int  # made by clients
-    imbalance: float  # the busiest worker divided by the mean of its pool, by time in steps; of the worst pool
+    hit_rate_by_tier: dict[str, float]  # prompt tokens by tier; the shares add up to `hit_rate`
+    retries: int  # number of times that clients sent a request again
+    # time in steps of the busiest worker divided by the mean of its pool; the value of the worst pool
+    imbalance: float
     utilisation: float  # share of the time that all workers spent in steps
-    disaggregated: int  # requests that two workers served
+    disaggregated: int  # number of requests that two workers served
     preempted: int
-    moved_gb: float  # between workers
+    moved_gb: float  # gigabytes moved between workers
     gpu_hours: float
     cost: float
-    cost_per_million_tokens: float  # of prompts and answers together
+    cost_per_million_tokens: float  # cost per million tokens, prompts and answers together
     energy_kwh: float
-    joules_per_token: float  # generated
+    joules_per_token: float  # energy per generated token
     pools: list[PoolOutcome] = []
 
 

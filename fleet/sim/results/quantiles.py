@@ -4,19 +4,19 @@ from collections import defaultdict
 from math import ceil, exp, log
 
 RESOLUTION = 0.005
-"""Relative error of a quantile (logarithmic bins, as in DDSketch, VLDB 2019)."""
+"""Relative error of a quantile; bins are logarithmic, as in DDSketch (VLDB 2019)."""
 
 WIDTH = log((1 + RESOLUTION) / (1 - RESOLUTION))
 """Width of a bin on the logarithmic scale."""
 
 ZERO = -(1 << 30)
-"""Bin of the values that have no logarithm."""
+"""Index of the bin for 0, which has no logarithm."""
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
 
 class Quantiles:
-    """A distribution of positive values in logarithmic bins."""
+    """A distribution of values that are not negative, counted in logarithmic bins."""
 
     def __init__(self) -> None:
         self._bins: defaultdict[int, int] = defaultdict(int)
@@ -38,7 +38,7 @@ class Quantiles:
         return sum(self._bins.values())
 
     def quantile(self, share: float) -> float:
-        """Return the value that this share of the values does not exceed; 0 if there are none."""
+        """Return the smallest value that at least this share of the values does not exceed; 0 if there are no values."""
         wanted = max(1, ceil(share * self.count))
         seen = 0
         for index in sorted(self._bins):
@@ -48,7 +48,7 @@ class Quantiles:
         return 0.0
 
     def curve(self) -> list[tuple[float, float]]:
-        """Return the distribution function: values, and the share of values that do not exceed each."""
+        """Return the distribution function as pairs: a value, and the share of values that do not exceed it."""
         points, seen, count = [], 0, self.count
         for index in sorted(self._bins):
             seen += self._bins[index]
@@ -56,7 +56,7 @@ class Quantiles:
         return points
 
     def summary(self) -> dict[str, float]:
-        """Return mean and quantiles, rounded."""
+        """Return mean and quantiles by name, rounded."""
         mean = self.total / self.count if self._bins else 0.0
         return {"mean": round(mean, 3), **{name: round(self.quantile(share), 3) for name, share in QUANTILES.items()}}
 

@@ -1,6 +1,7 @@
 """Rows of ended requests, as JSON lines or Parquet.
 
-JSON lines are a trace again (`fleet.recording.traces`); with the names of blocks, its requests share the same prefixes.
+A file of JSON lines can be used as a trace (`fleet.recording.traces`). If it contains block names, its requests share the same
+prefixes as in the run.
 """
 
 import importlib
@@ -16,18 +17,18 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.sim.results.outcomes import EndedRequest, Slo
 
 GROUP = 20_000
-"""Rows in one row group of a Parquet file; so many are in memory at a time."""
+"""Number of rows in one row group of a Parquet file; these rows are in memory at a time."""
 
 PARQUET = ".parquet"
 
 
 class RequestRow(Struct, frozen=True, kw_only=True):
-    """One request. Instants are nanoseconds since the start of the simulation, durations milliseconds."""
+    """One row: a request that is over. Instants are nanoseconds since the start of the simulation, durations milliseconds."""
 
     request_id: str
-    session: int  # 0: unknown
-    arrival: int  # first sending
-    first_token: int | None  # None: rejected, or given up before
+    session: int  # number of the session; 0: unknown
+    arrival: int  # instant at which the client sent the request for the first time
+    first_token: int | None  # instant of the first token; None: the request was rejected, or given up before
     end: int
     ttft_ms: float | None
     tpot_ms: float | None
@@ -35,16 +36,16 @@ class RequestRow(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    max_tokens: int  # requested answer length
+    max_tokens: int  # answer length that the client asked for
     retries: int
-    good: bool  # kept the SLO
-    refused: str  # reason of the rejection; empty: answered
+    good: bool  # whether the request kept the SLO
+    refused: str  # reason of the rejection; empty: not rejected
     block_tokens: int | UnsetType = UNSET
     hash_ids: tuple[int, ...] | UnsetType = UNSET
 
 
 def request_row(ended: EndedRequest, slo: Slo, block_tokens: int | None) -> RequestRow:
-    """Return the row of a request; with `block_tokens`, it contains the names of the prompt's blocks."""
+    """Return the row of a request. It contains the block names of the prompt if `block_tokens` is given."""
     answered = ended.first_token is not None and not ended.refused
     return RequestRow(
         request_id=ended.request_id,

@@ -1,15 +1,15 @@
-"""Clients: when requests are sent, and what happens to rejected ones.
+"""Clients: decide when requests are sent, and send rejected requests again.
 
 Rules:
 
-1. Open clients send at the times of the workload, whatever happened before.
+1. Open clients send at the times of the workload and do not wait for answers.
 2. Closed clients are a fixed number of users. Each sends the workload's next request, waits for the whole answer, thinks, and sends
    the next one. Arrival times of the workload are ignored. Benchmarks at a fixed concurrency work in this way.
 3. Session clients send requests that wait for each other's answers (`TraceSession`). Either a fixed number of sessions runs at a
    time, or each session begins when the workload says.
 4. A client that waits for an answer sends its next request in an event of its own, so the router is never called recursively.
-5. A request that is rejected for now is sent again, each time after a longer pause. It counts once, from its first sending. A client
-   with a deadline tells it to the router and gives up at that instant.
+5. A request that is rejected for a temporary reason is sent again, each time after a longer pause. It counts as one request that
+   began when it was sent first. A client with a deadline sends it to the router and gives up at that instant.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,70 +32,70 @@ Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 Traffic = Iterator[TraceRequest] | Iterator[TraceSession]
-"""The entries that clients send: sessions for session clients, requests for all others."""
+"""Entries that clients send: sessions for session clients, requests for all other clients."""
 
 RETRYABLE = frozenset((Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.RATE_LIMITED, Reason.DRAINING, Reason.WORKER_LOST))
-"""Reasons of a rejection after which a request may be sent again."""
+"""Temporary reasons: a request that was rejected for one of them may be sent again."""
 
 
 class ClientPatience(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings that all kinds of clients have."""
+    """Deadline and retries of clients; all kinds of clients have these settings."""
 
     deadline_seconds: Seconds = 0.0
-    """Time from the first sending after which an unanswered request is given up; 0: never."""
+    """Time after which an unanswered request is given up, counted from when it was first sent; 0: never."""
 
     retries: Annotated[int, Meta(ge=0, le=100)] = 0
-    """How often a request is sent again after it was rejected for now (a full queue, no worker)."""
+    """How often a request is sent again after it was rejected for a temporary reason (a full queue, no worker)."""
 
     retry_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """Pause before the first retry; it doubles with each further one."""
 
 
 class OpenClients(ClientPatience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="open"):
-    """Clients that send at the times of the workload."""
+    """Clients that send at the times of the workload and do not wait for answers."""
 
 
 class ClosedClients(
     ClientPatience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="closed"
 ):
-    """A fixed number of users."""
+    """A fixed number of users, each of whom sends the next request after the answer to the last one."""
 
     users: Count = 64
     think_seconds: Seconds = 0.0
     """Time from an answer to the user's next request."""
 
     ramp_seconds: Seconds = 0.0
-    """Time in which users come, at equal distances; 0: all at once."""
+    """Time over which the users begin, at equal distances; 0: all begin at once."""
 
 
 class SessionClients(
     ClientPatience, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="sessions"
 ):
-    """Sessions, whose turns wait for answers."""
+    """Sessions whose turns wait for the answers to earlier turns."""
 
     users: Annotated[int, Meta(ge=0, le=1 << 20)] = 64
-    """Sessions that run at a time; 0: each begins when the workload says, which traces do not."""
+    """Number of sessions that run at a time; 0: each session begins at the time of the workload, which traces do not contain."""
 
     longest_gap_seconds: Seconds = 1e9
-    """Longest time between an answer and the next turn; a longer one (such as a night) is cut to it."""
+    """Longest time between an answer and the next turn; longer gaps in the trace (such as a night) are shortened to it."""
 
 
 ClientSection = OpenClients | ClosedClients | SessionClients
 
 
 class SimulatedClients(Protocol):
-    """All clients of a run."""
+    """The clients of a run, whatever their kind."""
 
     @property
     def over(self) -> bool:
-        """True if nothing will be sent any more, and all is answered."""
+        """True if no request will be sent any more, and all requests have ended."""
         ...
 
 
 def start_clients(
     section: ClientSection, kernel: Kernel, world: World, traffic: Traffic, ended: Callable[[EndedRequest], None]
 ) -> SimulatedClients:
-    """Start clients; `ended` is called with each request that is over for its client."""
+    """Start clients; `ended` is called with each request that has ended for its client."""
     sender = _Sender(kernel, world, section, ended)
     match section:
         case OpenClients():
@@ -113,21 +113,21 @@ def _only(kind: type[T], traffic: Traffic) -> Iterator[T]:
 
 
 class _Sender:
-    """Sends requests, and sends them again, until they are over."""
+    """Sends requests, and sends them again after temporary rejections."""
 
     def __init__(self, kernel: Kernel, world: World, patience: ClientPatience, ended: Callable[[EndedRequest], None]):
         self._kernel, self._world, self._patience, self._ended = kernel, world, patience, ended
         self._deadline = Nanos(round(patience.deadline_seconds * SECOND))
         self._patient = bool(self._deadline or patience.retries)
-        self._live = 0  # requests that may be sent again, or whose end somebody waits for
+        self._live = 0  # requests that may be sent again, or that have a callback for their end
 
     @property
     def idle(self) -> bool:
-        """True if all requests are over."""
+        """True if no request is under way."""
         return not self._live and not self._world.live
 
     def send(self, request: TraceRequest, over: Callable[[], None] | None = None) -> None:
-        """Send a request now; `over` is called when it is over for its client."""
+        """Send a request now; `over` is called when it has ended for its client, after all retries."""
         if over is None and not self._patient:
             self._world.send(request, self._ended)
         else:
@@ -152,7 +152,7 @@ class _Sender:
 
 
 class _OpenLoop:
-    """Open clients; one arrival is in the event heap at a time."""
+    """Open clients. Only the next arrival is in the event heap."""
 
     def __init__(self, kernel: Kernel, sender: _Sender, requests: Iterator[TraceRequest]):
         self._kernel, self._sender, self._requests = kernel, sender, requests
@@ -176,10 +176,11 @@ class _OpenLoop:
 
 
 class _ClosedLoop:
-    """Closed clients, each with one request at a time."""
+    """Closed clients; each has one request at a time."""
 
     def __init__(self, kernel: Kernel, sender: _Sender, section: ClosedClients, requests: Iterator[TraceRequest]):
-        first = list(islice(requests, section.users))  # a user with nothing to send does not come
+        # users beyond the number of requests would have nothing to send, so they are not started
+        first = list(islice(requests, section.users))
         self._kernel, self._sender, self._requests = kernel, sender, chain(first, requests)
         self._think = Nanos(round(section.think_seconds * SECOND))
         self._users = len(first)
@@ -209,7 +210,7 @@ class _Conversations:
         self._longest = Nanos(round(section.longest_gap_seconds * SECOND))
         self._live = 0
         self._ended = False
-        self._follows = section.users > 0  # the next session begins when one is over
+        self._follows = section.users > 0  # True: a new session begins whenever one ends
         for _ in range(section.users or 1):
             self._next()
 
@@ -218,7 +219,7 @@ class _Conversations:
         return self._ended and not self._live
 
     def _next(self) -> None:
-        """Begin the next session, now or at its own time."""
+        """Begin the next session: now, or at the time that the workload states."""
         session = next(self._sessions, None)
         if session is None:
             self._ended = True
@@ -241,7 +242,7 @@ class _Conversations:
 
 
 class _Conversation:
-    """One session, from its beginning."""
+    """One running session."""
 
     def __init__(
         self, kernel: Kernel, sender: _Sender, session: TraceSession, longest: Nanos, over: Callable[[], None]
@@ -249,7 +250,7 @@ class _Conversation:
         self._kernel, self._sender, self._longest, self._over = kernel, sender, longest, over
         self._turns = session.turns
         self._left = len(session.turns)
-        self._waits = [len(turn.after) for turn in session.turns]  # answers that each turn still waits for
+        self._waits = [len(turn.after) for turn in session.turns]  # number of answers that each turn still waits for
         self._followers: list[list[int]] = [[] for _ in session.turns]
         for index, turn in enumerate(session.turns):
             for before in turn.after:
@@ -258,7 +259,7 @@ class _Conversation:
                 self._prepare(index)
 
     def _prepare(self, index: int) -> None:
-        """Send a turn after its gap; all answers that it waits for are there."""
+        """Send a turn after its gap; all answers that it waited for have arrived."""
         self._kernel.after(min(self._turns[index].gap, self._longest), partial(self._send, index))
 
     def _send(self, index: int) -> None:

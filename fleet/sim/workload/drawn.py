@@ -1,9 +1,9 @@
 """Drawn workloads: requests and sessions that a seeded generator makes.
 
-Arrivals are a Poisson process, evenly spaced, or gamma-distributed, or their rate swings over a day, jumps in bursts or follows stated
-phases, which may have lengths of their own. Prompts may
-begin with one of a few shared prefixes, the n-th 1/n as often as the first (Zipf), like system prompts. Requests may be turns of
-conversations, each of which begins with everything that was said before.
+Arrivals are a Poisson process, evenly spaced, or gamma-distributed; or their rate varies over a day, rises in bursts, or follows stated
+phases, which can also change the lengths of requests. Prompts may begin with one of a few shared prefixes, such as system prompts; the
+n-th prefix is used 1/n as often as the first one (Zipf). Requests may be turns of conversations; each turn then begins with all earlier
+prompts and answers of its conversation.
 """
 
 from bisect import bisect
@@ -26,47 +26,47 @@ Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 
 
 class LoadPhase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A time in which the load stays the same."""
+    """A span of time with a constant rate of arrivals."""
 
     seconds: Positive
     rate: Annotated[float, Meta(ge=0, le=1e9)]
-    """Requests per second; 0: none arrive."""
+    """Requests per second; 0: no request arrives."""
 
     prompt_tokens: Annotated[int, Meta(ge=0)] = 0
     output_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Mean lengths of this phase; 0: those of the workload."""
+    """Mean lengths in this phase; 0: the mean lengths of the workload."""
 
 
 class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="drawn"):
-    """Requests drawn at random."""
+    """A workload that a seeded generator draws."""
 
     requests: Count = 10_000
     rate: Positive = 1.0
     """Mean number of requests per second."""
 
     arrivals: Literal["poisson", "even", "gamma", "day", "bursts", "phases"] = "poisson"
-    """How arrivals are distributed: at random; at equal distances; at random with gaps that vary by `variation`; at random with a rate
-    that swings between a quarter of the mean and 1.75 times the mean; at random with a higher rate in bursts; or at random with the rates
-    of `phases`."""
+    """Distribution of arrivals, in the order of the values: at random; at equal distances; at random with gaps that vary by
+    `variation`; at random with a rate that swings between a quarter of the mean and 1.75 times the mean; at random with a higher
+    rate in bursts; or at random with the rates of `phases`."""
 
     variation: Annotated[float, Meta(ge=1e-3, le=100)] = 2.0
-    """gamma: standard deviation of a gap divided by its mean. 1 is poisson; more means burstier."""
+    """For `gamma`: standard deviation of a gap divided by its mean. 1 is the same as `poisson`; larger values mean more bursts."""
 
     day_seconds: Positive = 86_400.0
-    """day: length of one swing."""
+    """For `day`: length of one period of the rate."""
 
     burst_seconds: Positive = 10.0
     burst_every_seconds: Positive = 60.0
     burst_factor: Annotated[float, Meta(gt=1, le=1000)] = 5.0
-    """bursts: length of a burst, time between the starts of two bursts, and the rate in a burst divided by the rate outside."""
+    """For `bursts`: length of a burst, time between the starts of two bursts, and the rate in a burst divided by the rate outside."""
 
     phases: tuple[LoadPhase, ...] = ()
-    """phases: what follows what. The workload ends with the last phase, or after `requests`."""
+    """For `phases`: the phases in order. The workload ends with the last phase, or after `requests` requests."""
 
     prompt_tokens: Count = 2048
     output_tokens: Count = 256
     spread: Annotated[float, Meta(ge=0, le=1)] = 0.5
-    """Lengths are evenly distributed up to this share of the mean below and above it."""
+    """Variation of lengths, as a share of the mean: 0.5 draws them evenly from 0.5 to 1.5 times the mean."""
 
     prefixes: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     """Number of shared prefixes."""
@@ -75,10 +75,11 @@ class DrawnWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Length of each shared prefix; longer prompts continue with tokens of their own."""
 
     turns: Annotated[int, Meta(ge=1, le=1000)] = 1
-    """Mean number of turns of a conversation. With more than one, clients must be of kind `sessions`. `rate` still counts requests."""
+    """Mean number of turns of a conversation. With more than one, clients must be of kind `sessions`. `rate` still counts
+    requests, not sessions."""
 
     turn_tokens: Count = 256
-    """Tokens that each later turn adds to everything that was said before."""
+    """Number of new tokens in each later turn, besides the earlier prompts and answers."""
 
     think_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
     """Mean time from an answer to the next turn; exponentially distributed."""
@@ -141,7 +142,7 @@ def drawn_sessions(workload: DrawnWorkload, block_tokens: int, random: Random) -
 
 
 class _Prompts:
-    """Draws lengths and block names."""
+    """Draws the lengths and the block names of prompts."""
 
     def __init__(self, workload: DrawnWorkload, block_tokens: int, random: Random):
         self._workload = workload
@@ -149,11 +150,11 @@ class _Prompts:
         self._random = random
         self._shared_blocks = workload.prefix_tokens // block_tokens
         self._weights = list(accumulate(1 / rank for rank in range(1, workload.prefixes + 1)))
-        # Names of shared blocks are below all others.
+        # Names of shared blocks are smaller than all other names.
         self._names = workload.prefixes * blocks_for(workload.prefix_tokens, block_tokens)
 
     def first(self, mean: int = 0) -> tuple[int, tuple[int, ...]]:
-        """Return tokens and blocks of a prompt that begins a conversation; `mean` replaces the mean length of the workload."""
+        """Return the number of tokens and the block names of a conversation's first prompt; `mean` replaces the workload's mean length."""
         tokens = _length(mean or self._workload.prompt_tokens, self._workload.spread, self._random)
         blocks = blocks_for(tokens, self._block_tokens)
         common = min(blocks, self._shared_blocks) if self._workload.prefixes else 0
@@ -166,7 +167,7 @@ class _Prompts:
         return tokens, prefix + self._new(blocks - common)
 
     def grown(self, tokens: int, names: tuple[int, ...], more: int) -> tuple[int, tuple[int, ...]]:
-        """Return tokens and blocks of a prompt that continues another one."""
+        """Return the number of tokens and the block names of a prompt that adds `more` tokens to another prompt."""
         kept = names[: tokens // self._block_tokens]
         tokens += more
         return tokens, kept + self._new(blocks_for(tokens, self._block_tokens) - len(kept))
@@ -190,7 +191,8 @@ def _gap(workload: DrawnWorkload, rate: float, now: float, random: Random) -> fl
         case "gamma":
             squared = workload.variation**2
             return random.gammavariate(1 / squared, squared / rate)
-        case "day" | "bursts":  # thinning: draw at the highest rate, and drop arrivals in proportion to the lower rate
+        # thinning: draw at the highest rate, and drop arrivals with a probability that leaves the lower rate
+        case "day" | "bursts":
             gap, highest = 0.0, _highest(workload, rate)
             while True:
                 gap += random.expovariate(highest)
@@ -203,7 +205,7 @@ def _highest(workload: DrawnWorkload, rate: float) -> float:
 
 
 def _rate(workload: DrawnWorkload, rate: float, now: float) -> float:
-    """Return the rate at one instant, where `rate` is the mean."""
+    """Return the rate of arrivals at one instant, where `rate` is the mean over time."""
     if workload.arrivals == "day":
         return rate * (1 - 0.75 * cos(2 * pi * now / workload.day_seconds))
     bursting = now % workload.burst_every_seconds < workload.burst_seconds
@@ -211,7 +213,7 @@ def _rate(workload: DrawnWorkload, rate: float, now: float) -> float:
 
 
 def _outside(workload: DrawnWorkload, rate: float) -> float:
-    """Return the rate between bursts."""
+    """Return the rate outside of bursts."""
     return rate / (1 + (workload.burst_factor - 1) * workload.burst_seconds / workload.burst_every_seconds)
 
 

@@ -21,7 +21,7 @@ from fleet.sim.workload.drawn import DrawnWorkload, drawn_requests, drawn_sessio
 from kvstore.eviction.trace_replay import TraceRequest
 
 T = TypeVar("T")
-NEVER_ENDS = 1e9  # seconds; the longest time that can be given
+NEVER_ENDS = 1e9  # seconds; the largest value that the setting accepts
 Positive = Annotated[float, Meta(ge=1e-9, le=1e9)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -35,27 +35,31 @@ class RecordedWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Path of the trace, relative to the scenario's file."""
 
     sort: bool = False
-    """True if rows may be in any order. All rows are then kept in memory; otherwise memory does not grow with the file."""
+    """True if the rows of the file are not sorted by time. All rows are then kept in memory; otherwise memory does not grow with
+    the file."""
 
     part: tuple[Share, Share] = (0.0, 1.0)
-    """Part of the rows: `[0, 0.5]` is the first half, to tune by, and `[0.5, 1]` the second, to report on. Rows are requests,
-    or whole sessions where the format knows them."""
+    """Part of the rows: `[0, 0.5]` is the first half, for tuning, and `[0.5, 1]` the second half, for reported results.
+
+    Rows are requests, or whole sessions if the format knows sessions.
+    """
 
     sample: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Share of these rows that is taken; the scenario's seed selects them."""
+    """Share of these rows that is used; the scenario's seed selects the rows."""
 
     from_seconds: Seconds = 0.0
     to_seconds: Positive = NEVER_ENDS
-    """Span of recorded time; arrivals are counted from its start."""
+    """Begin and end of the recorded time that is used; arrivals are counted from its begin."""
 
     requests: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
-    """Most requests, from the start; 0: all."""
+    """Most requests, counted from the start; 0: all."""
 
     speed: Positive = 1.0
-    """Factor by which arrivals come faster than recorded; in sessions, the gaps between turns are shortened by it."""
+    """Factor by which arrivals are faster than recorded; gaps between the turns of sessions are shortened by it, too."""
 
     live_sessions: Count = LIVE_SESSIONS
-    """Sessions that run at a time where the format knows sessions, and open clients send as recorded (`clients.kind = "open"`)."""
+    """Most sessions of the file that are open at a time, if its format knows sessions and clients send as recorded (`clients.kind
+    = "open"`)."""
 
     def __post_init__(self) -> None:
         if not self.part[0] < self.part[1]:
@@ -86,7 +90,7 @@ def requests_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
 
 
 def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: int) -> Iterator[TraceSession]:
-    """Return the sessions of a workload; see `requests_of`."""
+    """Return the sessions of a workload; raises the same errors as `requests_of`."""
     if isinstance(workload, DrawnWorkload):
         return drawn_sessions(workload, block_tokens, Random(seed))
     file = _opened(workload, folder, block_tokens, seed)
@@ -102,7 +106,7 @@ def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
 
 
 def request_count(workload: Workload, folder: Path, *, seed: int) -> int | None:
-    """Return the number of requests, or slightly more; None if it is unknown before all rows are read."""
+    """Return the number of requests, or a slightly larger number; None if it is unknown before all rows are read."""
     if isinstance(workload, DrawnWorkload):
         return None if workload.phases else workload.requests
     try:
@@ -136,7 +140,7 @@ def _opened(workload: RecordedWorkload, folder: Path, block_tokens: int, seed: i
 
 
 def _checked(rows: Iterator[T]) -> Iterator[T]:
-    """Read the first row at once, so that its errors are raised now."""
+    """Read the first row now, so that its errors are raised before the run."""
     read = _with_field(rows)
     first = next(read, None)
     if first is None:
@@ -145,7 +149,7 @@ def _checked(rows: Iterator[T]) -> Iterator[T]:
 
 
 def _with_field(rows: Iterator[T]) -> Iterator[T]:
-    """Raise errors of a trace with the name of the setting."""
+    """Pass the rows on; put the name of the setting in front of the messages of errors."""
     try:
         yield from rows
     except TraceError as error:
@@ -153,7 +157,7 @@ def _with_field(rows: Iterator[T]) -> Iterator[T]:
 
 
 def _within(requests: Iterator[TraceRequest], workload: RecordedWorkload) -> Iterator[TraceRequest]:
-    """Yield the requests within the recorded time, faster by the workload's speed."""
+    """Yield the requests within the recorded time span, with arrivals made faster by the workload's speed."""
     begin = round(workload.from_seconds * SECOND)
     end = round(workload.to_seconds * SECOND) if workload.to_seconds < NEVER_ENDS else inf
     speed = workload.speed
@@ -172,7 +176,7 @@ def _faster(sessions: Iterator[TraceSession], speed: float) -> Iterator[TraceSes
 
 
 def _first_turns(sessions: Iterator[TraceSession], requests: int) -> Iterator[TraceSession]:
-    """Yield sessions up to a number of requests; 0: all."""
+    """Yield sessions until they have this number of requests together; 0: all."""
     left = requests or inf
     for session in sessions:
         if left <= len(session.turns):

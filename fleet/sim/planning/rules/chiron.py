@@ -1,8 +1,9 @@
 """Chiron: back-pressure of interactive requests.
 
-Source: arXiv 2501.08090 as implemented again by SageServe's simulator. The interactive back-pressure is the share of instances that have
-interactive work, and the pool grows above 0.6 and shrinks below it. An instance counts as having work if it runs more than a share of what
-it can run within the goals, because with continuous batching every instance has some request all the time. Batch work is not simulated.
+Source: arXiv 2501.08090, in the form of SageServe's simulator. The interactive back-pressure is the share of instances that have
+    interactive work. The pool grows while it is above 0.6, and shrinks while it is below. With continuous batching every instance
+    has some request all the time, so here an instance counts as having work only if it runs more than the share `busy` of the
+    requests that it can run within the goals. Batch work is not simulated.
 """
 
 from math import ceil
@@ -19,15 +20,15 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, wan
 
 
 class ChironRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the scaling rule Chiron."""
+    """Parameters of the scaling rule."""
 
     pressure: float = 0.6
     busy: float = 0.5
-    """Share of what an instance can run from which on it counts as having work."""
+    """An instance counts as having work if it runs more than this share of the requests that it can run within the goals."""
 
     interval_seconds: float = 15.0
     band: float = 0.2
-    """Relative distance below the pressure within which a pool keeps its number."""
+    """Relative distance below the target pressure within which a pool keeps its size."""
 
     down_seconds: float = 60.0
 
@@ -62,7 +63,7 @@ class _Chiron:
         return PlanDecision(at=now, replicas=replicas, reason=reason, numbers=numbers)
 
     def _pressure(self, pool: PlannedPool) -> float:
-        """Return the share of instances that have work; waiting requests count as instances that are missing."""
+        """Return the number of busy instances divided by the present number; waiting requests count as further busy instances."""
         workers = self._load.workers(pool.name)
         if not workers:
             return 0.0

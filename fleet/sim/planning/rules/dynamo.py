@@ -1,9 +1,10 @@
 """Dynamo's planner: throughput ticks that set a floor, and load ticks that add or remove one replica.
 
-Source: ai-dynamo, `components/planner` of release 1.6. Every 180 s the floor of a pool is the forecast rate over the rate of one profiled
-engine within the goals, at most eight replicas from the number before. Every 5 s one replica is added if all engines of a pool exceed
-the goal by estimate. One is removed if the rest stays below 0.8 of the goal: for prefill the part of the TTFT that comes from queues, for
-decode the TPOT, with load grown by N / (N - 1). Engines are measured means, not tails. The forecast here is a linear trend of the last ticks.
+Source: ai-dynamo, `components/planner` of release 1.6. Every 180 s the floor of a pool is the forecast rate over the rate of one
+profiled engine within the goals, at most eight replicas from the number before. Every 5 s one replica is added if all engines of a
+pool exceed the goal by estimate. One is removed if all engines would stay below 0.8 of the goal with their load multiplied by N /
+(N - 1). The goal is the queueing part of the TTFT for prefill, and the TPOT for decode. Estimates are means of measured engines,
+not tails. The forecast here is a linear trend of the last ticks.
 """
 
 from math import ceil
@@ -20,19 +21,19 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, ready_of, wante
 
 MOST_STEP = 8
 HISTORY = 5
-"""Throughput ticks of which the trend is taken."""
+"""Number of past throughput ticks from which the linear trend is computed."""
 
 
 class DynamoRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the planner."""
+    """Parameters of the scaling rule."""
 
     throughput_seconds: float = 180.0
     load_seconds: float = 5.0
     sensitivity: float = 0.8
-    """Share of a goal below which a pool may shrink."""
+    """A replica is removed only if the estimated latencies stay below this share of the goal."""
 
     margin: float = 1.0
-    """Factor of the forecast rate."""
+    """Factor by which the forecast rate is multiplied before a floor is computed."""
 
     def open(self, context: RuleContext) -> "_Dynamo":
         return _Dynamo(self, context)
@@ -79,7 +80,7 @@ class _Dynamo:
             self._floor[pool.name] = self._context.bounded(pool.name, limited)
 
     def _load_step(self, pool: PlannedPool, seen: Observation) -> int:
-        """Return 1, 0 or -1 by the estimated latencies of all engines of a pool."""
+        """Return the change of a pool's replicas (1, 0 or -1) that the estimated latencies of its engines ask for."""
         workers = self._load.workers(pool.name)
         if not workers:
             return 0
@@ -93,7 +94,7 @@ class _Dynamo:
         return 0
 
     def _relative_load(self, pool: PlannedPool, running: float, waiting: float) -> float:
-        """Return the estimated latency of one engine over its goal; of both latencies, if it prefills and decodes."""
+        """Return the estimated latency of one engine divided by its goal; the larger ratio if the engine prefills and decodes."""
         capacity, shape, goals = self._context.capacities[pool.name], self._load.shape, self._context.goals
         ratios = []
         if pool.role is not Role.DECODE:

@@ -1,4 +1,4 @@
-"""Fleet: the planner that runs in production, on the engines of the simulation."""
+"""Fleet: Fleet's production planner as a scaling rule, with the step times of the simulated engines."""
 
 from fleet.core.clock import SECOND
 from fleet.hardware.latency.closed_loop import BenchmarkClient
@@ -12,7 +12,7 @@ from fleet.sim.planning.rule_context import RuleContext
 
 
 class FleetRule(PlannerRuleSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the planner's rule."""
+    """Parameters of the planner's load rule."""
 
     def open(self, context: RuleContext) -> PlannerMachine:
         engines = {name: pool_engine(profile) for name, profile in context.profiles.items()}
@@ -20,7 +20,7 @@ class FleetRule(PlannerRuleSettings, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def pool_engine(profile: PoolProfile) -> PoolEngine:
-    """Return the engine of a pool's replicas, as the sizing of pools sees it."""
+    """Return the step times, limits and price of a pool's replicas in the form that the production planner expects."""
     assert isinstance(profile.times, StepModel), "pools of scenarios have step models"
     limits = profile.limits
     return PoolEngine(

@@ -1,7 +1,8 @@
-"""Future load: the replicas that requests will need, for rules with hindsight.
+"""Future load: the replicas that all requests of a replay will need, for rules that know the future.
 
-The need of a pool is an estimate without queueing: the work of the requests that arrive around an instant, divided by the work that one
-replica does in that time. These rules only use it to guide their search. Their results are measured by replays, like those of all rules.
+The need of a pool is an estimate without queueing: the work of the requests that arrive around an instant, divided by the work
+that one replica does in that time. Rules use it only to guide their search. Their results are measured by replays, like those of
+every other rule.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ BIN_SECONDS = 5.0
 
 
 def mean_shape(requests: Sequence[TraceRequest], cached_share: float) -> TrafficShape:
-    """Return the mean lengths of requests."""
+    """Return the mean lengths of requests, with `cached_share` limited to 0.95."""
     return TrafficShape(
         prompt_tokens=sum(each.prompt_tokens for each in requests) / len(requests),
         answer_tokens=sum(each.output_tokens for each in requests) / len(requests),
@@ -27,7 +28,7 @@ def mean_shape(requests: Sequence[TraceRequest], cached_share: float) -> Traffic
 
 
 def needs(context: RuleContext, name: PoolName, shape: TrafficShape, span_seconds: float) -> list[float]:
-    """Return how many replicas a pool keeps busy in each bin of time, as a mean over a span around the bin."""
+    """Return the number of replicas that the load keeps busy, for each bin of `BIN_SECONDS`; each value is a mean over `span_seconds`."""
     role, requests = context.pool(name).role, context.future
     bins = [0.0] * (int(requests[-1].arrival / SECOND / BIN_SECONDS) + 1)
     for each in requests:
@@ -45,14 +46,14 @@ def needs(context: RuleContext, name: PoolName, shape: TrafficShape, span_second
 
 
 def _weight(role: Role, request: TraceRequest, shape: TrafficShape) -> float:
-    """Return the work of a request in mean requests."""
+    """Return the work of a request for a pool with this role; 1 is a request with the mean lengths of `shape`."""
     prompt = request.prompt_tokens / shape.prompt_tokens
     answer = request.output_tokens / shape.answer_tokens
     return {Role.PREFILL: prompt, Role.DECODE: answer}.get(role, 0.5 * (prompt + answer))
 
 
 def peak_replicas(context: RuleContext, shape: TrafficShape, span_seconds: float, use: float) -> dict[PoolName, int]:
-    """Return the replicas that serve the highest load of a span if a share of their throughput is used."""
+    """Return the replicas of each pool that serve the highest load with the share `use` of their throughput."""
     return {
         pool.name: context.bounded(pool.name, ceil(max(needs(context, pool.name, shape, span_seconds)) / use))
         for pool in context.pools

@@ -1,8 +1,9 @@
 """HeteroScale: decode tokens per second drive both pools in a fixed ratio.
 
-Source: arXiv 2508.19559. The wanted number of decode replicas is the present one times the generated tokens per second of an instance over
-its target; prefill replicas follow in a ratio that is fixed for the service. Latency is only a negative feedback: above a share of a goal
-nothing shrinks, and above the goal a step is added. Pools that prefill and decode follow the same law without a ratio.
+Source: arXiv 2508.19559. The wanted number of decode replicas is the present number, times the generated tokens per second of one
+    instance divided by their target. The number of prefill replicas is a fixed multiple of it. Latency is only a negative
+    feedback: above a share of a goal no pool shrinks, and above the goal pools grow by a step. Pools that prefill and decode
+    follow the same law without a ratio.
 """
 
 from math import ceil
@@ -19,18 +20,18 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, rea
 
 
 class HeteroScaleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of HeteroScale."""
+    """Parameters of the scaling rule."""
 
     target: float = 0.7
-    """Share of an instance's decode throughput within the goal that is aimed at."""
+    """Target for the generated tokens per second of an instance, as a share of what it can generate within the TPOT goal."""
 
     ratio: float = 0.0
-    """Prefill replicas for one decode replica; 0: the ratio of the first replicas."""
+    """Number of prefill replicas for one decode replica; 0: the ratio at the beginning of the replay."""
 
     tolerance: float = 0.1
     window_seconds: float = 60.0
     latency_share: float = 0.8
-    """Share of a goal above which nothing shrinks."""
+    """Share of a latency goal above which no pool shrinks."""
 
     interval_seconds: float = 15.0
     down_seconds: float = 120.0
@@ -86,7 +87,7 @@ class _HeteroScale:
         return before if abs(ratio - 1) <= settings.tolerance else ceil(ready * ratio)
 
     def _lateness(self) -> float:
-        """Return the larger of both P90 latencies over their goals."""
+        """Return the larger one of P90 TTFT and P90 TPOT, each divided by its goal."""
         ttft, tpot = self._load.latencies(self._settings.window_seconds, 0.9)
         goals = self._context.goals
         return max((ttft or 0.0) / goals.ttft_seconds, (tpot or 0.0) / goals.tpot_seconds)

@@ -1,8 +1,8 @@
 """HPA: Kubernetes' Horizontal Pod Autoscaler on the utilisation of each pool.
 
-Source: the algorithm of the Kubernetes documentation with its default behaviour. Every 15 s the wanted number is the ready one times
-utilisation over target, unless they differ by at most 10 %. Shrinking takes the highest recommendation of 300 s. Growth is limited to the
-larger of 100 % and four replicas in 15 s. Replicas that start count as unused.
+Source: the algorithm of the Kubernetes documentation with its default behaviour. Every 15 s the wanted number is the number of
+ready replicas times utilisation divided by target; differences of up to 10 % are ignored. Shrinking takes the highest
+recommendation of 300 s. Growth is limited to the larger of 100 % and four replicas in 15 s. Replicas that start count as unused.
 """
 
 from math import ceil
@@ -19,10 +19,10 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, rea
 
 
 class HpaRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the HPA."""
+    """Parameters of the scaling rule."""
 
     target: float = 0.6
-    """Utilisation that each pool is to have."""
+    """Target for the utilisation of each pool."""
 
     tolerance: float = 0.1
     window_seconds: float = 30.0
@@ -66,13 +66,13 @@ class _Hpa:
         ratio = utilisation / self._settings.target
         wanted = before if abs(ratio - 1) <= self._settings.tolerance else ceil(ready * ratio)
         if before > ready and ratio > 1 and ready * ratio <= before:
-            wanted = before  # replicas that start will bring the utilisation down
+            wanted = before  # utilisation will fall when the starting replicas serve, so the pool does not grow further
         wanted = min(wanted, before + max(before, 4))
         highest = self._down[pool.name].highest(now, wanted)
         return self._context.bounded(pool.name, max(wanted, min(highest, before)))
 
     def _utilisation(self, pool: PlannedPool, seen: Observation) -> float:
-        """Return the used share of a pool's throughput, at most 1, as a GPU's counters would show it."""
+        """Return the utilisation of a pool, from 0 to 1: work done divided by throughput, as GPU counters would show it."""
         shape, ready = self._load.shape, ready_of(seen, pool.name)
         capacity = self._context.capacities[pool.name]
         if pool.role is Role.DECODE:

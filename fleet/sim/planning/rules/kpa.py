@@ -1,8 +1,9 @@
 """KPA: the concurrency rule of Knative's pod autoscaler, which AIBrix and KEDA users run for LLM serving.
 
-Source: Knative's autoscaling documentation, and AIBrix for tolerance and delay. The wanted number is the mean number of requests in a pool
-over its target: a stable mean of 60 s, and a panic mean of 6 s. It panics when the panic mean wants twice what is ready; while it does, a
-pool does not shrink. Shrinking waits for a delay, and differences of up to 10 % are ignored.
+Source: Knative's autoscaling documentation, and AIBrix for tolerance and delay. The wanted number is the mean number of requests
+    in a pool, divided by the target for one replica. There is a stable mean over 60 s, and a panic mean over 6 s. A pool is in
+    panic when the panic mean wants at least twice the ready replicas; while it is, it does not shrink. Shrinking waits for a
+    delay, and differences of up to 10 % are ignored.
 """
 
 from math import ceil
@@ -19,10 +20,10 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, rea
 
 
 class KpaRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the KPA."""
+    """Parameters of the scaling rule."""
 
     target: float = 0.7
-    """Requests of one replica, as a share of those that it can run within the goals."""
+    """Target for the requests of one replica, as a share of the requests that it can run within the goals."""
 
     stable_seconds: float = 60.0
     panic_seconds: float = 6.0
@@ -67,7 +68,7 @@ class _Kpa:
         return self._context.bounded(pool.name, max(wanted, min(highest, before)))
 
     def _most(self, pool: PlannedPool) -> float:
-        """Return the requests that a replica runs within the goals: by Little's law for prompts, by the batch for answers."""
+        """Return the most requests that a replica can run within the goals: by TTFT or by batch size."""
         context, shape = self._context, self._load.shape
         if pool.role is Role.PREFILL:
             return max(1.0, context.goals.ttft_seconds / context.capacities[pool.name].prefill_seconds(shape))
@@ -75,7 +76,7 @@ class _Kpa:
         return float(running)
 
     def _concurrency(self, pool: PlannedPool, seconds: float) -> float:
-        """Return the mean number of requests in a pool; those in the router belong to the pool that they enter first."""
+        """Return the mean number of requests in a pool. Queued requests count for prefill pools, or for pools that prefill and decode."""
         windows = self._load.recent(seconds)
         first = pool.role is not Role.DECODE
         total = 0

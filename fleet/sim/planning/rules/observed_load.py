@@ -1,4 +1,4 @@
-"""Observed load: sums of recent demand windows, on which the baselines rest."""
+"""Observed load: sums over recent demand windows, from which the baseline rules compute rates, lengths and latencies."""
 
 from collections import deque
 
@@ -9,14 +9,14 @@ from fleet.planner.messages import Observation, PoolName
 from fleet.sim.planning.capacity import TrafficShape
 
 KEPT_SECONDS = 900.0
-"""Age of the oldest window; no baseline looks further back, except for its own forecasts."""
+"""Seconds for which demand windows are kept. No baseline looks further back; longer histories of forecasts are kept by the rules."""
 
 FIRST_SHAPE = TrafficShape(prompt_tokens=1000, answer_tokens=200)
-"""Lengths that are assumed before the first request has ended."""
+"""Mean lengths that are assumed until the first request has ended."""
 
 
 class ObservedLoad:
-    """The demand windows of the last minutes."""
+    """The demand windows of the last `KEPT_SECONDS`, and sums over them."""
 
     def __init__(self) -> None:
         self._windows: deque[DemandWindow] = deque()
@@ -24,7 +24,7 @@ class ObservedLoad:
         self.last: DemandWindow | None = None
 
     def add(self, window: DemandWindow) -> bool:
-        """Add a window; return False if it has no news, because metrics are late or missing."""
+        """Add a window; return False if it is stale or empty, because metrics are late or missing."""
         if window.stale or window.ended <= window.began:
             return False
         self._windows.append(window)
@@ -43,7 +43,7 @@ class ObservedLoad:
         return [window for window in self._windows if window.ended > since]
 
     def rate(self, seconds: float) -> float:
-        """Return the requests per second that clients sent, whatever became of them."""
+        """Return the requests per second that clients sent, including rejected and abandoned ones."""
         windows = self.recent(seconds)
         span = sum(window.seconds for window in windows)
         return sum(_sent(window) for window in windows) / span if span else 0.0
@@ -55,7 +55,7 @@ class ObservedLoad:
         return sum(sum(window.ttft) for window in windows) / span if span else 0.0
 
     def latencies(self, seconds: float, share: float) -> tuple[float | None, float | None]:
-        """Return percentiles of TTFT and TPOT in seconds; None without requests."""
+        """Return a percentile (`share`) of TTFT and TPOT in seconds; None if no request was measured."""
         ttft: tuple[int, ...] = ()
         tpot: tuple[int, ...] = ()
         for window in self.recent(seconds):
@@ -64,7 +64,7 @@ class ObservedLoad:
 
     @property
     def shape(self) -> TrafficShape:
-        """Mean lengths of the last minutes."""
+        """Mean lengths of recent requests."""
         return self._shape
 
     @property
@@ -72,7 +72,7 @@ class ObservedLoad:
         return 0 if self.last is None else self.last.queued
 
     def workers(self, pool: PoolName) -> list[WorkerDemand]:
-        """Return the workers of a pool that serve, as of the last window."""
+        """Return the serving workers of a pool, as the last window listed them."""
         return [] if self.last is None else [each for each in self.last.workers if each.pool == pool]
 
     def _note_lengths(self) -> None:
@@ -95,18 +95,18 @@ def _sent(window: DemandWindow) -> int:
 
 
 def wanted_of(seen: Observation) -> dict[PoolName, int]:
-    """Return the wanted replicas of all pools."""
+    """Return the wanted number of replicas of each pool."""
     return {each.name: each.wanted for each in seen.pools}
 
 
 def ready_of(seen: Observation, name: PoolName) -> int:
-    """Return the replicas of a pool that serve; at least 1, because rules divide by it."""
+    """Return the ready replicas of a pool, but at least 1, because rules divide by the result."""
     pool = seen.pool(name)
     return 1 if pool is None else max(1, pool.ready)
 
 
 class Stabilised:
-    """The highest of the numbers that were recommended in a window of time, which delays shrinking."""
+    """Delays shrinking: returns the highest number that was recommended within the last `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._span = Nanos(round(seconds * SECOND))

@@ -1,10 +1,11 @@
-"""Oracle: the cheapest timetable that a rule with hindsight finds.
+"""Oracle: the cheapest timetable of replicas that can be found when all requests are known in advance.
 
-Source: a dynamic program over the future. Level k of a pool is needed while at least k replicas are. Levels are independent, and for each of
-them the only choice is whether a gap between two needs is bridged: it is if it is not longer than start-up and drain, because replicas hold
-their GPUs in both. Replicas start early enough to serve when they are needed. The needs are scaled, by halving over replays of these very
-requests, to the lowest cost that keeps the attainment. It bounds what a rule can reach on this workload from above, but it is no proof: the
-needs are fluid figures with one scale for each pool.
+Source: a dynamic program over the future. Level k of a pool is needed while at least k replicas are needed. Levels are independent. For
+each level the only choice is whether it is kept during a gap between two needs. It is kept if the gap is not longer than start-up and
+drain together, because a replica occupies its GPUs in both. Replicas start early enough to serve when they are needed. All needs are
+multiplied by a scale, which is found by halving over replays of the same requests: the lowest cost that keeps the attainment. The
+result is an estimate of the best that any rule can reach on this workload. It is no proof, because the needs ignore queueing and each
+pool has one scale for the whole replay.
 """
 
 from collections.abc import Sequence
@@ -23,18 +24,18 @@ from fleet.sim.planning.rules.future_load import BIN_SECONDS, needs
 from fleet.sim.planning.rules.static import known_shape
 
 HIGHEST, LOWEST = 2.5, 0.5
-"""Scales of the needs between which the search begins."""
+"""Upper and lower end of the scales between which the search begins; a scale multiplies the estimated needs."""
 
 
 class OracleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters of the search."""
 
     span_seconds: float = 30.0
-    """Span over which a need is a mean."""
+    """Seconds over which the need of each bin is averaged."""
 
     halvings: int = 5
     refinements: int = 2
-    """Replays that search the common scale, and that search the scale of each pool."""
+    """Number of replays that search the scale of all pools, and number of replays that then search the scale of each pool."""
 
     def open(self, context: RuleContext) -> ScheduledReplicas:
         return _OracleSearch(self, context).best()
@@ -84,9 +85,10 @@ class _OracleSearch:
 def _levels(
     context: RuleContext, pool: PlannedPool, need: Sequence[float], scale: float, shape: TrafficShape
 ) -> list[tuple[float, int]]:
-    """Return the wanted replicas of a pool from given seconds on; the first entry is for the beginning."""
+    """Return the timetable of a pool: pairs of a second and the wanted replicas from then on; the first pair is for second 0."""
     counts = [context.bounded(pool.name, ceil(each * scale)) for each in need]
-    early = pool.start_seconds + TAKES_UP / SECOND + BIN_SECONDS  # a decision falls on a bin
+    # one bin earlier, because a need is known only to the bin
+    early = pool.start_seconds + TAKES_UP / SECOND + BIN_SECONDS
     bridged = early + min(pool.drain_seconds, _stream_seconds(context, pool, shape))
     changes: dict[float, int] = {}
     begin = pool.least
@@ -106,7 +108,7 @@ def _levels(
 
 
 def _spans(needed: Sequence[bool], bridged_seconds: float) -> list[tuple[int, int]]:
-    """Return the spans of bins in which a level is kept, where gaps that do not pay are bridged."""
+    """Return the spans of bins for which a level is kept, as begin and end; gaps of up to `bridged_seconds` are bridged."""
     spans: list[tuple[int, int]] = []
     for place, needs_it in enumerate(needed):
         if not needs_it:
@@ -119,7 +121,7 @@ def _spans(needed: Sequence[bool], bridged_seconds: float) -> list[tuple[int, in
 
 
 def _stream_seconds(context: RuleContext, pool: PlannedPool, shape: TrafficShape) -> float:
-    """Return how long a replica drains: as long as a stream, or a prompt."""
+    """Return the estimated seconds that a replica drains: one mean answer for a decode replica, one mean prompt for a prefill replica."""
     if pool.role is Role.PREFILL:
         return context.capacities[pool.name].prefill_seconds(shape)
     return shape.answer_tokens * context.goals.tpot_seconds

@@ -1,8 +1,9 @@
-"""WVA queueing: the queueing model of llm-d's Workload Variant Autoscaler, which sizes by means.
+"""WVA queueing: the queueing model of llm-d's Workload Variant Autoscaler, which sizes pools by mean latencies.
 
-Source: llm-d-workload-variant-autoscaler, queueing model analyzer. A replica is a state-dependent M/M/1/K queue: with b requests in the
-batch it completes b / (prefill(b) + O decode(b)) a second. The highest rate that keeps the mean TTFT and the mean TPOT is found by halving,
-and the wanted number is the observed rate over it. Here the step times come from the profile instead of a Kalman filter, which favours it.
+Source: llm-d-workload-variant-autoscaler, queueing model analyzer. A replica is a state-dependent M/M/1/K queue: with b requests
+in the batch it completes b / (prefill(b) + O decode(b)) a second. The highest rate that keeps the mean TTFT and the mean TPOT is
+found by halving, and the wanted number is the observed rate over it. Here step times come from the profile instead of a Kalman
+filter; this makes the rule better than the original.
 """
 
 from math import ceil
@@ -20,18 +21,18 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, wan
 
 HALVINGS = 20
 QUEUE_FACTOR = 4
-"""Requests that may wait for each one in the batch; K of the queue."""
+"""Number of requests that may wait for each place in the batch; it determines K, the capacity of the queue."""
 
 
 class QueueingRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the analyzer."""
+    """Parameters of the scaling rule."""
 
     interval_seconds: float = 30.0
     rate_seconds: float = 60.0
-    """Span over which the rate is measured."""
+    """Seconds over which the rate of arrivals is measured."""
 
     margin: float = 1.0
-    """Factor of the observed rate."""
+    """Factor by which the observed rate is multiplied."""
 
     down_seconds: float = 120.0
 
@@ -62,7 +63,7 @@ class _Queueing:
         return PlanDecision(at=now, replicas=replicas, reason=reason, numbers=numbers)
 
     def _highest_rate(self, pool: PlannedPool) -> float:
-        """Return the highest rate of one replica at which both means are kept."""
+        """Return the highest rate, in requests per second, at which one replica keeps both mean latencies."""
         shape = self._load.shape
         rates = self._completion_rates(pool, shape)
         low, high = 0.0, max(rates)
@@ -72,7 +73,7 @@ class _Queueing:
         return max(low, 1e-6)
 
     def _completion_rates(self, pool: PlannedPool, shape: TrafficShape) -> list[float]:
-        """Return the completions per second with 1, 2, … requests in the batch."""
+        """Return the completions per second of one replica, with 1, 2, … requests in the batch."""
         capacity = self._context.capacities[pool.name]
         prefill = 0.0 if pool.role is Role.DECODE else capacity.prefill_seconds(shape)
         if pool.role is Role.PREFILL:
@@ -84,7 +85,7 @@ class _Queueing:
         ]
 
     def _keeps(self, pool: PlannedPool, shape: TrafficShape, rates: list[float], rate: float) -> bool:
-        """Return whether a replica keeps the mean TTFT and TPOT at a rate."""
+        """Return whether one replica keeps the mean TTFT and the mean TPOT at a rate of arrivals."""
         goals, capacity = self._context.goals, self._context.capacities[pool.name]
         most = len(rates)
         weight, total, in_batch, waiting = 1.0, 1.0, 0.0, 0.0
@@ -93,7 +94,7 @@ class _Queueing:
             total += weight
             in_batch += weight * min(count, most)
             waiting += weight * max(0, count - most)
-            if total > 1e200:  # the queue is full all the time
+            if total > 1e200:  # the queue diverges: it is full all the time
                 return False
         wait = waiting / total / rate
         batch = max(1.0, in_batch / total)

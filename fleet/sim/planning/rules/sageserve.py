@@ -1,9 +1,10 @@
-"""SageServe: an hourly program over forecasts, and steps of one by memory use in between.
+"""SageServe: an hourly plan from forecasts, and between two plans single replicas by memory use.
 
-Source: arXiv 2502.14617 and its published simulator, variants UT and UA. At each planning instant the number of replicas is the smallest
-whose throughput covers the highest forecast of a horizon ahead. In between one replica is added above 0.5 of memory use, within the plan,
-and one is removed below 0.25. Above 0.9, or when the last minute brings five times the forecast, one is added beyond the plan. The forecast
-here is the last rate with its trend over the last planning interval.
+Source: arXiv 2502.14617 and its published simulator, variants UT and UA. At each planning instant the number of replicas is the
+smallest whose throughput covers the highest forecast of a horizon ahead. Between two plans, one replica is added if memory use is
+above 0.5 and the pool is smaller than planned, and one is removed if it is below 0.25. Above 0.9, or if the last minute's rate is
+five times the forecast, one is added even beyond the plan. The forecast here is the last rate with its trend over the last
+planning interval.
 """
 
 from math import ceil
@@ -20,10 +21,10 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, wanted_of
 
 
 class SageServeRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of SageServe."""
+    """Parameters of the scaling rule."""
 
     plan_seconds: float = 600.0
-    """Time between two plans: an hour of a day there, less where a day is compressed."""
+    """Seconds between two plans. The paper plans once an hour; a trace that compresses a day needs shorter intervals."""
 
     margin: float = 1.1
     up: float = 0.5
@@ -84,7 +85,7 @@ class _SageServe:
         return self._context.bounded(pool.name, wanted)
 
     def _used(self, pool: PlannedPool) -> float:
-        """Return the used share of a pool's effective memory; for prompts, the work that waits over what the TTFT allows."""
+        """Return the used share of KV memory; for prefill, the time to compute the waiting prompts divided by the TTFT goal."""
         workers = self._load.workers(pool.name)
         if not workers:
             return 0.0

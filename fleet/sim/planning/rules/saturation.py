@@ -20,7 +20,7 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, wan
 
 
 class SaturationRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the analyzer."""
+    """Parameters of the scaling rule."""
 
     kv_share: float = 0.80
     up: float = 0.85
@@ -62,7 +62,7 @@ class _Saturation:
         return PlanDecision(at=now, replicas=replicas, reason=reason, numbers=numbers)
 
     def _capacity(self, pool: PlannedPool) -> float:
-        """Return the tokens that one replica may hold."""
+        """Return the number of tokens that one replica may have in use."""
         shape, capacity = self._load.shape, self._context.capacities[pool.name]
         if pool.role is Role.PREFILL:
             return self._context.goals.ttft_seconds / capacity.prefill_seconds(shape) * shape.prompt_tokens

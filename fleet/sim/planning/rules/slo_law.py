@@ -1,4 +1,4 @@
-"""SLO law of llm-d: replicas in proportion to the tail latency over its goal.
+"""SLO law of llm-d: the number of replicas is proportional to the tail latency divided by its goal.
 
 Source: llm-d-autoscaling, RFC 1018 and pull request 1376. The signal s is the mean over 45 s of min(2, max(P90 TTFT / goal, P90 TPOT /
 goal)). Above 0.55 a pool grows to n + ceil(n (s r / 0.55 - 1)), where r is the ready share of its replicas; below 0.40 it may shrink
@@ -20,12 +20,12 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, ready_of, wante
 
 
 class SloLawRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the law."""
+    """Parameters of the scaling rule."""
 
     up: float = 0.55
     down: float = 0.40
     share: float = 0.9
-    """Percentile of the latencies."""
+    """Percentile of TTFT and TPOT, as a share."""
 
     span_seconds: float = 45.0
     up_after_seconds: float = 30.0
@@ -38,7 +38,7 @@ class SloLawRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _PoolTimers:
-    """When a pool's signal was last inside the band, and when the pool changed last."""
+    """Instants of a pool: when its signal was last inside the band, and when the pool last grew and shrank."""
 
     def __init__(self) -> None:
         self.not_above = self.not_below = Nanos(0)

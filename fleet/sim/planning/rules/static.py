@@ -1,9 +1,10 @@
-"""Static pools: sized for the peak, the best in hindsight, and Mélange's.
+"""Static pools: three rules with fixed sizes, for the peak, for the lowest cost of these requests, and by Mélange's method.
 
-Sources: a pool for the peak is what most operators run, sized as `fleet.hardware.sizing` does it: the highest minute, with 0.8 of the
-throughput used, or larger until no five minutes miss the goals. The best in hindsight is the cheapest fixed number that keeps the attainment on these very requests, found by replays.
-Mélange (arXiv 2404.14527) covers slices of the load by length with the cheapest replicas; with one GPU type for each role, as in these
-scenarios, its integer program is a sum over the slices, rounded up.
+Sources: Most operators run a pool for the peak. It is sized as `fleet.hardware.sizing` does it: the highest minute, with 0.8 of the
+throughput used, or larger until no five minutes miss the goals. The best static size is the cheapest fixed number that keeps the
+attainment on these requests; it is found by replays. Mélange (arXiv 2404.14527) divides the load into slices by prompt length, and
+covers each slice with the cheapest replicas. These scenarios have one GPU type for each role, so Mélange's integer program is here a
+sum over the slices, rounded up.
 """
 
 from math import ceil
@@ -23,7 +24,7 @@ HALVINGS = 4
 GROWTH = 1.15
 MOST_TRIALS = 8
 SLICES = (0, 1000, 4000, 16_000, 64_000)
-"""Prompt tokens at which Mélange's buckets begin."""
+"""Prompt lengths in tokens at which Mélange's slices begin."""
 
 
 def static(replicas: dict[PoolName, int]) -> ScheduledReplicas:
@@ -31,17 +32,17 @@ def static(replicas: dict[PoolName, int]) -> ScheduledReplicas:
 
 
 def known_shape(context: RuleContext) -> TrafficShape:
-    """Return the lengths of all requests, with the cached share of a generous pool."""
+    """Return the mean lengths of all requests, with the cached share that a replay with pools for the peak reaches."""
     lengths = mean_shape(context.future, 0.0)
     generous = context.attempt(static(peak_replicas(context, lengths, PEAK_SECONDS, HEADROOM)))
     return mean_shape(context.future, generous.cached_share)
 
 
 class StaticPeakRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pools that are sized for the highest load."""
+    """A fixed size for the peak of the load."""
 
     use: float = HEADROOM
-    """Share of the throughput that is used at the peak, or less if the goals would be missed for five minutes."""
+    """Share of the throughput that is used at the peak. A smaller share is used if the goals would be missed for five minutes."""
 
     def __post_init__(self) -> None:
         if not 0 < self.use <= 1:
@@ -58,7 +59,7 @@ class StaticPeakRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class StaticBestRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cheapest fixed numbers that keep the attainment."""
+    """The cheapest fixed size that keeps the attainment."""
 
     def open(self, context: RuleContext) -> ScheduledReplicas:
         shape = known_shape(context)
@@ -83,10 +84,10 @@ def _keeps(context: RuleContext, replicas: dict[PoolName, int]) -> bool:
 
 
 class MelangeRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Mélange's static mix."""
+    """A fixed size by Mélange's method."""
 
     use: float = 1.0
-    """Share of the profiled throughput that is planned with; the paper uses all of it."""
+    """Share of the profiled throughput that the sizing uses; 1.0 is the paper's value."""
 
     def open(self, context: RuleContext) -> ScheduledReplicas:
         whole = known_shape(context)

@@ -1,9 +1,10 @@
-"""TokenScale: token velocities of each stage.
+"""TokenScale: compares the rate of tokens that arrive at each stage with the rate that one replica can process.
 
-Source: arXiv 2512.03416. Prefill replicas are the incoming prompt tokens per second over the velocity of one replica, which is the smaller of
-what it computes and what its network sends. Decode replicas are the tokens that have to be released per second over what one replica
-releases at the goal for the TPOT. Convertible decoders take bursts of prompts until new instances serve: here the router's conditional
-disaggregation does that for short prompts, so only the velocities are compared.
+Source: arXiv 2512.03416, which calls these rates token velocities. The number of prefill replicas is the incoming prompt tokens per
+second, divided by the velocity of one replica: the smaller one of what it computes and what its network sends. The number of decode
+replicas is the tokens per second that ending requests have to release, divided by what one replica releases at the TPOT goal. In the
+paper, convertible decoders compute bursts of prompts until new instances serve. Here the router's conditional disaggregation does that
+for short prompts, so only the velocities are compared.
 """
 
 from math import ceil
@@ -19,13 +20,13 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, Stabilised, wan
 
 
 class TokenScaleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of TokenScale."""
+    """Parameters of the scaling rule."""
 
     velocity_seconds: float = 15.0
-    """Span over which velocities are measured; the paper's point is that it is short."""
+    """Seconds over which velocities are measured; the paper's idea is that this span is short."""
 
     use: float = 0.85
-    """Share of a replica's velocity that is planned with."""
+    """Share of a replica's velocity that the sizing uses."""
 
     interval_seconds: float = 5.0
     down_seconds: float = 60.0

@@ -4,12 +4,12 @@ The rules are complete, so that another language can compute the same hashes (te
 tests/unit/kvstore/chain_vectors.json):
 
 1. A token id is an unsigned 32-bit little-endian integer. A block is `block_tokens` consecutive ids. Only full blocks
-   have a hash; the rest of a prompt has none.
+   have a hash; the tokens after the last full block have none.
 2. H is the first 16 bytes of SHA-256 ("sha256-128"), or XXH3-128 with seed 0, big-endian ("xxh3-128").
 3. The root is H("fleet.chain.v1" ‖ 0x00 ‖ algorithm id in ASCII ‖ 0x00 ‖ salt). The salt is empty or has 32 bytes:
-   HMAC-SHA-256 of the tenant's name under the deployment's secret. A request whose client sends a salt of its own has
-   HMAC-SHA-256("fleet.client.v1" ‖ 0x00 ‖ that text) under the tenant's salt instead. A request with a LoRA adapter has the salt
-   SHA-256("fleet.adapter.v1" ‖ 0x00 ‖ the adapter's identity in UTF-8 ‖ 0x00 ‖ the tenant's salt).
+   HMAC-SHA-256 of the tenant's name under the deployment's secret. If the client sends a `cache_salt`, the salt is
+   HMAC-SHA-256("fleet.client.v1" ‖ 0x00 ‖ the client's text) under the tenant's salt. If the request names a LoRA
+   adapter, the salt is SHA-256("fleet.adapter.v1" ‖ 0x00 ‖ the adapter's identity in UTF-8 ‖ 0x00 ‖ the tenant's salt).
 4. The hash of block i is H(hash of block i-1, or the root ‖ the block's tokens ‖ its extras). Extras stand for inputs
    that are not tokens (images, audio). Each item that overlaps the block adds, in order of position, its 4-byte
    little-endian signed offset from the block's start and the 32-byte SHA-256 of its content.
@@ -31,11 +31,11 @@ import numpy as np
 import xxhash
 
 try:
-    from kvstore.native import _chain  # hashes a prompt in one call, four times faster
+    from kvstore.native import _chain  # the native code hashes a prompt in one call, four times faster than Python
 
     BUILT = True
     """True if the native module (`chain.c`) runs."""
-except ImportError:  # not built, or the processor has no SHA instructions
+except ImportError:  # the native module is not built, or the processor has no SHA instructions
     BUILT = False
 
 TOKEN_BYTES = 4
@@ -44,12 +44,15 @@ SALT_BYTES = 32
 _NAME = np.dtype((np.void, HASH_BYTES))
 
 BlockHash = bytes
-"""Name of a block: 16 bytes that cover the block and everything before it."""
+"""Hash that identifies a block. It has 16 bytes and depends on the block's tokens, on all tokens before them and on the
+salt."""
 
 
 class HashAlgorithm(StrEnum):
     SHA256_128 = "sha256-128"
-    XXH3_128 = "xxh3-128"  # six times faster on short blocks; for deployments that trust every client
+    # six times faster than SHA-256 on short blocks; only for deployments that trust every client not to construct
+    # collisions
+    XXH3_128 = "xxh3-128"
 
 
 def _sha256_128(data: bytes) -> bytes:
@@ -64,7 +67,7 @@ _DIGESTS: Mapping[HashAlgorithm, Callable[[bytes], bytes]] = {
 
 @lru_cache(maxsize=1024)
 def root(salt: bytes = b"", algorithm: HashAlgorithm = HashAlgorithm.SHA256_128) -> BlockHash:
-    """Return the hash before the first block."""
+    """Return the root, which rule 3 defines: the hash that takes the place of a parent for the first block."""
     assert len(salt) in (0, SALT_BYTES), f"a salt has 0 or {SALT_BYTES} bytes, not {len(salt)}"
     return _DIGESTS[algorithm](b"fleet.chain.v1\0" + algorithm.encode() + b"\0" + salt)
 
@@ -79,8 +82,8 @@ def extend(
 ) -> list[BlockHash]:
     """Return the hashes of the full blocks in `tokens`, which follow the block `parent`.
 
-    `algorithm` must have made `parent`, which may be the root. `extras` has the bytes of rule 4 by index within
-    `tokens`.
+    `parent` is a block hash or the root, and was computed with the same `algorithm`. `extras` maps the index of a block
+    in `tokens` to the extra bytes of rule 4.
     """
     size = block_tokens * TOKEN_BYTES
     if BUILT and extras is None and algorithm is HashAlgorithm.SHA256_128:
@@ -109,27 +112,30 @@ def chain(
 
 
 def blocks_for(num_tokens: int, block_tokens: int) -> int:
-    """Return the number of blocks for `num_tokens` tokens; the last one may be partly filled."""
+    """Return the number of blocks that hold `num_tokens` tokens, rounded up: the last block may be partly filled."""
     return -(-num_tokens // block_tokens)
 
 
 def tenant_salt(secret: bytes, tenant: str) -> bytes:
-    """Return the salt that separates a tenant's blocks; empty for the empty tenant, whose requests share their blocks."""
+    """Return the salt that separates a tenant's blocks from the blocks of other tenants.
+
+    The empty tenant has an empty salt, so requests without a tenant share their blocks.
+    """
     if not tenant:
         return b""
     return hmac.new(secret, tenant.encode(), hashlib.sha256).digest()
 
 
 def cache_salt(text: str, salt: bytes = b"") -> bytes:
-    """Return the salt of requests whose client chose a salt of its own, as ``cache_salt``; `salt` is the tenant's."""
+    """Return the salt for a request whose client sent `text` as its ``cache_salt``; `salt` is the tenant's salt."""
     assert len(salt) in (0, SALT_BYTES), f"a salt has 0 or {SALT_BYTES} bytes, not {len(salt)}"
     return hmac.digest(salt, b"fleet.client.v1\0" + text.encode("utf-8", "surrogatepass"), "sha256")
 
 
 def adapter_salt(adapter: str, salt: bytes = b"") -> bytes:
-    """Return the salt that separates an adapter's blocks from those of the model and of other adapters.
+    """Return the salt that separates an adapter's blocks from the blocks of the model and of other adapters.
 
-    `adapter` must tell apart adapters of the same name that differ; `salt` is the tenant's.
+    `adapter` is an identity that differs between two adapters of the same name; `salt` is the tenant's salt.
     """
     assert adapter, "an adapter needs an identity"
     return hashlib.sha256(b"fleet.adapter.v1\0" + adapter.encode() + b"\0" + salt).digest()
@@ -141,4 +147,4 @@ def split(hashes: bytes) -> list[BlockHash]:
         raise ValueError(f"hashes: {len(hashes)} bytes is not a multiple of {HASH_BYTES}")
     if not hashes:
         return []
-    return cast("list[BlockHash]", np.frombuffer(hashes, _NAME).tolist())  # five times as fast as slices
+    return cast("list[BlockHash]", np.frombuffer(hashes, _NAME).tolist())  # five times as fast as slicing in Python

@@ -1,7 +1,8 @@
-"""Buffers: the bytes of a block in one buffer, or in pieces (such as one per layer) that are gathered and scattered here.
+"""Buffers: views and copies of blocks, which lie in one buffer or in several pieces, such as one piece per layer.
 
-Pieces follow each other in the block. Copies release the interpreter lock, so other threads run meanwhile. Checksums
-are CRC-32C, which runs at memory speed and costs next to nothing beside a copy.
+The pieces of a block are in the block's order, without gaps. Copies release Python's interpreter lock, so other threads
+run meanwhile. Checksums are CRC-32C; computing one is as fast as memory can be read, so it adds little to the cost of a
+copy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,20 +17,20 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 Piece: TypeAlias = "ReadableBuffer | NDArray[Any]"
-"""Contiguous object with the buffer protocol."""
+"""Object with the buffer protocol whose bytes are contiguous."""
 
 Block: TypeAlias = "Piece | Sequence[Piece]"
-"""One piece, or a list or tuple of pieces."""
+"""One piece, or a list or tuple of pieces in the block's order."""
 
 MutableBlock: TypeAlias = "WriteableBuffer | NDArray[Any] | Sequence[WriteableBuffer | NDArray[Any]]"
 
 ByteArray: TypeAlias = checksums_twin.ByteArray
-"""One contiguous piece as bytes; shares the memory of the original."""
+"""Bytes of one contiguous piece, as an array that shares the memory of the piece."""
 
 _BYTE = np.dtype(np.uint8)
 
 IOV_MAX = 1024
-"""Most buffers per call on Linux (limits.h)."""
+"""Largest number of buffers that Linux accepts in one call (limits.h)."""
 
 
 def pieces(block: Block) -> list[ByteArray]:
@@ -40,7 +41,7 @@ def pieces(block: Block) -> list[ByteArray]:
 
 
 def in_pieces(blocks: Sequence[Block], block_bytes: int) -> list[ByteArray]:
-    """Return the pieces of several blocks, one after the other; each block must have that size."""
+    """Return the pieces of several blocks, one block after the other; each block must have `block_bytes` bytes."""
     parts: list[ByteArray] = []
     for block in blocks:
         if isinstance(block, np.ndarray) and block.dtype is _BYTE and block.nbytes == block_bytes:
@@ -55,12 +56,12 @@ def in_pieces(blocks: Sequence[Block], block_bytes: int) -> list[ByteArray]:
 
 
 def size_of(parts: list[ByteArray]) -> int:
-    """Return the total number of bytes."""
+    """Return the total number of bytes in all pieces."""
     return sum(part.nbytes for part in parts)
 
 
 def crc32c(parts: list[ByteArray]) -> int:
-    """Return the CRC-32C of the pieces in order."""
+    """Return the CRC-32C of the concatenated pieces."""
     checksum = 0
     for part in parts:
         checksum = checksums.extend(checksum, part)
@@ -89,25 +90,25 @@ def _as_bytes(part: Piece) -> ByteArray:
     if isinstance(part, np.ndarray):
         if not part.flags.c_contiguous:
             raise ValueError(f"a piece of shape {part.shape} and strides {part.strides} is not contiguous")
-        if part.ndim == 1 and part.dtype is _BYTE:  # the usual case
+        if part.ndim == 1 and part.dtype is _BYTE:  # the usual case: the array has bytes already
             return cast("ByteArray", part)
         return cast("ByteArray", part.reshape(-1).view(np.uint8))
     return np.frombuffer(memoryview(part), dtype=np.uint8)
 
 
 class BufferRun:
-    """Consecutive buffers, and how many of their bytes are done."""
+    """Iterates over buffers for partial reads or writes, and remembers how many of their bytes are transferred."""
 
     def __init__(self, buffers: Iterable[memoryview]):
         """Take contiguous buffers of single bytes."""
         self._buffers = [buffer for buffer in buffers if len(buffer)]
-        self._next = 0  # index of the first buffer that is not finished
-        self._start = 0  # bytes of that buffer that are finished
+        self._next = 0  # index of the first buffer that is not completely transferred
+        self._start = 0  # number of transferred bytes of that buffer
         self.left = sum(len(buffer) for buffer in self._buffers)
 
     def front(self, limit_bytes: int) -> list[memoryview]:
-        """Return the next buffers, at most `limit_bytes` and at most as many buffers as the system takes."""
-        if not self._start and self.left <= limit_bytes:  # the usual case: nothing to cut
+        """Return views of the next bytes: at most `limit_bytes` in total, and at most `IOV_MAX` views."""
+        if not self._start and self.left <= limit_bytes:  # the usual case: no buffer has to be cut
             return self._buffers[self._next : self._next + IOV_MAX]
         taken: list[memoryview] = []
         start = self._start
@@ -121,7 +122,7 @@ class BufferRun:
         return taken
 
     def advance(self, count: int) -> None:
-        """Mark so many bytes as done."""
+        """Record that the next `count` bytes have been transferred."""
         assert 0 <= count <= self.left, (count, self.left)
         self.left -= count
         if not self.left:

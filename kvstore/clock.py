@@ -1,18 +1,20 @@
-"""Time as integers, and the port of clocks. The rest of Fleet imports them from `fleet.core.clock`."""
+"""Integer time, and the protocol of clocks. Packages other than `kvstore` import them from `fleet.core.clock`."""
 
 from typing import NewType, Protocol
 
 Nanos = NewType("Nanos", int)
-"""Nanoseconds: an instant of a monotonic clock, or the time between two instants. Integers, because floats do not replay
-exactly.
-"""
+"""Nanoseconds: an instant of a monotonic clock, or a duration. Integers, because sums of floats depend on rounding and
+a replay must give exactly the same results."""
 
 MILLISECOND = Nanos(1_000_000)
 SECOND = Nanos(1_000_000_000)
 
 
 class Clock(Protocol):
-    """Source of time for servers and clients; machines are given `now` instead."""
+    """Source of time for servers and clients.
+
+    Machines have no clock: each call passes them the current instant as `now`.
+    """
 
     def now(self) -> Nanos: ...
 

@@ -1,15 +1,15 @@
-"""Errors between a store node and its clients, divided by what the caller can do about them."""
+"""Errors of store nodes and their clients, one class for each reaction of the caller."""
 
 from kvstore.namespace import KvNamespace
 
 
 def reason(error: Exception) -> str:
-    """Return the cause of an error in words for a person; for a system error without its number and path."""
+    """Return the cause of an error in words; for an operating-system error, without its number and path."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 class StoreError(Exception):
-    """A store node cannot be used."""
+    """Base class: a store node cannot be used."""
 
 
 class StoreUnreachable(StoreError):
@@ -17,7 +17,7 @@ class StoreUnreachable(StoreError):
 
 
 class LayoutMismatch(StoreError):
-    """Node and client do not mean the same bytes. Correct the configuration; nothing was moved.
+    """Node and client would store the same blocks in different layouts. No bytes were moved. Correct the configuration.
 
     Attributes:
         field: The first field of `KvNamespace` that differs.
@@ -29,11 +29,17 @@ class LayoutMismatch(StoreError):
 
 
 class StoreNotStarted(StoreError):
-    """The settings of the node cannot be met on this machine, such as an address in use. Nothing was started."""
+    """The node's settings cannot be used on this machine, for example because an address is in use.
+
+    Nothing was started.
+    """
 
 
 class NodeEnded(StoreError):
-    """A node in this process has ended by itself. End the process, so that its supervisor starts another one."""
+    """A node that runs in this process has ended by itself.
+
+    End the process, so that its supervisor starts another one.
+    """
 
 
 class BadCredentials(StoreNotStarted):
@@ -41,10 +47,10 @@ class BadCredentials(StoreNotStarted):
 
 
 class InvalidArgument(StoreError):
-    """A request that no node will ever accept.
+    """The request is invalid, and every node will refuse it.
 
     Attributes:
-        field: Name of the offending field of the request.
+        field: Name of the invalid field of the request.
     """
 
     def __init__(self, field: str, message: str):
@@ -64,7 +70,7 @@ class Restarted(StoreError):
 
 
 class NamespaceInUse(StoreError):
-    """The same weights are already stored in another layout; see rule 7 of `kvstore.pool.machine`.
+    """The blocks of the same weights are already stored in another layout; see rule 7 of `kvstore.pool.machine`.
 
     Attributes:
         fields: Names of the fields of `KvNamespace` that differ.
@@ -83,8 +89,8 @@ class Exhausted(StoreError):
 
 
 class TierFailed(StoreError):
-    """A tier could not read or write. Its blocks are misses until it works again."""
+    """A tier could not read or write. Its blocks count as misses until it works again."""
 
 
 class UndecodableBlock(StoreError):
-    """The bytes from a backing tier are not what its codec made for that block: damaged, or sealed with another key."""
+    """Bytes from a backing tier cannot be decoded: damaged, of another block, or encrypted with an unknown secret."""

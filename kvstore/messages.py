@@ -1,4 +1,4 @@
-"""Values of the store: places of blocks, matches, reservations and changes."""
+"""Messages: values that the parts of the store and its clients pass to each other, such as slots and matches."""
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,43 +13,47 @@ LeaseId = NewType("LeaseId", int)
 ReservationId = NewType("ReservationId", int)
 
 NO_LEASE = LeaseId(0)
-"""Lease id of a match that pinned nothing."""
+"""Lease id of a match that found no block, or that was made without a lease."""
 
 NO_RESERVATION = ReservationId(0)
-"""Reservation id of a reservation that found nothing to write, or no space."""
+"""Reservation id if there was nothing to write, or no space."""
 
 
 NODE = "node"
-"""Owner of the node's own reservations; no client may use this name."""
+"""Owner of the node's own write reservations. No client may use this name."""
 
 POOL_TIER = "cpu"
-"""Name of the pool among the tiers of a node."""
+"""Name of the pool, as the first tier of a node."""
 
 
 class BlockKey(Struct, frozen=True, order=True, gc=False):
-    """Identity of a block on a node. Positional, and ignored by the garbage collector, because there are millions."""
+    """Identity of a block on a node: its namespace and its block hash.
+
+    Created with positional arguments and without Python's cyclic garbage collection (`gc=False`), because there are
+    millions.
+    """
 
     digest: bytes  # digest of the namespace
     name: BlockHash
 
 
 class Slot(Struct, frozen=True, gc=False):
-    """Place of a block's bytes as clients see it."""
+    """Place of a block's bytes in the pool, as clients receive it."""
 
     offset: int  # bytes from the start of the pool
-    generation: int  # slot generation, which changes when the place is given to another block
-    crc32c: int = 0  # CRC-32C of the block's bytes; 0 while nothing is written
+    generation: int  # slot generation: changes when the place is given to another block
+    crc32c: int = 0  # CRC-32C of the block's bytes; 0 before they are published
 
     def pack(self) -> bytes:
-        """Return the wire form, as in `Slots`."""
+        """Return the 20 bytes of this slot as `Slots` contains them."""
         return SLOT.pack(self.offset, self.generation, self.crc32c)
 
 
-SLOT = struct.Struct("<QQI")  # offset, generation, CRC-32C
+SLOT = struct.Struct("<QQI")  # offset, generation and CRC-32C of a slot, as on the wire
 
 
 class Slots(Struct, frozen=True, gc=False):
-    """Sequence of slots in wire form: a match of hundreds of blocks is one string instead of hundreds of objects."""
+    """Sequence of slots as on the wire: a match of hundreds of blocks is one byte string instead of many objects."""
 
     packed: bytes = b""  # consecutive `SLOT` records
 
@@ -74,7 +78,7 @@ class Slots(Struct, frozen=True, gc=False):
         return Slot(*SLOT.unpack_from(self.packed, index * SLOT.size))
 
     def some(self, indices: Sequence[int]) -> Self:
-        """Return the slots of these indices in that order."""
+        """Return the slots with these indices, in the order of the indices."""
         if isinstance(indices, range) and indices.step == 1 and indices.start >= 0 and indices.stop <= len(self):
             return type(self)(self.packed[indices.start * SLOT.size : indices.stop * SLOT.size])
         return type(self).of(self[index] for index in indices)
@@ -84,44 +88,46 @@ class Slots(Struct, frozen=True, gc=False):
 
 
 AnySlots: TypeAlias = Slots | Sequence[Slot]
-"""Slots in either form."""
+"""Slots, either packed or as a sequence of objects."""
 
 
 class Address(Struct, frozen=True, kw_only=True, gc=False):
-    """Place of a block's bytes in the pool as the node sees it."""
+    """Place of a block's bytes in the pool, as the node uses it."""
 
     key: BlockKey
-    offset: int  # bytes from the start of the pool
-    length: int  # bytes
+    offset: int  # number of bytes from the start of the pool
+    length: int  # number of bytes of the block
     generation: int
 
 
 class Match(Struct, frozen=True, kw_only=True):
-    """Longest prefix of a chain that a node holds, pinned until the lease is released or ends.
+    """Longest prefix of a chain that is in a node's pool, pinned until the lease is released or ends.
 
-    A match can be pickled or encoded by msgspec, and read by another process than the one that matched.
+    A match can be pickled or encoded by msgspec. A process other than the one that made it can read its blocks.
     """
 
-    incarnation: str  # incarnation of the node
+    incarnation: str  # incarnation of the node that made the match
     lease_id: LeaseId = NO_LEASE
     names: tuple[BlockHash, ...] = ()
     slots: Slots = Slots()
-    loading: int = 0  # blocks right after these that are being promoted; match again to see them
-    promoted: dict[str, int] = {}  # blocks of this match, by tier, that were promoted and not reported before
+    loading: int = 0  # number of blocks after the matched ones that are being promoted; match again to find them
+    # number of promoted blocks in this match by tier, without those that were reported before
+    promoted: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self.slots)
 
 
 def merge_promoted(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Add up the promoted blocks of two matches of the same chain; each reports blocks that the other does not."""
+    """Add up the promoted blocks of two matches of the same chain. No block is counted in both."""
     return {tier: one.get(tier, 0) + other.get(tier, 0) for tier in {**one, **other}}
 
 
 def blocks_by_tier(good: int, asked: int, promoted: Mapping[str, int]) -> dict[str, int]:
-    """Return how many of the first `good` blocks that were read came from each tier of the node.
+    """Return how many of the first `good` blocks of a read came from each tier of the node.
 
-    `asked` blocks at the end of a match were requested; the `promoted` ones are the last of them.
+    The read asked for the last `asked` blocks of a match. The last of these blocks are the `promoted` ones, counted by
+    tier; the others were in the pool.
     """
     tiers: dict[str, int] = {}
     memory = max(0, asked - sum(promoted.values()))
@@ -132,18 +138,18 @@ def blocks_by_tier(good: int, asked: int, promoted: Mapping[str, int]) -> dict[s
 
 
 class BlockOutcome(StrEnum):
-    """Result of moving one block's bytes."""
+    """Result of copying one block."""
 
-    MOVED = "moved"  # the checksum was right
+    MOVED = "moved"  # the block arrived with the right checksum
     GONE = "gone"  # the slot belongs to another block by now, or the node does not answer
-    CORRUPT = "corrupt"  # the checksum is wrong
+    CORRUPT = "corrupt"  # the bytes do not match the checksum
 
 
 class FetchResult(Struct, frozen=True, gc=False):
-    """Answer of a backing tier for one block."""
+    """Result of reading one block from a backing tier."""
 
     outcome: BlockOutcome
-    crc32c: int = 0  # CRC-32C of the bytes in the destination; 0 unless MOVED
+    crc32c: int = 0  # CRC-32C of the bytes in the destination; 0 unless the outcome is MOVED
 
 
 GONE = FetchResult(BlockOutcome.GONE)
@@ -151,26 +157,26 @@ CORRUPT = FetchResult(BlockOutcome.CORRUPT)
 
 
 class TierStatus(Struct, frozen=True, kw_only=True):
-    """State of a backing tier. Its counters start when it is opened; it may hold blocks from before."""
+    """State of a backing tier, with its counters since it was opened. It may hold blocks from before."""
 
-    name: str  # "ssd", "redis", "s3", "peer"
-    blocks: int = 0  # blocks held now, as far as the tier knows
-    bytes: int = 0  # bytes that they occupy
+    name: str  # name of the tier: "ssd", "redis", "s3" or "peer"
+    blocks: int = 0  # number of blocks in the tier now, as far as the node knows
+    bytes: int = 0  # number of bytes that these blocks occupy
     capacity_bytes: int = 0  # 0: unknown
-    hits: int = 0  # blocks fetched
-    misses: int = 0  # blocks asked for and not found, including corrupt ones
+    hits: int = 0  # number of blocks that were read
+    misses: int = 0  # number of blocks that were requested and not found, or corrupt
     bytes_read: int = 0
     bytes_written: int = 0
-    refused: int = 0  # blocks not taken: no space or no budget
+    refused: int = 0  # number of blocks that were not written for lack of space or of budget
     evicted: int = 0
-    corrupt: int = 0  # blocks whose bytes failed their checksum or could not be decoded
-    failures: int = 0  # operations that raised `TierFailed` or ran past their deadline
-    damaged: int = 0  # corrupt blocks that were damaged in transit; the stored bytes are, or may be, intact
-    fenced: int = 0  # servers that are fenced now because their answers are damaged often
+    corrupt: int = 0  # number of blocks whose bytes did not match their checksum or could not be decoded
+    failures: int = 0  # number of operations that raised `TierFailed` or missed their deadline
+    damaged: int = 0  # number of corrupt blocks that were damaged in transit; the stored bytes are intact, or may be
+    fenced: int = 0  # number of servers that are fenced now, because their answers were often damaged
 
 
 class BlockChanges(Struct, frozen=True, kw_only=True):
-    """Blocks that became readable or stopped being readable, in one namespace and tier. No block is in both lists."""
+    """Blocks of one namespace and tier that became readable or stopped being readable. No block is in both lists."""
 
     digest: bytes
     stored: tuple[BlockHash, ...] = ()
@@ -179,13 +185,13 @@ class BlockChanges(Struct, frozen=True, kw_only=True):
 
 
 class Claim(Struct, frozen=True, gc=False):
-    """Command: the place now belongs to this block, whose bytes are about to be written."""
+    """Command: mark a place in the pool as belonging to this block, whose bytes will be written next."""
 
     address: Address
 
 
 class Discard(Struct, frozen=True, gc=False):
-    """Command: the block is gone; readers that still read its place must notice."""
+    """Command: mark a block as removed, so that clients that are still reading its place notice it."""
 
     address: Address
 
@@ -194,26 +200,26 @@ TierCommand = Claim | Discard
 
 
 class ReservedSlot(Struct, frozen=True, gc=False):
-    """Place for one block that a writer may fill."""
+    """Slot for one block that a writer may write."""
 
-    index: int  # index into the hashes that were asked for
+    index: int  # index of the block in the requested hashes
     slot: Slot
 
 
 class WriteReservation(Struct, frozen=True, kw_only=True):
-    """Places for a writer, kept until they are published or the reservation ends."""
+    """Slots that a writer may write, until it publishes the blocks or the reservation ends."""
 
     reservation_id: ReservationId
     reserved: tuple[ReservedSlot, ...]
-    refused: int  # blocks that nobody holds and for which there is no space
+    refused: int  # number of blocks that are neither stored nor being written, and for which there is no space
 
 
 class ClientWriteReservation(Struct, frozen=True, kw_only=True):
-    """Write reservation as a client receives it."""
+    """Write reservation, as a client receives it."""
 
     reservation_id: ReservationId
-    indices: tuple[int, ...]  # index into the hashes that were asked for
-    slots: Slots  # one for each index
+    indices: tuple[int, ...]  # indices of the reserved blocks in the requested hashes
+    slots: Slots  # one slot for each index
     refused: int
 
     def __len__(self) -> int:
@@ -221,103 +227,104 @@ class ClientWriteReservation(Struct, frozen=True, kw_only=True):
 
 
 class LeasedSlots(Struct, frozen=True, kw_only=True):
-    """Answer of the pool machine to a match."""
+    """Answer of the pool machine to a match: the slots of the matched blocks and their lease."""
 
     lease_id: LeaseId
     slots: Slots
 
 
 class PinnedBlocks(Struct, frozen=True):
-    """Blocks of the pool that stay in place until `unpin`."""
+    """Blocks of the pool that are not evicted until `unpin` is called with `pin_id`."""
 
     pin_id: int
     addresses: tuple[Address, ...]
-    checksums: tuple[int, ...]  # CRC-32C with which they were published
+    checksums: tuple[int, ...]  # CRC-32C with which each block was published
 
 
 class SessionPinResult(Struct, frozen=True, kw_only=True):
     """Result of pinning a session's chain."""
 
-    blocks: int  # leading blocks that are pinned now
-    refused: int = 0  # blocks after them that are in the pool but exceed the limit of session pins
+    blocks: int  # number of leading blocks of the chain that are pinned now
+    refused: int = 0  # number of further blocks that are in the pool but exceed the limit of session pins
 
 
 class EvacuationResult(Struct, frozen=True, kw_only=True):
-    """Result of copying blocks to a tier where other nodes find them."""
+    """Result of copying blocks to a tier that other nodes can read."""
 
-    tier: str = ""  # name of the tier; empty: there is none, or no need
-    done: int = 0  # leading blocks of the request that need nothing more
-    moved: int = 0  # blocks that were copied there
-    there: int = 0  # blocks that were there before
-    refused: int = 0  # blocks that the tier has not taken
-    failed: int = 0  # batches that failed; their blocks may have been copied by another batch
+    tier: str = ""  # name of the tier; empty if there is no such tier, or if no copy is needed
+    done: int = 0  # number of leading blocks of the request for which nothing is left to do
+    moved: int = 0  # number of blocks that were copied to the tier by this request
+    there: int = 0  # number of blocks that were in the tier before
+    refused: int = 0  # number of blocks that the tier did not accept
+    failed: int = 0  # number of batches that failed; another batch may have copied their blocks
 
 
 class StoreClientCounters(Struct, frozen=True, kw_only=True):
-    """Counters of one client since it connected."""
+    """Counters of one store client since it connected."""
 
-    hits: int = 0  # blocks matched under a lease
-    misses: int = 0  # blocks asked for under a lease and not available
-    bytes_read: int = 0  # bytes whose checksum was verified
-    bytes_written: int = 0  # bytes of published blocks
-    corrupt: int = 0  # blocks whose checksum was wrong
-    damaged: int = 0  # corrupt blocks that the node found intact: they were damaged in transit
-    lost: int = 0  # blocks matched but gone when they were read: the lease had ended, or the node was away
-    dropped: int = 0  # blocks not written, because the store was full or away
-    failures: int = 0  # calls without an answer of the node
+    hits: int = 0  # number of blocks that were matched under a lease
+    misses: int = 0  # number of blocks that were requested under a lease and not found
+    bytes_read: int = 0  # number of bytes that were read and whose checksum was right
+    bytes_written: int = 0  # number of bytes of published blocks
+    corrupt: int = 0  # number of blocks whose checksum was wrong
+    damaged: int = 0  # number of corrupt blocks that are intact in the node: they were damaged in transit
+    # number of matched blocks that could not be read, because the lease had ended or the node did not answer
+    lost: int = 0
+    dropped: int = 0  # number of blocks that were not written, because the store was full or did not answer
+    failures: int = 0  # number of calls that the node did not answer
 
 
 class TenantStats(Struct, frozen=True, kw_only=True):
-    """Usage of a tenant with a quota.
+    """Usage of the pool by a tenant with a quota.
 
     The counters restart at zero if the node has forgotten the tenant meanwhile (`kvstore.pool.quotas`, rule 4).
     """
 
-    tenant: str  # first 16 hexadecimal digits of the SHA-256 of its salt; the salt itself is a secret
-    bytes: int  # bytes that its blocks occupy
+    tenant: str  # first 16 hexadecimal digits of the SHA-256 of the tenant's salt; the salt itself is secret
+    bytes: int  # number of bytes that the tenant's blocks occupy
     quota_bytes: int
-    hits: int  # blocks matched under a lease
+    hits: int  # number of blocks that were matched under a lease
     misses: int
-    evicted: int  # blocks evicted for other blocks of the same tenant
-    refused: int  # blocks not taken because the quota was full of blocks in use
+    evicted: int  # number of blocks that were evicted for other blocks of this tenant
+    refused: int  # number of blocks that were not stored, because all blocks within the quota were in use
 
 
 class Stats(Struct, frozen=True, kw_only=True):
-    """State of a node, and its counters since it started."""
+    """State of a node, with its counters since it started."""
 
     blocks: int
     bytes: int
     capacity_bytes: int
-    hits: int  # blocks matched under a lease
-    misses: int  # blocks asked for under a lease and not held
-    written: int  # blocks published
+    hits: int  # number of blocks that were matched under a lease
+    misses: int  # number of blocks that were requested under a lease and were not in the pool
+    written: int  # number of published blocks
     evicted: int
-    corrupt: int  # blocks condemned
-    expired: int  # reservations and leases that ended by their deadline
-    pinned: int  # blocks pinned now
-    bytes_matched: int = 0  # bytes of the hits
-    bytes_written: int = 0  # bytes of the published blocks
-    refused: int = 0  # blocks that found no space
-    leases: int = 0  # open now, including session pins
-    reservations: int = 0  # open now
-    held_bytes: int = 0  # bytes kept by session pins now
-    tiers: tuple[TierStatus, ...] = ()  # backing tiers
-    tenants: tuple[TenantStats, ...] = ()  # tenants that have a quota and used it lately
+    corrupt: int  # number of condemned blocks
+    expired: int  # number of reservations and leases that ended at their deadline
+    pinned: int  # number of blocks that are pinned now
+    bytes_matched: int = 0  # number of bytes of the matched blocks
+    bytes_written: int = 0  # number of bytes of the published blocks
+    refused: int = 0  # number of blocks that were not stored for lack of space
+    leases: int = 0  # number of leases that are open now, including session pins
+    reservations: int = 0  # number of reservations that are open now
+    held_bytes: int = 0  # number of bytes that session pins keep in the pool now
+    tiers: tuple[TierStatus, ...] = ()  # state of each backing tier
+    tenants: tuple[TenantStats, ...] = ()  # tenants with a quota that used the node recently
 
 
 class DataPath(StrEnum):
-    """How bytes move between a node's pool and a client."""
+    """Way in which bytes are moved between a node's pool and a client."""
 
-    SHM = "shm"  # the client maps the pool
-    NIXL = "nixl"  # the client reads and writes the pool over a fast fabric
+    SHM = "shm"  # shared memory: the client maps the pool into its address space
+    NIXL = "nixl"  # the client reads and writes the pool over a fast network, by the library NIXL
     TCP = "tcp"
 
 
 class StoreEndpoints(Struct, frozen=True, kw_only=True):
-    """Addresses at which a node listens, with the chosen ports."""
+    """Addresses at which a node listens, with the actual ports if the system chose them."""
 
     store_id: str
     incarnation: str
-    listen: tuple[str, ...]  # gRPC: "unix:/path" or host:port
-    shm_socket: str  # path; empty: none
-    data_address: str  # host:port of the TCP data plane; empty: none
+    listen: tuple[str, ...]  # addresses of the gRPC server, each "unix:/path" or host:port
+    shm_socket: str  # path of the memory handout's socket; empty: none
+    data_address: str  # host:port of the TCP data server; empty: none

@@ -5,10 +5,10 @@ A layout is the order of a block's axes, outermost first, one letter each:
     L  layers            H  heads of keys and values        N  tokens
     D  elements of one head and token                       K  keys, then values
 
-``K`` may be left out: each head and token then has its keys followed by its values, as if ``K`` stood right before
-``D``. "LHND" is a block whose heads come before its tokens, and "LNHD" one whose tokens come first. "LKNHD" has all
-keys of a layer before all values. "HLND" has the heads outermost, so some of the heads form one contiguous piece. The
-layout of an engine's memory is described by the same letters (`kvstore.layouts.repack`).
+``K`` may be left out. This means the same as ``K`` right before ``D``: for each head and token, the keys are followed
+by the values. In "LHND" the heads come before the tokens, and in "LNHD" the tokens come before the heads. "LKNHD" has
+all keys of a layer before all values of the layer. "HLND" has the heads outermost, so consecutive heads form one
+contiguous piece. The same letters describe the layout of an engine's memory (`kvstore.layouts.repack`).
 """
 
 import hashlib
@@ -23,25 +23,26 @@ FORMAT_VERSION = 1
 DIGEST_BYTES = 16
 
 AT_REST = "LHND"
-"""Layout of all blocks in a store. A namespace and a block hash are therefore equal for engines of every layout and number
-of ranks. Each engine converts between this layout and its own (`kvstore.layouts.conversion`).
-"""
+"""Layout of all blocks in a store. Engines with different layouts and numbers of ranks therefore have the same
+namespace and block hashes. Each engine converts between this layout and its own layout
+(`kvstore.layouts.conversion`)."""
 
 ELEMENT_BYTES: Mapping[str, int] = {
     "float32": 4,
     "float16": 2,
     "bfloat16": 2,
-    "fp8": 1,  # vLLM's name for e4m3
+    "fp8": 1,  # vLLM's name for fp8_e4m3
     "fp8_e4m3": 1,
-    "fp8_e4m3fnuz": 1,  # not the same as e4m3: another exponent bias, so the same bits mean other numbers
+    "fp8_e4m3fnuz": 1,  # differs from fp8_e4m3 in the exponent bias, so the same bits mean other numbers
     "fp8_e5m2": 1,
     "int8": 1,
 }
-"""Sizes of the known data types; for others the size follows from the block's size."""
+"""Bytes per value of the known data types. For an unknown type, the size of a value follows from the size of the
+block."""
 
 
 class KvNamespace(Struct, frozen=True, kw_only=True):
-    """Meaning of the bytes of a block. The tensor-parallel rank is not part of it: a block holds all heads."""
+    """Meaning of the bytes of a block. It does not depend on tensor-parallel ranks, because a block has all heads."""
 
     model: str
     revision: str  # digest of the weights
@@ -49,8 +50,8 @@ class KvNamespace(Struct, frozen=True, kw_only=True):
     block_tokens: int
     layers: int
     kv_heads: int  # heads of the whole model
-    head_dim: int  # elements per head and token, keys and values together
-    layout: str = AT_REST  # axes of a block in the store
+    head_dim: int  # number of elements per head and token, keys and values together
+    layout: str = AT_REST  # order of a block's axes in the store
     lora: str = ""
     hash_algorithm: HashAlgorithm = HashAlgorithm.SHA256_128
     block_bytes: int
@@ -77,6 +78,6 @@ class KvNamespace(Struct, frozen=True, kw_only=True):
 
     @property
     def element_bytes(self) -> int | None:
-        """Size of one value; None when `block_bytes` does not follow from the other fields."""
+        """Size of one value in bytes; None if `block_bytes` does not match the other fields."""
         size, rest = divmod(self.block_bytes, self.elements)
         return size if size and not rest and size == ELEMENT_BYTES.get(self.dtype, size) else None

@@ -48,16 +48,16 @@ CHANNEL_OPTIONS = (
 Answer = TypeVar("Answer")
 
 JOIN_SECONDS = 5.0
-"""Limit of one attempt to join a node. An attempt waits for a node that is starting, so it joins the node without delay.
-"""
+"""Longest time for one attempt to join a node. An attempt waits for a node that is still starting, and succeeds as soon
+as the node answers."""
 
-JOIN_PAUSE_SECONDS = 1.0  # between two attempts when one fails at once
+JOIN_PAUSE_SECONDS = 1.0  # pause before the next attempt to join, if an attempt fails at once
 
 log = logging.getLogger(__name__)
 
 
 class CounterAccumulator:
-    """Accumulates `StoreClientCounters`. Thread-safe."""
+    """Counters of one client, which `read` returns as `StoreClientCounters`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,19 +95,23 @@ class NodeConnection:
         self._address = address
         self._namespace = namespace
         self._session: NodeSession | None = None
-        self._outdated = False  # the node has reported another incarnation
+        self._outdated = False  # True if the node has reported another incarnation than that of the session
         self._call_timeout = call_timeout
         self._prefer = prefer
         self._clock = clock
         self._breaker = CircuitBreaker()
         self._ended_incarnations: deque[str] = deque(maxlen=16)
         self._handshake = threading.Lock()
-        self._memory_breaker = CircuitBreaker()  # for attempts to map shared memory (rule 5)
+        self._memory_breaker = CircuitBreaker()  # decides when to try again to map shared memory (rule 5)
         self.seeking = threading.Lock()
-        self._slower: list[Transport] = []  # data paths from before shared memory; calls may still use them
+        # data paths that the client used before shared memory was mapped; calls in other threads may still use them
+        self._slower: list[Transport] = []
 
     def open(self, deadline: Nanos) -> None:
-        """Perform the handshake by the deadline; errors are those of `StoreClient.connect`, and close the channel."""
+        """Perform the handshake by the deadline.
+
+        On an error, close the channel and raise the errors of `StoreClient.connect`.
+        """
         try:
             self._session = self._shake_hands(deadline)
         except StoreUnreachable as error:
@@ -119,7 +123,10 @@ class NodeConnection:
             raise
 
     def open_early(self, failure: str = "") -> None:
-        """Perform the handshake when the node answers (rule 6), after an earlier attempt that had this failure."""
+        """Start a thread that performs the handshake when the node answers (rule 6).
+
+        `failure` is the message of an earlier attempt, for the log; empty if there was none.
+        """
         threading.Thread(target=self._join, args=(failure,), name="kvstore-join", daemon=True).start()
 
     @property
@@ -133,16 +140,16 @@ class NodeConnection:
         return self._breaker.closed
 
     def call(self, act: Callable[[NodeSession, float], Answer], until: Nanos | None = None) -> Answer | None:
-        """Call the node with `act`, which gets a session and the seconds left; return None if the node does not answer.
+        """Call the node by `act(session, seconds left)`; return None if the node does not answer.
 
-        The call gives up at `until` or after the timeout of the connection, or at once while the circuit breaker is
-        open.
+        The call ends at `until` or after the connection's call timeout, whichever is earlier. While the circuit breaker
+        is open, it returns None at once.
         """
         started = self._clock.now()
         deadline = earlier(until, Nanos(started + self._call_timeout))
         if self.closed.is_set() or not self._breaker.allows(started):
             return None
-        for _ in range(2):  # the second time is after a new handshake (rule 3)
+        for _ in range(2):  # a second attempt follows a new handshake (rule 3)
             session = self._current(deadline)
             if session is None:
                 return None
@@ -160,7 +167,11 @@ class NodeConnection:
         return None
 
     def session_of(self, incarnation: str) -> NodeSession | None:
-        """Return the session of a match, which may come from a process that met a restarted node before this one."""
+        """Return a session with the incarnation of the node that made a match; None if that incarnation has ended.
+
+        The match may come from another process, which has met the restarted node before this process. A new handshake
+        then shows whether the node has this incarnation.
+        """
         session = self._session
         if session is None or session.incarnation == incarnation:
             return session
@@ -178,7 +189,7 @@ class NodeConnection:
         return renewed
 
     def close(self) -> None:
-        """End calls in other threads with None."""
+        """Close the connection. Calls that run in other threads return None."""
         if self.closed.is_set():
             return
         self.closed.set()
@@ -189,7 +200,10 @@ class NodeConnection:
                 self._close_transports(self._session)
 
     def _join(self, reported: str) -> None:
-        """Perform the handshake as soon as the node answers; the body of a thread. `reported` is an earlier failure."""
+        """Perform the handshake as soon as the node answers; runs in a thread.
+
+        `reported` is the failure that was logged last.
+        """
         if reported:
             self._log_not_joined(reported)
         while not self.closed.is_set():
@@ -219,7 +233,10 @@ class NodeConnection:
         )
 
     def _explain(self, error: Exception) -> tuple[str, str]:
-        """Return the failure to join, and the part of it that identifies the cause (empty for a node that is just away)."""
+        """Return the message of a failed join, and its part that names the cause.
+
+        The part is empty if the node just does not answer.
+        """
         if not isinstance(error, StoreUnreachable) or self.closed.is_set():
             return str(error), str(error)
         cause = self._access.diagnose(self._address)
@@ -229,7 +246,7 @@ class NodeConnection:
         log.warning("store node not joined yet", extra={"address": self._address, "cause": cause})
 
     def _judge(self, error: grpc.RpcError, started: Nanos) -> None:
-        """Draw the conclusion from a failed call."""
+        """Decide by the status of a failed call: renew the session, raise, or count a failure."""
         match error.code():
             case grpc.StatusCode.FAILED_PRECONDITION:
                 self._outdated = True
@@ -251,7 +268,7 @@ class NodeConnection:
         self._breaker.failed(started, self._clock.now())
 
     def _diagnose_tls(self) -> None:
-        """Let a thread find out whether TLS is the cause, so that callers do not wait for it."""
+        """Find out in a thread whether TLS is the cause, and log it. Callers do not wait for the thread."""
         if not self._access.authority:
             return
 
@@ -259,11 +276,14 @@ class NodeConnection:
             if cause := self._access.diagnose(self._address):
                 log.warning("store node cannot be reached over tls", extra={"address": self._address, "cause": cause})
 
-        with contextlib.suppress(RuntimeError):  # no thread can be started now
+        with contextlib.suppress(RuntimeError):  # RuntimeError: the process cannot start another thread now
             threading.Thread(target=look, name="kvstore-tls", daemon=True).start()
 
     def _current(self, deadline: Nanos) -> NodeSession | None:
-        """Return the current session; None while another thread performs a handshake, or if the handshake fails."""
+        """Return the current session, after a new handshake if it is outdated.
+
+        The result is None while another thread performs a handshake, or if the handshake fails.
+        """
         if not self._outdated:
             return self._session
         if not self._handshake.acquire(blocking=False):
@@ -274,7 +294,7 @@ class NodeConnection:
             self._handshake.release()
 
     def _renew(self, deadline: Nanos) -> NodeSession | None:
-        if not self._outdated:  # another thread has just renewed it
+        if not self._outdated:  # another thread has just renewed the session
             return self._session
         started = self._clock.now()
         try:
@@ -300,7 +320,7 @@ class NodeConnection:
             threading.Thread(
                 target=self._map_shared_memory, args=(session,), name="kvstore-memory", daemon=True
             ).start()
-        except RuntimeError:  # no thread can be started now
+        except RuntimeError:  # the process cannot start another thread now
             self._memory_breaker.failed(now, self._clock.now())
             self.seeking.release()
 
@@ -321,12 +341,12 @@ class NodeConnection:
             self.seeking.release()
 
     def _close_transports(self, session: NodeSession) -> None:
-        """Close the data path of a session, and the slower ones that were used before it had shared memory."""
+        """Close the data path of a session, and the slower data paths from before shared memory was mapped."""
         session.transport.close()
         while self._slower:
             self._slower.pop().close()
 
 
 def earlier(deadline: Nanos | None, other: Nanos) -> Nanos:
-    """Return the earlier of the caller's deadline, if there is one, and ours."""
+    """Return the earlier one of the caller's deadline, which may be None, and `other`."""
     return other if deadline is None else min(deadline, other)

@@ -1,4 +1,4 @@
-"""Session of a client with one incarnation of a node: result of the handshake, with its calls and its data path."""
+"""Node session: the result of a client's handshake with one incarnation of a node, and how to call it."""
 
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -22,11 +22,11 @@ from kvstore.transports.tcp import TcpTransport
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
-WILDCARDS = ("0.0.0.0", "[::]", "::")  # noqa: S104 - compared with an answer, not bound
+WILDCARDS = ("0.0.0.0", "[::]", "::")  # noqa: S104 - compared with a node's answer, never bound
 
 
 class NodeSession(Struct, frozen=True, kw_only=True):
-    """One incarnation of a node, as a client sees it."""
+    """Result of a handshake with one incarnation of a node. `max_hold` is the longest duration of a session pin."""
 
     store_id: str
     incarnation: str
@@ -36,7 +36,8 @@ class NodeSession(Struct, frozen=True, kw_only=True):
     path: DataPath
     calls: NodeCalls
     transport: Transport
-    memory: str = ""  # memory handout socket if shared memory is wanted and could not be mapped; otherwise empty
+    # Socket of the memory handout if shared memory is preferred but could not be mapped yet; otherwise empty.
+    memory: str = ""
 
 
 def shake_hands(
@@ -48,11 +49,11 @@ def shake_hands(
     clock: Clock,
     deadline: Nanos,
 ) -> NodeSession:
-    """Agree on the namespace, and open the first data path of `prefer` that works.
+    """Agree with the node on the namespace, and open the first data path of `prefer` that works.
 
     Raises:
         StoreUnreachable: The node does not answer by the deadline, or no data path works.
-        LayoutMismatch: The node means other bytes; names the field.
+        LayoutMismatch: The node stores this model's blocks in another layout; the error names the field that differs.
     """
     request = pb.HelloRequest(namespace=wire.namespace_message(namespace), digest=namespace.digest)
 
@@ -87,7 +88,7 @@ def shake_hands(
 
 
 def with_shared_memory(session: NodeSession, namespace: KvNamespace, clock: Clock, deadline: Nanos) -> NodeSession:
-    """Return the session with shared memory as its data path.
+    """Return a copy of the session that uses shared memory as its data path.
 
     Raise StoreUnreachable if the memory still cannot be mapped, and NamespaceUnknown if the node has restarted.
     """
@@ -96,7 +97,7 @@ def with_shared_memory(session: NodeSession, namespace: KvNamespace, clock: Cloc
 
 
 def refusal(address: str, error: grpc.RpcError) -> Exception:
-    """Return the error that a failed Hello means."""
+    """Convert the RPC error of a failed Hello to an error of `kvstore.errors`."""
     details = error.details() or ""
     metadata = cast("Sequence[tuple[str, str]]", error.trailing_metadata() or ())
     field = next((value for key, value in metadata if key == wire.FIELD_KEY), "")
@@ -139,7 +140,7 @@ def _open(
 
 
 def reachable(data_address: str, control_address: str) -> str:
-    """Return the address of the data plane; a wildcard is replaced by the host of the control plane."""
+    """Return the node's data address; a wildcard host in it is replaced by the host of the control address."""
     host, _, port = data_address.rpartition(":")
     if host not in WILDCARDS:
         return data_address

@@ -2,9 +2,9 @@
 
 Rules:
 
-1. After `connect` or `join`, no failure of the node raises here. A node that is away, slow, full or restarted means
-   fewer blocks. This is counted, and a log line reports its beginning (`kvstore.client.node_connection`). An exception
-   is a bug of the caller.
+1. After `connect` or `join`, a failure of the node raises no exception. If the node is away, slow, full or restarted,
+   calls find or store fewer blocks. The client counts failures and logs when they begin
+   (`kvstore.client.node_connection`). An exception means a bug in the caller.
 2. A match of one process can be read in another process that has a client of the same node.
 3. The ranks of one engine, each in its own process, share whole blocks (`kvstore.layouts.shards`): one rank reserves,
    each writes its shard, and the reserving rank publishes. Writing shards requires the node's shared memory; the blocks
@@ -51,31 +51,31 @@ from kvstore.transports.shared_memory import SharedMemoryTransport
 from kvstore.v1 import blocks_pb2 as pb
 
 SLOWEST_BYTES_PER_SECOND = 100_000_000
-"""A slower data path is given up, because computing the blocks again is faster."""
+"""A transfer that is slower than this is cancelled, because computing the blocks again would be faster."""
 
-LOOK_AGAIN_SECONDS = (
-    0.002  # between two look-ups of blocks that are promoted; a batch takes longer than this from any disk
-)
+# Pause between two look-ups of blocks that are being promoted. Reading a batch from any disk takes longer than this.
+LOOK_AGAIN_SECONDS = 0.002
 
-LEAST_BATCH = 32  # blocks
-BATCH_BYTES = 16 << 20  # small blocks make larger batches, because each batch has a fixed cost
+LEAST_BATCH = 32  # smallest batch, in blocks
+BATCH_BYTES = 16 << 20  # size of a batch; a batch of small blocks has more blocks, because each batch has a fixed cost
 
 MOVED, CORRUPT = BlockOutcome.MOVED, BlockOutcome.CORRUPT
-"""Enum members, looked up once: the look-up is slow for each block."""
+"""Members of `BlockOutcome`. They are constants of this module because an enum look-up for each block is slow."""
 
 log = logging.getLogger(__name__)
 
 
 def batch_blocks(block_bytes: int) -> int:
-    """Return how many blocks are requested at a time, so that a source that copies need not copy a whole chain at once.
+    """Return the number of blocks that `StoreClient.write` requests from its source at a time.
 
-    The source may reuse a block's memory once that many further blocks have been requested.
+    A source that copies blocks therefore need not copy a whole chain at once. It may reuse the memory of a block once
+    this many further blocks have been requested.
     """
     return max(LEAST_BATCH, BATCH_BYTES // block_bytes)
 
 
 class StoreClient:
-    """Client for one namespace of one node, made by `connect` or `join`. Thread-safe."""
+    """Client for one namespace of one node. Call `connect` or `join` to make one. Thread-safe."""
 
     def __init__(
         self,
@@ -115,20 +115,20 @@ class StoreClient:
         """Connect to a node and perform the handshake.
 
         Args:
-            address: Address of its control plane: ``unix:/path`` or ``host:port``.
+            address: Address of the node's control plane: ``unix:/path`` or ``host:port``.
             namespace: Namespace of this client's blocks.
-            timeout_seconds: Limit of the handshake; waits for a node that is starting.
-            call_timeout_seconds: Limit of each later call, including a new connection.
-            prefer: Data paths, best first.
-            credentials: Files that prove this client to a node on another host, and the node to this client; None: no
-                proofs.
-            clock: Clock; the system's by default.
+            timeout_seconds: Longest duration of the handshake, in which the client waits for a node that is starting.
+            call_timeout_seconds: Longest duration of each later call, including a new connection.
+            prefer: Data paths in order of preference, best first.
+            credentials: Files by which this client and a node on another host authenticate each other; None: no
+                authentication.
+            clock: Clock; by default the monotonic clock of the system.
 
         Raises:
-            StoreUnreachable: Nobody answers in time.
-            LayoutMismatch: The node stores these weights in another layout; names the field that differs.
-            InvalidArgument: No node can store such blocks; names the field.
-            BadCredentials: A file of the credentials cannot be used; names the field.
+            StoreUnreachable: No node answers in time.
+            LayoutMismatch: The node stores these weights in another layout; the error names the field that differs.
+            InvalidArgument: No node can store such blocks; the error names the invalid field of the namespace.
+            BadCredentials: A file of the credentials cannot be used; the error names the field.
         """
         client = cls(
             address,
@@ -155,10 +155,10 @@ class StoreClient:
     ) -> Self:
         """Connect to a node, or make a client that connects as soon as the node answers.
 
-        Until then each call finds nothing, without delay, because a store is only a cache (`joined` says whether it is
-        there). A node that answers later and has the blocks in another layout is not joined. The log says why a node is
-        not joined yet. `wait_seconds` says how long to wait for the node here. The other arguments and the errors are
-        those of `connect`.
+        Until the node answers, each call returns at once and finds nothing, because a store is only a cache (`joined`
+        tells whether the node has answered). A node that answers later, but stores the blocks in another layout, is not
+        joined. The log tells why a node is not joined yet. This call waits for the node for at most `wait_seconds`. The
+        other arguments and the errors are those of `connect`.
         """
         failure = ""
         if wait_seconds > 0:
@@ -204,7 +204,7 @@ class StoreClient:
 
     @property
     def writes_shards(self) -> bool:
-        """True if `write_shard` works here, now or as soon as the node's shared memory can be mapped (rule 3)."""
+        """True if `write_shard` works with this node, now or when its shared memory can be mapped (rule 3)."""
         session = self.connection.session
         return session is not None and (session.path is DataPath.SHM or bool(session.memory))
 
@@ -226,19 +226,19 @@ class StoreClient:
         tenant: bytes = b"",
         deadline: Nanos | None = None,
     ) -> Match:
-        """Find the longest prefix of a chain in the node's pool and pin it.
+        """Find the longest prefix of a chain in the node's pool and pin it by a read lease.
 
-        The following blocks may lie in a backing tier. With a max wait, the node begins to promote them and reports how
-        many are on their way (`Match.loading`); match again to find them.
+        The blocks after the prefix may lie in a backing tier. If `max_wait_seconds` is positive, the node begins to
+        promote them and returns their number (`Match.loading`); match again later to find them.
 
         Args:
             hashes: Block hashes from the start of the chain.
-            lease_seconds: Longest duration of the lease; the node's own limit applies as well. 0 looks the blocks up
-                only: they may be evicted before they are read, and nothing is counted.
-            max_wait_seconds: How long blocks of backing tiers are worth waiting for: as long as computing them would
-                take. 0: promote nothing.
-            tenant: Salt of the chain, whose quota pays for promoted blocks and whose hits are counted.
-            deadline: When to give up, if earlier than the client's own timeout; the same for all calls.
+            lease_seconds: Longest duration of the lease; the node limits it too. 0: only look the blocks up, without a
+                lease. They may be evicted before they are read, and the client counts neither hits nor misses.
+            max_wait_seconds: Longest time that is worth waiting for blocks of backing tiers: the time that computing
+                them would take. 0: promote nothing.
+            tenant: Tenant's salt. Promoted blocks count towards the quota of this tenant, and hits in its statistics.
+            deadline: Instant at which the call gives up, if that is earlier than the client's call timeout.
         """
         asked = tuple(hashes[: wire.MAX_HASHES])
         current = self.connection.session
@@ -260,7 +260,8 @@ class StoreClient:
             return wire.parse_match(session.calls.match(request, timeout_seconds), session.incarnation, asked)
 
         found = self.connection.call(call, deadline)
-        match = nothing if found is None else found  # an empty match is false, and may still report loading blocks
+        # An empty match is false as a bool, but may still report loading blocks.
+        match = nothing if found is None else found
         if lease_seconds:
             self.connection.counting.add(hits=len(match), misses=len(hashes) - len(match))
         return match
@@ -268,7 +269,7 @@ class StoreClient:
     def match_and_wait(
         self, hashes: Sequence[BlockHash], *, lease_seconds: float, max_wait_seconds: float, tenant: bytes = b""
     ) -> Match:
-        """Match a chain after its blocks in backing tiers have been promoted, waiting no longer than the max wait."""
+        """Match a chain after its blocks in backing tiers are promoted, or after the max wait has passed."""
         deadline = Nanos(self._clock.now() + nanos(max_wait_seconds))
         found = self.match(hashes, lease_seconds=lease_seconds, max_wait_seconds=max_wait_seconds, tenant=tenant)
         if not found.loading:
@@ -277,7 +278,7 @@ class StoreClient:
             if not self.match(hashes, lease_seconds=0, tenant=tenant).loading:
                 break
         complete = self.match(hashes, lease_seconds=lease_seconds, tenant=tenant)
-        self.release(found.lease_id)  # it kept the beginning in place while the rest was promoted
+        self.release(found.lease_id)  # this first lease kept the prefix in the pool during the promotion
         return (
             structs.replace(complete, promoted=merge_promoted(found.promoted, complete.promoted))
             if found.promoted
@@ -292,16 +293,16 @@ class StoreClient:
         *,
         deadline: Nanos | None = None,
     ) -> list[bool]:
-        """Copy matched blocks out of the pool; checksums are verified on the copies.
+        """Copy matched blocks out of the pool, and verify the checksums of the copies.
 
         Args:
             match: Match of this client, or of another client of the same node and namespace.
-            indices: Indices of the blocks to read.
-            destinations: One block for each index, in one buffer or a list of consecutive pieces.
+            indices: Indices of the blocks within the match.
+            destinations: One buffer, or one list of consecutive pieces, for each index.
             deadline: As for `match`.
 
         Returns:
-            Whether each block arrived. If not, the content of its destination is void.
+            For each index, whether the block arrived. If it did not, the content of its destination is undefined.
         """
 
         def get(session: NodeSession, slots: Slots, until: Nanos) -> Sequence[BlockOutcome]:
@@ -318,7 +319,7 @@ class StoreClient:
         *,
         deadline: Nanos | None = None,
     ) -> list[bool]:
-        """Read one rank's shard of the blocks, as `read` does, and verify the whole blocks."""
+        """Read one rank's shard of each block as `read` does; the checksums of the whole blocks are verified."""
 
         def get(session: NodeSession, slots: Slots, until: Nanos) -> Sequence[BlockOutcome]:
             if isinstance(session.transport, SharedMemoryTransport):
@@ -328,23 +329,23 @@ class StoreClient:
         return self._read(match, indices, share.bytes, get, deadline)
 
     def release(self, *lease_ids: LeaseId, deadline: Nanos | None = None) -> None:
-        """End leases early, from any process; leases that have ended are ignored."""
+        """End leases before their deadlines. The leases may be of any process; ended leases are ignored."""
         held = [lease_id for lease_id in lease_ids if lease_id]
         for start in range(0, len(held), wire.MAX_LEASES):
             request = pb.ReleaseRequest(lease_ids=held[start : start + wire.MAX_LEASES])
             self.connection.call(self._releasing(request), deadline)
 
     def hold(self, session: str, hashes: Sequence[BlockHash], *, seconds: float) -> SessionPinResult | None:
-        """Pin the present prefix of a chain while its session waits, for instance for a tool.
+        """Pin the part of a chain that is in the pool while its session waits, for instance for a tool call.
 
-        The pin ends by its deadline, with `release_hold`, or when the same session pins again. A session that continues
-        first matches and then releases its pin, so its blocks are always pinned. The result is None if the node does
-        not answer.
+        The pin ends at its deadline, with `release_hold`, or when the same session pins again. A session that continues
+        first matches its chain and then releases its pin, so its blocks are pinned without a gap. The result is None if
+        the node does not answer.
 
         Args:
-            session: Name of the session; the same name in another namespace is another pin.
+            session: Name of the session. The same name in another namespace is another session.
             hashes: Block hashes from the start of the chain.
-            seconds: Longest duration; the node's own limit applies as well.
+            seconds: Longest duration of the pin; the node limits it too.
         """
         asked = b"".join(hashes[: wire.MAX_HASHES])
         if not asked:
@@ -363,21 +364,21 @@ class StoreClient:
         return self.connection.call(call)
 
     def release_hold(self, session: str) -> None:
-        """End a session's pin early; a pin that has ended is ignored."""
+        """End a session's pin before its deadline; a pin that has ended is ignored."""
         request = pb.ReleaseHoldRequest(digest=self._namespace.digest, session=session)
         self.connection.call(lambda _, timeout: self.connection.stub.ReleaseHold(request, timeout=timeout))
 
     def evacuate(self, names: Sequence[BlockHash], *, leaving: bool) -> EvacuationResult | None:
-        """Make the node copy blocks to a tier in which other nodes find them.
+        """Ask the node to copy blocks to a tier that other nodes can read.
 
-        The node stops after half of the time limit of a call. Call again for the blocks that are not `done`.
+        The node stops copying after half of the call timeout. Call again for the blocks that are not `done`.
 
         Args:
-            names: The blocks, the most valuable first.
-            leaving: Whether the node itself ends too.
+            names: Hashes of the blocks, the most valuable first.
+            leaving: True if the node itself will end too.
 
         Returns:
-            None if the node does not answer.
+            The numbers of copied and refused blocks; None if the node does not answer.
         """
         asked = b"".join(names[: wire.MAX_EVACUATED])
         if not asked:
@@ -403,16 +404,17 @@ class StoreClient:
         tenant: bytes = b"",
         deadline: Nanos | None = None,
     ) -> int:
-        """Store blocks; blocks that the node has, or that another client writes, are skipped.
+        """Store blocks, except those that the node has already or that another client is writing.
 
         Args:
-            hashes: Block hashes from the start of the chain, as far as its blocks exist. Naming stored blocks costs
-                nothing, and keeps the start of a chain from being evicted before its end.
-            sources: The block of an index into `hashes`, requested only when it is written, in one buffer or a list of
-                consecutive pieces. It must not change during the call, or until `batch_blocks` further blocks are
-                requested. If a source raises, so does this call; nothing is published then, and the reservation ends at
-                once.
-            tenant: Salt of the chain, whose quota pays for the blocks.
+            hashes: Block hashes from the start of the chain, as far as the caller has its blocks. Include blocks that
+                are stored already: it costs nothing, and their use keeps the start of a chain from being evicted before
+                its end.
+            sources: Function or sequence that returns the block for an index into `hashes`, in one buffer or a list of
+                consecutive pieces. It is asked only for blocks that are written. The memory must not change during the
+                call, or until `batch_blocks` further blocks are requested. If a source raises, this call raises the
+                same exception, publishes nothing and ends the reservation at once.
+            tenant: Tenant's salt. The blocks count towards the quota of this tenant.
             deadline: As for `match`.
 
         Returns:
@@ -430,7 +432,7 @@ class StoreClient:
         source = sources if callable(sources) else sources.__getitem__
         try:
             written = self._put(session, places, source, earlier(deadline, Nanos(started + session.max_reservation)))
-        except BaseException:  # an exception of the caller's source
+        except BaseException:  # the caller's source may raise any exception
             self._abandon(places, deadline)
             raise
         published = self._publish(places, written, deadline) if places.indices else 0
@@ -443,10 +445,10 @@ class StoreClient:
     def reserve(
         self, hashes: Sequence[BlockHash], *, tenant: bytes = b"", deadline: Nanos | None = None
     ) -> WriteGrant | None:
-        """Reserve places for those blocks that nobody holds or writes, for several ranks to write to (rule 3).
+        """Reserve slots for blocks that are neither stored nor being written; several ranks then write them (rule 3).
 
-        The reservation ends with `publish` or by its deadline. The result is None if the node does not answer.
-        Arguments are those of `write`.
+        The reservation ends with `publish` or at its deadline. The result is None if the node does not answer. The
+        arguments are those of `write`.
         """
         asked = hashes[: wire.MAX_HASHES]
         found = self.request_slots(asked, tenant, deadline) if asked else None
@@ -466,9 +468,10 @@ class StoreClient:
         *,
         deadline: Nanos | None = None,
     ) -> dict[int, int]:
-        """Write this rank's shard of some of the reserved blocks, with one source for each position in the grant.
+        """Write this rank's shard of some of the reserved blocks.
 
-        Return the rank's contribution to the checksum of each block that it wrote, by position
+        `positions` are positions in the grant; `sources` has one shard for each of them. Return for each written block,
+        by its position, the rank's contribution to the checksum of the block
         (`kvstore.layouts.rank_shards.combined_checksums`).
         """
         session = self.connection.session_of(grant.incarnation) if positions else None
@@ -479,7 +482,7 @@ class StoreClient:
         return {position: added for position, added in zip(positions, contributions, strict=True) if added is not None}
 
     def publish(self, grant: WriteGrant, checksums: Mapping[int, int], *, deadline: Nanos | None = None) -> int:
-        """End a reservation of this client; blocks whose checksums are given, by position, become readable.
+        """End a reservation of this client, and publish the blocks whose checksums are given, by position in the grant.
 
         Return the number of newly published blocks.
         """
@@ -498,18 +501,21 @@ class StoreClient:
         return self.connection.counting.read()
 
     def stats(self) -> Stats | None:
-        """Return the state of the node; None if it does not answer."""
+        """Return the statistics of the node; None if it does not answer."""
 
         def call(session: NodeSession, timeout_seconds: float) -> Stats:
             asked = self._clock.now()
-            session.calls.settle(timeout_seconds)  # so that released blocks do not count as pinned
+            session.calls.settle(timeout_seconds)  # wait for releases, so that released blocks do not count as pinned
             left = max(timeout_seconds - seconds(self._clock.now() - asked), 0.001)
             return wire.parse_stats(self.connection.stub.Stats(pb.StatsRequest(), timeout=left))
 
         return self.connection.call(call)
 
     def close(self) -> None:
-        """End calls in other threads with misses. Leases stay until they are released or end."""
+        """Close the client.
+
+        Calls in other threads return as if nothing was found; leases stay until they are released or end.
+        """
         self.connection.close()
 
     def __enter__(self) -> Self:
@@ -521,7 +527,9 @@ class StoreClient:
         self.close()
 
     def _releasing(self, request: pb.ReleaseRequest) -> Callable[[NodeSession, float], None]:
-        wait = not self.answers  # a call without an answer does not show that the node is back
+        # If the node does not answer, send the release at once and wait for the response: it shows whether the node is
+        # back.
+        wait = not self.answers
 
         def call(session: NodeSession, timeout_seconds: float) -> None:
             if wait:
@@ -552,7 +560,7 @@ class StoreClient:
     def _put(
         self, session: NodeSession, places: ClientWriteReservation, source: Callable[[int], Block], deadline: Nanos
     ) -> dict[int, int]:
-        """Write the reserved blocks; return the checksums of the written ones by index."""
+        """Write the reserved blocks. Return the checksums of the blocks that were written, by index into the hashes."""
         until = min(deadline, self._transfer_deadline(len(places)))
         written: dict[int, int] = {}
         step = batch_blocks(self._namespace.block_bytes)
@@ -579,7 +587,7 @@ class StoreClient:
         get: Callable[[NodeSession, Slots, Nanos], Sequence[BlockOutcome]],
         deadline: Nanos | None,
     ) -> list[bool]:
-        """Read blocks with `get`, report corrupt ones to the node, and count all of them."""
+        """Read blocks with `get`, report corrupt blocks to the node, and count all outcomes."""
         if not indices:
             return []
         slots = match.slots.some(indices)
@@ -599,7 +607,7 @@ class StoreClient:
         return arrived
 
     def _abandon(self, places: ClientWriteReservation, deadline: Nanos | None) -> None:
-        """Give the places of a reservation back."""
+        """End a reservation without publishing a block."""
         if places.indices:
             self.connection.counting.add(dropped=len(places))
             self._publish(places, {}, deadline)
@@ -623,7 +631,7 @@ class StoreClient:
 def _read_whole(
     session: NodeSession, slots: Slots, share: RankShard, destinations: Sequence[MutableBlock], deadline: Nanos
 ) -> list[BlockOutcome]:
-    """Read one rank's shard over a data path that moves only whole blocks."""
+    """Read one rank's shard of each block over a data path that moves only whole blocks."""
     outcomes: list[BlockOutcome] = []
     step = batch_blocks(share.block_bytes)
     for start in range(0, len(slots), step):

@@ -1,10 +1,11 @@
-"""Byte planes: a lossless codec that separates the bytes of values by significance, and compresses each plane if it helps.
+"""Byte-plane codec: separates the bytes of values by significance and compresses each plane. It is lossless.
 
-The high bytes of neighbouring floating-point values (sign and exponent) are similar; the low bytes are noise that no
-compressor can shrink. When they are separated, the high bytes shrink and the low bytes are stored as they are.
+In neighbouring floating-point values, the high bytes (sign and exponent) are similar; the low bytes are noise that no
+compressor can shrink. After the separation, the planes of high bytes shrink, and the planes of low bytes are stored as
+they are.
 
-Body: the length of each plane as 4 little-endian bytes, then the planes, least significant first. A plane of full length
-is not compressed.
+Format of the body: the length of each plane as 4 little-endian bytes, then the planes, least significant first. A plane
+is uncompressed if its length is the number of values in the block.
 """
 
 import struct
@@ -21,17 +22,17 @@ from kvstore.native import kernels
 
 
 class Compressor(Protocol):
-    """A general compressor of bytes. Thread-safe."""
+    """A general compressor of bytes, used for one byte plane at a time. Thread-safe."""
 
     @property
     def codec_id(self) -> int:
-        """The id of the byte-plane codec with this compressor."""
+        """The id of the byte-plane codec that uses this compressor."""
         ...
 
     def compress(self, plane: ByteArray) -> bytes: ...
 
     def decompress(self, packed: ByteArray, length: int) -> ByteArray:
-        """Decompress to exactly `length` bytes, and allocate no more than that.
+        """Decompress `packed` to exactly `length` bytes, and never allocate more than `length` bytes for the result.
 
         Raises:
             UndecodableBlock: The input does not decompress to that length.
@@ -46,7 +47,8 @@ class SplitCodec:
         self.codec_id = compressor.codec_id
         self._compressor = compressor
         self._block_bytes = namespace.block_bytes
-        self._width = namespace.element_bytes or 1  # an unknown dtype is treated as single bytes
+        # bytes per value; a block of unknown dtype is treated as single bytes
+        self._width = namespace.element_bytes or 1
         self._plane_bytes = self._block_bytes // self._width
         self._lengths = struct.Struct(f"<{self._width}I")
 

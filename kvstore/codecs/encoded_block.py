@@ -1,15 +1,15 @@
-"""Encoded block: the header of every compressed or quantised block, and its check.
+"""Encoded block: the header of every compressed or quantised block, with a hash that detects damage (the check).
 
     version   1 byte
-    form      1 byte: 0 for the block as it is, 1 for the codec's form
+    form      1 byte: 0 if the body is the block's bytes unchanged, 1 if it has the codec's format
     reserved  2 bytes, zero
     bound     3 × float32: the largest error of decoded values (`ErrorBound`); zeros for a lossless codec
     check     8 bytes: XXH3-64, seeded with the codec's id, the block's key and all fields above. It covers the block's
               bytes for a lossless codec, and the body otherwise
     body
 
-All fields are little-endian. The check detects damage and the payload of another block or codec. It does not protect
-against deliberate changes; `kvstore.codecs.sealing` does.
+All fields are little-endian. The check detects damaged bytes, and bytes of another block or codec. It does not detect
+deliberate changes; the encryption of `kvstore.codecs.sealing` does.
 """
 
 import struct
@@ -36,7 +36,7 @@ class PayloadForm(IntEnum):
 
 
 class ErrorBound(Struct, frozen=True):
-    """The error of a decoded value x is at most `relative` * |x| + `of_largest` * largest + `least`.
+    """Bound for the error of a decoded value x: `relative` * |x| + `of_largest` * largest + `least`.
 
     `largest` is the largest magnitude among the values that share a scale with x.
     """
@@ -58,7 +58,7 @@ def pack(
     bound: ErrorBound,
     check: ByteArray | None = None,
 ) -> ByteArray:
-    """Join header and body; `check` holds the bytes that the check covers, by default those of the body."""
+    """Join header and body. The header's check covers the bytes of `check`; None means the bytes of the body."""
     prefix = _PREFIX.pack(VERSION, form, 0, bound.relative, bound.of_largest, bound.least)
     hasher = xxhash.xxh3_64(seed=_seed(codec_id, key, prefix))
     for piece in body if check is None else [check.data]:
@@ -67,15 +67,15 @@ def pack(
 
 
 class EncodedBlock:
-    """An encoded block with its header parsed. The caller has to call `check` before it uses the content."""
+    """Encoded block with a parsed header. The caller must call `check` before it uses the content."""
 
     __slots__ = ("_check", "_seed", "body", "bound", "form")
 
     def __init__(self, codec_id: int, key: BlockKey, encoded: ByteArray):
-        """Read the header.
+        """Parse the header.
 
         Raises:
-            UndecodableBlock: There is no header, or its version is unknown.
+            UndecodableBlock: The bytes are too few for a header, or its version or form is unknown.
         """
         if encoded.nbytes < HEADER_BYTES:
             raise UndecodableBlock(f"{encoded.nbytes} bytes are fewer than a header's {HEADER_BYTES}")
@@ -90,10 +90,10 @@ class EncodedBlock:
         (self._check,) = _CHECK.unpack_from(encoded.data, _PREFIX.size)
 
     def check(self, content: ByteArray) -> None:
-        """Verify the bytes that the check covers.
+        """Verify `content`, the bytes that the header's check covers.
 
         Raises:
-            UndecodableBlock: The bytes do not match the check.
+            UndecodableBlock: The content does not match the check.
         """
         if xxhash.xxh3_64_intdigest(content.data, seed=self._seed) != self._check:
             raise UndecodableBlock("the check does not match: damaged, or another block's bytes")
@@ -103,7 +103,7 @@ def bound_of(encoded: ByteArray) -> ErrorBound:
     """Read the error bound of an encoded block from its header.
 
     Raises:
-        UndecodableBlock: There is no such header.
+        UndecodableBlock: The block does not begin with a header of a known version.
     """
     return EncodedBlock(0, BlockKey(b"", b""), encoded).bound
 

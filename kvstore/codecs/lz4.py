@@ -1,4 +1,4 @@
-"""LZ4 compressor: shrinks KV only a little, but decompresses faster than the other codecs."""
+"""LZ4 compressor for byte planes: shrinks KV only a little, but decompresses faster than Zstandard."""
 
 import lz4.block
 import numpy as np

@@ -1,13 +1,14 @@
-"""Quantised codecs: 16-bit floating-point values as 8 bits and a scale, with a bound on the error.
+"""Quantised codecs: store each 16-bit floating-point value as 8 bits that share a scale, with a bound on the error.
 
-- E4M3 has one scale for each head of each layer, a power of two. Each value keeps 4 significant bits, so its error is at
-  most 1/16 of the value. The size is one half.
-- INT8 has one scale for each channel (an element of a head of a layer, over the block's tokens). The error is at most
-  0.4 % of the channel's largest value. For KV this is six times less than E4M3 on average, since the outliers of keys are
-  in few channels. The size is 0.56 at 16 tokens in a block, and less with more tokens.
+- E4M3 has one scale, a power of two, for each head of each layer. Each value keeps 4 significant bits, so its error is
+  at most 1/16 of the value. An encoded block has half the size of the block.
+- INT8 has one scale for each channel. A channel is one element of one head of one layer, over all tokens of the block.
+  The error is at most 0.4 % of the channel's largest value. For KV the mean error is a sixth of that of E4M3, because
+  the outliers of keys are in few channels. With 16 tokens per block, an encoded block has 0.56 of the block's size;
+  with more tokens it has less.
 
-The stored form begins with the error bound (`kvstore.codecs.encoded_block`). A block with an infinity or a NaN is stored
-unchanged. Values are stored with heads before tokens in every layout, so that values with one scale are adjacent.
+An encoded block begins with the error bound (`kvstore.codecs.encoded_block`). A block with an infinity or a NaN is
+stored unchanged. Values are stored with heads before tokens in every layout, so that values of one scale are adjacent.
 """
 
 import numpy as np
@@ -27,10 +28,10 @@ PACKED_LAYOUT = "LHND"
 
 
 class BlockValues:
-    """A namespace's blocks as 16-bit patterns, [heads of all layers, tokens, elements]."""
+    """Converts blocks of a namespace to 16-bit arrays [layers × heads, tokens, elements], and back."""
 
     def __init__(self, namespace: KvNamespace):
-        """Plan the conversion of blocks into that order.
+        """Plan the copies that reorder a block's values.
 
         Raises:
             LayoutMismatch: The namespace's layout is invalid.
@@ -45,7 +46,10 @@ class BlockValues:
         self._is_ordered = self._order.run_count == 1
 
     def of(self, block: ByteArray) -> NDArray[np.uint16]:
-        """Return the values of a block; they share its memory if the order is the same."""
+        """Return the values of a block.
+
+        They share the block's memory if the block already has the order of the array.
+        """
         if not self._is_ordered:
             ordered = np.empty_like(block)
             self._order.perform([block], [ordered])
@@ -61,14 +65,18 @@ class BlockValues:
 
 
 class Fp8Codec:
-    """E4M3, rounded to nearest even. Body: one exponent as int16 for each head of each layer, then the codes."""
+    """Codec for E4M3 values, rounded to nearest even.
+
+    Format of the body: one exponent as int16 for each head of each layer, then one byte per value.
+    """
 
     codec_id = 3
 
     def __init__(self, namespace: KvNamespace):
         self._values = BlockValues(namespace)
         self._groups = self._values.shape[0]
-        # 2 ** exponent is less than the largest magnitude / 224, and codes below 2 ** -6 are 2 ** -9 apart.
+        # The scale 2 ** exponent is less than the largest magnitude / 224. E4M3 numbers below 2 ** -6 are 2 ** -9
+        # apart, so rounding them adds an error of up to 2 ** -10 times the scale.
         self._bound = ErrorBound(2.0**-4, 2.0**-10 / 224, self._values.half.half_least)
 
     def encode(self, key: BlockKey, block: ByteArray) -> ByteArray:
@@ -102,14 +110,17 @@ class Fp8Codec:
 
 
 class Int8Codec:
-    """INT8 within ±127. Body: the scale of each channel as bfloat16, then the codes."""
+    """Codec for integers from -127 to 127.
+
+    Format of the body: the scale of each channel as bfloat16, then one byte per value.
+    """
 
     codec_id = 4
 
     def __init__(self, namespace: KvNamespace):
         self._values = BlockValues(namespace)
-        # The error is half a step, and the rounding of the result. A step is the largest magnitude / 127, rounded up to
-        # bfloat16 (at most 1/128 more). `least` covers scales and results near zero.
+        # The error is half a step plus the rounding of the decoded value. A step is the largest magnitude / 127,
+        # rounded up to bfloat16 (at most 1/128 more). The bound's `least` covers scales and values near zero.
         half = self._values.half
         self._bound = ErrorBound(half.half_step, 0.004, half.half_least + HalfFormat.BFLOAT16.half_least)
 
@@ -140,9 +151,9 @@ class Int8Codec:
 
 
 def _exponents(largest: NDArray[np.float32]) -> NDArray[np.int16]:
-    """Return the least exponents for which every value / 2**exponent fits into E4M3."""
+    """Return for each largest magnitude the least exponent such that magnitude / 2 ** exponent fits into E4M3."""
     fractions, exponents = np.frexp(largest)
-    beyond = fractions > E4M3_LARGEST / 512  # 448 is 7/8 of 2**9
+    beyond = fractions > E4M3_LARGEST / 512  # the largest E4M3 number, 448, is 7/8 of 2 ** 9
     return (exponents - 9 + beyond).astype("<i2")
 
 

@@ -1,6 +1,7 @@
-"""Codec registry: the codec of each namespace for one tier, made from the tier's settings.
+"""Codec registry: makes and remembers the codec of each namespace for one tier, by the tier's settings.
 
-The libraries are optional (extra `codecs`), and are imported only if the settings need them.
+The compression and encryption libraries are optional (extra `codecs`). They are imported only if the settings need
+them.
 """
 
 import threading
@@ -24,21 +25,22 @@ INSTALL = "install it with: pip install 'fleet-serving[codecs]'"
 
 class Compression(StrEnum):
     NONE = "none"
-    ZSTD = "zstd"  # lossless; 0.7 of the size for bfloat16
-    LZ4 = "lz4"  # lossless; 0.9 of the size, and fast to read
-    FP8 = "fp8"  # half the size; the error of a value is up to 1/16 of it
-    INT8 = "int8"  # 0.56 of the size; the error is up to 0.4 % of the largest value of the channel
+    ZSTD = "zstd"  # lossless; 0.7 of the size for bfloat16 values
+    LZ4 = "lz4"  # lossless; 0.9 of the size, and faster to decompress than zstd
+    FP8 = "fp8"  # half the size; the error of a value is at most 1/16 of the value
+    INT8 = "int8"  # 0.56 of the size; the error is at most 0.4 % of the largest value of the channel
 
 
 class CodecSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How blocks are encoded outside a node's memory."""
+    """Compression and encryption of blocks that leave a node's memory for a backing tier."""
 
     compression: Compression = Compression.NONE
-    """None by default: a core compresses less than about 3 GB/s, so compression pays only for tiers slower than that."""
+    """Compression of blocks. The default is none, because one core compresses less than about 3 GB/s. Compression
+    therefore pays only for slower tiers."""
 
     sealing_secrets: tuple[str, ...] = ()
-    """Secrets for encryption, newest first, each of at least 64 hexadecimal digits (``openssl rand -hex 32``). Empty: no
-    encryption. To rotate, add a new one at the front. Nodes that share a tier need the same secrets."""
+    """Secrets for encryption, newest first, each of at least 64 hexadecimal digits (``openssl rand -hex 32``). Empty:
+    no encryption. To change the secret, add a new one at the front. Nodes that share a tier need the same secrets."""
 
     def __post_init__(self) -> None:
         for index, secret in enumerate(self.sealing_secrets):
@@ -55,14 +57,14 @@ class CodecSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Codecs:
-    """The codecs of one node by namespace. Thread-safe."""
+    """Codecs of one tier, by namespace. Thread-safe."""
 
     def __init__(self, settings: CodecSettings, limit: int = 256):
-        """Load the libraries that the settings need.
+        """Import the libraries that the settings need.
 
         Args:
-            settings: The settings for all namespaces.
-            limit: Most namespaces to remember; the least recently used one is forgotten first.
+            settings: Compression and secrets for all namespaces.
+            limit: Largest number of namespaces to remember; beyond it, the least recently used one is forgotten.
 
         Raises:
             StoreNotStarted: A library is not installed.
@@ -74,7 +76,7 @@ class Codecs:
         self._lock = threading.Lock()
 
     def open(self, namespace: KvNamespace) -> Codec:
-        """Return the codec of a namespace, and make it on the first call.
+        """Return the codec of a namespace. The first call makes the codec.
 
         Raises:
             InvalidArgument: The compression does not support this dtype; the error names the field.
@@ -93,7 +95,7 @@ class Codecs:
         return codec
 
     def of(self, digest: bytes) -> Codec:
-        """Return the codec of an open namespace.
+        """Return the codec of a namespace for which `open` was called before.
 
         Raises:
             NamespaceUnknown: The namespace was not opened, or was forgotten.
@@ -112,13 +114,13 @@ def _compression(compression: Compression) -> Callable[[KvNamespace], Codec]:
             return lambda _: PlainCodec()
         case Compression.ZSTD:
             try:
-                from kvstore.codecs.zstd import Zstd  # noqa: PLC0415 - optional
+                from kvstore.codecs.zstd import Zstd  # noqa: PLC0415 - the library is optional
             except ImportError as error:
                 raise StoreNotStarted(f"compression: zstd needs the package zstandard; {INSTALL}") from error
             return lambda namespace: SplitCodec(namespace, Zstd())
         case Compression.LZ4:
             try:
-                from kvstore.codecs.lz4 import Lz4  # noqa: PLC0415 - optional
+                from kvstore.codecs.lz4 import Lz4  # noqa: PLC0415 - the library is optional
             except ImportError as error:
                 raise StoreNotStarted(f"compression: lz4 needs the package lz4; {INSTALL}") from error
             return lambda namespace: SplitCodec(namespace, Lz4())
@@ -132,7 +134,7 @@ def _sealing(secrets: tuple[str, ...]) -> Callable[[bytes, Codec], Codec]:
     if not secrets:
         return lambda _, codec: codec
     try:
-        from kvstore.codecs.sealing import SealedCodec, keys_for  # noqa: PLC0415 - optional
+        from kvstore.codecs.sealing import SealedCodec, keys_for  # noqa: PLC0415 - the library is optional
     except ImportError as error:
         raise StoreNotStarted(f"sealing_secrets: encryption needs the package cryptography; {INSTALL}") from error
     keys = [bytes.fromhex(secret) for secret in secrets]
@@ -140,7 +142,7 @@ def _sealing(secrets: tuple[str, ...]) -> Callable[[bytes, Codec], Codec]:
 
 
 def _halves(namespace: KvNamespace, compression: Compression) -> KvNamespace:
-    """Return the namespace if its values can be quantised.
+    """Return the namespace unchanged if its values can be quantised.
 
     Raises:
         InvalidArgument: The dtype is not a 16-bit floating-point type.

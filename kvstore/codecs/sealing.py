@@ -2,14 +2,18 @@
 
 Rules:
 
-1. A deployment has one or more secrets of at least 32 bytes, newest first. The newest one encrypts, and each one decrypts
-   what it has encrypted. To rotate, add a new secret at the front; drop an old one when its blocks may become misses.
+1. A deployment has one or more secrets of at least 32 bytes, newest first. Blocks are encrypted with the newest secret.
+   The older ones decrypt the blocks that were encrypted with them. To change the secret, add a new one at the front.
+   Once an old secret is removed, its blocks cannot be decrypted any more and count as misses.
 2. The key of a namespace is HKDF-SHA256(secret, info "fleet.kvstore.seal.v1" ‖ 0x00 ‖ namespace digest). The key of a block
-   is HMAC-SHA256(namespace key, block hash). So the random 96-bit nonces have to differ only among the encryptions of one
-   block, and no amount of data requires a rotation.
-3. The authenticated data holds the version, the ids of this codec, the inner codec and the secret, the namespace digest and
-   the block hash. So a payload does not decrypt under another block, namespace or codec.
-4. The id of a secret is 8 bytes of HKDF with another info. It selects the secret, and reveals nothing about it.
+   is HMAC-SHA256(namespace key, block hash). The random 96-bit nonces therefore have to differ only among the
+   encryptions of one block, and a secret can encrypt any amount of data.
+3. The authenticated data consists of the version, the ids of this codec, of the inner codec and of the secret, the
+   namespace digest and the block hash. Encrypted bytes therefore do not decrypt as another block, namespace or codec.
+4. The id of a secret is 8 bytes of HKDF-SHA256(secret, info "fleet.kvstore.secret-id.v1" ‖ 0x00). The id tells which
+   secret encrypted a block, and reveals nothing about the secret.
+
+Format of a sealed block:
 
     version   1 byte
     inner     1 byte, id of the inner codec
@@ -17,7 +21,8 @@ Rules:
     nonce     12 bytes
     sealed    the encrypted bytes, and a tag of 16 bytes
 
-Lengths and access patterns are not hidden. A tier may return an older payload of the same block, which holds the same KV.
+Encryption does not hide lengths and access patterns. A tier may return an older encryption of the same block, which is
+harmless, because it holds the same KV.
 """
 
 import hmac
@@ -38,7 +43,7 @@ from kvstore.ports import Codec
 
 VERSION = 1
 SEALED = 0x80
-"""The bit of a sealed codec's id; the other bits are the id of the inner codec."""
+"""Bit that marks the codec id of a sealed codec; the other bits are the id of the inner codec."""
 
 SECRET_BYTES = 32
 KEY_BYTES = 32
@@ -52,9 +57,9 @@ _ID_INFO = b"fleet.kvstore.secret-id.v1\0"
 
 
 class SealingKeys(Struct, frozen=True):
-    """The keys of one namespace, by the id of their secret. They are never printed."""
+    """Encryption keys of one namespace. `repr` shows only the ids of the secrets."""
 
-    newest: bytes  # id
+    newest: bytes  # id of the newest secret
     by_id: Mapping[bytes, bytes]
 
     def __repr__(self) -> str:
@@ -62,7 +67,7 @@ class SealingKeys(Struct, frozen=True):
 
 
 def keys_for(digest: bytes, secrets: Sequence[bytes]) -> SealingKeys:
-    """Derive the keys of a namespace (rule 2) from one or more secrets, newest first."""
+    """Derive the keys of a namespace (rule 2) from one or more secrets, given newest first."""
     assert secrets, "no secret to seal with"
     assert all(len(secret) >= SECRET_BYTES for secret in secrets), f"a secret is shorter than {SECRET_BYTES} bytes"
     ids = [_derive(secret, _ID_INFO, _ID_BYTES) for secret in secrets]

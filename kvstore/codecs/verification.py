@@ -1,9 +1,9 @@
-"""Verification: encodes a block of the pool for a tier, and decodes it, without ever trusting unverified bytes.
+"""Verification: encodes blocks of the pool for a tier, and decodes them, without relying on unverified bytes.
 
-Bytes in the pool may be wrong, or change while a tier writes them, because a writer whose reservation has ended may still
-write there. A checksum that is taken from such bytes would make wrong bytes look right. So an unencoded block keeps its
-published checksum, and a block to encode is copied and verified first. A decoded block is given the checksum of the
-decoded bytes, not of the pool's bytes afterwards.
+A block's bytes in the pool may be wrong, or may change while a tier writes them, because a writer whose reservation has
+ended may still write there. A checksum computed from such bytes would make wrong bytes look right. Therefore an
+unencoded block keeps the checksum with which it was published, and a block that will be encoded is first copied, and
+the copy is verified. For a decoded block, the checksum is computed before the bytes are copied to the pool.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ def encoded(codec: Codec, key: BlockKey, block: ByteArray, checksum: int) -> tup
 
 
 def decoded(codec: Codec, key: BlockKey, content: ByteArray, into: ByteArray) -> int:
-    """Decode a tier's content into the pool; return the block's CRC-32C.
+    """Decode the `content` from a tier into a slot of the pool; return the CRC-32C of the decoded block.
 
     Raises:
         UndecodableBlock: The content cannot be decoded; nothing was written to `into`.

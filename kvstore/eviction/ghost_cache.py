@@ -1,4 +1,4 @@
-"""Ghost cache: the pool's hit rate at other sizes or under other policies, from a sample of the live traffic.
+"""Ghost cache: estimates the pool's hit rate at other sizes and under other policies, from a sample of live traffic.
 
 Rules:
 
@@ -7,15 +7,15 @@ Rules:
    whole cache with the same share of its capacity.
 2. Blocks are sampled, not chains. Chains share their beginnings, so one system prompt would decide whether a whole
    conversation is in the sample. The sampled blocks of a chain form a chain again.
-3. The share puts about `sampled_blocks` of the live capacity into the sample, whatever the capacity. This and the
-   largest scale bound the memory.
-4. If fewer look-ups fall into the sample than its share predicts, it lacks a few blocks that everybody uses: the
-   difference counts as hits. If more do, the difference is subtracted from the hits.
+3. The share is chosen so that about `sampled_blocks` blocks of a full pool are in the sample, whatever the capacity.
+   The memory of a ghost cache is therefore bounded by `sampled_blocks` and the largest scale.
+4. If fewer look-ups fall into the sample than its share predicts, the sample lacks a few blocks that most requests use:
+   the difference counts as hits. If more look-ups fall into it, the difference is subtracted from the hits.
 5. Observations lose half of their weight after a half-life.
 6. The `MAX_GHOST_CACHES` most used namespaces of a node have a ghost cache.
-7. A namespace replaces another one only if it is used `TAKES_OVER` times as much. A new ghost cache has no result for a
-   while, and two equally used namespaces must not displace each other.
-8. The uses of at most `MAX_NAMESPACES` are remembered; the longest unused one is forgotten first.
+7. A namespace takes the ghost cache of another one only if it is used at least `TAKES_OVER` times as much. A new ghost
+   cache has no result for a while, so two equally used namespaces must not replace each other again and again.
+8. The uses of at most `MAX_NAMESPACES` namespaces are remembered; the longest unused one is forgotten first.
 """
 
 from collections import OrderedDict
@@ -34,33 +34,34 @@ SAMPLED_BLOCKS = 4096
 HALF_LIFE = Nanos(3600 * SECOND)
 FADE_EVERY = Nanos(60 * SECOND)
 
-SCALES = (0.5, 1.0, 2.0, 4.0)  # sizes relative to the pool, under its own policy
-ALTERNATIVES = ("lru", "hazard")  # policies at the pool's size
-MAX_GHOST_CACHES = 8  # a node has one or two namespaces; with adapters merged into the weights, many
+SCALES = (0.5, 1.0, 2.0, 4.0)  # simulated sizes, relative to the pool, under the pool's own policy
+ALTERNATIVES = ("lru", "hazard")  # policies that are simulated at the pool's size
+MAX_GHOST_CACHES = 8  # Most nodes have one or two namespaces; nodes with adapters merged into the weights have many.
 MAX_NAMESPACES = 256
 TAKES_OVER = 2.0
 
 Sample = Callable[[Sequence[K], float], list[K]]
-"""Returns the sampled blocks of a chain, for a share from 0 to 1."""
+"""Function that returns the sampled blocks of a chain; its second argument is the sampled share of all blocks, from 0
+to 1."""
 
 
 class GhostCacheScenario(Struct, frozen=True):
-    """Policy and size to simulate."""
+    """Policy and cache size that a ghost cache simulates."""
 
     policy: str  # name of the policy
     scale: float = 1.0  # capacity relative to the live pool
 
 
 class HitRateEstimate(Struct, frozen=True, kw_only=True):
-    """Result for one scenario."""
+    """Estimated hit rate of one scenario."""
 
     policy: str
     scale: float
-    hit_rate: float  # share of the looked-up blocks that would be found without a gap from the start of their chain
+    hit_rate: float  # share of the looked-up blocks that would be hits: found, as all blocks before them in their chain
 
 
 class _SampledCache(Generic[K]):
-    """Simulation of one scenario, with keys only."""
+    """Simulates one scenario on the sampled blocks; it stores only their keys."""
 
     def __init__(self, rule: EvictionPolicy[K], capacity_blocks: int):
         self._policy = rule
@@ -97,7 +98,10 @@ class _SampledCache(Generic[K]):
 
 
 class GhostCache(Generic[K]):
-    """Simulations of one namespace. It is told of the same look-ups and publications as the live pool."""
+    """Simulates all scenarios for one namespace.
+
+    The caller reports to it all look-ups and publications in the live pool.
+    """
 
     def __init__(
         self,
@@ -111,10 +115,10 @@ class GhostCache(Generic[K]):
         """Start without observations.
 
         Args:
-            capacity_blocks: Capacity of the live pool, in blocks of the usual size.
+            capacity_blocks: Capacity of the live pool, in blocks of the namespace's size.
             scenarios: Scenarios to simulate.
-            sample: Samples blocks by their hash, such as `sample_names`.
-            sampled_blocks: Blocks of the live capacity that are in the sample.
+            sample: Function that samples blocks by their hash, such as `sample_names`.
+            sampled_blocks: Number of blocks of a full live pool that are in the sample (rule 3).
             half_life: Half-life of the observations (rule 5).
 
         Raises:
@@ -128,11 +132,12 @@ class GhostCache(Generic[K]):
             scenario: _SampledCache(_policy(scenario), max(1, round(capacity_blocks * self.share * scenario.scale)))
             for scenario in scenarios
         }
-        self._looked_up = self._expected = 0.0  # look-ups in the sample; look-ups that its share predicts
+        # block look-ups in the sample, and block look-ups that the sample's share predicts
+        self._looked_up = self._expected = 0.0
         self._faded_at = Nanos(0)
 
     def looked_up(self, chain: Sequence[K], now: Nanos) -> None:
-        """Record that a client asked for a chain; pass all of it, not only the blocks that were found."""
+        """Record that a client looked up a chain. Pass the whole chain, not only the blocks that were found."""
         if now >= self._faded_at + FADE_EVERY:
             self._fade(now)
         sampled = self._sample(chain, self.share)
@@ -143,14 +148,17 @@ class GhostCache(Generic[K]):
                 cache.look(sampled, now)
 
     def stored(self, chain: Sequence[K], now: Nanos) -> None:
-        """Record that a client published the missing blocks of a chain; pass all of it, not only the new blocks."""
+        """Record that a client published the missing blocks of a chain.
+
+        Pass the whole chain, not only the new blocks.
+        """
         sampled = self._sample(chain, self.share)
         if sampled:
             for cache in self.caches.values():
                 cache.store(sampled, now)
 
     def estimates(self) -> list[HitRateEstimate]:
-        """Return the hit rates in the order of the scenarios; 0 before the first look-up."""
+        """Return the estimated hit rates in the order of the scenarios; all are 0 before the first look-up."""
         unseen = self._expected - self._looked_up  # rule 4
         return [
             HitRateEstimate(
@@ -178,28 +186,29 @@ class NamespaceEstimates(Struct, frozen=True, kw_only=True):
 
 
 class _NamespaceUse:
-    """Use of one namespace, and its ghost cache if it has one."""
+    """Counts the use of one namespace, and holds its ghost cache if it has one (rule 6)."""
 
     __slots__ = ("block_bytes", "ghost_cache", "used")
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.ghost_cache: GhostCache[BlockHash] | None = None
-        self.used = 0.0  # looked-up blocks, with more weight for recent ones
+        self.used = 0.0  # number of looked-up blocks, in which older look-ups have less weight
 
 
 class GhostCaches:
-    """Ghost caches by namespace; each assumes that its namespace has the whole pool."""
+    """Ghost caches of a node's most used namespaces. Each one assumes that its namespace has the whole pool."""
 
     def __init__(self, capacity_bytes: int, policy: str):
         self._capacity_bytes = capacity_bytes
         self._scenarios = [GhostCacheScenario(policy, scale) for scale in SCALES]
         self._scenarios += [GhostCacheScenario(other) for other in ALTERNATIVES if other != policy]
-        self.namespaces: OrderedDict[bytes, _NamespaceUse] = OrderedDict()  # the last used one is last
+        # in the order of their last use, the latest one last
+        self.namespaces: OrderedDict[bytes, _NamespaceUse] = OrderedDict()
         self._faded_at = Nanos(0)
 
     def open(self, namespace: KvNamespace) -> None:
-        """Record a new namespace, which gets a ghost cache at once while there are fewer than the limit."""
+        """Record a new namespace. It gets a ghost cache at once if fewer than `MAX_GHOST_CACHES` exist."""
         digest = namespace.digest
         if digest in self.namespaces:
             return
@@ -210,7 +219,7 @@ class GhostCaches:
             self._begin(use)
 
     def looked_up(self, digest: bytes, chain: Sequence[BlockHash], now: Nanos) -> None:
-        """Record that a client asked for a chain; pass all of it."""
+        """Record that a client looked up a chain. Pass the whole chain."""
         if (use := self.namespaces.get(digest)) is None:
             return
         self._fade(now)
@@ -222,7 +231,7 @@ class GhostCaches:
             use.ghost_cache.looked_up(chain, now)
 
     def stored(self, digest: bytes, chain: Sequence[BlockHash], now: Nanos) -> None:
-        """Record that a client writes the missing blocks of a chain."""
+        """Record that a client published the missing blocks of a chain. Pass the whole chain."""
         use = self.namespaces.get(digest)
         if use is not None and use.ghost_cache is not None:
             use.ghost_cache.stored(chain, now)
@@ -235,7 +244,7 @@ class GhostCaches:
         )
 
     def _take_over(self, use: _NamespaceUse) -> None:
-        """Give this namespace a ghost cache if one is free, or if another namespace is used much less."""
+        """Give this namespace a ghost cache if one is free, or take that of a much less used namespace (rule 7)."""
         simulated = self._with_ghost_cache()
         if len(simulated) >= MAX_GHOST_CACHES:
             least = min(simulated, key=lambda other: other.used)
@@ -261,7 +270,7 @@ class GhostCaches:
 
 
 def sample_names(names: Sequence[BlockHash], share: float) -> list[BlockHash]:
-    """Sample by the first two bytes of a block hash."""
+    """Return the blocks whose hash, by its first two bytes, is in the sampled share; see rule 1."""
     below = round(share * 65_536)
     return [name for name in names if name[0] << 8 | name[1] < below]
 

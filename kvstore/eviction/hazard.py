@@ -1,19 +1,20 @@
-"""Hazard eviction: the block that is least likely to save work per second in its place goes first.
+"""Hazard eviction: evicts the block from which the least saved time per second and byte of memory is expected.
 
 Rules:
 
-1. The value of a block is its expected uses per second (`kvstore.eviction.reuse_times`) times the time that a use saves
-   per byte: computing the block less loading it. The policy learns the first factor per class of blocks, while blocks
-   are used.
+1. The value of a block is the product of its expected uses per second (`kvstore.eviction.reuse_times`) and the time
+   that a use saves per byte: the time to compute the block less the time to load it. The policy learns the first factor
+   for each class of blocks from their uses.
 2. The class of a block is its number of uses and the rhythm of its chain. The rhythm says whether the last two uses of
    the longest known part of the chain were less than `RHYTHMS` apart. A conversation that has continued before is more
    likely to continue again, and an agent returns sooner than a person. On the public conversation trace other features
    add little: boosted trees over a dozen features of chains find 25.9 % instead of 24.5 % of its second half at a
    twentieth of the blocks (`loadtests/kvstore/reuse_bound.py`).
-3. Admissions at one instant are one chain, from its end on. Its blocks of equal class form a *run*. The runs of a class
-   are ordered by last use. Only the first and the last run of a class are candidates, because the value has a single
-   maximum between them. A choice therefore costs a few steps per class, however many blocks there are.
-4. A chain is evicted from its end: if the continuation of a run is still held, the continuation goes first.
+3. Blocks that are admitted at one instant belong to one chain, and are admitted from its end on. Consecutive blocks of
+   equal class in it form a *run*. The runs of a class and saving form a *row*, ordered by last use. Only the first and
+   the last run of a row are candidates, because the value as a function of the age has a single maximum. A choice
+   therefore costs a few steps per row, however many blocks there are.
+4. A chain is evicted from its end: if the run that continues a chosen run is still held, that run is evicted first.
 5. Uses within `SAME_USE` count as one use.
 6. Evicted blocks are remembered for a while, so that the policy learns from their return. The memory is bounded.
 """
@@ -29,22 +30,24 @@ from kvstore.eviction.policy import SAME_USE, K
 from kvstore.eviction.reuse_times import USES, ReuseCohort, ReuseTimes
 
 RHYTHMS = (Nanos(30 * SECOND),)
-"""Lower bounds of the rhythm classes after the first. The first holds shorter rhythms, and chains without a second use.
-"""
+"""Lower bounds of the rhythm classes after the first class. The first class has shorter rhythms, and chains that were
+used only once."""
 
-LEARN_AFTER = 512  # block uses between two updates at the start
-LEARN_SHARE = 1 / 64  # later: share of all uses so far
-PAUSE = Nanos(1 * SECOND)  # least time between two rankings
+LEARN_AFTER = 512  # block uses between two updates of the learned values, at the start
+LEARN_SHARE = 1 / 64  # later, block uses between two updates, as a share of all uses so far
+PAUSE = Nanos(1 * SECOND)  # shortest time between two rankings of all candidates
 REMEMBERED = 32_768
-"""Least number of evicted blocks that are remembered; when more blocks are held, as many as are held."""
+"""Least number of evicted blocks that are remembered. If more blocks than this are held, as many evicted blocks as held
+ones are remembered."""
 
 
 Row = tuple[int, float]
-"""Class of a run, and the seconds that a use saves per byte."""
+"""Key of a row of runs: the class of the runs, and the seconds that a use saves per byte."""
 
 
 Candidate = tuple[float, Nanos, Row, bool]
-"""Value and last use of the run at one end of a row, the row, and whether that end is the newest."""
+"""Candidate for eviction: value and last use of the run at one end of a row, the row's key, and whether the run is the
+newest."""
 
 
 class _ChainRun(Generic[K]):
@@ -57,22 +60,22 @@ class _ChainRun(Generic[K]):
         self.uses = uses
         self.rhythm = rhythm
         self.row = row
-        self.keys: list[K] = []  # from the head of the chain on; some may have left
-        self.live = 0  # blocks that have not left
+        self.keys: list[K] = []  # in chain order; may include blocks that are evicted or in another run by now
+        self.live = 0  # number of blocks that are still held and in this run
         self.cohort: ReuseCohort
-        self.following: _ChainRun[K] | None = None  # the run that continued the chain at its last use
+        self.following: _ChainRun[K] | None = None  # run that continued the chain when this run was last used
 
 
 class HazardEviction(Generic[K]):
-    """Eviction policy by expected value; the module lists the rules."""
+    """Eviction policy by expected value. The rules are in the module's docstring."""
 
     def __init__(self, saving: Callable[[K, int], float] | None = None, *, remembered: int = REMEMBERED):
-        """Start without knowledge, which means in LRU order.
+        """Start without observations; the policy then evicts in LRU order.
 
         Args:
-            saving: Seconds per byte that loading a block of that key and size saves over computing it, the same for all
-                of its chain. None: equal for all blocks.
-            remembered: Least number of evicted blocks that are remembered.
+            saving: Function of a key and a size in bytes that returns the seconds per byte by which loading the block
+                is faster than computing it. It is the same for all blocks of a chain. None: equal for all blocks.
+            remembered: Least number of evicted blocks that are remembered (rule 6).
         """
         self._saving = saving
         self._remembered = remembered
@@ -82,12 +85,12 @@ class HazardEviction(Generic[K]):
         self.rows: dict[Row, OrderedDict[_ChainRun[K], None]] = {}
         self._burst: list[K] = []
         self._burst_at, self._size = Nanos(0), 0
-        self._now = Nanos(0)  # never goes back
+        self._now = Nanos(0)  # latest instant of an admission; never decreases
         self._uses = 0  # number of block uses
         self._learnt_at_uses = 0
         self._ranked_at = Nanos(0)
         self._victim: _ChainRun[K] | None = None
-        self._ranking: list[Candidate] = []  # a heap whose values may be outdated
+        self._ranking: list[Candidate] = []  # heap of candidates; their values may be outdated
 
     def admit(self, key: K, size_bytes: int, now: Nanos) -> None:
         if now != self._burst_at or size_bytes != self._size:
@@ -116,7 +119,7 @@ class HazardEviction(Generic[K]):
         return self._tail(run) if run is not None else None
 
     def probability(self, key: K, span: Nanos) -> float:
-        """Return the probability that the block is used within `span` after its last use, as known for its class."""
+        """Return the learned probability that a block of this one's class is used within `span` after its last use."""
         if self._burst:
             self._use()
         run = self.held.get(key) or self.gone.get(key)
@@ -135,7 +138,7 @@ class HazardEviction(Generic[K]):
     # Uses
 
     def _use(self) -> None:
-        """Put the complete admissions of one instant into runs, and learn from the time since the uses before."""
+        """Sort the blocks admitted at one instant into runs, and learn from the times since their previous uses."""
         chain = list(dict.fromkeys(reversed(self._burst)))
         self._burst.clear()
         self._victim = None
@@ -166,7 +169,7 @@ class HazardEviction(Generic[K]):
         run.following = last if last is not None and last.live else continuation
 
     def _learn(self, blocks: int) -> None:
-        """Update the values: often at the start, and seldom when much is known already."""
+        """Update the learned values: often at the start, seldom when there are many observations already."""
         self._uses += blocks
         if self._now < self._ranked_at + PAUSE:
             return
@@ -179,7 +182,7 @@ class HazardEviction(Generic[K]):
         heapq.heapify(self._ranking)
 
     def _former(self, chain: list[K]) -> list[_ChainRun[K] | None]:
-        """Return the run that each block was in, including blocks that have been evicted since."""
+        """Return for each block the run it was in, also if it was evicted since; None for unknown blocks."""
         former = list(map(self.held.get, chain))
         if self.gone and None in former:
             gone = self.gone
@@ -194,7 +197,10 @@ class HazardEviction(Generic[K]):
         return known.rhythm if age <= SAME_USE else bisect_right(RHYTHMS, age)
 
     def _uses_after(self, run: _ChainRun[K], blocks: int) -> int:
-        """Return how often these blocks of a run have been used by now, and remove them from its cohort."""
+        """Return the number of uses of blocks that leave this run, including the present use.
+
+        Remove them from the run's cohort.
+        """
         if self._now - run.used_at <= SAME_USE:
             run.cohort.alive -= blocks
             return run.uses
@@ -213,7 +219,7 @@ class HazardEviction(Generic[K]):
         return run
 
     def _move(self, keys: list[K], old: _ChainRun[K] | None, run: _ChainRun[K]) -> None:
-        """Move consecutive blocks from their former run, where they may still be held, to a new one."""
+        """Move consecutive blocks of a chain to another run. Some of them may have been evicted from their old run."""
         held_before = len(self.held)
         self.held.update(dict.fromkeys(keys, run))
         run.keys += keys
@@ -225,7 +231,7 @@ class HazardEviction(Generic[K]):
         run.cohort = self.times.used(run.row[0], len(run.keys), self._now)
 
     def _leave(self, run: _ChainRun[K], blocks: int) -> None:
-        """Record that so many blocks of the run are evicted or in another run."""
+        """Record that `blocks` blocks of the run were evicted or are in another run now."""
         run.live -= blocks
         if run.live or not blocks:
             return
@@ -239,13 +245,14 @@ class HazardEviction(Generic[K]):
     # Choices
 
     def _least_valued(self) -> _ChainRun[K] | None:
-        """Return the run of the least value, or the end of its continuation (rule 4)."""
+        """Return the run with the least value, or the last held run that continues the chain of that run (rule 4)."""
         ranking = self._ranking
         while ranking:
             _, _, row, newest = heapq.heappop(ranking)
             if row not in self.rows:
                 continue
-            candidate = self._candidate(row, newest=newest)  # the row may have changed since it was ranked
+            # compute the value again, because the row may have changed since it was ranked
+            candidate = self._candidate(row, newest=newest)
             least = not ranking or candidate <= ranking[0]
             heapq.heappush(ranking, candidate)
             if least:

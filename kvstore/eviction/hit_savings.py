@@ -1,16 +1,17 @@
-"""Hit savings: the time that a hit in the pool saves, for the eviction policy by value.
+"""Hit savings: estimate the time that a hit in the pool saves, for the eviction policy `hazard`.
 
 Rules:
 
-1. A hit saves the difference between getting the block from elsewhere and reading it from the pool. Elsewhere is the
-   first backing tier that is known to have the block, at its measured speed. If no tier has it, or computing is faster,
-   the block is computed.
-2. The workers of a namespace report how long computing takes: the max wait of a look-up is the time to compute the
-   blocks of its chain, learned from the engine's steps. Blocks that the engine had itself are in the chain but not in
-   the max wait. Therefore the highest value per block of the last `SAMPLES` look-ups is used.
-3. Until a worker has reported, a token takes `UNKNOWN_SECONDS_A_TOKEN`. The pool is read at `MEMORY_BYTES_A_SECOND`,
-   which a node cannot measure, because clients on its host map the memory.
-4. Results are rounded to powers of two. The policy keeps a row for each result, and no input is more exact.
+1. A hit saves the time that the block would cost without the pool, less the time to read it from the pool. Without the
+   pool, the block would be loaded from the first backing tier that is known to have it, at the tier's measured speed.
+   If no tier has it, or if computing is faster, the block would be computed.
+2. The workers of a namespace report the time to compute blocks: the max wait of a look-up is the time to compute the
+   blocks of its chain, learned from the engine's steps. Blocks in the engine's own cache are part of the chain, but
+   their time is not part of the max wait. Therefore the highest time per block of the last `SAMPLES` look-ups is used.
+3. Until a worker has reported, the time to compute one token is `UNKNOWN_SECONDS_A_TOKEN`. The speed of reading the
+   pool is `MEMORY_BYTES_A_SECOND`; a node cannot measure it, because clients on its host read the memory directly.
+4. Results are rounded to powers of two, because the policy keeps one row of blocks for each distinct result. The inputs
+   are not more exact than that.
 """
 
 import math
@@ -21,33 +22,37 @@ from kvstore.messages import BlockKey
 from kvstore.namespace import KvNamespace
 
 SAMPLES = 64
-MAX_NAMESPACES = 256  # namespaces whose reports are remembered; the one with the oldest report is forgotten first
-UNKNOWN_SECONDS_A_TOKEN = 0.0005  # default of workers before they have measured: `workers.engines.vllm.store_planner`
-MEMORY_BYTES_A_SECOND = 5e9  # a copy with its checksum by one core
-LEAST = 2.0**-60  # seconds per byte, for blocks that save nothing
+# Number of namespaces whose reports are remembered; the namespace with the oldest report is forgotten first.
+MAX_NAMESPACES = 256
+# the value that workers assume before they have measured: `workers.engines.vllm.store_planner`
+UNKNOWN_SECONDS_A_TOKEN = 0.0005
+MEMORY_BYTES_A_SECOND = 5e9  # speed at which one core copies bytes and computes their checksum
+LEAST = 2.0**-60  # result for blocks that save nothing, in seconds per byte
 
 
 class HitSavings:
-    """Savings of all namespaces of a node."""
+    """Estimates the savings of hits for all namespaces of a node."""
 
     def __init__(
         self, *, seconds_a_token: float = UNKNOWN_SECONDS_A_TOKEN, memory_bytes_a_second: float = MEMORY_BYTES_A_SECOND
     ):
-        """Start without reports; call `attach` before the first question."""
+        """Start without reports. Call `attach` before the other methods."""
         self._seconds_a_token = seconds_a_token
         self._memory_seconds_a_byte = 1 / memory_bytes_a_second
-        self._reports: OrderedDict[bytes, deque[float]] = OrderedDict()  # seconds per block
+        # by namespace digest: reported seconds per block
+        self._reports: OrderedDict[bytes, deque[float]] = OrderedDict()
 
     def attach(self, namespace: Callable[[bytes], KvNamespace], below: Callable[[BlockKey, int], float | None]) -> None:
-        """Connect the parts of the node, which are made after its policy.
+        """Connect the other parts of the node, which are made after the eviction policy.
 
-        `below` returns the seconds in which a block of that size comes from a backing tier; None if no tier has it.
+        `namespace` returns the namespace of a digest. `below` returns the seconds to load a block of a given size from
+        a backing tier; None if no tier has the block.
         """
         self._namespace = namespace
         self._below = below
 
     def report(self, digest: bytes, blocks: int, seconds: float) -> None:
-        """Record a worker's report that computing these blocks, or some of them, takes so long."""
+        """Record a worker's report: computing these blocks, or the part of them that it lacks, takes `seconds`."""
         if blocks <= 0 or seconds <= 0:
             return
         self._reports.setdefault(digest, deque(maxlen=SAMPLES)).append(seconds / blocks)
@@ -56,13 +61,13 @@ class HitSavings:
             self._reports.popitem(last=False)
 
     def computing_seconds(self, digest: bytes) -> float:
-        """Return the seconds to compute one block."""
+        """Return the seconds to compute one block of a namespace."""
         if report := self._reports.get(digest):
             return max(report)
         return self._namespace(digest).block_tokens * self._seconds_a_token
 
     def saving(self, key: BlockKey, size_bytes: int) -> float:
-        """Return the seconds that a hit saves per byte, for the block and all of its chain."""
+        """Return the seconds that a hit saves per byte. The result is used for all blocks of the block's chain."""
         elsewhere = self.computing_seconds(key.digest)
         if (loading := self._below(key, size_bytes)) is not None:
             elsewhere = min(elsewhere, loading)

@@ -1,4 +1,4 @@
-"""LRU eviction: the least recently used block goes first, and the end of a chain before its beginning."""
+"""LRU eviction: evicts the least recently used block first, and the end of a chain before its beginning."""
 
 from collections import OrderedDict
 from typing import Generic
@@ -8,12 +8,15 @@ from kvstore.eviction.policy import K
 
 
 class LruEviction(Generic[K]):
-    """The default policy. On chat traffic the other policies without learning (S3-FIFO, SLRU, LFU) find fewer blocks."""
+    """Evicts the least recently used block; the default policy.
+
+    On chat traffic it has a higher hit rate than the other policies that do not learn (S3-FIFO, SLRU, LFU).
+    """
 
     def __init__(self) -> None:
         self._order: OrderedDict[K, None] = OrderedDict()
 
-    def admit(self, key: K, size_bytes: int, now: Nanos) -> None:  # noqa: ARG002 - LRU needs neither
+    def admit(self, key: K, size_bytes: int, now: Nanos) -> None:  # noqa: ARG002 - LRU needs neither size nor time
         self._order[key] = None
         self._order.move_to_end(key)
 

@@ -1,4 +1,4 @@
-"""Eviction policies by name, for settings and for the command line."""
+"""Eviction policies by name, as settings and the command line give them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -10,9 +10,10 @@ from kvstore.eviction.s3fifo import S3FifoEviction
 from kvstore.eviction.slru import SlruEviction
 
 PolicyName = Literal["lru", "s3fifo", "slru", "hazard"]
-"""Names of the policies, as settings have them."""
+"""The valid names of eviction policies in settings."""
 
-POLICIES: Mapping[str, Callable[[], EvictionPolicy[Any]]] = {  # Any: keys of any kind
+# EvictionPolicy[Any]: the keys may have any hashable type
+POLICIES: Mapping[str, Callable[[], EvictionPolicy[Any]]] = {
     "lru": LruEviction,
     "s3fifo": S3FifoEviction,
     "slru": SlruEviction,
@@ -21,9 +22,9 @@ POLICIES: Mapping[str, Callable[[], EvictionPolicy[Any]]] = {  # Any: keys of an
 
 
 def policy(name: str, saving: Callable[[Any, int], float] | None = None) -> EvictionPolicy[Any]:
-    """Make a policy by its name; raise ValueError, which lists the names, if it is unknown.
+    """Make a policy by its name. Raise ValueError for an unknown name; the message lists the known names.
 
-    `saving` gives the seconds per byte that a use of a block saves; see `HazardEviction`.
+    `saving` returns the seconds per byte that a use of a block saves. Only `HazardEviction` uses it.
     """
     make = POLICIES.get(name)
     if make is None:

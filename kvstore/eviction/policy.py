@@ -1,4 +1,4 @@
-"""Protocol of the eviction policies, over keys of any kind: block keys in a pool, numbers in a trace."""
+"""Protocol of the eviction policies. Their keys may have any type: block keys in a pool, numbers in a trace."""
 
 from collections.abc import Hashable
 from typing import Protocol, TypeVar
@@ -6,24 +6,29 @@ from typing import Protocol, TypeVar
 from kvstore.clock import SECOND, Nanos
 
 SAME_USE = Nanos(2 * SECOND)
-"""Uses of a block within this time count as one use: one request causes a match, a publication, and another match by the
-worker that continues it.
-"""
+"""Uses of a block within this time count as one use. One request causes several: a match, a publication, and another
+match by the worker that continues the request."""
 
 K = TypeVar("K", bound=Hashable)
 
 
 class EvictionPolicy(Protocol[K]):
-    """Says which key goes next. A pool admits published blocks; pinned ones stay admitted while there is enough space."""
+    """Chooses the key to evict next.
+
+    A pool admits published blocks. A pinned block stays admitted until the policy chooses it and the pool withdraws it.
+    """
 
     def admit(self, key: K, size_bytes: int, now: Nanos) -> None:
-        """Admit a key that was in use until now; again means another use. Chains come from their end on."""
+        """Admit a key that was in use until `now`; admitting it again records another use.
+
+        Pass a chain from its end on.
+        """
 
     def withdraw(self, key: K) -> None:
-        """Remove an admitted key. Either it is gone, or it is pinned and is admitted again with its last pin."""
+        """Remove an admitted key: it is evicted, or it is pinned and will be admitted again when its last pin ends."""
 
     def choose(self) -> K | None:
-        """Return the key that goes next, which stays admitted; None if none may go."""
+        """Return the key to evict next, but keep it admitted; None if no key is admitted."""
 
     def __len__(self) -> int: ...
 

@@ -1,22 +1,24 @@
-"""Reuse times: how long after a use the next use of a block comes, learned for each class of blocks.
+"""Reuse times: learns for each class of blocks how much time passes between a use of a block and its next use.
 
 Rules:
 
 1. The age of a block, the time since its last use, is divided into buckets whose width grows with the age. Each class
-   and bucket has two sums: blocks that reached the bucket unused (at risk), and those among them whose next use fell
-   into it. Their quotient is the hazard. Blocks that are still unused therefore count as much as others, and nothing
-   has to end before it counts (the Kaplan-Meier estimator, with classes).
-2. A block is followed from its use to its next one, held or not, while its policy remembers it. Blocks of a class that
-   were used within `COHORT` are counted together.
-3. The hazard of a class with few observations is drawn to that of all classes with as many uses. That one is drawn to
-   the hazard of all blocks, and this to a prior that falls with the age, under which the longest unused block is worth
-   least. Each prior has the weight of `PRIOR` runs. Blocks of one run return together and are one observation, so a run
-   has the size that the average block sees (Kish's effective sample size): some tens of blocks for chats, hundreds for
-   agents, which carry their whole history.
-4. The value of holding a block is the best that holding it until some later age would bring: the probability of its use
-   by then over the expected time in its place. (This is Gittins' index; Beckmann, Chen and Cidon, "LHD", NSDI 2018,
-   evict by the same quotient.) The value may grow with the age, because nobody answers within a second.
-5. A block with more uses is worth no less than one with fewer uses at the same age. Otherwise noise would evict the
+   and bucket has two sums: the blocks that reached the bucket unused (at risk), and the blocks among them whose next
+   use fell into the bucket. The second sum divided by the first is the hazard of the bucket. Blocks that are still
+   unused are thus observations too (the Kaplan-Meier estimator, with classes).
+2. A block is followed from each use to its next use, also after its eviction, while the policy remembers it. Blocks of
+   a class that were used within `COHORT` are counted together.
+3. The hazard of a class with few observations is pulled towards the hazard of all classes with the same number of uses.
+   The latter is pulled towards the hazard of all blocks, and that one towards a prior. The prior falls with the age, so
+   that without observations the longest unused block has the least value. Each pull has the weight of `PRIOR` runs. The
+   blocks of a run are used again together and are therefore one observation. The assumed size of a run is the one that
+   the average block sees (Kish's effective sample size): some tens of blocks for chats, hundreds for agents, whose
+   prompts contain their whole history.
+4. The value of a block is the highest value of this quotient over all later ages: the probability that the block is
+   used before that age, divided by the expected time until its use or that age. (This is the Gittins index; Beckmann,
+   Chen and Cidon, "LHD", NSDI 2018, evict by the same quotient.) The value may grow with the age: for instance, no user
+   answers within a second.
+5. The value of a block is at least that of a block with fewer uses at the same age. Otherwise noise could evict the
    beginning of a chain before its end.
 6. Observations lose half of their weight after `HALF_LIFE`.
 """
@@ -30,21 +32,23 @@ from numpy.typing import NDArray
 from kvstore.clock import SECOND, Nanos
 
 USES = (2, 3, 4, 6, 9, 16)
-"""Lower bounds of the classes by uses; the class before the first bound holds blocks that were used once."""
+"""Lower bounds of the classes by number of uses. The class before the first bound has the blocks that were used
+once."""
 
 COHORT = Nanos(1 * SECOND)
-PRIOR = 10.0  # runs; 3 to 30 perform alike on chat, and fewer lose to LRU on agents, whose runs are few and long
+# Weight of a prior, in runs. Values from 3 to 30 perform alike on chats; lower values lose to LRU on agents, whose runs
+# are few and long.
+PRIOR = 10.0
 HALF_LIFE = Nanos(12 * 3600 * SECOND)
-"""Half-life of the observations. It is long compared with the widest bucket that matters, because blocks are counted as at
-risk when they enter a bucket.
-"""
+"""Half-life of the observations. It must be much longer than the widest relevant bucket, because a block counts as at
+risk when it enters a bucket, and as used only later."""
 
 BELIEF_SECONDS = 30.0
-"""Parameter of the prior: half of the blocks are used again after three times as long."""
+"""Parameter of the prior hazard: under the prior, half of the blocks are used again within three times this long."""
 
 
 def _edges() -> tuple[int, ...]:
-    """Return the ages at which buckets begin: 0, 1 and 2 s, then in steps of about 30 % up to a day."""
+    """Return the ages in nanoseconds at which buckets begin: 0, 1 and 2 s, then in steps of about 30 % up to a day."""
     seconds = [0.0, 1.0]
     while seconds[-1] < 86_400:
         seconds.append(seconds[-1] * 1.3 + 0.7)
@@ -53,9 +57,9 @@ def _edges() -> tuple[int, ...]:
 
 EDGES = _edges()
 BUCKETS = len(EDGES)
-WIDTHS = np.diff(np.array(EDGES)) / SECOND  # seconds
-LATER = np.triu(np.ones((BUCKETS, BUCKETS), dtype=bool), 1)  # [from, to]
-SUREST = 0.95  # highest hazard
+WIDTHS = np.diff(np.array(EDGES)) / SECOND  # widths of the buckets in seconds
+LATER = np.triu(np.ones((BUCKETS, BUCKETS), dtype=bool), 1)  # LATER[i, j] is True if bucket j is later than bucket i
+SUREST = 0.95  # upper limit of a hazard
 BELIEF = 1 - np.sqrt(
     (np.array(EDGES) / SECOND + BELIEF_SECONDS) / (np.array([*EDGES[1:], 2 * EDGES[-1]]) / SECOND + BELIEF_SECONDS)
 )
@@ -64,22 +68,29 @@ Floats = NDArray[np.float64]
 
 
 class ReuseCohort:
-    """Blocks of one class that were used at about the same time and not since."""
+    """Blocks of one class that were used at about the same time and have not been used since."""
 
     __slots__ = ("alive", "bucket", "of", "used_at")
 
     def __init__(self, of: int, used_at: Nanos):
         self.of = of  # number of the class
         self.used_at = used_at
-        self.bucket = 0  # the last bucket in which they were counted as at risk
-        self.alive = 0  # blocks that were neither used again nor forgotten
+        self.bucket = 0  # last bucket in which the blocks were counted as at risk
+        self.alive = 0  # number of blocks that were neither used again nor forgotten
 
 
 class ReuseTimes:
-    """Reuse times of all classes. A class is a number of uses and a rhythm, which stands for other knowledge of the chain."""
+    """Learns the reuse times of all classes.
+
+    A class is a range of numbers of uses, combined with a rhythm: a number by which the caller separates kinds of
+    chains.
+    """
 
     def __init__(self, rhythms: int):
-        """Start without observations; the classes are numbered from 0 to `classes - 1`."""
+        """Start without observations.
+
+        Classes have the numbers from 0 to `classes` - 1; `rhythms` is the number of rhythms.
+        """
         self._rhythms = rhythms
         self.classes = (len(USES) + 1) * rhythms
         self._reused = [[0.0] * BUCKETS for _ in range(self.classes)]
@@ -87,7 +98,7 @@ class ReuseTimes:
         self.ageing: list[list[deque[ReuseCohort]]] = [[deque() for _ in EDGES] for _ in range(self.classes)]
         self._values: list[list[float]] = []
         self._surviving: list[list[float]] = []
-        self._blocks = self._squares = 0.0  # sums over runs: number of blocks, and its square
+        self._blocks = self._squares = 0.0  # sums over all runs: number of blocks, and the square of that number
         self._learnt_at = Nanos(0)
         self.learn(self._learnt_at)
 
@@ -95,7 +106,7 @@ class ReuseTimes:
         return bisect_right(USES, uses) * self._rhythms + rhythm
 
     def used(self, of: int, blocks: int, now: Nanos) -> ReuseCohort:
-        """Record that a run of blocks of that class was used now."""
+        """Record that a run of blocks of class `of` is used now; return their cohort."""
         self._at_risk[of][0] += blocks
         self._blocks += blocks
         self._squares += blocks * blocks
@@ -109,26 +120,27 @@ class ReuseTimes:
         return cohort
 
     def reused(self, cohort: ReuseCohort, blocks: int, now: Nanos) -> None:
-        """Record that blocks of a cohort were used again."""
+        """Record that `blocks` blocks of a cohort are used again now."""
         bucket = bisect_right(EDGES, now - cohort.used_at) - 1
         at_risk = self._at_risk[cohort.of]
-        for reached in range(cohort.bucket + 1, bucket + 1):  # buckets reached since the last update
+        # buckets that the blocks have reached since the cohort was last counted
+        for reached in range(cohort.bucket + 1, bucket + 1):
             at_risk[reached] += blocks
         self._reused[cohort.of][bucket] += blocks
         cohort.alive -= blocks
 
     def value(self, of: int, age: int) -> float:
-        """Return the expected uses per second of the place that such a block occupies (rule 4)."""
+        """Return the value of a block (rule 4): the expected uses per second of keeping it."""
         return self._values[of][bisect_right(EDGES, age) - 1]
 
     def probability(self, of: int, age: int, span: int) -> float:
-        """Return the probability that a block of that class, unused for `age`, is used within `span` nanoseconds from now."""
+        """Return the probability that a block of class `of` and age `age` is used within the next `span` nanoseconds."""
         surviving = self._surviving[of]
         now, then = surviving[bisect_right(EDGES, age) - 1], surviving[bisect_right(EDGES, age + span) - 1]
         return 1 - then / now if now else 0.0
 
     def learn(self, now: Nanos) -> None:
-        """Update the values, which costs some tenths of a millisecond."""
+        """Compute the hazards and values again from all observations. This takes some tenths of a millisecond."""
         for of in range(self.classes):
             self._age(of, now)
         reused, at_risk = np.array(self._reused), np.array(self._at_risk)
@@ -150,7 +162,7 @@ class ReuseTimes:
         self._surviving = surviving.reshape(-1, BUCKETS).tolist()
 
     def _age(self, of: int, now: Nanos) -> None:
-        """Move the cohorts that have reached the next bucket."""
+        """Move the cohorts that have reached their next bucket, and count their blocks as at risk there."""
         ageing, at_risk = self.ageing[of], self._at_risk[of]
         for bucket in range(BUCKETS - 2, -1, -1):
             here, latest = ageing[bucket], now - EDGES[bucket + 1]
@@ -164,15 +176,15 @@ class ReuseTimes:
 
 
 def _drawn(reused: Floats, at_risk: Floats, to: Floats, prior: float) -> Floats:
-    """Return the hazards by rule 3; `prior` counts blocks."""
+    """Return hazards that are pulled towards the hazards `to` (rule 3). The weight of the pull is `prior` blocks."""
     return (reused + prior * to) / (at_risk + prior)
 
 
 def prospects(hazards: Floats) -> tuple[Floats, Floats]:
-    """Return the share that is unused at each age, and the value of rule 4 there; all of shape [..., BUCKETS].
+    """Return the share of blocks still unused and the value (rule 4) at each age, both of shape [..., BUCKETS].
 
-    The value at an age is the steepest slope to a later age, with the expected time in place on one axis and the
-    probability of a use on the other.
+    To find the value at an age, plot the probability of a use over the expected time until the use. The value is the
+    steepest slope from the point of that age to the point of a later age.
     """
     surviving = np.ones_like(hazards)
     surviving[..., 1:] = np.cumprod(1 - hazards[..., :-1], axis=-1)

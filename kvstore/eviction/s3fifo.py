@@ -1,18 +1,19 @@
-"""S3-FIFO eviction: three queues without reordering.
+"""S3-FIFO eviction: a small, a main and a ghost queue, in which a use does not move a block.
 
-After Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023). Rules:
+The policy is that of Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction" (SOSP 2023).
+Rules:
 
-1. A block starts at the end of the small queue, or of the main queue if the ghost queue remembers it. Uses are counted
-   up to `MOST_USES`, and only if they are more than `SAME_USE` after the one before. A use does not move the block.
-2. While the small queue has at least its share, its first block is evicted. If that block was used twice or more, it
-   moves to the end of the main queue instead, and its count starts again.
-3. Otherwise the first block of the main queue is evicted. If it was used, it moves to the end of the queue instead, and
-   its count is reduced by one.
-4. The ghost queue remembers the latest keys that left the small queue for good, as many as the main queue has.
+1. A new block goes to the end of the small queue, or of the main queue if the ghost queue contains its key. A use is
+   counted, up to `MOST_USES`, only if it is more than `SAME_USE` after the previous use.
+2. While the small queue has at least its share of all blocks, its first block is evicted. If that block was used twice
+   or more, it moves to the end of the main queue instead, and its count starts again at zero.
+3. Otherwise the first block of the main queue is evicted. If its count is positive, it moves to the end of the main
+   queue instead, and its count is reduced by one.
+4. The ghost queue holds the keys that were evicted from the small queue last, as many as the main queue has blocks.
 
-A pinned block that is chosen leaves its queue and is admitted again later (rule 8 of `kvstore.pool.machine`). It then
-starts at the end of the main queue. For a block of the small queue this follows from rule 1, because the ghost queue
-remembers it. A block that left the main queue is remembered for `IN_USE`.
+If a pinned block is chosen, it leaves its queue and is admitted again later (rule 8 of `kvstore.pool.machine`). It then
+goes to the end of the main queue. For a block of the small queue this follows from rule 1, because its key is in the
+ghost queue. For a block of the main queue, the policy remembers its key for `IN_USE`.
 """
 
 from collections import OrderedDict
@@ -22,38 +23,38 @@ from kvstore.clock import SECOND, Nanos
 from kvstore.eviction.policy import SAME_USE, K
 
 SMALL = 0.1
-"""Share of the small queue, from the paper, which found that it matters little."""
+"""Share of all blocks that the small queue has. The value is from the paper, which found that it matters little."""
 
 MOST_USES = 3
 
 IN_USE = Nanos(30 * SECOND)
-"""Default of the longest lease."""
+"""How long a key that left the main queue is remembered: the default of the longest read lease."""
 
-MOST_IN_USE = 65_536  # most blocks of the main queue that are remembered
+MOST_IN_USE = 65_536  # largest number of keys that are remembered after they left the main queue
 
 
 class _EntryUses:
     __slots__ = ("count", "last")
 
     def __init__(self, now: Nanos):
-        self.count = 0  # uses since the block came to its queue
+        self.count = 0  # number of uses since the block entered its queue
         self.last = now
 
 
 class S3FifoEviction(Generic[K]):
-    """S3-FIFO: cheap, and good where many blocks are used once.
+    """S3-FIFO policy: cheap, and good for traffic in which many blocks are used only once.
 
-    On chat traffic the small queue ends before the second turn begins.
+    On chat traffic, a block has often left the small queue before the second turn of its conversation comes.
     """
 
     def __init__(self) -> None:
         self._small: OrderedDict[K, _EntryUses] = OrderedDict()
         self._main: OrderedDict[K, _EntryUses] = OrderedDict()
         self._ghost: OrderedDict[K, None] = OrderedDict()
-        self._left: OrderedDict[K, Nanos] = OrderedDict()  # when blocks left the main queue
+        self._left: OrderedDict[K, Nanos] = OrderedDict()  # when each remembered key left the main queue
         self._now = Nanos(0)
 
-    def admit(self, key: K, size_bytes: int, now: Nanos) -> None:  # noqa: ARG002 - blocks count, not bytes
+    def admit(self, key: K, size_bytes: int, now: Nanos) -> None:  # noqa: ARG002 - the policy counts blocks, not bytes
         self._now = now
         uses = self._small.get(key) or self._main.get(key)
         if uses is not None:

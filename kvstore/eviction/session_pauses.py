@@ -1,21 +1,23 @@
-"""Session pauses: keeps or demotes the KV of sessions that wait for a tool or a user, replayed on recorded sessions.
+"""Session pauses: replays recorded sessions to compare policies for the KV of sessions that wait for a tool or a user.
 
 Rules:
 
-1. There are two tiers in LRU order: memory, and a lower one (SSD) that gets the blocks that memory evicts. When a
-   session resumes, blocks that are not in memory are loaded from the lower tier. Blocks that are in neither are
-   computed again, and so are all blocks behind the first such block. That is the cost of the resume.
-2. The length of a pause is predicted from earlier pauses of all sessions whose pause before had a similar length
-   (`GapTimes`). A pause is only known when it is over. While too few are known, it is assumed to last for
-   `longest_hold`.
-3. Under `HOLD`, a session's chain is pinned in memory from the end of a request until a deadline: the predicted
-   `LATEST` quantile, but at most `longest_hold`. All pins together stay within `held_blocks`. A chain is pinned from
-   its start as far as it fits, as in `kvstore.pool.session_pins`. Pinned blocks are not evicted.
-4. A pin ends with the resume or at its deadline. Then its blocks count as just used.
-5. Under `ADAPT`, a chain whose pin ends by its deadline is evicted from memory next. A pause that is predicted to be
-   long (its `EARLIEST` quantile exceeds `longest_hold`) gets no pin: its chain is demoted at once. Its blocks are
-   prefetched for the `EARLIEST` quantile, and pinned from then on as under rule 3.
-6. Requests without a session (0) use memory like others, have no pauses, and are not counted.
+1. There are two tiers in LRU order: memory, and a lower tier (SSD) that receives the blocks that memory evicts. When a
+   session resumes, its blocks that are not in memory are loaded from the lower tier. Blocks that are in neither tier
+   are computed again, and so are all blocks after the first such block. The cost of the resume is the sum of these
+   times.
+2. The length of a pause is predicted from earlier pauses of all sessions. Only pauses count whose previous pause in the
+   same session had a similar length (`GapTimes`). The length of a pause is known only when it is over. While too few
+   lengths are known, the predicted length is `longest_hold`.
+3. Under `HOLD`, the chain of a session is pinned in memory from the end of a request until a deadline. The deadline is
+   the predicted `LATEST` quantile of the pause, but at most `longest_hold`. All pins together pin at most
+   `held_blocks`. If a chain does not fit, only its beginning is pinned, as in `kvstore.pool.session_pins`. Pinned
+   blocks are not evicted.
+4. A pin ends when the session resumes, or at its deadline. Its blocks then count as just used.
+5. Under `ADAPT`, a chain whose pin ends at its deadline is the next to be evicted from memory. A pause is predicted to
+   be long if its `EARLIEST` quantile exceeds `longest_hold`. The chain then gets no pin and is demoted at once. Its
+   blocks are prefetched so that they arrive at the `EARLIEST` quantile, and are pinned from then on by rule 3.
+6. Requests without a session (number 0) use memory like other requests, but have no pauses and no costs.
 """
 
 import heapq
@@ -31,21 +33,22 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 EARLIEST = 0.25
 LATEST = 0.9
-LEAST_SEEN = 20  # least number of pauses of a class before its quantiles are used
+LEAST_SEEN = 20  # number of known pauses of a class from which on its quantiles are used
 GAP_EDGES = tuple(round(1.25**step * SECOND) for step in range(-4, 56))
-"""Bounds of pause lengths: from 0.4 s to two days in steps of a quarter."""
+"""Bounds between classes of pause lengths, in nanoseconds: from 0.4 s to two days, each bound 1.25 times the one
+before."""
 
 CLASS_EDGES = tuple(each * SECOND for each in (5, 10, 20, 40, 80, 160, 640))
 
 
 class PausePolicy(StrEnum):
-    NOTHING = "nothing"  # memory and the lower tier are plain caches
+    NOTHING = "nothing"  # no pins: memory and the lower tier are plain caches
     HOLD = "hold"
     ADAPT = "adapt"
 
 
 class BlockCosts(Struct, frozen=True, kw_only=True):
-    """Time to get one block, in nanoseconds."""
+    """Time to get one block, in nanoseconds, by where the block is."""
 
     memory: int  # load it from memory
     below: int  # load it from the lower tier
@@ -53,24 +56,24 @@ class BlockCosts(Struct, frozen=True, kw_only=True):
 
 
 class PauseReport(Struct, frozen=True, kw_only=True):
-    """Costs of all resumes. A resume is any request of a session except its first."""
+    """Costs of all resumes of a replay. A resume is any request of a session except its first request."""
 
     resumes: int
     mean_seconds: float
     p90_seconds: float
-    recompute_mean_seconds: float  # mean cost if no KV were kept
+    recompute_mean_seconds: float  # mean cost if the KV of the prompt were computed at each resume
     memory_blocks: int  # blocks of resumed chains that were in memory
     below_blocks: int
     computed_blocks: int
-    written_blocks: int  # blocks written to the lower tier
-    prefetched_blocks: int  # blocks loaded into memory before the resume
+    written_blocks: int  # number of blocks written to the lower tier
+    prefetched_blocks: int  # number of blocks loaded into memory before the session resumed
     holds: int
-    overdue: int  # pins that ended before the resume
+    overdue: int  # number of pins that ended before their session resumed
     most_held_blocks: int
 
 
 class GapTimes:
-    """Lengths of pauses, counted by the length of the pause before."""
+    """Counts the lengths of pauses, separately for each class of the previous pause's length."""
 
     def __init__(self) -> None:
         self._counts = [[0] * (len(GAP_EDGES) + 1) for _ in range(len(CLASS_EDGES) + 2)]
@@ -79,7 +82,7 @@ class GapTimes:
         self._counts[_class(before)][bisect_right(GAP_EDGES, gap)] += 1
 
     def quantile(self, before: Nanos | None, share: float) -> tuple[Nanos, Nanos] | None:
-        """Return the two bounds between which that quantile of the pauses lies; None while too few are known."""
+        """Return the two bounds between which the quantile `share` of the pauses lies; None if too few are known."""
         counts = self._counts[_class(before)]
         total = sum(counts)
         if total < LEAST_SEEN:
@@ -95,16 +98,16 @@ class GapTimes:
 
 
 class _Session:
-    """State of one session."""
+    """State of one session in the replay."""
 
     __slots__ = ("chain", "gap", "held", "hold", "last")
 
     def __init__(self) -> None:
         self.chain: Sequence[int] = ()
         self.last: Nanos | None = None  # time of the last request
-        self.gap: Nanos | None = None  # pause before it
+        self.gap: Nanos | None = None  # length of the pause before the last request
         self.held: Sequence[int] = ()
-        self.hold = 0  # number of its pin or prefetch; deadlines of other numbers are void
+        self.hold = 0  # Number of the session's current pin or prefetch; deadlines with another number are outdated.
 
 
 class _PauseReplay:
@@ -114,7 +117,7 @@ class _PauseReplay:
         self._below_capacity = below_blocks
         self._most_held = held_blocks
         self._longest = longest
-        self._memory: OrderedDict[int, None] = OrderedDict()  # not pinned, longest unused first
+        self._memory: OrderedDict[int, None] = OrderedDict()  # unpinned blocks, the longest unused one first
         self._pinned: dict[int, int] = {}  # pinned block -> number of sessions that pin it
         self._below: OrderedDict[int, None] = OrderedDict()
         self._gaps = GapTimes()
@@ -123,7 +126,10 @@ class _PauseReplay:
         self.written = self.prefetched = self.holds = self.overdue = self.most_held = 0
 
     def resume(self, request: TraceRequest) -> tuple[int, int, int] | None:
-        """Return how many blocks were in memory, in the lower tier, and in neither; None for a session's first request."""
+        """Run a request; return the numbers of its blocks in memory, in the lower tier, and in neither.
+
+        The result is None for the first request of a session, and for requests without a session.
+        """
         now = request.arrival
         while self._due and self._due[0][0] <= now:
             self._fall_due(*heapq.heappop(self._due))
@@ -157,7 +163,7 @@ class _PauseReplay:
         return memory, below, len(chain) - memory - below
 
     def _bring(self, chain: Sequence[int]) -> int:
-        """Load a chain into memory as just used; return how many blocks were not there before."""
+        """Load a chain into memory and mark it as just used; return how many blocks were not in memory before."""
         new = [block for block in chain if block not in self._memory and block not in self._pinned]
         for block in reversed(chain):
             if block in self._memory:
@@ -199,7 +205,7 @@ class _PauseReplay:
             self._hold(number, session, Nanos(now + min(latest[1], self._longest)))
 
     def _demote(self, chain: Sequence[int]) -> None:
-        """Make the unpinned blocks of a chain in memory the next to be evicted, from its end on."""
+        """Make the unpinned blocks of a chain the next to be evicted from memory, the end of the chain first."""
         for block in chain:
             if block in self._memory:
                 self._memory.move_to_end(block, last=False)
@@ -262,7 +268,7 @@ def replay_pauses(
 ) -> PauseReport:
     """Run recorded sessions, in the order of their arrival, through two empty tiers.
 
-    All pins together keep at most `held_blocks`, which is at most `memory_blocks`. A pin lasts at most `longest_hold`
+    All pins together pin at most `held_blocks`, which is at most `memory_blocks`. A pin lasts at most `longest_hold`
     after the end of a request or of a prefetch.
     """
     assert 0 <= held_blocks <= memory_blocks, held_blocks

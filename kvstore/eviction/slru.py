@@ -1,12 +1,12 @@
-"""Segmented LRU eviction: blocks that were used once go before blocks that were used again.
+"""Segmented LRU eviction: evicts blocks that were used once before blocks that were used again.
 
 Rules:
 
-1. A block starts on probation. A use there, `SAME_USE` later or more, makes it protected.
-2. At most the share `PROTECTED` of all blocks is protected. Beyond that, the longest unused protected block is on
-   probation again, as if just used.
-3. The longest unused block on probation goes first. The longest unused protected block goes only when no block is on
-   probation.
+1. A new block is on probation. A use at least `SAME_USE` later makes it a protected block.
+2. At most the share `PROTECTED` of all blocks is protected. If there are more, the longest unused protected block goes
+   back to probation, as if it had just been used.
+3. The longest unused block on probation is evicted first. Protected blocks are evicted only when no block is on
+   probation, the longest unused one first.
 """
 
 from collections import OrderedDict
@@ -17,21 +17,21 @@ from kvstore.eviction.policy import SAME_USE, K
 
 PROTECTED = 0.8
 """Largest share of protected blocks. Karedla, Love and Wherry, "Caching strategies to improve disk system performance"
-(IEEE Computer, 1994), found shares from 0.6 to 0.8 equally good.
-"""
+(IEEE Computer, 1994), found shares from 0.6 to 0.8 equally good."""
 
 
 class SlruEviction(Generic[K]):
-    """Segmented LRU: good against scans.
+    """Segmented LRU policy: keeps reused blocks even if many blocks are used only once, as in a scan.
 
-    On chat traffic it loses to LRU, because a second turn needs the whole length of the queue.
+    On chat traffic it has a lower hit rate than LRU: blocks on probation are evicted before the second turn of their
+    conversation, for which LRU has the length of its whole queue.
     """
 
     def __init__(self) -> None:
-        self._probation: OrderedDict[K, Nanos] = OrderedDict()  # start of the probation
+        self._probation: OrderedDict[K, Nanos] = OrderedDict()  # start of each block's probation
         self._protected: OrderedDict[K, None] = OrderedDict()
 
-    def admit(self, key: K, size_bytes: int, now: Nanos) -> None:  # noqa: ARG002 - blocks count, not bytes
+    def admit(self, key: K, size_bytes: int, now: Nanos) -> None:  # noqa: ARG002 - the policy counts blocks, not bytes
         if key in self._protected:
             self._protected.move_to_end(key)
         elif (since := self._probation.get(key)) is None:

@@ -1,15 +1,16 @@
-"""Trace replay: the hit rate of the store's policies and admission on recorded requests, without bytes and I/O.
+"""Trace replay: computes the hit rate of eviction policies and admission on recorded requests, without bytes and I/O.
 
 The rules are those of `kvstore.pool.machine`, as far as they affect a hit rate:
 
-1. A request names a chain. The leading blocks that are held without a gap are hits and are used.
-2. Then the other blocks get places from the start of the chain on, as far as admission allows and other blocks can be
-   evicted. A chain never evicts its own blocks; blocks without a place are not held.
-3. Then all held blocks of the chain are used. For the blocks that were held before, this is the same use. The policy
-   learns of uses from the end of the chain on.
-4. Hits are counted in tokens of the prompt. The last block of a recorded chain may be partly filled.
+1. A request names a chain. The longest prefix of the chain that is in the cache counts as hits and as used.
+2. Then the other blocks are written, from the start of the chain on, as far as admission allows and other blocks can be
+   evicted for them. A chain never evicts its own blocks. Blocks without space are not written.
+3. Then all blocks of the chain that are in the cache are used. For the hits, this is the same use as in rule 1. The
+   policy is given the uses from the end of the chain on.
+4. Hits are counted in tokens of the prompt, because the last block of a recorded chain may be partly filled.
 
-A policy that knows the future (`optimal`, after Belady) and an unlimited cache (`ideal`) bound the possible hit rates.
+Two replays bound the possible hit rates: `optimal`, whose eviction knows the future (after Belady), and `ideal`, whose
+cache is unlimited.
 """
 
 import heapq
@@ -23,28 +24,33 @@ from kvstore.eviction.policy import EvictionPolicy
 
 
 class TraceRequest(Struct, frozen=True, gc=False):
-    """One recorded request. Its fields are positional because a trace has millions."""
+    """One recorded request.
 
-    arrival: Nanos  # time since the start of the trace
+    Created with positional arguments and without Python's cyclic garbage collection (`gc=False`), because a trace has
+    millions.
+    """
+
+    arrival: Nanos  # nanoseconds since the start of the trace
     prompt_tokens: int
-    chain: tuple[int, ...]  # numbers of the prompt's blocks; equal numbers mean equal blocks with equal beginnings
+    # numbers of the prompt's blocks; equal numbers mean that the blocks and all blocks before them are equal
+    chain: tuple[int, ...]
     output_tokens: int = 0
-    session: int = 0  # 0: unknown
+    session: int = 0  # number of the session; 0 if unknown
 
 
 class ReplayAdmission(Protocol):
-    """`kvstore.hierarchy.tier_states.TierAdmission` over the numbers of a trace."""
+    """Protocol of `kvstore.hierarchy.tier_states.TierAdmission`, for block numbers of a trace instead of block keys."""
 
     def admits(self, key: int, size_bytes: int, now: Nanos) -> bool: ...
 
 
 class TraceReplayResult(Struct, frozen=True, kw_only=True):
-    """Hits and writes of one replay."""
+    """Counts of hits and of written blocks in one replay."""
 
     requests: int
     prompt_tokens: int
     hit_tokens: int
-    blocks_written: int  # blocks written into the cache
+    blocks_written: int  # number of blocks written to the cache
 
     @property
     def hit_rate(self) -> float:
@@ -62,8 +68,8 @@ def replay(
 ) -> TraceReplayResult:
     """Run requests, in the order of their arrival, through an empty cache with a new policy.
 
-    The policy and the admission are told `block_bytes` as the size of each block. Without admission, all blocks are
-    written.
+    The policy and the admission are given `block_bytes` as the size of each block. If `admission` is None, all blocks
+    are written.
     """
     held: set[int] = set()
     admit, withdraw, choose = policy.admit, policy.withdraw, policy.choose
@@ -87,7 +93,8 @@ def replay(
                         admit(name, block_bytes, now)
                 while missing > 0 and (victim := choose()) is not None:
                     withdraw(victim)
-                    if victim not in own:  # evicted blocks of the same chain are admitted again below
+                    # evicted blocks of the same chain stay in the cache and are admitted again below
+                    if victim not in own:
                         held.remove(victim)
                         missing -= 1
                 if missing > 0:
@@ -117,13 +124,14 @@ def ideal(requests: Iterable[TraceRequest], *, block_tokens: int) -> TraceReplay
 def optimal(requests: Sequence[TraceRequest], *, capacity_blocks: int, block_tokens: int) -> TraceReplayResult:
     """Run requests through a cache that knows the future: it evicts, or never writes, the block with the latest next use.
 
-    Blocks that the same request uses next form one pile in chain order. Blocks are taken from the end of a pile.
+    Blocks whose next use is in the same request form one pile in chain order. They are evicted from the end of the
+    pile.
     """
     never = len(requests)
     following = _next_uses(requests)
     held: set[int] = set()
-    piles: dict[int, list[int]] = {}  # index of the next request -> held blocks that it uses
-    latest: list[int] = []  # max-heap of the keys of `piles`; the numbers are negated, because heapq is a min-heap
+    piles: dict[int, list[int]] = {}  # index of the next request that uses the blocks -> these blocks
+    latest: list[int] = []  # The keys of `piles` as a max-heap. The numbers are negated, because heapq is a min-heap.
     prompt_tokens = hit_tokens = written = 0
     for index, request in enumerate(requests):
         chain = request.chain
@@ -153,7 +161,7 @@ def optimal(requests: Sequence[TraceRequest], *, capacity_blocks: int, block_tok
 
 
 def distinct_blocks(requests: Iterable[TraceRequest]) -> int:
-    """Return the number of distinct blocks: the content of an unlimited cache after the trace."""
+    """Return the number of distinct blocks in the trace, which is what an unlimited cache contains after the trace."""
     names: set[int] = set()
     for request in requests:
         names.update(request.chain)
@@ -170,7 +178,10 @@ def _prefix(chain: Sequence[int], held: set[int]) -> int:
 
 
 def _next_uses(requests: Sequence[TraceRequest]) -> list[list[int]]:
-    """Return for each block of each chain the index of the next request that uses it, or the number of requests."""
+    """Return for each block of each chain the index of the next request that uses it.
+
+    The index is the number of requests if no later request uses the block.
+    """
     never = len(requests)
     upcoming: dict[int, int] = {}
     rows: list[list[int]] = []

@@ -1,12 +1,13 @@
-"""Demotions: copy blocks from the pool to the backing tiers, and confirm what these still have.
+"""Demotions: decides when blocks are copied from the pool to the backing tiers, and asks tiers what they still have.
 
-A part of `kvstore.hierarchy.machine`, whose `Hierarchy.offer` chooses the blocks by the admission rule of each tier.
-`kvstore.service.transfer_executor` copies their bytes. Rules:
+The class is a part of `kvstore.hierarchy.machine`, whose `Hierarchy.offer` chooses the blocks by the admission rule of
+each tier. `kvstore.service.transfer_executor` copies the bytes. Rules:
 
-1. Nobody waits for a demotion. Each tier has a bounded queue; blocks that do not fit are dropped and counted.
-2. Blocks are pinned in the pool without a deadline while they are copied, until the thread reports that it is done.
-3. A tier may have lost blocks that it is known to have. Before the pool is given up, the tier is asked again, about
-   each block once at a time. Blocks that it cannot confirm count as lost.
+1. No client waits for a demotion. Each tier has a bounded queue; blocks that do not fit are dropped and counted.
+2. While blocks are copied, they are pinned in the pool without a deadline, until the copying thread reports that it is
+   done.
+3. A tier may have lost blocks that the node believes it has. Before the pool is given up, the node asks the tier again,
+   with at most one open question about each block. Blocks that the tier does not confirm count as lost.
 """
 
 from collections.abc import Sequence
@@ -20,29 +21,30 @@ from kvstore.hierarchy.transfers import Confirm, ConfirmId, Demote, DemotionId
 from kvstore.messages import BlockKey, PinnedBlocks
 from kvstore.pool.machine import BlockMachine
 
-MAX_DEMOTIONS = 2  # batches for one tier at a time
+MAX_DEMOTIONS = 2  # number of batches that are demoted to one tier at a time
 DEMOTE_WITHIN = Nanos(30 * SECOND)
 CONFIRM_WITHIN = Nanos(2 * SECOND)
 
 
 class Demotions:
-    """Demotions of one node."""
+    """Demotions of one node, to all of its tiers."""
 
     def __init__(self, pool: BlockMachine, tiers: TierStates, queue: TransferQueue):
         self._pool = pool
         self._tiers = tiers
         self._queue = queue
         self._demotions: dict[DemotionId, _Demotion] = {}
-        self._late: set[DemotionId] = set()  # demotions that were counted as failures already
+        self._late: set[DemotionId] = set()  # demotions that missed their deadline and were counted as failures
         self._confirmations: dict[ConfirmId, Confirm] = {}
-        self._unconfirmed: set[tuple[int, BlockKey]] = set()  # tier and block of each open question
+        # index of the tier and block, for each block of an open `Confirm`
+        self._unconfirmed: set[tuple[int, BlockKey]] = set()
 
     @property
     def is_idle(self) -> bool:
         return not self._demotions and not self._confirmations and not any(tier.queue for tier in self._tiers)
 
     def begin_demotions(self, tier: TierState, now: Nanos) -> None:
-        """Begin to copy the blocks that wait for a tier, within the limit of concurrent batches."""
+        """Begin to demote the blocks in a tier's queue, at most `MAX_DEMOTIONS` batches at a time."""
         while tier.queue and tier.demoting < MAX_DEMOTIONS and tier.writing.would_allow(now):
             first, size_bytes = next(iter(tier.queue.items()))
             limit = self._queue.batch_blocks(size_bytes)
@@ -56,8 +58,10 @@ class Demotions:
             pinned = self._pool.pin(keys, now)
             if not pinned.addresses:
                 self._pool.unpin(pinned.pin_id, now)
-                continue  # all blocks were evicted while they waited, which is no try of the tier
-            tier.writing.allows(now)  # now the try of this pause is used up
+                # All these blocks were evicted while they waited. The tier was not tried, so the breaker's attempt is
+                # not used up.
+                continue
+            tier.writing.allows(now)  # use up the attempt that the breaker allows in this pause
             demotion = _Demotion(
                 id=DemotionId(self._queue.new_id()),
                 tier=tier.index,
@@ -71,12 +75,12 @@ class Demotions:
             self._queue.put(Demote(demotion.id, tier.index, pinned.addresses, pinned.checksums, demotion.until))
 
     def is_demoting(self, tier: TierState, key: BlockKey) -> bool:
-        """Return whether a block waits for a tier or is being copied to it."""
+        """Return whether a block waits in a tier's queue or is being copied to the tier."""
         demotions = (demotion for demotion in self._demotions.values() if demotion.tier == tier.index)
         return key in tier.queue or any(key in demotion.keys for demotion in demotions)
 
     def kept(self, demotion_id: DemotionId, answers: Sequence[bool], now: Nanos) -> None:
-        """End a `Demote`: `answers` says which of its blocks the tier has now."""
+        """End a `Demote`. `answers` tells for each block of its addresses whether the tier has it now."""
         demotion, tier, was_late = self._ended(demotion_id, now)
         if any(answers) or now < demotion.until:
             tier.writing.succeeded()
@@ -95,13 +99,13 @@ class Demotions:
         self.begin_demotions(tier, now)
 
     def demotion_is_late(self, demotion_id: DemotionId, started: Nanos, now: Nanos) -> None:
-        """Record that a `Demote` missed its deadline."""
+        """Count a failure because a `Demote` missed its deadline. The demotion goes on until its thread reports."""
         tier = self._tiers[self._demotions[demotion_id].tier]
         tier.failed(tier.writing, started, now)
         self._late.add(demotion_id)
 
     def confirm(self, tier: TierState, keys: Sequence[BlockKey], now: Nanos) -> bool:
-        """Ask a tier which of these blocks it still has; return False when it cannot be asked now."""
+        """Ask a tier which of these blocks it still has. Return False if its breaker does not allow a question now."""
         asked = tuple(key for key in keys if not self.is_being_confirmed(tier, key))
         if not asked:
             return True
@@ -118,25 +122,25 @@ class Demotions:
         return (tier.index, key) in self._unconfirmed
 
     def confirmed(self, confirm_id: ConfirmId, answers: Sequence[bool]) -> None:
-        """End a `Confirm`: `answers` says which of its blocks the tier has."""
+        """End a `Confirm`. `answers` tells for each of its keys whether the tier has the block."""
         confirmation = self._answered(confirm_id)
         if confirmation is None:
-            return  # it was reported late
+            return  # its deadline has passed, and its blocks count as lost already
         tier = self._tiers[confirmation.tier]
         tier.reading.succeeded()
         self._tiers.forget(tier, [key for key, there in zip(confirmation.keys, answers, strict=True) if not there])
 
     def confirm_failed(self, confirm_id: ConfirmId, started: Nanos, now: Nanos) -> None:
-        """End a `Confirm` that failed or was late; its blocks count as lost (rule 3)."""
+        """End a `Confirm` that failed or missed its deadline. Its blocks count as lost (rule 3)."""
         confirmation = self._answered(confirm_id)
         if confirmation is None:
-            return  # it was reported late
+            return  # its deadline has passed, and its blocks count as lost already
         tier = self._tiers[confirmation.tier]
         tier.failed(tier.reading, started, now)
         self._tiers.forget(tier, confirmation.keys)
 
     def check(self) -> None:
-        """Assert the rules; for tests."""
+        """Assert that the counts and limits of this class are consistent; for tests."""
         assert self._late <= self._demotions.keys()
         for tier in self._tiers:
             assert (
@@ -147,7 +151,7 @@ class Demotions:
         assert self._unconfirmed == {(each.tier, key) for each in self._confirmations.values() for key in each.keys}
 
     def _ended(self, demotion_id: DemotionId, now: Nanos) -> tuple["_Demotion", TierState, bool]:
-        """Close a demotion; return it, its tier, and whether it was late."""
+        """Remove an ended demotion; return it, its tier, and whether it had missed its deadline."""
         demotion = self._demotions.pop(demotion_id)
         tier = self._tiers[demotion.tier]
         was_late = demotion_id in self._late
@@ -164,7 +168,7 @@ class Demotions:
 
 
 class _Demotion(Struct, frozen=True):
-    """One batch that is being copied to a tier."""
+    """One batch of blocks that is being copied to a tier."""
 
     id: DemotionId
     tier: int

@@ -1,14 +1,15 @@
-"""Tier hierarchy: decides which blocks move between a node's pool and its backing tiers.
+"""Tier hierarchy: decides which blocks are copied between a node's pool and its backing tiers.
 
-`kvstore.hierarchy.promotions` brings chains up to the pool and `kvstore.hierarchy.demotions` copies blocks down to the
-tiers. Both share `kvstore.hierarchy.tier_states`, the knowledge about each tier, and
-`kvstore.hierarchy.transfer_queue`, the decided transfers. None of them does I/O. Each module lists its own rules; these
-hold for all:
+`kvstore.hierarchy.promotions` copies chains from the tiers to the pool, and `kvstore.hierarchy.demotions` copies blocks
+from the pool to the tiers. Both use `kvstore.hierarchy.tier_states`, which holds what the node knows about each tier,
+and `kvstore.hierarchy.transfer_queue`, which holds the decided transfers. None of these modules does I/O. Each module
+lists its own rules; these rules hold for all of them:
 
-1. Only the pool machine leases and evicts blocks. The hierarchy reserves places in the pool for promoted blocks and
-   pins the blocks that it demotes. Until the copying thread reports that it is done, these bytes belong to it.
-2. A circuit breaker protects the node from a failing tier: its blocks are misses until a trial after a pause succeeds.
-   Reading and writing have a breaker each.
+1. Only the pool machine leases and evicts blocks. The hierarchy reserves slots of the pool for promoted blocks, and
+   pins the blocks that it demotes. These slots and blocks stay reserved or pinned until the copying thread reports that
+   it is done.
+2. A circuit breaker protects the node from a failing tier: the tier's blocks count as misses until a trial after a
+   pause succeeds. Reading and writing have separate breakers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,13 +26,14 @@ from kvstore.messages import BlockChanges, BlockKey, FetchResult
 from kvstore.pool.machine import BlockMachine
 
 BATCH_BYTES = 8 << 20
-"""Bytes that one transfer moves: enough for a disk's full speed, and small enough that the first blocks arrive soon."""
+"""Bytes that one transfer moves. The number is large enough for a disk's full speed, and small enough that the first
+blocks arrive soon."""
 
 
 class Hierarchy:
-    """Hierarchy of one node; `rules` has the tiers in the order in which they are asked.
+    """Decides all transfers of one node. `rules` has one rule per tier, in the order in which the tiers are asked.
 
-    After each call, perform `commands()` and tell the watchers of `changes()`.
+    After each call, perform the transfers of `commands()` and send `changes()` to the watchers.
     """
 
     def __init__(self, pool: BlockMachine, rules: Sequence[TierRule], batch_bytes: int = BATCH_BYTES):
@@ -45,51 +47,54 @@ class Hierarchy:
 
     @property
     def refused(self) -> int:
-        """Number of promotions that were refused because too many were under way."""
+        """Number of promotions that were not begun because too many others were running."""
         return self._promotions.refused
 
     def promotion_seconds(self, key: BlockKey, size_bytes: int) -> float | None:
-        """Return how long a promotion from the first tier with the block takes; None if that is unknown."""
+        """Return the seconds to promote a block from the first tier that has it; None if that is unknown."""
         for tier in self._tiers:
             if key in tier.known and tier.reading.closed:
                 return tier.speed.latest(size_bytes)
         return None
 
     def loading(self, digest: bytes, names: Sequence[BlockHash]) -> int:
-        """Return how many of these leading blocks, none of which is in the pool yet, are being promoted or looked for."""
+        """Return how many leading blocks of `names` are being promoted or looked for.
+
+        None of `names` is in the pool yet.
+        """
         return self._promotions.loading(digest, names)
 
     def prefetch(
         self, digest: bytes, chain: Sequence[BlockHash], held: int, max_wait: Nanos, now: Nanos, tenant: bytes = b""
     ) -> int:
-        """Promote the blocks of a chain that follow those in the pool; see `Promotions.prefetch`."""
+        """Promote the blocks of a chain after the `held` blocks that are in the pool; see `Promotions.prefetch`."""
         return self._promotions.prefetch(digest, chain, held, max_wait, now, tenant)
 
     def found(self, promotion_id: PromotionId, count: int, now: Nanos) -> None:
-        """Continue a promotion after a tier has answered a `Find` with the number of leading blocks that it holds."""
+        """Continue a promotion after a `Find`: the tier has `count` leading blocks of those that it was asked for."""
         self._promotions.found(promotion_id, count, now)
 
     def fetched(self, promotion_id: PromotionId, answers: Sequence[FetchResult], now: Nanos) -> None:
-        """Continue a promotion after a `Fetch` has ended with these results."""
+        """Continue a promotion after a `Fetch`, with one result for each of its blocks."""
         self._promotions.fetched(promotion_id, answers, now)
 
     @property
     def has_promoted(self) -> bool:
-        """True if `promoted` may return anything."""
+        """True if there are promoted blocks that `promoted` has not returned yet."""
         return self._promotions.has_promoted
 
     def promoted(self, digest: bytes, names: Iterable[BlockHash]) -> dict[str, int]:
-        """Return how many of these blocks came from which tier, each block once; the others were in the pool."""
+        """Return how many of these blocks were promoted, by tier. Each promoted block is returned only once."""
         return self._promotions.promoted(digest, names)
 
     def forget_origins(self, digest: bytes, names: Iterable[BlockHash]) -> None:
-        """Forget where these blocks came from, because they left the pool."""
+        """Forget from which tiers these blocks were promoted, because they left the pool."""
         self._promotions.forget_origins(digest, names)
 
     # Demotions
 
     def offer(self, digest: bytes, names: Iterable[BlockHash], now: Nanos) -> None:
-        """Offer blocks that were written or used in the pool to the tiers that should keep them."""
+        """Offer blocks that were written or used in the pool to all tiers; each tier's admission rule decides."""
         try:
             size_bytes = self._pool.block_bytes(digest)
         except NamespaceUnknown:
@@ -106,7 +111,7 @@ class Hierarchy:
     def demote_now(self, tier: int, keys: Sequence[BlockKey], now: Nanos) -> int:
         """Queue blocks for a tier regardless of its admission rule, because the pool is given up.
 
-        Return for how many leading blocks the queue had room. Raise NamespaceUnknown if their namespace was never
+        Return how many leading blocks of `keys` fit into the queue. Raise NamespaceUnknown if their namespace was never
         opened.
         """
         which = self._tiers[tier]
@@ -117,19 +122,22 @@ class Hierarchy:
         return len(taken)
 
     def room(self, tier: int) -> int:
-        """Return for how many more blocks the tier's queue has room."""
+        """Return how many more blocks fit into a tier's queue."""
         return self._tiers[tier].room
 
     def is_demoting(self, tier: int, key: BlockKey) -> bool:
-        """Return whether a block waits for a tier or is being copied to it."""
+        """Return whether a block waits in a tier's queue or is being copied to the tier."""
         return self._demotions.is_demoting(self._tiers[tier], key)
 
     def kept(self, demotion_id: DemotionId, answers: Sequence[bool], now: Nanos) -> None:
-        """End a `Demote`: `answers` says which of its blocks the tier has now."""
+        """End a `Demote`. `answers` tells for each of its blocks whether the tier has it now."""
         self._demotions.kept(demotion_id, answers, now)
 
     def has(self, tier: int, key: BlockKey) -> bool:
-        """Return whether a tier is known to have a block. A tier that `forgets` may have lost it since."""
+        """Return whether a tier is believed to have a block.
+
+        A tier for which `forgets` is True may have lost the block.
+        """
         return key in self._tiers[tier].known
 
     def forgets(self, tier: int) -> bool:
@@ -137,31 +145,31 @@ class Hierarchy:
         return not self._tiers[tier].rule.finds_in_memory
 
     def confirm(self, tier: int, keys: Sequence[BlockKey], now: Nanos) -> bool:
-        """Ask a tier which of these blocks it still has, except those that it is being asked about already.
+        """Ask a tier which of these blocks it still has, except those about which it is being asked already.
 
         Return False if the tier cannot be asked now; try again later.
         """
         return self._demotions.confirm(self._tiers[tier], keys, now)
 
     def is_being_confirmed(self, tier: int, key: BlockKey) -> bool:
-        """Return whether a tier is being asked about a block now."""
+        """Return whether a tier is being asked now whether it has a block."""
         return self._demotions.is_being_confirmed(self._tiers[tier], key)
 
     def confirmed(self, confirm_id: ConfirmId, answers: Sequence[bool]) -> None:
-        """End a `Confirm`: `answers` says which of its blocks the tier has."""
+        """End a `Confirm`. `answers` tells for each of its keys whether the tier has the block."""
         self._demotions.confirmed(confirm_id, answers)
 
     def failed_writes(self, tier: int) -> int:
         """Return how many writes to a tier have failed since the last successful one."""
         return self._tiers[tier].writing.failures
 
-    # Both
+    # Promotions and demotions
 
     def failed(self, transfer: TierTransfer, started: Nanos, now: Nanos) -> None:
-        """End a transfer that failed; its buffers are free again.
+        """End a transfer that failed; its thread does not use its buffers any more.
 
-        A transfer that was reported late is not counted as a second failure. Otherwise a disk that hung for longer
-        would be left alone for longer.
+        A transfer that has already been reported as late is not counted as a second failure. Otherwise the breaker's
+        pause after a disk hung would be twice as long.
         """
         match transfer:
             case Demote(demotion_id=demotion_id):
@@ -172,7 +180,7 @@ class Hierarchy:
                 self._promotions.failed(transfer, started, now)
 
     def late(self, transfer: TierTransfer, started: Nanos, now: Nanos) -> None:
-        """Record that a transfer missed its deadline. Its bytes stay in use until its answer or failure arrives."""
+        """Record that a transfer missed its deadline. Its buffers stay in use until its thread answers or fails."""
         match transfer:
             case Demote(demotion_id=demotion_id):
                 self._demotions.demotion_is_late(demotion_id, started, now)
@@ -182,24 +190,24 @@ class Hierarchy:
                 self._promotions.late(transfer, started, now)
 
     def gone(self, tier: int, keys: Sequence[BlockKey]) -> None:
-        """Record that a tier has removed blocks by itself."""
+        """Record that a tier removed blocks without a command of this node."""
         self._tiers.gone(self._tiers[tier], keys)
 
     def tick(self, now: Nanos) -> None:
-        """Try the tiers again whose breaker allows it by now."""
+        """Begin demotions to tiers whose breaker allows an attempt by now."""
         for tier in self._tiers:
             self._demotions.begin_demotions(tier, now)
 
     def commands(self) -> list[TierTransfer]:
-        """Return the decided transfers in order; each is handed out once."""
+        """Return the decided transfers in order. Each transfer is returned only once."""
         return self._queue.take_all()
 
     def changes(self) -> list[BlockChanges]:
-        """Return the changes that watchers have to learn; each is handed out once."""
+        """Return the changes of the tiers' contents that watchers must receive. Each change is returned only once."""
         return self._tiers.changes()
 
     def held(self, tier: int) -> list[BlockKey]:
-        """Return the blocks that are known to be in a tier, for watchers that have heard nothing yet."""
+        """Return the blocks that are believed to be in a tier, for watchers that have just connected."""
         return list(self._tiers[tier].known)
 
     def counters(self, tier: int) -> TierCounters:
@@ -207,11 +215,11 @@ class Hierarchy:
 
     @property
     def is_idle(self) -> bool:
-        """True if no transfer is under way or waiting."""
+        """True if no transfer is running or queued."""
         return self._promotions.is_idle and self._demotions.is_idle
 
     def check(self) -> None:
-        """Assert the rules; for tests."""
+        """Assert that the state of all parts is consistent; for tests."""
         self._promotions.check()
         self._demotions.check()
         self._tiers.check()

@@ -1,17 +1,17 @@
-"""Promotions: bring chains from the backing tiers up to the pool. It is a part of `kvstore.hierarchy.machine`.
+"""Promotions: decides when chains are copied from the backing tiers to the pool.
 
-Rules:
+The class is a part of `kvstore.hierarchy.machine`. Rules:
 
-1. A promotion follows one chain from the first block that the pool lacks. It asks the tiers in order, the fastest
-   first, for one batch at a time. A batch is readable as soon as it has arrived. The promotion ends at the first block
-   that no tier has (blocks behind a hole are useless), when the pool has no room, or at its deadline. Then no transfer
-   begins any more; those under way still arrive.
-2. No block is promoted twice at a time. A request for blocks that are being promoted joins that promotion and may
+1. A promotion follows one chain, from the first block that is not in the pool. It asks the tiers one after the other,
+   the fastest first, for one batch at a time. A batch is readable as soon as it has arrived. The promotion ends at the
+   first block that no tier has (blocks after a gap are useless), when the pool has no space, or at its deadline. Then
+   it begins no further transfer; running transfers still finish.
+2. No block is promoted twice at a time. A request for blocks that are being promoted joins their promotion and may
    extend its deadline.
 3. A promotion begins only if it is predicted to end within the max wait of the request, which is the time that
    computing the blocks again would take.
-4. Promoted blocks get reserved places in the pool without a deadline. A thread may hang in a copy for as long as a disk
-   does, and its places belong to it until it reports that it is done.
+4. Slots for promoted blocks are reserved without a deadline. A thread may hang in a copy for as long as a disk hangs,
+   and its slots stay reserved until it reports that it is done.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,13 +26,16 @@ from kvstore.messages import NODE, Address, BlockKey, BlockOutcome, FetchResult,
 from kvstore.pool.machine import BlockMachine
 
 MAX_PROMOTIONS = 64
-MAX_PROMOTION_BLOCKS = 4096  # in one promotion; the next request continues a longer chain
-MAX_UNREPORTED = 1 << 16  # promoted blocks that no client was told of; older ones count as found in the pool
-FETCH_AT_LEAST = Nanos(1 * SECOND)  # least time for a batch that has begun, even if the max wait is shorter
+MAX_PROMOTION_BLOCKS = 4096  # limit for one promotion; the next request of a longer chain promotes its next blocks
+# Largest number of promoted blocks that are remembered until a client is informed. The oldest blocks beyond it count as
+# found in the pool.
+MAX_UNREPORTED = 1 << 16
+# shortest time that a batch is given once it has begun, even if the max wait ends earlier
+FETCH_AT_LEAST = Nanos(1 * SECOND)
 
 
 class Promotions:
-    """Promotions of one node."""
+    """Promotions of one node, from all of its tiers."""
 
     def __init__(self, pool: BlockMachine, tiers: TierStates, queue: TransferQueue):
         self._pool = pool
@@ -40,16 +43,21 @@ class Promotions:
         self._queue = queue
         self._promotions: dict[PromotionId, _Promotion] = {}
         self._loading: dict[BlockKey, _Promotion] = {}
-        self._late_reservations: dict[PromotionId, WriteReservation] = {}  # a late thread may still write there
-        self._promoted: dict[BlockKey, str] = {}  # tier from which a block came, until a client was told
-        self.refused = 0  # promotions refused because of MAX_PROMOTIONS
+        # slots of ended promotions to which a late thread may still write
+        self._late_reservations: dict[PromotionId, WriteReservation] = {}
+        # name of the tier from which a block was promoted, until a client is informed
+        self._promoted: dict[BlockKey, str] = {}
+        self.refused = 0  # number of promotions that were not begun because of MAX_PROMOTIONS
 
     @property
     def is_idle(self) -> bool:
         return not self._promotions and not self._late_reservations
 
     def loading(self, digest: bytes, names: Sequence[BlockHash]) -> int:
-        """Return how many of these leading blocks, none of which is in the pool yet, are being promoted or looked for."""
+        """Return how many leading blocks of `names` are being promoted or looked for.
+
+        None of `names` is in the pool yet.
+        """
         for count, name in enumerate(names):
             if BlockKey(digest, name) not in self._loading:
                 return count
@@ -58,11 +66,11 @@ class Promotions:
     def prefetch(
         self, digest: bytes, chain: Sequence[BlockHash], held: int, max_wait: Nanos, now: Nanos, tenant: bytes = b""
     ) -> int:
-        """Promote the blocks of a chain that follow the `held` leading blocks in the pool.
+        """Promote the blocks of a chain after the `held` leading blocks, which are in the pool.
 
         `max_wait` is the longest time that the requester will wait: the time that computing the blocks would take. The
-        quota of `tenant` pays for the places. Return how many blocks after the held ones are being promoted or looked
-        for.
+        promoted blocks count towards the quota of `tenant`. Return how many blocks after the held ones are being
+        promoted or looked for.
         """
         missing = chain[held : held + MAX_PROMOTION_BLOCKS]
         if not missing or max_wait <= 0 or not self._tiers:
@@ -74,7 +82,7 @@ class Promotions:
                 self.refused += 1
                 return 0
             keys = [BlockKey(digest, name) for name in missing]
-            # Another promotion brings the rest from the first block on that is being promoted.
+            # Stop before the first block that is being promoted already: its promotion brings all later blocks too.
             keys = keys[: next((i for i, key in enumerate(keys) if key in self._loading), None)]
             block_bytes = self._pool.block_bytes(digest)
             chain = tuple(chain[: held + len(keys)])
@@ -89,10 +97,10 @@ class Promotions:
         return self.loading(digest, missing)
 
     def found(self, promotion_id: PromotionId, count: int, now: Nanos) -> None:
-        """Continue a promotion after a tier has answered a `Find` with the number of leading blocks that it holds."""
+        """Continue a promotion after a `Find`: the tier has `count` leading blocks of those that it was asked for."""
         promotion = self._promotions.get(promotion_id)
         if promotion is None:
-            return  # it has ended
+            return  # the promotion has ended
         tier = self._tiers[promotion.tier]
         if not tier.rule.finds_in_memory:
             tier.reading.succeeded()
@@ -110,11 +118,12 @@ class Promotions:
             reservation = self._pool.reserve(
                 promotion.digest, names, owner=NODE, lease=None, now=now, tenant=promotion.tenant
             )
-        except NamespaceUnknown:  # it was empty and was closed meanwhile: nobody needs these blocks any more
+        except NamespaceUnknown:  # the empty namespace was closed meanwhile, so no client needs these blocks any more
             self._end(promotion)
             return
         run = [place for place in reservation.reserved if place.index >= promotion.position]
-        if not run or run[0].index != promotion.position:  # no room, or another writer has just reserved the block
+        # no space in the pool, or another writer has just reserved the block
+        if not run or run[0].index != promotion.position:
             self._give_back(reservation, now)
             self._ask_tiers(promotion, promotion.tier, now) if run else self._end(promotion)
             return
@@ -127,7 +136,7 @@ class Promotions:
         self._queue.put(Fetch(promotion.id, tier.index, addresses, promotion.until))
 
     def fetched(self, promotion_id: PromotionId, answers: Sequence[FetchResult], now: Nanos) -> None:
-        """Continue a promotion after a `Fetch` has ended with these results."""
+        """Continue a promotion after a `Fetch`, with one result for each of its blocks."""
         promotion = self._promotions.get(promotion_id)
         if promotion is None:
             self._release(promotion_id, now)
@@ -137,7 +146,8 @@ class Promotions:
         if good or now < promotion.until:
             tier.reading.succeeded()
         else:
-            tier.failed(tier.reading, promotion.began, now)  # a call that queued behind a hanging one returns nothing
+            # The fetch missed its deadline without a single block, for example because it queued behind a hanging call.
+            tier.failed(tier.reading, promotion.began, now)
         tier.speed.measured(good * promotion.block_bytes, now - promotion.began, now)
         tier.counters.loaded += good
         keys = [BlockKey(promotion.digest, promotion.chain[index]) for index in promotion.places]
@@ -152,16 +162,16 @@ class Promotions:
         self._promoted.update(dict.fromkeys(keys[:good], tier.rule.name))
         while len(self._promoted) > MAX_UNREPORTED:
             del self._promoted[next(iter(self._promoted))]
-        # The next tier may have a block that this one announced and did not deliver.
+        # If this tier did not deliver a block that it had announced, the next tier may have it.
         self._ask_tiers(promotion, 0 if good == len(answers) else promotion.tier + 1, now)
 
     @property
     def has_promoted(self) -> bool:
-        """True if `promoted` may return anything."""
+        """True if there are promoted blocks that `promoted` has not returned yet."""
         return bool(self._promoted)
 
     def promoted(self, digest: bytes, names: Iterable[BlockHash]) -> dict[str, int]:
-        """Return how many of these blocks came from which tier, each block once; the others were in the pool."""
+        """Return how many of these blocks were promoted, by tier. Each promoted block is returned only once."""
         found: dict[str, int] = {}
         for name in names:
             if (tier := self._promoted.pop(BlockKey(digest, name), None)) is not None:
@@ -169,7 +179,7 @@ class Promotions:
         return found
 
     def forget_origins(self, digest: bytes, names: Iterable[BlockHash]) -> None:
-        """Forget where these blocks came from, because they left the pool."""
+        """Forget from which tiers these blocks were promoted, because they left the pool."""
         if self._promoted:
             for name in names:
                 self._promoted.pop(BlockKey(digest, name), None)
@@ -187,7 +197,10 @@ class Promotions:
         self._ask_tiers(promotion, promotion.tier + 1, now)
 
     def late(self, transfer: Find | Fetch, started: Nanos, now: Nanos) -> None:
-        """End a promotion whose transfer missed its deadline, and keep the places that the thread may still write to."""
+        """End a promotion whose transfer missed its deadline.
+
+        Keep its slots reserved, because the thread may still write to them.
+        """
         tier = self._tiers[transfer.tier]
         tier.failed(tier.reading, started, now)
         promotion = self._promotions[transfer.promotion_id]
@@ -196,7 +209,7 @@ class Promotions:
         self._end(promotion)
 
     def check(self) -> None:
-        """Assert the rules; for tests."""
+        """Assert that the state of all promotions is consistent; for tests."""
         assert len(self._promotions) <= MAX_PROMOTIONS
         for promotion in self._promotions.values():
             for name in promotion.chain[promotion.position :]:
@@ -204,11 +217,11 @@ class Promotions:
         assert set(self._loading.values()) <= set(self._promotions.values())
 
     def _ask_tiers(self, promotion: "_Promotion", tier_index: int, now: Nanos) -> None:
-        """Ask the tiers from this index on for the next blocks of a promotion; end it when none is left to ask."""
+        """Ask the tiers from this index on for the next batch; end the promotion if no tier can be asked."""
         while promotion.position < len(promotion.chain) and self._pool.is_present(
             BlockKey(promotion.digest, promotion.chain[promotion.position])
         ):
-            self._advance(promotion, 1)  # it is in the pool, or another writer has reserved it
+            self._advance(promotion, 1)  # the block is in the pool, or another writer has reserved it
         if promotion.position == len(promotion.chain) or now >= promotion.deadline:
             self._end(promotion)
             return
@@ -226,12 +239,12 @@ class Promotions:
         self._end(promotion)
 
     def _forget_lost(self, promotion: "_Promotion", tier: TierState, count: int) -> None:
-        """Forget blocks that a tier was believed to have and did not find (rule 1 of `kvstore.hierarchy.tier_states`).
+        """Forget blocks that a tier was believed to have but did not find (rule 1 of `kvstore.hierarchy.tier_states`).
 
-        A tier that does not report its removals may still have the blocks behind the first one that it lacks. All of
-        them are forgotten: offering them once more costs little, while finding each miss separately would cost a
-        look-up each. A tier that looks up blocks in memory does report removals. Of its blocks only the first
-        missing one is forgotten, because an older message about it may have arrived later.
+        A tier that looks up blocks in memory reports removals. Only the first missing block of such a tier is
+        forgotten, because an older message about it may have arrived late. Another tier may still have blocks after the
+        first one that it lacks. All of them are forgotten nevertheless: offering them to the tier once more costs
+        little, while finding each miss separately would cost one look-up per block.
         """
         if count < self._queue.batch_blocks(promotion.block_bytes):
             missing = promotion.chain[promotion.position + count :]
@@ -239,7 +252,7 @@ class Promotions:
             self._tiers.forget(tier, [BlockKey(promotion.digest, name) for name in missing])
 
     def _publish(self, promotion: "_Promotion", answers: Sequence[FetchResult], now: Nanos) -> None:
-        """Make the arrived blocks readable and give the other places back."""
+        """Publish the blocks that have arrived, and release the other slots of the reservation."""
         assert promotion.reservation is not None
         reservation, promotion.reservation = promotion.reservation, None
         checksums = {index: answer.crc32c for index, answer in zip(promotion.places, answers, strict=False)}
@@ -252,7 +265,7 @@ class Promotions:
         return address
 
     def _release(self, promotion_id: PromotionId, now: Nanos) -> None:
-        """Give back the places of an ended promotion, because its thread has finished."""
+        """Release the slots of a promotion that has ended, because its late thread has finished."""
         if (reservation := self._late_reservations.pop(promotion_id, None)) is not None:
             self._give_back(reservation, now)
 
@@ -271,7 +284,7 @@ class Promotions:
 
 
 class _Promotion:
-    """Promotion of one chain. `position` is the index of the first block that is not in the pool yet."""
+    """Promotion of one chain. `position` is the chain index of the first block that is not in the pool yet."""
 
     __slots__ = (
         "began",
@@ -306,7 +319,7 @@ class _Promotion:
         self.deadline = deadline
         self.tenant = tenant
         self.tier = 0  # index of the tier that was asked last
-        self.reservation: WriteReservation | None = None  # for the batch under way
-        self.places: tuple[int, ...] = ()  # indexes into the chain of the batch under way
+        self.reservation: WriteReservation | None = None  # reservation of the running batch
+        self.places: tuple[int, ...] = ()  # indices in the chain of the blocks of the running batch
         self.began = Nanos(0)
         self.until = Nanos(0)

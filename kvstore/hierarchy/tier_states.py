@@ -1,12 +1,13 @@
-"""Tier states: what a node knows about each backing tier: its rule, contents, speed and health.
+"""Tier states: the rule, contents, speed and health of each backing tier, as far as the node knows them.
 
 Rules:
 
 1. A block that a tier has is not offered to it again until the tier reports that it removed the block. Some tiers
-   cannot report that (a server that restarts, or is short of memory). Such a tier counts as having lost the blocks that
-   it does not find or does not deliver.
-2. Watchers learn of each block that becomes known to be in a tier, or stops being known. Watchers that come later get
-   the same knowledge from `TierState.known`, as far as it is remembered, unless the tier itself knows its blocks.
+   cannot report a removal, such as a server that restarts or is short of memory. Blocks that such a tier does not find
+   or deliver count as lost.
+2. Watchers are informed of each block that becomes known to be in a tier, or stops being known. A watcher that connects
+   later receives the same knowledge from `TierState.known`, as far as it is remembered. For a tier with its own index
+   of blocks, that index is used instead.
 """
 
 from collections import OrderedDict
@@ -22,52 +23,56 @@ from kvstore.messages import BlockChanges, BlockKey
 from kvstore.recent_map import RecentMap
 
 SPEED_LASTS = Nanos(30 * SECOND)
-"""Validity of a tier's measured speed; afterwards the tier is tried again, however slow it was."""
+"""Time for which a measured speed is used to refuse promotions. Afterwards the tier is tried again, however slow it
+was."""
 
 
 class TierAdmission(Protocol):
-    """Rule that says which blocks a tier should keep."""
+    """Rule that decides which blocks a tier should keep."""
 
     def admits(self, key: BlockKey, size_bytes: int, now: Nanos) -> bool:
-        """Note that a block was written or used; return whether the tier should keep it."""
+        """Record that a block was written or used; return whether the tier should keep it."""
 
 
 class AdmitEverything:
-    """Write-through: every block is demoted as soon as it is in the pool."""
+    """Admits every block, so every block is demoted as soon as it is in the pool (write-through)."""
 
     def admits(self, key: BlockKey, size_bytes: int, now: Nanos) -> bool:  # noqa: ARG002 - every block is admitted
         return True
 
 
 class TierRule(Struct, frozen=True, kw_only=True):
-    """How the hierarchy treats one tier."""
+    """Options by which the hierarchy treats one tier."""
 
     name: str
-    admission: TierAdmission | None  # None: no block is demoted
-    queue_blocks: int = 4096  # most blocks that wait for a demotion
-    remember_blocks: int = 1 << 20  # most blocks whose presence is remembered, so that they are not offered again
+    admission: TierAdmission | None  # None: no block is demoted to this tier
+    queue_blocks: int = 4096  # largest number of blocks that wait for a demotion
+    # Largest number of blocks that are remembered to be in the tier. Remembered blocks are not offered to it again.
+    remember_blocks: int = 1 << 20
     finds_in_memory: bool = (
-        False  # `find` reads an index in memory, so its success does not say that the tier can be read
+        # True if the tier's `find` reads an index in memory. Its success then does not show that the tier can be read.
+        False
     )
 
 
 class TierState:
-    """State of one tier, and the queue of blocks that wait for it."""
+    """State of one tier, with the queue of blocks that will be demoted to it."""
 
     def __init__(self, index: int, rule: TierRule):
         self.index = index
         self.rule = rule
         self.reading = CircuitBreaker()
-        self.writing = CircuitBreaker()  # separate, because a full disk can still be read
+        self.writing = CircuitBreaker()  # separate from reading, because a full disk can still be read
         self.speed = TierSpeed()
         self.counters = TierCounters()
-        self.queue: OrderedDict[BlockKey, int] = OrderedDict()  # blocks that wait for a demotion, with their sizes
-        self.known: RecentMap[BlockKey, None] = RecentMap(rule.remember_blocks)  # believed to be in the tier
-        self.demoting = 0  # batches that are being demoted
+        self.queue: OrderedDict[BlockKey, int] = OrderedDict()  # key and size of each block that waits for a demotion
+        # blocks that are believed to be in the tier
+        self.known: RecentMap[BlockKey, None] = RecentMap(rule.remember_blocks)
+        self.demoting = 0  # number of batches that are being demoted now
 
     @property
     def room(self) -> int:
-        """Number of further blocks for which its queue has room."""
+        """Number of further blocks that fit into the queue."""
         return max(0, self.rule.queue_blocks - len(self.queue))
 
     def enqueue(self, key: BlockKey, size_bytes: int) -> None:
@@ -79,14 +84,14 @@ class TierState:
         self.queue[key] = size_bytes
 
     def failed(self, breaker: CircuitBreaker, started: Nanos, now: Nanos) -> None:
-        """Count a failure of an operation that began at `started`."""
+        """Record the failure of an operation that began at `started`."""
         self.counters.failures += 1
         self.counters.fenced += breaker.closed
         breaker.failed(started, now)
 
 
 class TierStates:
-    """States of all tiers in the order in which they are asked, and the changes for the watchers."""
+    """States of all tiers in the order in which they are asked; collects the changes for the watchers."""
 
     def __init__(self, rules: Sequence[TierRule]):
         self._tiers = [TierState(index, rule) for index, rule in enumerate(rules)]
@@ -112,28 +117,29 @@ class TierStates:
         self._tell(tier, stored=new)
 
     def forget(self, tier: TierState, keys: Sequence[BlockKey]) -> None:
-        """Record that a tier has none of these blocks any more."""
+        """Record that a tier does not have these blocks any more."""
         lost = [key for key in keys if key in tier.known]
         for key in lost:
             tier.known.forget(key)
         self._tell(tier, removed=lost)
 
     def gone(self, tier: TierState, keys: Sequence[BlockKey]) -> None:
-        """Record that a tier has removed blocks by itself."""
+        """Record that a tier removed blocks without a command of this node."""
         if not tier.rule.finds_in_memory:
             self.forget(tier, keys)
             return
-        for key in keys:  # the tier may have blocks from before this start, which only it knew
+        # report also unknown blocks, because the tier may have had blocks since before this node started
+        for key in keys:
             tier.known.forget(key)
         self._tell(tier, removed=keys)
 
     def changes(self) -> list[BlockChanges]:
-        """Return the changes that watchers have to learn; each is handed out once."""
+        """Return the changes of the tiers' contents that watchers must receive. Each change is returned only once."""
         changes, self._changes = self._changes, []
         return changes
 
     def check(self) -> None:
-        """Assert that no tier exceeds its bounds on queued and on remembered blocks. Only tests call this."""
+        """Assert that no tier exceeds its limits of queued and of remembered blocks; for tests."""
         for tier in self._tiers:
             assert len(tier.queue) <= tier.rule.queue_blocks
             assert len(tier.known) <= tier.rule.remember_blocks
@@ -151,7 +157,7 @@ class TierStates:
 
 
 class TierSpeed:
-    """Recent speed of a tier: nanoseconds per byte over the last batches, including their time in queues."""
+    """Recent speed of a tier: nanoseconds per byte, averaged over the last batches, with their time in queues."""
 
     SHARE = 0.25  # weight of the newest batch in the average
 
@@ -168,11 +174,11 @@ class TierSpeed:
         self._measured_at = now
 
     def seconds(self, num_bytes: int, now: Nanos) -> float:
-        """Return the predicted time for that many bytes; 0 if the speed is unknown or outdated."""
+        """Return the predicted seconds for `num_bytes` bytes; 0 if the speed is unknown or outdated."""
         return num_bytes * self._nanos_a_byte / SECOND if self._is_fresh(now) else 0.0
 
     def latest(self, num_bytes: int) -> float | None:
-        """Return the predicted time by the last measurement, however old it is; None before the first one."""
+        """Return the predicted seconds by the last measurement, however old it is; None if nothing was measured yet."""
         return num_bytes * self._nanos_a_byte / SECOND if self._measured_at is not None else None
 
     def _is_fresh(self, now: Nanos) -> bool:

@@ -1,4 +1,4 @@
-"""Transfer queue: transfers that the hierarchy has decided and nobody has begun."""
+"""Transfer queue: transfers that the hierarchy has decided and that the transfer executor has not begun yet."""
 
 from itertools import count
 
@@ -6,7 +6,10 @@ from kvstore.hierarchy.transfers import TierTransfer
 
 
 class TransferQueue:
-    """Transfers in the order of their decision; each moves `batch_bytes`, or one block if that is larger."""
+    """Transfers in the order in which they were decided.
+
+    Each moves up to `batch_bytes`, or one block if that is larger.
+    """
 
     def __init__(self, batch_bytes: int):
         self._batch_bytes = batch_bytes
@@ -18,13 +21,13 @@ class TransferQueue:
         return next(self._numbers)
 
     def batch_blocks(self, block_bytes: int) -> int:
-        """Return how many blocks of that size one transfer moves."""
+        """Return the largest number of blocks of this size in one transfer; at least 1."""
         return max(1, self._batch_bytes // block_bytes)
 
     def put(self, transfer: TierTransfer) -> None:
         self._commands.append(transfer)
 
     def take_all(self) -> list[TierTransfer]:
-        """Return the queued transfers; each is handed out once."""
+        """Return the queued transfers and empty the queue."""
         commands, self._commands = self._commands, []
         return commands

@@ -1,4 +1,4 @@
-"""Transfers between a node's pool and its backing tiers, as commands of the hierarchy."""
+"""Transfers between a node's pool and its backing tiers. They are the commands of the tier hierarchy."""
 
 from typing import NewType
 
@@ -13,7 +13,7 @@ ConfirmId = NewType("ConfirmId", int)
 
 
 class Find(Struct, frozen=True):
-    """Command: ask a tier how many of these leading blocks it holds; the answer goes to `Hierarchy.found`."""
+    """Command: ask a tier how many leading blocks of `keys` it has. The answer goes to `Hierarchy.found`."""
 
     promotion_id: PromotionId
     tier: int
@@ -22,7 +22,7 @@ class Find(Struct, frozen=True):
 
 
 class Fetch(Struct, frozen=True):
-    """Command: copy blocks from a tier into reserved places of the pool; the answer goes to `Hierarchy.fetched`."""
+    """Command: copy blocks from a tier into reserved slots of the pool. The results go to `Hierarchy.fetched`."""
 
     promotion_id: PromotionId
     tier: int
@@ -31,7 +31,7 @@ class Fetch(Struct, frozen=True):
 
 
 class Demote(Struct, frozen=True):
-    """Command: copy pinned blocks of the pool to a tier; the answer goes to `Hierarchy.kept`."""
+    """Command: copy pinned blocks of the pool to a tier. The answers go to `Hierarchy.kept`."""
 
     demotion_id: DemotionId
     tier: int
@@ -41,7 +41,7 @@ class Demote(Struct, frozen=True):
 
 
 class Confirm(Struct, frozen=True):
-    """Command: ask a tier which of these blocks it still has; the answer goes to `Hierarchy.confirmed`."""
+    """Command: ask a tier which of these blocks it still has. The answers go to `Hierarchy.confirmed`."""
 
     confirm_id: ConfirmId
     tier: int
@@ -52,15 +52,16 @@ class Confirm(Struct, frozen=True):
 TierTransfer = Find | Fetch | Demote | Confirm
 
 OPERATIONS = {Find: "find", Fetch: "fetch", Demote: "keep", Confirm: "confirm"}
-"""The label `operation` of the metric kvstore_tier_operation_seconds."""
+"""Values of the label `operation` of the metric kvstore_tier_operation_seconds, by class of transfer."""
 
 
 class TierCounters(Struct, kw_only=True):
-    """Counters of the hierarchy for one tier since the node started. Only their owner changes them."""
+    """Counters of the hierarchy for one tier since the node started. Only the tier hierarchy changes them."""
 
-    loaded: int = 0  # promoted blocks
-    kept: int = 0  # demoted blocks
-    dropped: int = 0  # blocks that were not demoted because the queue was full
-    too_slow: int = 0  # promotions not begun, because computing the blocks was predicted to be faster
-    failures: int = 0  # transfers that failed or missed their deadline
-    fenced: int = 0  # times that a failure opened the tier's circuit breaker
+    loaded: int = 0  # number of promoted blocks
+    kept: int = 0  # number of demoted blocks
+    dropped: int = 0  # number of blocks that were not demoted because the queue was full
+    # number of promotions that were not begun because computing the blocks was predicted to be faster
+    too_slow: int = 0
+    failures: int = 0  # number of transfers that failed or missed their deadline
+    fenced: int = 0  # number of times that a failure opened the tier's circuit breaker

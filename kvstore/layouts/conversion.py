@@ -1,10 +1,10 @@
-"""Conversion: turns the blocks of one engine into the store's layout, and back.
+"""Conversion: converts the blocks of an engine to the store's layout, and back.
 
 Rules:
 
-1. A store holds whole-model blocks in one layout, `kvstore.namespace.AT_REST`. An engine holds one object of a block on
-   each rank, in its own layout. The block hash depends on neither, so engines with different layouts and numbers of ranks
-   share their blocks, and each engine converts its own.
+1. A store keeps blocks of the whole model in one layout, `kvstore.namespace.AT_REST`. In an engine, each rank has an
+   object with its part of a block, in the engine's layout. The block hash does not depend on layouts and ranks.
+   Therefore engines with different layouts and numbers of ranks share blocks, and each engine converts them.
 2. An impossible conversion is an error when the `Conversion` is made, before any byte moves. The error names the field.
 3. Bytes are moved and never changed, and every byte of the destination is written.
 """
@@ -24,13 +24,17 @@ from kvstore.namespace import AT_REST
 
 
 class Conversion:
-    """Converts between the blocks of an engine and those at rest. Thread-safe, because it has no mutable state."""
+    """Converts blocks between the form of an engine and the form of the store.
+
+    Thread-safe, because it has no mutable state.
+    """
 
     def __init__(self, engine: Fingerprint):
         """Make the plans for both directions.
 
         Raises:
-            LayoutMismatch: The layout is invalid, or the heads cannot be divided among the ranks; names the field.
+            LayoutMismatch: The layout is invalid, or the heads cannot be divided among the ranks. The error names the
+                field.
         """
         stored = replace(engine, layout=AT_REST, tp=1)
         self._reading = _make_plans(stored, engine)
@@ -38,14 +42,15 @@ class Conversion:
         self._ranks: list[slice] = []
         self.stored_bytes = engine.at_rest.block_bytes
         self.engine_bytes = 0
-        """Bytes of a block on all ranks of the engine together; more than at rest if ranks hold the same heads."""
+        """Bytes of a block on all ranks of the engine together. More than in the store if several ranks hold the same
+        heads."""
         for part in shards_by_rank(engine.shape, engine.layout, engine.tp):
             start = self.engine_bytes
             self.engine_bytes += engine.shape.bytes_of(part.box)
             self._ranks.append(slice(start, self.engine_bytes))
 
     def read(self, stored: Piece) -> ByteArray:
-        """Convert a block of the store to the engine's form: the objects of all ranks, in order."""
+        """Convert a block of the store to the engine's form: the concatenated objects of all ranks, in order."""
         source = _checked_bytes(stored, self.stored_bytes)
         if not self._reading:
             return source.copy()
@@ -55,7 +60,7 @@ class Conversion:
         return held
 
     def write(self, held: Piece) -> ByteArray:
-        """Convert a block of the engine (the objects of all ranks, in order) to the store's form."""
+        """Convert a block of the engine, the concatenated objects of all ranks in order, to the store's form."""
         source = _checked_bytes(held, self.engine_bytes)
         if not self._writing:
             return source.copy()
@@ -66,7 +71,7 @@ class Conversion:
 
 
 def _make_plans(writer: Fingerprint, reader: Fingerprint) -> Sequence[RepackPlan]:
-    """Return a plan for each reading rank; no plans if the forms are identical."""
+    """Return a plan for each rank of the reader; empty if both sides have the same form."""
     agreement = negotiate(writer=writer, reader=reader)
     match agreement:
         case Identical():

@@ -1,13 +1,13 @@
-"""Fingerprint: describes what a side's blocks mean and how they lie in memory, and compares two such descriptions.
+"""Fingerprint: describes the meaning and the memory layout of a reader's or writer's blocks, and compares descriptions.
 
-`negotiate` tells whether a reader can use a writer's blocks, and at what cost. It gives one of three answers:
+`negotiate` tells whether a reader can use a writer's blocks, and at what cost. It returns one of three answers:
 
-- `Identical`: every rank finds its bytes in the form that it needs.
-- `Convertible`: the values are the same, in another layout or divided among another number of ranks. The answer holds a
-  plan for each reading rank, and the cost of a block, so that a router or planner can choose.
+- `Identical`: the writer's objects have the form that the reader's ranks need.
+- `Convertible`: the values are the same, in another layout or divided among another number of ranks. The answer has a
+  plan for each rank of the reader, and the cost per block, so that a router or planner can choose.
 - `Incompatible`: the values differ. The answer names the first field that differs.
 
-Fingerprints have a version; another version is incompatible.
+Fingerprints have a version; fingerprints of different versions are incompatible.
 """
 
 from msgspec import Struct
@@ -21,7 +21,8 @@ from kvstore.namespace import AT_REST, KvNamespace
 FINGERPRINT_VERSION = 1
 
 MAX_TP = 1024
-"""Most ranks of one side: ten times more than any engine uses, and few enough that `negotiate` takes at most a second."""
+"""Largest number of ranks of a reader or writer: ten times more than any engine uses, and small enough that `negotiate`
+takes at most a second."""
 
 MUST_BE_EQUAL = (
     "version",
@@ -36,11 +37,11 @@ MUST_BE_EQUAL = (
     "head_dim",
     "hash_algorithm",
 )
-"""Fields that must be equal, in the order in which a difference is reported: the most obvious ones come first."""
+"""Fields that must be equal, in the order in which differences are reported: the most obvious fields come first."""
 
 
 class Fingerprint(Struct, frozen=True, kw_only=True):
-    """The description of one side's blocks, where each rank has one object with all layers."""
+    """Description of the blocks of one reader or writer, each of whose ranks has one object with all layers."""
 
     version: int = FINGERPRINT_VERSION
     model: str
@@ -50,10 +51,10 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
     element_bytes: int
     block_tokens: int
     layers: int
-    kv_heads: int  # of the whole model
-    head_dim: int  # elements of a head for one token, keys and values together
-    layout: str  # of one rank's object, as `kvstore.namespace` defines it
-    tp: int = 1  # ranks among which the heads are divided; 1 is a whole-model object
+    kv_heads: int  # number of heads of the whole model
+    head_dim: int  # number of elements of a head for one token, keys and values together
+    layout: str  # layout of a rank's object, as `kvstore.namespace` defines layouts
+    tp: int = 1  # number of ranks among which the heads are divided; 1: one object has all heads
     hash_algorithm: HashAlgorithm = HashAlgorithm.SHA256_128
 
     @property
@@ -68,12 +69,12 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 
     @property
     def is_at_rest(self) -> bool:
-        """True if the blocks have the layout of the store already: one object holds all heads, and nothing is converted."""
+        """True if the blocks have the form of the store, so that nothing is converted."""
         return self.layout == AT_REST and self.tp == 1
 
     @property
     def at_rest(self) -> KvNamespace:
-        """The namespace of these blocks in a store, which does not depend on this side's layout and ranks."""
+        """Namespace of these blocks in a store. It does not depend on this side's layout and number of ranks."""
         shape = self.shape
         return KvNamespace(
             model=self.model,
@@ -92,22 +93,23 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 class ConversionCost(Struct, frozen=True, kw_only=True):
     """The cost of converting one block for all ranks of the reader."""
 
-    bytes: int  # moved for all ranks; more than the block's size if ranks hold the same heads
-    runs: int  # pieces that are contiguous on both sides, for all ranks
-    bytes_a_rank: int  # of the rank that moves most
+    bytes: int  # bytes moved for all ranks; more than the size of a block if several ranks hold the same heads
+    runs: int  # number of pieces that are contiguous on both sides, for all ranks
+    bytes_a_rank: int  # bytes moved for the rank that moves most
     runs_a_rank: int
 
     def seconds(self, *, bytes_per_second: float, seconds_per_run: float) -> float:
-        """Return the seconds for a block if all ranks move their shards at the same time."""
+        """Return the seconds per block if all ranks move their shards at the same time."""
         return self.bytes_a_rank / bytes_per_second + self.runs_a_rank * seconds_per_run
 
 
 class Identical(Struct, frozen=True):
-    """Rank r of the reader uses the object of the writer's rank r as it is."""
+    """Each rank r of the reader can use the object of the writer's rank r as it is."""
 
 
 class Convertible(Struct, frozen=True):
-    plans: tuple[RepackPlan, ...]  # one for each reading rank; sources are the writer's objects in order of rank
+    # one plan for each rank of the reader; the sources are the writer's objects in order of rank
+    plans: tuple[RepackPlan, ...]
     cost: ConversionCost
 
 
@@ -123,7 +125,7 @@ Agreement = Identical | Convertible | Incompatible
 
 
 def describe(namespace: KvNamespace, *, layout: str | None = None, tp: int = 1) -> Fingerprint:
-    """Make the fingerprint of a side with `tp` ranks; `layout` is that of a rank's object, by default the one at rest.
+    """Make the fingerprint of a side with `tp` ranks whose objects have `layout`; None: the namespace's layout.
 
     Raises:
         LayoutMismatch: The namespace's block size does not match its other fields.
@@ -146,7 +148,10 @@ def describe(namespace: KvNamespace, *, layout: str | None = None, tp: int = 1) 
 
 
 def negotiate(*, writer: Fingerprint, reader: Fingerprint) -> Agreement:
-    """Compare two fingerprints. Never raises, because fingerprints may come from a peer."""
+    """Compare two fingerprints.
+
+    Never raise an exception for an invalid fingerprint, because it may come from a peer.
+    """
     for field in MUST_BE_EQUAL:
         written, wanted = getattr(writer, field), getattr(reader, field)
         if written != wanted:

@@ -1,16 +1,17 @@
-"""Rank shards: moves the part of a block that one rank holds between the rank's memory and the shared block.
+"""Rank shards: copy the part of a block that one rank holds between the rank's memory and the block in the pool.
 
 Rules:
 
-1. A block in a store is whole and has one checksum (`kvstore.layouts.shards`). Several ranks write it together: one rank
-   reserves its place, each rank writes its own runs, and the first rank publishes the block when all have reported.
-2. Each rank reports what its runs add to the checksum, computed from its own bytes. The block's checksum is made from
-   these sums only, and never from the bytes in the pool. So a run that is missing or was overwritten makes the block
-   corrupt for its readers, and readers never get wrong bytes.
-3. A rank reads its own runs and verifies the whole block, in one pass over it.
+1. A block in a store has all heads and one checksum (`kvstore.layouts.shards`). A shard consists of runs: contiguous
+   pieces of the block. Several ranks write a block together: one rank reserves its slot, each rank writes the runs of
+   its shard, and the first rank publishes the block when all ranks have reported.
+2. Each rank reports the contribution of its runs to the checksum, computed from the rank's own bytes. The block's
+   checksum is computed only from these contributions, never from the bytes in the pool. If a run is missing or was
+   overwritten, the checksum is therefore wrong for readers, and they never use wrong bytes.
+3. A rank that reads its shard verifies the checksum of the whole block in the same pass over the block.
 
-CRC-32C is linear. If the register begins at zero, the sum of a block is the exclusive or of the sums of its shards, each
-padded with zeros. A table for each length skips the zeros at once.
+CRC-32C is linear. If the register begins at zero, the checksum of a block is the exclusive or of the checksums of its
+shards, each padded with zeros. A table for each number of zeros computes their effect in one step.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,20 +28,20 @@ from kvstore.messages import ClientWriteReservation, Slots
 from kvstore.namespace import AT_REST
 from kvstore.native import checksums
 
-POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reflected; RFC 3720, appendix B.4
-ONES = 0xFFFFFFFF  # the initial register, and the mask that inverts the result
+POLYNOMIAL = 0x82F63B78  # Castagnoli's polynomial with reflected bits; RFC 3720, appendix B.4
+ONES = 0xFFFFFFFF  # initial value of the CRC register, and mask that inverts its bits for the result
 
 Tables = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class WriteGrant(Struct, frozen=True, kw_only=True):
-    """Places that one rank has reserved for all ranks to write to. msgspec can encode it."""
+    """Slots that one rank has reserved for all ranks to write to. msgspec can encode the grant for other ranks."""
 
     incarnation: str  # incarnation of the node
     places: ClientWriteReservation
 
     def some(self, first: int, end: int) -> "WriteGrant":
-        """Return a grant for some of the places, under the same reservation."""
+        """Return a grant for the slots from `first` to `end` (exclusive), under the same reservation."""
         places = self.places
         return WriteGrant(
             incarnation=self.incarnation,
@@ -54,23 +55,24 @@ class WriteGrant(Struct, frozen=True, kw_only=True):
 
 
 _CopyStep: TypeAlias = "tuple[int, Tables | None, int, int, int, slice | None]"
-"""One piece of a run within one part of the rank's memory; a tuple, because a block has hundreds of pieces.
+"""One piece of a run that lies within one part of the rank's memory. It is a tuple, because a block has hundreds of
+pieces.
 
-The items are: end of the piece before; table for the zeros in between; start and end of this piece; index of the part;
-slice of the part (None: all of it)."""
+The items are: end of the previous piece in the block; table for the zeros between that end and this piece (None: no
+gap); start and end of this piece in the block; index of the part; slice of the part (None: the whole part)."""
 
 
 class RankShard:
-    """The runs of one rank within a block at rest; the shard's bytes are these runs in order. Thread-safe."""
+    """Runs of one rank within a block of the store. The bytes of the shard are these runs in order. Thread-safe."""
 
     def __init__(self, block_bytes: int, runs: Iterable[tuple[int, int]]):
-        """Describe a shard of a block by the start and length of each run, in order, none empty."""
+        """Describe a shard by the start and length of each run in bytes. The runs are in order, and none is empty."""
         self.block_bytes = block_bytes
         self.runs = tuple(runs)
         self.bytes = sum(length for _, length in self.runs)
         end = 0
         for start, length in self.runs:
-            assert end <= start and length > 0, self.runs  # noqa: PT018 - one claim: the runs are in order
+            assert end <= start and length > 0, self.runs  # noqa: PT018 - one condition: the runs are in order
             end = start + length
         assert end <= block_bytes, (end, block_bytes)
         self._end = end
@@ -89,7 +91,7 @@ class RankShard:
         return cls(shape.bytes_of(shape.everything), [(row[start], row[length]) for row in rows])
 
     def put(self, parts: Sequence[ByteArray], block: ByteArray) -> int:
-        """Copy this rank's runs into a block; return what they add to its checksum (`whole_checksums`)."""
+        """Copy this rank's runs into a block; return their contribution to the block's checksum (`whole_checksums`)."""
         register = 0
         for _, gap, start, end, index, within in self._copy_steps(parts):
             if gap is not None:
@@ -99,7 +101,10 @@ class RankShard:
         return _skip_zeros(register, _zeros(self.block_bytes - self._end))
 
     def get(self, block: ByteArray, parts: Sequence[ByteArray]) -> int:
-        """Copy this rank's runs out of a block; return the whole block's checksum, taken from the copied bytes."""
+        """Copy this rank's runs out of a block.
+
+        Return the checksum of the whole block, computed from the copied bytes.
+        """
         checksum = 0
         for before, gap, start, end, index, within in self._copy_steps(parts):
             if gap is not None:
@@ -109,12 +114,15 @@ class RankShard:
         return checksums.extend(checksum, block[self._end :]) if self._end < self.block_bytes else checksum
 
     def take(self, block: ByteArray, parts: Sequence[ByteArray]) -> None:
-        """Copy this rank's runs out of a verified block."""
+        """Copy this rank's runs out of a block whose checksum has been verified."""
         for _, _, start, end, index, within in self._copy_steps(parts):
             np.copyto(parts[index] if within is None else parts[index][within], block[start:end])
 
     def _copy_steps(self, parts: Sequence[ByteArray]) -> tuple[_CopyStep, ...]:
-        """Divide the runs where the parts end; cached, because all blocks of an engine have the same part sizes."""
+        """Divide the runs at the ends of the parts.
+
+        The result is cached, because all blocks of an engine have equal part sizes.
+        """
         sizes = tuple([part.nbytes for part in parts])
         steps = self._steps.get(sizes)
         if steps is None:
@@ -138,7 +146,7 @@ class RankShard:
 
 
 def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
-    """Return the checksum of a block from what each of its shards adds to it."""
+    """Return the checksum of a block from the contributions of all its shards."""
     checksum = _skip_zeros(ONES, _zeros(block_bytes)) ^ ONES
     for each in sums:
         checksum ^= each
@@ -146,7 +154,7 @@ def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
 
 
 def combined_checksums(block_bytes: int, sums_by_rank: Sequence[Mapping[int, int]]) -> dict[int, int]:
-    """Return the checksums, by index, of the blocks that all ranks have written; `sums_by_rank` holds their reports."""
+    """Return the checksums by index of the blocks that all ranks have written, from each rank's contributions."""
     return {
         index: whole_checksums(block_bytes, [sums[index] for sums in sums_by_rank])
         for index in sums_by_rank[0]
@@ -155,14 +163,14 @@ def combined_checksums(block_bytes: int, sums_by_rank: Sequence[Mapping[int, int
 
 
 def _skip_zeros(register: int, zeros: Tables) -> int:
-    """Return the CRC register after as many zero bytes as the tables were made for (`_zeros`)."""
+    """Return the CRC register after the number of zero bytes for which `zeros` was made (`_zeros`)."""
     lowest, low, high, highest = zeros
     return lowest[register & 0xFF] ^ low[register >> 8 & 0xFF] ^ high[register >> 16 & 0xFF] ^ highest[register >> 24]
 
 
-@lru_cache(maxsize=256)  # there are a few lengths for each layout and number of ranks
+@lru_cache(maxsize=256)  # Each layout and number of ranks needs a few lengths only.
 def _zeros(count: int) -> Tables:
-    """Return tables for the effect of `count` zero bytes on each byte of the register."""
+    """Return one table per byte of the register, with the effect of `count` zero bytes on each value of the byte."""
     power = [POLYNOMIAL, *(1 << bit for bit in range(31))]  # the effect of one zero bit on each bit of the register
     columns = [1 << bit for bit in range(32)]
     bits = 8 * count

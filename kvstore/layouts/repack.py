@@ -1,13 +1,13 @@
-"""Repacking: moves a block from one layout and set of ranks into another.
+"""Repacking: plans and performs the copies of a block from one layout and set of ranks to another.
 
 Rules:
 
-1. A plan is made once for each pair of object sets, from their shards alone (`kvstore.layouts.shards`), and serves every
-   block. Making it touches no bytes, so a mismatch is an error before any byte moves.
+1. A plan is made once for a set of source objects and a set of destination objects, and is used for every block. It is
+   made from the objects' shards alone (`kvstore.layouts.shards`), so a mismatch is an error before any byte moves.
 2. A plan of `plan_fill` writes every byte of every destination exactly once. If that is impossible, there is no plan.
-3. If several objects hold the same head, the first one that is tried provides it. A caller that begins with a different
-   object for each rank spreads the load, as `kvstore.layouts.fingerprint` does.
-4. Bytes are moved and never changed; a dtype is only a number of bytes.
+3. If several source objects hold the same head, the first one that is tried provides it. To spread the load, a caller
+   begins with a different source for each rank, as `kvstore.layouts.fingerprint` does.
+4. Bytes are moved and never changed. Of the dtype, only its size in bytes matters.
 
 A plan consists of strided copies, one for each pair of objects that overlap. Bytes that are contiguous on both sides form
 one run of such a copy. One kernel call performs all copies of a block.
@@ -28,7 +28,7 @@ from kvstore.native import kernels
 from kvstore.native.kernels_twin import COPY_AXES, COPY_COLUMNS
 
 RUN_FIELDS = ("source", "source_offset", "destination", "destination_offset", "length")
-"""Columns of `RepackPlan.runs`; objects are given by their index, offsets and lengths in bytes."""
+"""Columns of `RepackPlan.runs`. Source and destination are indices of objects; offsets and lengths are in bytes."""
 
 
 class StridedCopy(Struct, frozen=True, kw_only=True):
@@ -38,7 +38,8 @@ class StridedCopy(Struct, frozen=True, kw_only=True):
     destination: int
     source_offset: int
     destination_offset: int
-    counts: tuple[int, ...]  # runs along each axis, from the outermost of the destination on; empty: one run
+    # number of runs along each axis, from the outermost axis of the destination on; empty: one run
+    counts: tuple[int, ...]
     source_strides: tuple[int, ...]
     destination_strides: tuple[int, ...]
     run_bytes: int
@@ -48,7 +49,7 @@ class StridedCopy(Struct, frozen=True, kw_only=True):
         return math.prod(self.counts)
 
     def row(self) -> list[int]:
-        """Return the copy as a row for `kvstore.native.kernels_twin.copy`."""
+        """Return the copy as a row of the table that `kvstore.native.kernels_twin.copy` takes."""
         unused = COPY_AXES - len(self.counts)
         axes = zip(self.counts, self.source_strides, self.destination_strides, strict=True)
         where = [self.source, self.source_offset, self.destination, self.destination_offset, self.run_bytes]
@@ -56,7 +57,7 @@ class StridedCopy(Struct, frozen=True, kw_only=True):
 
 
 class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
-    """The copies that move one block from some objects into others."""
+    """Copies that move one block from a set of source objects to a set of destination objects."""
 
     source_bytes: tuple[int, ...]  # sizes of the source objects
     destination_bytes: tuple[int, ...]
@@ -64,20 +65,20 @@ class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def bytes(self) -> int:
-        """Bytes that are moved for one block."""
+        """Number of bytes that are moved for one block."""
         return sum(copy.runs * copy.run_bytes for copy in self.copies)
 
     @property
     def run_count(self) -> int:
-        """Pieces of one block that are contiguous on both sides."""
+        """Number of pieces of one block that are contiguous on both sides."""
         return sum(copy.runs for copy in self.copies)
 
     def perform(self, sources: Sequence[ByteArray], destinations: Sequence[ByteArray]) -> None:
         """Move one block.
 
         Args:
-            sources: The objects' bytes, contiguous, in the order for which the plan was made.
-            destinations: The same for the destinations. Bytes outside the plan stay unchanged.
+            sources: Contiguous bytes of each source object, in the order for which the plan was made.
+            destinations: The same for the destination objects. Bytes outside the plan stay unchanged.
 
         Raises:
             ValueError: An object has a wrong size; nothing was moved.
@@ -92,16 +93,16 @@ class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
         return np.array(rows, np.int64).reshape(len(rows), COPY_COLUMNS)
 
     def runs(self) -> NDArray[np.int64]:
-        """Return every run as a row of `RUN_FIELDS`, for a transport that fetches only the runs of one rank."""
+        """Return every run as a row with the columns `RUN_FIELDS`, for a transport that reads only one rank's runs."""
         return np.concatenate([np.zeros((0, len(RUN_FIELDS)), np.int64), *(_runs(copy) for copy in self.copies)])
 
 
 def plan_fill(
     shape: BlockShape, sources: Sequence[BlockShard], destinations: Sequence[BlockShard], *, first: int = 0
 ) -> RepackPlan:
-    """Plan to fill every destination from the sources that hold its bytes.
+    """Plan the copies that fill every destination from the sources that hold its bytes.
 
-    The source with index `first` is tried before all others (rule 3); the rest follow in cyclic order.
+    The source with index `first` is tried first (rule 3); the other sources follow in cyclic order.
 
     Raises:
         LayoutMismatch: A layout is invalid, or the sources lack bytes that a destination needs.
@@ -115,7 +116,7 @@ def plan_fill(
 
 
 def read_shard(shape: BlockShape, at_rest: str, into: Sequence[BlockShard]) -> RepackPlan:
-    """Plan the copy from a whole-model block into the memory of one rank, which may have one object for each layer.
+    """Plan the copies from a whole-model block to the memory of one rank, which may have one object for each layer.
 
     Raises:
         LayoutMismatch: A layout is invalid, or a shard is not within the block.
@@ -134,7 +135,7 @@ def _plan(
 
 
 def _covering(shape: BlockShape, wanted: Box, parts: Sequence[BlockShard], first: int) -> Iterator[tuple[int, Box]]:
-    """Yield disjoint boxes that make up `wanted`, each with the index of the part that provides it."""
+    """Yield disjoint boxes that together make up `wanted`, each with the index of the part that provides it."""
     if wanted.overlap(shape.everything) != wanted:
         raise LayoutMismatch("heads", f"heads: {wanted} is not within {shape.everything}")
     missing = [wanted]
@@ -195,7 +196,10 @@ def _merge(axes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def _extents(shape: BlockShape, box: Box) -> dict[str, int]:
-    """Return the sizes of the axes. An odd `head_dim` is never divided into keys and values (`BlockShape.axes`)."""
+    """Return the sizes of the axes of a box.
+
+    An odd `head_dim` is not divided into keys and values (`BlockShape.axes`).
+    """
     halves = 1 if shape.head_dim % 2 else 2
     return {
         "L": box.layers.count,

@@ -1,12 +1,12 @@
-"""Shards: which layers and heads of a block an object holds, and in which order of axes.
+"""Shards: describe which layers and heads of a block an object holds, and in which order of axes.
 
 Rules:
 
-1. A block belongs to the whole model: all layers, all heads of keys and values, the same `block_tokens` tokens. Shards
-   differ from it and from each other only in their layers, heads and layout (`kvstore.namespace`).
-2. With tensor-parallel size T, rank r holds heads r * H / T up to (r + 1) * H / T. If there are more ranks than heads,
-   T / H neighbouring ranks hold the same whole head.
-3. Sizes that do not divide are an error that names the field, before any byte moves.
+1. A block has all layers and all heads of keys and values of the model, for `block_tokens` tokens. A shard has the same
+   tokens, but may have fewer layers and heads, and another layout (`kvstore.namespace`).
+2. With tensor-parallel size T and H heads, rank r holds the heads from r * H / T to (r + 1) * H / T (exclusive). If
+   there are more ranks than heads, T / H neighbouring ranks hold the same head.
+3. If the heads cannot be divided among the ranks, this is an error that names the field, before any byte moves.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from kvstore.namespace import KvNamespace
 
 
 class Span(Struct, frozen=True, order=True):
-    """A range of consecutive layers or heads, which may be empty."""
+    """Range of consecutive layers or heads; may be empty."""
 
     first: int
     count: int
@@ -34,7 +34,7 @@ class Span(Struct, frozen=True, order=True):
 
 
 class Box(Struct, frozen=True):
-    """A range of layers combined with a range of heads."""
+    """Range of layers, combined with a range of heads."""
 
     layers: Span
     heads: Span
@@ -46,7 +46,7 @@ class Box(Struct, frozen=True):
         return Box(self.layers.overlap(other.layers), self.heads.overlap(other.heads))
 
     def without(self, hole: "Box") -> "list[Box]":
-        """Return what remains without a box that lies within this one: up to four boxes, none empty."""
+        """Return what remains of this box without `hole`, a box within it: up to four boxes, none of them empty."""
         above = Span(self.layers.first, hole.layers.first - self.layers.first)
         below = Span(hole.layers.end, self.layers.end - hole.layers.end)
         before = Span(self.heads.first, hole.heads.first - self.heads.first)
@@ -56,19 +56,19 @@ class Box(Struct, frozen=True):
 
 
 class BlockShard(Struct, frozen=True):
-    """One object with a part of a block, in a layout. Its bytes are contiguous."""
+    """Object that holds the layers and heads of `box` in a layout. Its bytes are contiguous."""
 
     layout: str
     box: Box
 
 
 class BlockShape(Struct, frozen=True, kw_only=True):
-    """The sizes of the axes of a whole model's block."""
+    """Sizes of the axes of a block of the whole model."""
 
     layers: int
     kv_heads: int
     block_tokens: int
-    head_dim: int  # elements of a head for one token, keys and values together
+    head_dim: int  # number of elements of a head for one token, keys and values together
     element_bytes: int
 
     @classmethod
@@ -99,7 +99,7 @@ class BlockShape(Struct, frozen=True, kw_only=True):
         return box.layers.count * box.heads.count * self.block_tokens * self.head_dim * self.element_bytes
 
     def axes(self, layout: str) -> str:
-        """Return the five axes of a layout in order, with ``K``.
+        """Return the five axes of a layout in order. If the layout has no ``K``, it is added before ``D``.
 
         Raises:
             LayoutMismatch: The layout is invalid, or separates keys and values although `head_dim` is odd.
@@ -116,7 +116,7 @@ class BlockShape(Struct, frozen=True, kw_only=True):
         return layout
 
     def replicas(self, tp: int) -> int:
-        """Return how many ranks hold the same head.
+        """Return the number of ranks that hold the same head.
 
         Raises:
             LayoutMismatch: The heads cannot be divided among `tp` ranks.

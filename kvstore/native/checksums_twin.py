@@ -1,4 +1,4 @@
-"""Twin of `checksum.c`, by google-crc32c and numpy: it defines the results and runs where the C is not built."""
+"""Twin of `checksum.c`, by google-crc32c and numpy: it defines the results, and is used if the C is not built."""
 
 import struct
 from typing import TypeAlias
@@ -8,22 +8,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 ByteArray: TypeAlias = NDArray[np.uint8]
-"""One contiguous piece as bytes; shares the memory of the original."""
+"""Bytes of one contiguous piece, as an array that shares the memory of the piece."""
 
-CHUNK_BYTES = 256 << 10  # small enough that a chunk stays in the processor's cache
+CHUNK_BYTES = 256 << 10  # size of a step of a copy, small enough that the bytes stay in the processor's cache
 
-SLOT = struct.Struct("<QQI")  # offset, generation, CRC-32C, as in `kvstore.messages`
+SLOT = struct.Struct("<QQI")  # offset, generation and CRC-32C of a slot, as in `kvstore.messages`
 MOVED, GONE, CORRUPT = range(3)
-"""Outcome of a block, as in `kvstore.messages.BlockOutcome`."""
+"""Numbers of the outcomes of a block, in the order of `kvstore.messages.BlockOutcome`."""
 
 
 def extend(crc32c: int, data: ByteArray, /) -> int:
-    """Return the CRC-32C of the bytes with checksum `crc32c` (0 for none) followed by `data`."""
+    """Return the CRC-32C of earlier bytes followed by `data`; `crc32c` is that of the earlier bytes, or 0."""
     return int(google_crc32c.extend(crc32c, data))
 
 
 def copy(crc32c: int, source: ByteArray, destination: ByteArray, /) -> int:
-    """Copy bytes and extend the checksum by those that arrived, even if the source changes meanwhile.
+    """Copy bytes and return `crc32c` extended by the copied bytes, even if the source changes during the copy.
 
     Raises:
         ValueError: Source and destination differ in size; nothing was copied.
@@ -48,15 +48,17 @@ def get_blocks(
 ) -> bytes:
     """Copy blocks out of a pool; return one byte per block with its outcome.
 
-    A block with a wrong checksum is CORRUPT if its place still belongs to it afterwards, and GONE otherwise.
+    If the checksum of the copied bytes is wrong, the outcome is CORRUPT if the slot still belongs to the block after
+    the copy, and GONE otherwise.
 
     Args:
         pool: The whole pool.
         stamps: For each page, the generation of the block that begins in it.
         page_bytes: Size of a page.
-        slots: One `kvstore.messages.SLOT` per block.
+        slots: One record `kvstore.messages.SLOT` per block.
         block_bytes: Size of each block.
-        parts: Contiguous destinations; the parts of a block add up to its size, and those of the next block follow.
+        parts: Contiguous destinations: the parts of the first block, then those of the second block, and so on. The
+            sizes of a block's parts add up to `block_bytes`.
 
     Raises:
         AssertionError: The parts do not make up these blocks; nothing was copied.
@@ -109,7 +111,7 @@ def put_blocks(
 
 
 def sums(count: int, block_bytes: int, parts: list[ByteArray], /) -> list[int]:
-    """Return the CRC-32C of each of `count` blocks; parts and errors are those of `get_blocks`."""
+    """Return the CRC-32C of each of `count` blocks. `parts` and errors are those of `get_blocks`."""
     blocks = _blocks(parts, block_bytes)
     assert len(blocks) == count, f"parts do not make {count} blocks of {block_bytes} bytes"
     checksums = []
@@ -140,7 +142,7 @@ def _blocks(parts: list[ByteArray], block_bytes: int) -> list[list[ByteArray]]:
 def _place(
     pool: ByteArray, stamps: NDArray[np.uint64], page_bytes: int, offset: int, generation: int, block_bytes: int
 ) -> ByteArray | None:
-    """Return the bytes of a block; None if the place belongs to another block, or does not exist."""
+    """Return the bytes of a block in the pool; None if the place belongs to another block, or is outside the pool."""
     page = offset // page_bytes
     if page >= len(stamps) or offset + block_bytes > pool.nbytes or int(stamps[page]) != generation:
         return None

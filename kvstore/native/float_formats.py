@@ -1,7 +1,7 @@
-"""Floating-point formats of blocks: conversion by tables of all 16-bit and all 8-bit patterns.
+"""Floating-point formats of KV values: tables that convert between 16-bit formats and the 8-bit format E4M3.
 
-E4M3 is the 8-bit format that engines call fp8_e4m3 ("fn": no infinities, one NaN): sign, 4 bits of exponent with bias
-7, 3 bits of fraction. Magnitudes go up to 448, in steps of 2^-9 below 2^-6.
+E4M3 is the format that engines call fp8_e4m3 ("fn": no infinities, one NaN). It has a sign, 4 bits of exponent with
+bias 7, and 3 bits of fraction. Magnitudes go up to 448; below 2^-6 they are 2^-9 apart.
 """
 
 from enum import StrEnum
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 E4M3_LARGEST = 448.0
 _E4M3_LARGEST_CODE = 0x7E
-_E4M3_LEAST_EXPONENT = -6  # of normal numbers
+_E4M3_LEAST_EXPONENT = -6  # exponent of the smallest normal number
 _E4M3_FRACTION_BITS = 3
 
 
 class HalfFormat(StrEnum):
-    """Formats of 16 bits."""
+    """Floating-point formats with 16 bits."""
 
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
@@ -28,27 +28,30 @@ class HalfFormat(StrEnum):
 
     @property
     def largest(self) -> int:
-        """Pattern of the largest finite number; magnitudes have the order of their patterns."""
+        """Bit pattern of the largest finite number. Magnitudes have the same order as their bit patterns."""
         return 0x7F7F if self is HalfFormat.BFLOAT16 else 0x7BFF
 
     @property
     def half_step(self) -> float:
-        """Largest relative rounding error of a normal number in this format."""
+        """Largest relative rounding error of a normal number."""
         return 0.5 ** (self.fraction_bits + 1)
 
     @property
     def half_least(self) -> float:
-        """Half of the smallest positive number: the largest rounding error near zero."""
+        """Half of the smallest positive number, which is the largest rounding error near zero."""
         return 2.0**-134 if self is HalfFormat.BFLOAT16 else 2.0**-25
 
     def numbers(self, patterns: NDArray[np.uint16]) -> NDArray[np.float32]:
-        """Return the exact numbers of these patterns."""
+        """Return the exact numbers of these bit patterns."""
         if self is HalfFormat.BFLOAT16:
             return (patterns.astype(np.uint32) << 16).view(np.float32)
         return patterns.view(np.float16).astype(np.float32)
 
     def patterns(self, numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
-        """Return the nearest patterns of finite numbers, ties to even, none beyond the largest finite number."""
+        """Return the bit patterns of the nearest numbers, ties to even.
+
+        A number beyond the largest finite one becomes the latter.
+        """
         largest = float(self.numbers(np.array([self.largest], np.uint16))[0])
         inside = np.clip(numbers, -largest, largest)
         if self is HalfFormat.FLOAT16:
@@ -58,7 +61,7 @@ class HalfFormat(StrEnum):
 
 
 def e4m3_codes(numbers: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Return the nearest codes, ties to even; numbers beyond the largest get the largest code."""
+    """Return the E4M3 codes of the nearest numbers, ties to even. Numbers beyond the largest one get its code."""
     magnitudes = np.minimum(np.abs(numbers), E4M3_LARGEST)
     exponents = np.where(magnitudes > 0, np.frexp(magnitudes)[1] - 1, _E4M3_LEAST_EXPONENT)
     exponents = np.maximum(exponents, _E4M3_LEAST_EXPONENT)
@@ -71,7 +74,10 @@ def e4m3_codes(numbers: NDArray[np.float64]) -> NDArray[np.uint8]:
 
 
 def e4m3_numbers() -> NDArray[np.float64]:
-    """Return the number of each of the 256 codes; NaN, which our codes never contain, counts as the largest."""
+    """Return the numbers of the 256 E4M3 codes, by code.
+
+    The code of NaN, which our encoder never produces, counts as 448.
+    """
     codes = np.minimum(np.arange(256) & 0x7F, _E4M3_LARGEST_CODE)
     exponents, eighths = codes >> _E4M3_FRACTION_BITS, codes & 7
     normal = exponents > 0
@@ -81,7 +87,10 @@ def e4m3_numbers() -> NDArray[np.float64]:
 
 @lru_cache(maxsize=64)
 def e4m3_encoder(half: HalfFormat, exponent: int) -> NDArray[np.uint8]:
-    """Return a table from each 16-bit pattern to the e4m3 code of its number / 2**exponent. Infinities and NaN have no valid code."""
+    """Return a table from each 16-bit pattern to the E4M3 code of its number divided by 2**exponent.
+
+    The entries for infinities and NaN are meaningless.
+    """
     patterns = np.arange(1 << 16, dtype=np.uint16)
     finite = (patterns & 0x7FFF) <= half.largest
     numbers = half.numbers(np.where(finite, patterns, 0).astype(np.uint16)).astype(np.float64)
@@ -90,7 +99,7 @@ def e4m3_encoder(half: HalfFormat, exponent: int) -> NDArray[np.uint8]:
 
 @lru_cache(maxsize=1024)
 def e4m3_decoder(half: HalfFormat, exponent: int) -> NDArray[np.uint16]:
-    """Return a table from each e4m3 code to the 16-bit pattern of its number times 2**exponent."""
+    """Return a table from each E4M3 code to the 16-bit pattern of its number times 2**exponent."""
     numbers = np.ldexp(e4m3_numbers(), exponent)
     largest = float(np.finfo(np.float32).max)
     return half.patterns(np.clip(numbers, -largest, largest).astype(np.float32))

@@ -1,7 +1,7 @@
-"""Kernels of repacking and of the codecs: the native module if it is built, otherwise its twin, with the same results.
+"""Kernels of repacking and of the codecs: functions of the native module, or of its twin if it is not built.
 
-The native module (`kernels.c`) is several times faster and never needed. `kvstore.native.kernels_twin` documents the
-functions.
+The native module (`kernels.c`) is several times faster; the results are the same. `kvstore.native.kernels_twin`
+documents the functions.
 """
 
 try:
@@ -9,7 +9,7 @@ try:
 
     BUILT = True
     """True if the native kernels run."""
-except ImportError:  # not built
+except ImportError:  # the native module is not built
     from kvstore.native.kernels_twin import copy, dequantise, join, narrow, quantise, split, widen
 
     BUILT = False

@@ -1,7 +1,7 @@
-"""Twin of `kernels.c` in numpy: it defines the results and runs where the C is not built.
+"""Twin of `kernels.c` in numpy: it defines the results, and is used if the C code is not built.
 
-Each function and its namesake in `kernels.c` write the same bytes. All arrays are contiguous. Results go into arrays of
-the caller. A size that does not fit raises `ValueError`, and then nothing was written.
+Each function writes the same bytes as the function of the same name in `kernels.c`. All arrays are contiguous. The
+caller provides the arrays for results. If sizes do not match, a function raises `ValueError` and writes nothing.
 """
 
 from collections.abc import Sequence
@@ -15,27 +15,25 @@ from kvstore.native.float_formats import HalfFormat
 
 COPY_AXES = 5
 COPY_COLUMNS = 5 + 3 * COPY_AXES
-"""Columns of a row of `copy`: source, its offset, destination, its offset, bytes of a run. Then follow for each axis,
-outermost first, the number of runs, the stride in the source and the stride in the destination. Unused axes have one
-run.
-"""
+"""Number of columns in the table of `copy`. The first five are: source, its offset, destination, its offset, bytes of a
+run. Then follow for each axis, outermost first, the number of runs, the stride in the source and the stride in the
+destination. Unused axes have one run."""
 
 LONGEST_ITEM = 1 << 20
-"""Longest run, in bytes, that is one numpy item. Longer runs are copied as single bytes, which costs little for them;
-numpy's items end at 2 GiB.
-"""
+"""Longest run, in bytes, that is copied as one numpy item. Longer runs are copied as single bytes, because a numpy item
+is smaller than 2 GiB; for long runs this costs little."""
 
 LARGEST_CODE = 127.0
 
 ONE = 0x3F80
-"""1.0 in bfloat16."""
+"""The number 1.0 in bfloat16."""
 
 
 def copy(table: NDArray[np.int64], sources: Sequence[ByteArray], destinations: Sequence[ByteArray]) -> None:
     """Copy runs of bytes between objects.
 
     Args:
-        table: One row per strided copy, `COPY_COLUMNS` wide.
+        table: One row with `COPY_COLUMNS` columns for each strided copy.
         sources: Source objects.
         destinations: Destination objects; none of them overlaps a source.
     """
@@ -45,18 +43,18 @@ def copy(table: NDArray[np.int64], sources: Sequence[ByteArray], destinations: S
 
 
 def split(block: ByteArray, planes: ByteArray) -> None:
-    """Sort bytes by their place within a value.
+    """Separate the bytes of values by their position within a value.
 
     Args:
-        block: Values of equal width, one after the other.
-        planes: Shape [width, values]; plane i receives byte i of each value.
+        block: Values of equal width, without gaps.
+        planes: Result, shape [width, values]; plane i receives byte i of each value.
     """
     _fits(block.nbytes == planes.nbytes, "planes and block differ in size")
     np.copyto(planes, block.reshape(-1, len(planes)).T)
 
 
 def join(planes: Sequence[ByteArray], block: ByteArray) -> None:
-    """Reverse `split`; the planes may lie anywhere."""
+    """Do the reverse of `split`. The planes need not be adjacent in memory."""
     _fits(block.nbytes == sum(plane.nbytes for plane in planes), "planes and block differ in size")
     _fits(len({plane.nbytes for plane in planes}) == 1, "planes differ in size")
     values = block.reshape(-1, len(planes))
@@ -67,47 +65,51 @@ def join(planes: Sequence[ByteArray], block: ByteArray) -> None:
 def narrow(
     values: NDArray[np.uint16], tables: NDArray[np.uint8], which: NDArray[np.uint16], codes: NDArray[np.uint8]
 ) -> None:
-    """Look up 16-bit values in tables of 65,536 codes, group by group.
+    """Convert 16-bit values to 8-bit codes by tables with one entry per 16-bit pattern; each group has a table.
 
     Args:
         values: Shape [groups, values of a group].
         tables: Shape [tables, 65536].
-        which: Shape [groups]: the table of each group.
-        codes: Result, of the shape of `values`.
+        which: Shape [groups]; index of the table of each group.
+        codes: Result, with the shape of `values`.
     """
     _fits(values.shape == codes.shape and len(which) == len(values), "values, codes and groups differ in size")
     _fits(not which.size or int(which.max()) < len(tables), "a group's table does not exist")
     for row, table, into in zip(values, which, codes, strict=True):
-        np.take(tables[table], row, out=into, mode="clip")  # no index is out of range; this mode needs no buffer
+        # No index is out of range; "clip" is set because it makes numpy write without a temporary buffer.
+        np.take(tables[table], row, out=into, mode="clip")
 
 
 def widen(
     codes: NDArray[np.uint8], tables: NDArray[np.uint16], which: NDArray[np.uint16], values: NDArray[np.uint16]
 ) -> None:
-    """Look up codes in tables of 256 values, group by group; the reverse of `narrow`."""
+    """Convert 8-bit codes to 16-bit values by tables of 256 entries, as the reverse of `narrow`.
+
+    Each group has a table.
+    """
     _fits(values.shape == codes.shape and len(which) == len(values), "values, codes and groups differ in size")
     _fits(not which.size or int(which.max()) < len(tables), "a group's table does not exist")
     for row, table, into in zip(codes, which, values, strict=True):
-        np.take(tables[table], row, out=into, mode="clip")  # as in `narrow`
+        np.take(tables[table], row, out=into, mode="clip")  # no temporary buffer, as in `narrow`
 
 
 def quantise(
     values: NDArray[np.uint16], fraction_bits: int, scales: NDArray[np.uint16], codes: NDArray[np.int8]
 ) -> None:
-    """Divide 16-bit floating-point values by a scale for each column, to the nearest integer within ±127.
+    """Divide 16-bit floating-point values by a scale per column, and round them to the nearest integer within ±127.
 
     Args:
-        values: Bit patterns, shape [groups, rows, columns]; all finite.
-        fraction_bits: Fraction bits of their format: 7 is bfloat16, 10 is float16.
+        values: Bit patterns, shape [groups, rows, columns]; all numbers are finite.
+        fraction_bits: Number of fraction bits of the values: 7 for bfloat16, 10 for float16.
         scales: Result, shape [groups, columns], always bfloat16: a column's largest magnitude / 127, rounded up.
-        codes: Result, of the shape of `values`.
+        codes: Result, with the shape of `values`.
     """
     _fits(values.shape == codes.shape and scales.shape == (len(values), values.shape[2]), "shapes do not fit")
     half = _half(fraction_bits)
     numbers = half.numbers(values)
     largest = half.numbers((values & 0x7FFF).max(axis=1)) / np.float32(LARGEST_CODE)
     bits = (largest.view(np.uint32) + 0xFFFF) >> 16
-    bits[bits == 0] = ONE  # a column of zeros: every scale is correct
+    bits[bits == 0] = ONE  # any scale fits a column of zeros
     scales[:] = bits
     numbers /= HalfFormat.BFLOAT16.numbers(scales)[:, np.newaxis]
     np.copyto(codes, np.rint(numbers, out=numbers), casting="unsafe")
@@ -116,10 +118,10 @@ def quantise(
 def dequantise(
     codes: NDArray[np.int8], scales: NDArray[np.uint16], fraction_bits: int, values: NDArray[np.uint16]
 ) -> None:
-    """Reverse `quantise`: products rounded to the nearest value, ties to even, none beyond the largest finite value."""
+    """Multiply codes by their scale, rounded to nearest, ties to even, and limited to the largest finite number."""
     _fits(values.shape == codes.shape and scales.shape == (len(values), values.shape[2]), "shapes do not fit")
     numbers = codes.astype(np.float32)
-    with np.errstate(over="ignore"):  # an infinite product becomes the largest finite value
+    with np.errstate(over="ignore"):  # an infinite product becomes the largest finite number below
         numbers *= HalfFormat.BFLOAT16.numbers(scales)[:, np.newaxis]
     values[:] = _half(fraction_bits).patterns(numbers)
 
@@ -134,7 +136,10 @@ def _half(fraction_bits: int) -> HalfFormat:
 def _views(
     row: list[int], sources: Sequence[ByteArray], destinations: Sequence[ByteArray]
 ) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """Return destination and source of one copy as arrays of runs; numpy refuses areas outside the objects."""
+    """Return views of destination and source of one copy, as arrays of runs.
+
+    Numpy checks that they lie within the objects.
+    """
     _fits(min(row) >= 0, "a copy is not within its objects")
     source, source_offset, destination, destination_offset, length = row[:5]
     counts, steps, strides = row[5::3], row[6::3], row[7::3]

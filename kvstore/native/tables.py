@@ -1,7 +1,7 @@
-"""Table of blocks by hash, with the look-up of a whole chain in one call: the native module or its twin.
+"""Table of blocks by hash, which looks up a whole chain in one call: the native module, or its twin if it is not built.
 
-The native table (`table.c`) finds 512 blocks and their slots in a quarter of the time of a dict. This is most of the
-time of a node's look-up. `kvstore.native.tables_twin` documents the methods.
+The native table (`table.c`) finds 512 blocks and their slots in a quarter of the time of a dict. This takes most of the
+time of a look-up in a node. `kvstore.native.tables_twin` documents the methods.
 """
 
 try:
@@ -9,7 +9,7 @@ try:
 
     BUILT = True
     """True if the native table is used."""
-except ImportError:  # not built
+except ImportError:  # the native module is not built
     from kvstore.native.tables_twin import BlockTable
 
     BUILT = False

@@ -1,4 +1,4 @@
-"""Identity of this host with respect to shared memory."""
+"""Host id: tells whether two processes can probably share memory."""
 
 import hashlib
 import os

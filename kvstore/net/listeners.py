@@ -1,14 +1,14 @@
-"""The end of a listening port."""
+"""Listeners: stop a listening asyncio server without losing connections that were just accepted."""
 
 import asyncio
 
 
 def stop_listening(server: asyncio.Server) -> None:
-    """Accept nothing more, and close the server in the next turn of its loop.
+    """Stop accepting connections now, and close the server in the next iteration of its event loop.
 
-    asyncio gives an accepted connection its transport one turn after `accept`. If the server is closed in between, an assertion
-    in `Server._attach` fails, nobody closes the accepted socket, and its client waits for an answer until the garbage collector
-    comes by (CPython 3.11 to 3.13).
+    asyncio gives an accepted connection its transport one iteration after `accept`. If the server is closed in between,
+    an assertion in `Server._attach` fails, and nothing closes the accepted socket. Its client then waits until the
+    garbage collector closes the socket (CPython 3.11 to 3.13).
     """
     loop = server.get_loop()
     for listening in server.sockets:

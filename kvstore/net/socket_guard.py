@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class GuardedConnection(Struct, frozen=True, kw_only=True):
-    """One connection of the port, as the choice of connections to shut down sees it."""
+    """State of one connection of the port, from which `select_displaced` chooses the connections to shut down."""
 
     peer: Peer
     busy: bool
@@ -67,7 +67,7 @@ class GuardedConnection(Struct, frozen=True, kw_only=True):
 
 
 def select_displaced(connections: list[GuardedConnection], most: int, per_address: int) -> list[GuardedConnection]:
-    """Return the connections that must give way (rules 2 to 4)."""
+    """Return the connections that must be shut down (rules 2 to 4)."""
     by_address: dict[str, list[GuardedConnection]] = defaultdict(list)
     for each in connections:
         by_address[each.peer[0]].append(each)
@@ -111,7 +111,7 @@ class SocketGuard(grpc.aio.ServerInterceptor):
             most = MAX_CONNECTIONS if files < 0 else min(MAX_CONNECTIONS, int(files * DESCRIPTOR_SHARE))
         assert most >= 1, most
         assert 0 < address_share <= 1, address_share
-        self.displaced = 0  # connections that gave way since the start
+        self.displaced = 0  # number of connections that were shut down since the start
         self._most = most
         self._per_address = ceil(most * address_share)
         self._calls: Counter[Peer] = Counter()
@@ -152,7 +152,7 @@ class SocketGuard(grpc.aio.ServerInterceptor):
                 logged_at, logged = now, self.displaced
 
     def _survey(self, port: int, files: int, now: float) -> None:
-        """Read the sockets of the port, and shut down those that give way."""
+        """Read the sockets of the port, and shut down the connections that `select_displaced` chooses."""
         found: dict[Peer, tuple[int, int]] = dict(_connections(port))
         self._seen_at = {peer: self._seen_at.get(peer, now) for peer in found}
         self._called &= found.keys()

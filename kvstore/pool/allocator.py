@@ -17,13 +17,14 @@ from kvstore.pool.open_namespaces import OpenNamespace, OpenNamespaces, StoredBl
 from kvstore.pool.quotas import TenantAccount
 
 RESERVED, HELD = BlockState.RESERVED, BlockState.HELD
-"""Enum members, looked up once: the look-up takes longer than the work that follows it for each block."""
+"""Members of `BlockState`. They are constants of this module because an enum look-up takes longer than the work per
+block."""
 
 EVICTED = advance(BlockState.HELD, BlockTransition.EVICT)
 
 
 class PoolAllocator:
-    """Places of all blocks in one pool."""
+    """Decides the slots of all blocks in one pool."""
 
     def __init__(
         self, capacity_bytes: int, eviction: EvictionPolicy[BlockKey], max_namespaces: int, table_key: tuple[int, int]
@@ -142,12 +143,12 @@ class PoolAllocator:
     # Output
 
     def commands(self) -> list[TierCommand]:
-        """Return the commands for the pool's memory, in order; each is handed out once."""
+        """Return the commands for the pool's memory, in order. Each command is returned only once."""
         commands, self._commands = self._commands, []
         return commands
 
     def changes(self) -> list[BlockChanges]:
-        """Return the changes that watchers have to learn; each is handed out once."""
+        """Return the changes that watchers must receive. Each change is returned only once."""
         changed, self._changed = self._changed, {}
         return [
             BlockChanges(
@@ -208,7 +209,7 @@ class PoolAllocator:
                 return None
             vacant = self._evict(victim)
             if occupied_bytes(victim.length) == occupied_bytes(length):
-                return vacant  # the common case: the freed place fits exactly
+                return vacant  # the common case: the freed extent has the right size
             self._extents.give_back(vacant, victim.length)
         return offset
 
@@ -226,7 +227,7 @@ class PoolAllocator:
         return True
 
     def _choose(self, policy: EvictionPolicy[BlockKey]) -> StoredBlock | None:
-        """Return the next unpinned block that a policy gives up, or None."""
+        """Return the unpinned block that a policy evicts next; None if there is none."""
         while (key := policy.choose()) is not None:
             block = self.namespaces.find(key)
             assert block is not None, "the policy knows a block that does not exist"
@@ -236,7 +237,7 @@ class PoolAllocator:
         return None
 
     def _evict(self, block: StoredBlock) -> int:
-        """Drop a block to make room; return the offset of its extent, which the caller has to give back."""
+        """Remove a block to make space. Return the offset of its extent, which the caller must free or use."""
         assert block.state is HELD, block.state
         block.state = EVICTED
         self.forget(self.namespaces.get(block.key.digest), block)

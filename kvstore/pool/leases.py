@@ -17,7 +17,7 @@ from kvstore.clock import Nanos
 from kvstore.errors import Exhausted
 from kvstore.pool.open_namespaces import OpenNamespace, StoredBlock
 
-SLACK = 64  # number of ended entries that are not worth a sweep
+SLACK = 64  # number of ended entries in the heap that are tolerated before a sweep
 
 
 class BlockLease:
@@ -98,7 +98,7 @@ class LeaseTable:
         self._unending.discard(granted)
 
     def due(self, now: Nanos) -> Iterator[BlockLease | PendingWrite]:
-        """Close and yield what has ended by now."""
+        """Close all leases and reservations whose deadline has passed, and yield them."""
         for granted in self.deadlines.due(now):
             if (entry := self._open.get(granted)) is not None:
                 self.end(granted)

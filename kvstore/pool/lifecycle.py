@@ -1,4 +1,4 @@
-"""Life cycle of a block as a table of transitions."""
+"""Life cycle of a block: its states, and the table of transitions between them."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -36,7 +36,7 @@ READABLE = frozenset({BlockState.HELD, BlockState.PINNED})
 
 
 class IllegalBlockTransition(AssertionError):
-    """A transition that the table does not have; it means a bug in the machine."""
+    """The table has no such transition. This means a bug in the pool machine."""
 
 
 def advance(state: BlockState, step: BlockTransition) -> BlockState:

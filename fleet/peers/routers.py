@@ -1,42 +1,43 @@
-"""Peer routers: what the routers of one cluster tell each other.
+"""Peer routers: the messages that the routers of one cluster exchange, and the connections between them.
 
 Rules:
 
-1. Each router dials every other one and sends its messages on that connection; it receives on the connections that it
-   accepted. A dialled connection only brings answers to questions that were asked there.
-2. Reservations are sent as a whole, so the next message repairs whatever was missed.
-3. Reservations are sent `SEND_INTERVAL_SECONDS` after a change, because many change at once, and at least every
-   `FULL_STATE_SECONDS`. The longer they wait, the more routers send their next requests to the same worker: if a
-   quarter of the running requests changes between two messages, they help no more than none. Unchanged reservations are
-   not sent earlier, because each message is an event for its receiver, and two idle routers would answer each other
+1. Each router dials every other router and sends its messages on that connection. It receives the messages of the
+   others on the connections that it has accepted. On a dialled connection it receives only answers to its own
+   questions.
+2. A message about reservations contains all reservations of the sender, so the next message repairs a lost one.
+3. Reservations are sent `SEND_INTERVAL_SECONDS` after a change, because many reservations change at once, and at least
+   every `FULL_STATE_SECONDS`. With a longer interval, more routers would send their next requests to the same worker:
+   if a quarter of the running requests changes between two messages, the messages are of no use. Unchanged reservations
+   are not sent sooner, because each message is an event for its receiver, and two idle routers would answer each other
    forever.
-4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, has left, and its reservations with it.
-5. A worker registers with one router, as often as its lease demands, and that router tells the others. A router that is
-   reached later gets all registrations with the rest of their leases, so leases end at the same time everywhere.
-6. A question of an operator to one router goes to all: why a request was placed as it was, which only one router knows,
-   and the metrics of the processes behind one port. A proxy's report about a lease (`fleet.gateway.selection`) is
-   passed on in the same way. Routers that do not answer within `ANSWER_SECONDS` are left out.
-7. Changed thresholds are sent to all routers, also to those reached later; the latest change wins.
-8. Session bindings are sent with the reservations, and to routers reached later. So routers that could not reach each
-   other agree as soon as they can.
+4. A router that sends nothing for `SILENCE_SECONDS`, or whose connection breaks, counts as gone, and its reservations
+   are dropped.
+5. A worker registers with one router, again and again before its lease ends, and that router passes each registration
+   on to the others. A router that is connected later gets all registrations with the remaining time of their leases, so
+   leases end at the same time everywhere.
+6. A question that an operator asks one router goes to all routers: why a request was placed as it was, which only one
+   router knows, and the metrics of the processes behind one port. A proxy's report about a lease
+   (`fleet.gateway.selection`) is passed on in the same way. Routers that do not answer within `ANSWER_SECONDS` are left
+   out.
+7. Changed thresholds are sent to all routers, also to those that are connected later; the latest change wins.
+8. Session bindings are sent together with the reservations, and also to routers that are connected later. So routers
+   that could not reach each other agree as soon as they can.
 9. Peer prompts (prompts that a worker is about to compute and has not reported) are sent in the same way. Prompts for
-   workers without KV events are sent too, if their block keys are made with a secret that other routers have; each
-   message holds the fingerprint of the secret, and routers with another secret ignore these prompts. Older versions
+   workers without KV events are sent too, if their block keys are made with a secret that other routers have. Each
+   message contains a fingerprint of the secret, and routers with another secret ignore these prompts. Older versions
    ignore all of them.
-10. Over TCP, routers prove that they belong to the cluster before they say anything (`fleet.net.streams`). Unix sockets
-    are
-    open to their own user only.
-11. The usage of tenants with limits is sent like reservations, unless Redis shares the limits; a router that is reached
-    later
-    gets what is left. Near a limit, a router asks the others whether they have received its usage, and waits at most
-    `SETTLE_SECONDS` for their answers. A router that does not answer in time is not waited for again until it answers
-    something.
-12. A router that is reached later gets the reservations last. So a process that shares its ports knows that it has
-    caught
-    up, and accepts no connection before.
-13. The tokens of answers in the journal (`fleet.frontend.answer_journal`) are sent at once and not in batches: the
-    client gets them only then, and this router may be killed in between. A router that is reached later gets all that
-    is known. A peer that takes nothing more does not get them.
+10. Over TCP, each router proves that it belongs to the cluster before any other message (`fleet.net.streams`). A Unix
+    socket can be opened by its own user only, so it needs no proof.
+11. The usage of tenants with limits is sent like reservations, unless Redis shares the limits. A router that is
+    connected later gets what is left of the limits. Near a limit, a router asks the others whether they have received
+    its usage, and waits at most `SETTLE_SECONDS` for their answers. After a router has not answered in time, it is not
+    asked about limits again until it answers another question.
+12. A router that is connected later gets the reservations after everything else. So a new process that shares its ports
+    with others knows that it has caught up when reservations arrive, and accepts no clients before.
+13. The tokens of answers in the journal (`fleet.frontend.answer_journal`) are sent at once and not in batches, because
+    the client gets a token only after it was sent to the peers, and this router may be killed at any time. A router
+    that is connected later gets all tokens in the journal. A peer that has stopped reading does not get them.
 """
 
 import asyncio
@@ -95,19 +96,21 @@ log = logging.getLogger(__name__)
 SEND_INTERVAL_SECONDS = 0.002
 FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
-DIAL_SECONDS = 1.0  # for an answer, and between two later attempts
-FIRST_PAUSE_SECONDS = 0.05  # after the first attempt; short, because processes of one host start at the same time
-SETTLE_SECONDS = 0.25  # about a hundred times the answer time of idle processes
-ANSWER_SECONDS = 1.0  # for a router's answer to an operator's question
-MAX_MESSAGE_BYTES = 16 << 20  # a worker needs about 50 bytes
-MAX_WAITING_BYTES = 2 * MAX_MESSAGE_BYTES  # unsent bytes for one router; after that it is dialled again
+DIAL_SECONDS = 1.0  # longest time to open a connection, and longest pause between two attempts
+# Pause after the first failed attempt; short, because the processes of one host start at the same time.
+FIRST_PAUSE_SECONDS = 0.05
+SETTLE_SECONDS = 0.25  # longest wait for answers about limits; about a hundred times the answer time of idle processes
+ANSWER_SECONDS = 1.0  # longest wait for answers to an operator's question
+MAX_MESSAGE_BYTES = 16 << 20  # a worker needs about 50 bytes in it
+# Most unsent bytes for one router; above it, the connection is closed and dialled again.
+MAX_WAITING_BYTES = 2 * MAX_MESSAGE_BYTES
 
 
 UNSECURED = "that router proves no secret: set replicas_credentials.secret_file there as well"
 
 
 class PeerLimits(Struct, frozen=True):
-    """Tenant limits that the routers share."""
+    """The tenants whose limits the routers share, and the clock by which they are counted."""
 
     tenants: Tenants
     clock: Clock
@@ -134,7 +137,7 @@ class SelectionLeasesApi(Protocol):
 
 
 class PeerRouters:
-    """Connections to the other routers of the cluster; `run` keeps them."""
+    """Connections between this router and the other routers of its cluster; `run` opens them again when they break."""
 
     def __init__(
         self,
@@ -150,23 +153,25 @@ class PeerRouters:
         journal: AnswerJournal | None = None,
         now_unix_ns: Callable[[], int] = unix_nanoseconds,
     ) -> None:
-        """Prepare the connections; `run` dials.
+        """Prepare the connections; they are opened in `run`.
 
         Args:
-            settings: Settings of this router, which name the others.
+            settings: Settings of this router, with the addresses of the others.
             router: This router.
             registry: Registry of this router.
             leases: Selection leases of this router.
             metrics: Returns the metrics of this process in Prometheus' text format.
-            private: Fingerprint of the secret for block keys (rule 9); 0: no other router has it.
-            limits: Tenant limits to share with the other routers; None: not shared here.
-            overflow: Hosted endpoints of this process, if there are any.
-            journal: Answers of this process that others may have to go on with; None: there are none.
-            now_unix_ns: Clock that decides which threshold change is the latest, and which session binding of routers that
-                have not met. In nanoseconds, because two requests may be less than a millisecond apart.
+            private: Fingerprint of the secret for block keys (rule 9); 0: no other router has the secret.
+            limits: Tenant limits to share with the other routers; None: this object does not share limits.
+            overflow: Hosted endpoints of this process; None: there are none.
+            journal: Journal of the answers that other routers may have to continue; None: there are none.
+            now_unix_ns: Returns the Unix time in nanoseconds. It decides which change of thresholds is the latest, and
+                which session binding is the latest among routers that were not connected. Milliseconds would not be
+                enough, because two requests may be closer together.
 
         Raises:
-            ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to other programs.
+            ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to other
+                programs.
         """
         self._settings = settings
         self._own, self._calling = _identities(settings)
@@ -176,8 +181,8 @@ class PeerRouters:
         self._metrics = metrics
         self._private = private
         self._now_unix_ns = now_unix_ns
-        self._tuned: PeerThresholds | None = None  # the latest change
-        self.links: dict[str, _PeerConnection] = {}  # by address
+        self._tuned: PeerThresholds | None = None  # the latest change of the thresholds, here or at another router
+        self.links: dict[str, _PeerConnection] = {}  # open outgoing connections by address
         self._timer: asyncio.TimerHandle | None = None
         self._told: Mapping[WorkerId, ReservationTotals] = {}
         self._heard_of: set[str] = set()
@@ -230,13 +235,13 @@ class PeerRouters:
         self._send(pb.ReplicaMessage(deregistered=message))
 
     async def explained(self, request_id: RequestId) -> control_pb2.ExplainResponse | None:
-        """Return another router's explanation of a request; None if no router has placed it."""
+        """Return the explanation of a request by the router that placed it, or None if no other router did."""
         question = pb.ReplicaQuestion(explain=control_pb2.ExplainRequest(request_id=request_id))
         answer = await self._first(question)
         return None if answer is None else answer.explained
 
     async def reported(self, report: selection_pb2.ReportRequest) -> selection_pb2.ReportResponse | None:
-        """Return the answer of the router that holds this lease; None if none does."""
+        """Pass a report to the router that gave the lease; return its response, or None if no router has the lease."""
         answer = await self._first(pb.ReplicaQuestion(report=report))
         return None if answer is None else answer.reported
 
@@ -250,19 +255,19 @@ class PeerRouters:
         return any(map(_is_beside, self._settings.replicas))
 
     def heard_of(self, router_id: str) -> None:
-        """Note that a router has sent its whole state."""
+        """Note that another router has sent its whole state to this one."""
         if not self._caught_up.is_set():
             self._heard_of.add(router_id)
             if len(self._heard_of) >= sum(map(_is_beside, self._settings.replicas)):
                 self._caught_up.set()
 
     async def caught_up(self) -> None:
-        """Wait until all processes beside this one have sent their state; the caller sets a deadline."""
+        """Wait until all processes that share this one's ports have sent their state; the caller limits the wait."""
         if self.share_a_port:
             await self._caught_up.wait()
 
     async def metrics(self) -> dict[str, str]:
-        """Return the metrics of this process and of those beside it, by router."""
+        """Return the metrics of this process and of those that share its ports, as texts by the name of the router."""
         beside = [link for address, link in self.links.items() if _is_beside(address)]
         answers = await self._ask(beside, pb.ReplicaQuestion(metrics=pb.MetricsRequest()))
         return {self._settings.router_id: self._metrics()} | {answer.router_id: answer.metrics for answer in answers}
@@ -301,7 +306,7 @@ class PeerRouters:
         return answer
 
     async def _ask(self, links: "list[_PeerConnection]", question: pb.ReplicaQuestion) -> list[pb.ReplicaAnswer]:
-        """Return the answers that come in time."""
+        """Send a question on some connections; return the answers that arrive within `ANSWER_SECONDS`."""
         asked = [link.ask(question) for link in links]
         if not asked:
             return []
@@ -311,7 +316,7 @@ class PeerRouters:
         return [each.result() for each in asked if each in done and not each.cancelled()]
 
     async def _first(self, question: pb.ReplicaQuestion) -> pb.ReplicaAnswer | None:
-        """Return the first answer with content; None if none comes in time."""
+        """Send a question to all routers; return the first answer with content, or None if none arrives in time."""
         asked = {link.ask(question) for link in self.links.values()}
         waiting = asked
         try:
@@ -334,7 +339,8 @@ class PeerRouters:
 
     def _tell_changes(self) -> None:
         self._timer = None
-        self._tell_news()  # first, because reservations of a prompt delay no request with the same prompt
+        # Prompts go first: a prompt whose worker is already known delays no request with the same prompt.
+        self._tell_news()
         self._tell_taken()
         if self._router.booked() != self._told:
             self._tell_bookings()
@@ -357,11 +363,14 @@ class PeerRouters:
                 self._limits.tenants.confirm(self._limits.tenants.told())
 
     async def _settle(self) -> bool:
-        """Wait until the other routers have received the usage of tenants; concurrent callers share one round."""
+        """Wait until the other routers have received the usage of tenants; return False if one does not confirm it.
+
+        Concurrent callers share one round of questions.
+        """
         assert self._limits is not None
         if self._settling is not None:
             await self._settling.wait()
-            return True  # a part may still be on its way, but the next round covers it
+            return True  # usage after the start of that round may be unconfirmed, but the next round covers it
         self._settling = settling = asyncio.Event()
         tenants = self._limits.tenants
         try:
@@ -392,7 +401,7 @@ class PeerRouters:
                 link.connection.flush()
 
     def answered_elsewhere(self, entries: Iterable[JournalEntry]) -> None:
-        """Note tokens that clients got from another router."""
+        """Record tokens that clients got from another router."""
         if self._journal is not None:
             for entry in entries:
                 self._journal.heard(entry)
@@ -403,7 +412,7 @@ class PeerRouters:
             link.send(payload)
 
     async def _keep_up(self, address: str) -> Never:
-        """Connect to another router again and again."""
+        """Keep a connection to another router open: dial again whenever it breaks, until cancelled."""
         pause, cause = FIRST_PAUSE_SECONDS, ""
         while True:
             link = _PeerConnection(address, self._count_others)
@@ -418,7 +427,7 @@ class PeerRouters:
                         send_limit=MAX_WAITING_BYTES,
                     )
             except OSError as error:
-                if (why := _cause(error)) != cause:  # log a repeated cause once
+                if (why := _cause(error)) != cause:  # log the same cause only once in a row
                     cause = why
                     log.warning("peer router unreachable", extra={"address": address, "cause": cause})
                 await asyncio.sleep(pause)
@@ -429,7 +438,7 @@ class PeerRouters:
             hello = pb.ReplicaHello(router_id=self._settings.router_id, unix_ms=self._now_unix_ns() // MILLISECOND)
             link.send(pb.ReplicaMessage(hello=hello).SerializeToString())
             router = self._router
-            self._tell_taken()  # before what is left, so that it is not counted twice
+            self._tell_taken()  # before the message of what is left, so that the usage is not counted twice
             for message in (
                 *encode_members(self._registry.registrations()),
                 *self._left(),
@@ -451,7 +460,7 @@ class PeerRouters:
             log.warning(
                 "peer router lost", extra={"address": address, "cause": link.cause or "it closed the connection"}
             )
-            # a router that accepts and closes at once must not be dialled without a pause
+            # Pause, so that a router that accepts connections and closes them at once is not dialled without end.
             await asyncio.sleep(DIAL_SECONDS)
 
     def _left(self) -> list[pb.ReplicaMessage]:
@@ -466,7 +475,7 @@ class PeerRouters:
                 self._limits.tenants.took_elsewhere(name, each, now)
 
     def left_elsewhere(self, left: Mapping[str, BucketLevels]) -> None:
-        """Lower the limits to what is left by another router's count."""
+        """Lower the levels of tenants' limits to those that another router counts."""
         if self._limits is not None:
             now = self._limits.clock.now()
             for name, each in left.items():
@@ -477,18 +486,19 @@ class PeerRouters:
 
 
 class _PeerConnection:
-    """Connection on which this router sends."""
+    """Outgoing connection, on which this router sends its messages and gets answers to its questions."""
 
     connection: FrameConnection
 
     def __init__(self, address: str, answers_again: Callable[[], None]) -> None:
         self.address = address
         self.over = asyncio.Event()
-        self.cause = ""  # cause of the end
-        self.deaf = False  # it left a question about limits unanswered
+        self.cause = ""  # why the connection ended
+        self.deaf = False  # True if a question about limits was not answered in time
         self._answers_again = answers_again
         self._questions = 0
-        self._asked: dict[int, asyncio.Future[pb.ReplicaAnswer]] = {}  # by number; each has a deadline
+        # Questions without an answer yet, by number; each has a deadline.
+        self._asked: dict[int, asyncio.Future[pb.ReplicaAnswer]] = {}
 
     def accept(self, connection: FrameConnection) -> "_PeerConnection":  # noqa: ARG002 - a frame receiver's signature
         return self
@@ -500,7 +510,10 @@ class _PeerConnection:
             self.over.set()
 
     def ask(self, question: pb.ReplicaQuestion) -> asyncio.Future[pb.ReplicaAnswer]:
-        """Ask a question; the future is cancelled if no answer will come. A caller that gives up cancels it."""
+        """Send a question; return a future of the answer, which is cancelled if the connection is lost.
+
+        A caller that stops waiting cancels the future.
+        """
         self._questions += 1
         number = self._questions
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -522,11 +535,11 @@ class _PeerConnection:
             self.deaf = False
             self._answers_again()
         asked = self._asked.get(answer.number)
-        if asked is not None and not asked.done():  # else the answer is late
+        if asked is not None and not asked.done():  # otherwise the answer came too late
             asked.set_result(answer)
 
     def resumed(self) -> None:
-        """Ignore it: nothing waits for the connection."""
+        """Do nothing, because no sender waits until the connection can send again."""
 
     def lost(self, cause: Exception | None) -> None:
         self.cause = "" if cause is None else tls_failure_cause(cause, "replicas_credentials")
@@ -536,7 +549,7 @@ class _PeerConnection:
 
 
 class _IncomingPeer:
-    """Connection on which another router sends."""
+    """Incoming connection, on which another router sends its messages and questions."""
 
     def __init__(
         self, connection: FrameConnection, router: RouterApi, registry: RegistryApi, replicas: PeerRouters, private: int
@@ -569,7 +582,9 @@ class _IncomingPeer:
         match kind:
             case "hello":
                 self._router_id = message.hello.router_id
-                self._replica = f"{self._router_id}@{id(self)}"  # the name of this connection's reservations; each connection has its own
+                # The name under which the router keeps the reservations of this connection; it is different for each
+                # connection.
+                self._replica = f"{self._router_id}@{id(self)}"
                 self._router.hear(SessionsBound(clock=decode_instant(message.hello.unix_ms * MILLISECOND)))
             case "bookings":
                 self._router.hear(PeerReserved(replica=self._replica, booked=decode_booked(message.bookings)))
@@ -605,7 +620,7 @@ class _IncomingPeer:
                 """Ignore messages of later versions."""
 
     def resumed(self) -> None:
-        """Ignore it: nothing waits for the connection."""
+        """Do nothing, because no sender waits until the connection can send again."""
 
     def lost(self, cause: Exception | None) -> None:
         self._silence.cancel()
@@ -647,5 +662,5 @@ def _cause(error: OSError) -> str:
 
 
 def _is_beside(address: str) -> bool:
-    """Return True if the address is that of a process on this host, which shares the ports."""
+    """Return True if the address belongs to a process of this host that shares this process's ports."""
     return address.startswith("unix:")

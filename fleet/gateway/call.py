@@ -1,4 +1,4 @@
-"""Call of a gateway: one HTTP request and its answer (rules 1 to 4 and 7 of `endpoint_picker.py`)."""
+"""Gateway call: how the picker handles one HTTP request and its answer (rules 1 to 4 and 7 of `endpoint_picker.py`)."""
 
 import asyncio
 import re
@@ -35,7 +35,7 @@ from fleet.router.settings.endpoint_picker import EndpointPickerSettings
 from fleet.v1 import ext_proc_pb2 as pb
 
 PLACED = (CHAT, COMPLETIONS, EMBEDDINGS)
-"""Paths whose prompts the picker reads."""
+"""Paths of requests that the picker reads and places by their prompts."""
 
 
 class PickerContext(Struct, kw_only=True):
@@ -48,42 +48,42 @@ class PickerContext(Struct, kw_only=True):
 
     prompts: PromptReaderApi
     held_bytes: int = 0
-    """Bytes of bodies in memory."""
+    """Number of body bytes that all calls keep in memory."""
 
 
 class PickerStage(Enum):
     """Stage of one HTTP request, as its gateway reports it."""
 
     NEW = auto()
-    BODY = auto()  # the body of the request arrives
-    SENT = auto()  # the request was sent to its endpoint
-    ANSWER = auto()  # the body of the answer passes
+    BODY = auto()  # the body of the request arrives in pieces
+    SENT = auto()  # the endpoint was picked, and the request went to it
+    ANSWER = auto()  # the body of the answer passes in pieces
     OVER = auto()
 
 
 TAKEN: Mapping[PickerStage, frozenset[str]] = {
     PickerStage.NEW: frozenset({"request_headers"}),
-    # The gateway may answer itself before the request is complete.
+    # The gateway may answer the client itself before the request is complete.
     PickerStage.BODY: frozenset({"request_body", "request_trailers", "response_headers"}),
     PickerStage.SENT: frozenset({"response_headers"}),
     PickerStage.ANSWER: frozenset({"response_body", "response_trailers"}),
     PickerStage.OVER: frozenset(),
 }
-"""Messages that are allowed at each stage."""
+"""Kinds of gateway messages that are allowed at each stage."""
 
 PickerAnswers = list[pb.ProcessingResponse]
 
 
 class PickerCall:
-    """One HTTP request and its answer."""
+    """One HTTP request of a gateway and its answer."""
 
     def __init__(self, desk: PickerContext) -> None:
         self._desk = desk
         self._stage = PickerStage.NEW
         self._due = asyncio.get_running_loop().time() + desk.settings.body_seconds
         self._refused = False
-        self._own = False  # forwarded unchanged to the router's own endpoint
-        self._streamed = True  # the gateway passes on the bytes that the picker returns
+        self._own = False  # True if the request goes unchanged to the router's own endpoint
+        self._streamed = True  # True if the gateway sends the client the answer bytes that the picker returns
         self._tells_answer = True
         self._path = ""
         self._authorization = ""
@@ -95,7 +95,7 @@ class PickerCall:
         self._counter: AnswerCounter | None = None
 
     async def run(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        """Serve the call.
+        """Handle the messages of the gateway until it ends the call or the request is rejected.
 
         Raises:
             RequestRejected: INVALID_ARGUMENT, because the gateway has broken the protocol.
@@ -111,12 +111,12 @@ class PickerCall:
                 return
             message = parse_message(pb.ProcessingRequest, content)
             if message.observability_mode:
-                continue  # answers to observers are ignored
+                continue  # the gateway only observes and ignores responses
             for response in await self._heard(message):
                 await send_message(context, response)
 
     def end(self) -> None:
-        """Release the reservation."""
+        """Release the reservation and charge the tenant for the answer tokens that were counted."""
         self._let_go()
         if self._booking is not None:
             self._desk.selection.end(self._booking)
@@ -126,7 +126,7 @@ class PickerCall:
             self._counter = None
 
     async def _next(self, messages: AsyncIterator[bytes]) -> bytes | None:
-        """Return the next message; None: the gateway has ended the call.
+        """Return the next message, or None if the gateway has ended the call.
 
         Raises:
             TimeoutError: The request was not complete in time.
@@ -193,7 +193,7 @@ class PickerCall:
         return []
 
     async def _took(self, piece: pb.HttpBody) -> PickerAnswers:
-        """Handle a piece of the body."""
+        """Handle one piece of the request's body."""
         if self._own:
             self._stage = PickerStage.SENT if piece.end_of_stream else PickerStage.BODY
             return [request_piece(piece)]
@@ -213,13 +213,13 @@ class PickerCall:
         return await self._whole(ends=True) if piece.end_of_stream else []
 
     async def _whole(self, *, ends: bool) -> PickerAnswers:
-        """Place the request, whose body is complete.
+        """Place a request whose body is complete.
 
         Args:
-            ends: True if no trailers follow.
+            ends: True if no trailers follow the body.
 
         Raises:
-            RequestRejected: It cannot be placed.
+            RequestRejected: The request cannot be placed.
         """
         if self._own:
             self._stage = PickerStage.SENT
@@ -234,7 +234,7 @@ class PickerCall:
         return [picked(endpoints, prefill, len(body) if ends else None), *body_pieces(body, ends=ends)]
 
     async def _place(self, body: bytes) -> tuple[list[str], str]:
-        """Place a request; return its endpoints, the best first, and the prefill worker's."""
+        """Place a request; return its endpoints, best first, and the prefill worker's endpoint, which may be empty."""
         desk, settings = self._desk, self._desk.settings
         arrived = await desk.prompts.arrival(self._path, body, self._authorization)
         endpoints = desk.endpoints.within(self._subset)
@@ -253,19 +253,21 @@ class PickerCall:
             raise rename_field(refused, OPENAI_FIELD_NAMES) from refused
         self._counter = AnswerCounter()
         chosen = [decision.decode, *([] if decision.prefill is None else [decision.prefill])]
-        if not all(each in endpoints for each in chosen):  # a worker has joined while the request waited
+        # A worker may have joined while the request waited, so look the endpoints up again.
+        if not all(each in endpoints for each in chosen):
             endpoints = desk.endpoints.within(self._subset)
             if not all(each in endpoints for each in chosen):
                 raise desk.endpoints.nobody(self._subset)
         self._endpoint = endpoints[decision.decode]
         if decision.prefill is not None:
-            # Fallback workers may not fit together with this prefill worker.
+            # No other endpoints are returned as fallbacks: their workers may be unable to use the blocks of this
+            # prefill worker.
             return [self._endpoint], endpoints[decision.prefill]
         others = decision.next_best(settings.fallbacks) if settings.fallbacks else ()
         return [self._endpoint, *(endpoints[each] for each in others if each in endpoints)], ""
 
     def _let_go(self) -> None:
-        """Forget the body."""
+        """Drop the body and subtract its size from the number of bytes in memory."""
         self._desk.held_bytes -= len(self._body)
         self._body = bytearray()
 
@@ -299,12 +301,12 @@ class PickerCall:
 
     def _report(self, *, prefilled: bool, tokens: int = 0) -> None:
         if self._booking is not None:
-            told = min(tokens, MAX_REPORTED)  # a server may report any number
+            told = min(tokens, MAX_REPORTED)  # limit the number, because a server may report any
             if not self._desk.selection.report(self._booking, prefilled=prefilled, answer_tokens=told):
                 self._booking = None
 
     def _move(self, served: str) -> None:
-        """Move the reservation to the endpoint that answers (rule 4)."""
+        """Move the reservation to the endpoint that gives the answer (rule 4)."""
         desk = self._desk
         assert self._arrived is not None
         assert self._booking is not None
@@ -313,7 +315,8 @@ class PickerCall:
         try:
             (there,) = desk.endpoints.within([served])
         except (RequestRejected, ValueError):
-            return  # not a worker of this router, or several behind one port
+            # The endpoint is no worker of this router, or several workers share it.
+            return
         self._arrived = structs.replace(
             self._arrived,
             request_id=RequestId(f"pick-{secrets.token_hex(8)}"),
@@ -327,19 +330,19 @@ class PickerCall:
 
 
 def _api_path(path: str) -> str:
-    """Return the path of the API without prefixes of gateways."""
+    """Return the path of the OpenAI API that a path ends with; an unknown path is returned without its query."""
     path = path.partition("?")[0]
     return next((each for each in PLACED if path.endswith(each)), path)
 
 
-TAIL_BYTES = 512  # end of an answer, which holds its usage
+TAIL_BYTES = 512  # bytes kept from the end of an answer that is not streamed; they contain its usage
 
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')
 _EVENT = b"data: {"
 
 
 class AnswerCounter:
-    """Token count of an answer, from its bytes: its events if it is streamed, else its reported usage."""
+    """Counts the tokens of an answer: one for each event of a streamed answer, otherwise the usage that it reports."""
 
     def __init__(self) -> None:
         self.events = False
@@ -347,11 +350,11 @@ class AnswerCounter:
         self._tail = b""
 
     def count(self, piece: bytes) -> int:
-        """Return the number of new tokens in this piece."""
+        """Return the number of tokens that this piece of the answer adds."""
         text = self._tail + piece
         if self.events:
             new = text.count(_EVENT)
-            # Keep a possible beginning of the next event, but no event that was counted.
+            # Keep what may be the beginning of the next event, but no event that was already counted.
             self._tail = text[-(len(_EVENT) - 1) :]
         else:
             said = _COMPLETION_TOKENS.findall(text)

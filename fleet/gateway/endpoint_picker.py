@@ -1,19 +1,23 @@
-"""Endpoint picker: places requests for gateways, by the Gateway API Inference Extension and Envoy's `ext_proc`.
+"""Endpoint picker: chooses an endpoint for each request of a gateway, over Envoy's gRPC protocol `ext_proc`.
+
+The messages are those of the Gateway API Inference Extension.
 
 Rules:
 
-1. A request is read completely, then placed and reserved in one step, with the reservations of `fleet.v1.Selection`.
-   Then its headers go on with the endpoint, and its body unchanged. Only endpoints that the gateway allows are picked.
-2. A request that cannot be placed is answered in place of a server: 503 if no worker is ready, 429 with a retry hint if
-   it is shed, and the OpenAI API's error if it is invalid.
-3. A reservation ends when the answer ends, when the gateway ends the call, or when the gateway is silent for the lease.
-   Tokens are counted roughly as they pass, so that the load is known meanwhile.
-4. The endpoint that answers counts, not the picked one: if the gateway names another, the reservation moves there.
+1. The picker reads a request completely, then places it and reserves capacity for it in one step, as the service
+   `fleet.v1.Selection` does. Then it returns the headers with the endpoint, and the unchanged body, to the gateway. It
+   picks only endpoints that the gateway allows.
+2. The picker itself answers a request that cannot be placed: with status 503 if no worker is ready, with 429 and a
+   retry hint if all workers are busy, and with the OpenAI API's error if the request is invalid.
+3. A reservation ends when the answer ends, when the gateway ends the call, or when the gateway sends nothing for the
+   duration of the lease. The picker counts answer tokens roughly while they pass, so that the router knows the load.
+4. The gateway may send a request to another endpoint than the picked one. If the gateway names another endpoint with
+   the answer, the reservation moves to that endpoint.
 5. A request without a body, or for a path that generates nothing, goes to the endpoint with the fewest requests and
    reserves nothing.
-6. Several pickers may not know each other's reservations, so gateways should ask only one of them. The others are not
-   ready, and answer 503 while they know of a leader. Without that knowledge they pick, because half of the load data is
-   better than no answer.
+6. Several pickers do not always know each other's reservations, so gateways should ask only one of them, the leader.
+   The other pickers are not ready, and reject requests with 503 while they know of a leader. A picker that knows of no
+   leader picks endpoints, because a choice by a part of the load data is better than an error.
 7. A gateway that breaks the protocol gets a gRPC error.
 """
 
@@ -43,15 +47,15 @@ READINESS = "readiness"
 async def open_endpoint_picker(
     settings: EndpointPickerSettings, picker: "EndpointPicker", *, shared: bool = False, connection_seconds: float = 0
 ) -> AsyncIterator["EndpointPicker"]:
-    """Listen and serve until the context ends; then running calls are cancelled.
+    """Listen and serve until the context ends; then cancel the calls that still run.
 
     Args:
-        settings: The address.
-        picker: The service.
+        settings: The settings with the address to listen on.
+        picker: The service to serve; its `address` is set.
         shared: True if other processes may listen on the same port.
-        connection_seconds: Longest life of a gateway's connection; 0: no limit. A gateway sends all its requests over
-            one connection, so a limit spreads gateways over the pickers of a Service, and moves them before this one
-            ends.
+        connection_seconds: Longest life of a gateway's connection in seconds; 0: no limit. A gateway sends all its
+            requests over one connection. A limit makes gateways connect anew, so that they spread over the pickers of a
+            Service and move to other pickers before this one ends.
 
     Raises:
         ConfigurationRefused: The address cannot be listened on; the message says why.
@@ -70,7 +74,7 @@ async def open_endpoint_picker(
 
 
 class EndpointPicker:
-    """The endpoint picker service, for any number of gateways."""
+    """The gRPC service of the endpoint picker; it serves any number of gateways."""
 
     def __init__(
         self,
@@ -83,13 +87,13 @@ class EndpointPicker:
         """Prepare the service.
 
         Args:
-            settings: Limits.
-            router: Knows the workers.
-            selection: Places and reserves.
-            prompts: Reads requests.
-            standing: Leadership among several pickers; None: it is the only one.
+            settings: Limits, and how gateways reach workers.
+            router: The router, which knows the workers.
+            selection: Places requests and reserves capacity.
+            prompts: Reads the bodies of requests.
+            standing: Leadership among several pickers; None: this picker is the only one.
         """
-        self.address = ""  # with the real port
+        self.address = ""  # the address with the real port, set by `open_endpoint_picker`
         self._endpoints = PickerEndpoints(settings, router, standing or SolePicker())
         self._desk = PickerContext(settings=settings, endpoints=self._endpoints, selection=selection, prompts=prompts)
         self._calls = 0
@@ -98,20 +102,21 @@ class EndpointPicker:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of bodies that are incomplete or not placed yet."""
+        """Number of body bytes in memory that belong to incomplete requests or to requests without a worker yet."""
         return self._desk.held_bytes
 
     def add(self, server: grpc.aio.Server) -> None:
-        stream: Any = grpc.stream_stream_rpc_method_handler  # the stubs do not know coroutines
+        # The type stubs of grpc do not accept coroutines as handlers.
+        stream: Any = grpc.stream_stream_rpc_method_handler
         methods = {"Process": stream(self._process, response_serializer=serialize)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
     def ready(self) -> bool:
-        """Return True if a request that came now would find a worker."""
+        """Return True if a request that arrived now would find a worker here."""
         return self._endpoints.ready()
 
     async def drain(self, within: Nanos) -> None:
-        """Announce that this picker is leaving, and wait for the answers that still pass."""
+        """Stop being ready, and wait until all running calls have ended, at most for the duration `within`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within / SECOND):
                 await self._endpoints.leave()

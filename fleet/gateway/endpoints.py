@@ -1,4 +1,4 @@
-"""Endpoints of a gateway, and leadership among pickers (rules 5 and 6 of `endpoint_picker.py`)."""
+"""Endpoints that a gateway may use, and leadership among pickers (rules 5 and 6 of `endpoint_picker.py`)."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -17,10 +17,10 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class PickerLeadership(Protocol):
-    """Leadership among pickers that do not know each other's reservations."""
+    """Port for the choice of one leader among pickers that do not know each other's reservations."""
 
     def leads(self) -> bool:
-        """Return True if gateways should ask this picker."""
+        """Return True if this picker is the leader, which gateways should ask."""
         ...
 
     def follows(self) -> bool:
@@ -28,7 +28,7 @@ class PickerLeadership(Protocol):
         ...
 
     async def resign(self) -> None:
-        """Let another picker lead from now on; it takes a few seconds at most."""
+        """Give up the leadership, and wait until another picker leads, a few seconds at most."""
         ...
 
 
@@ -46,15 +46,15 @@ class SolePicker:
 
 
 class PickerEndpoints:
-    """Endpoints of the workers that a router knows, for gateways."""
+    """Knows the endpoints of the router's workers, and decides which of them a gateway's request may use."""
 
     def __init__(self, settings: EndpointPickerSettings, router: RouterApi, standing: PickerLeadership) -> None:
         """Prepare the endpoints.
 
         Args:
             settings: How gateways reach workers.
-            router: Knows the workers.
-            standing: Leadership of this picker.
+            router: The router, which knows the workers and their addresses.
+            standing: Tells whether this picker leads.
         """
         self._settings = settings
         self._own_endpoint = settings.own_endpoint
@@ -63,22 +63,25 @@ class PickerEndpoints:
         self._leaving = False
 
     def ready(self) -> bool:
-        """Return True if a request that came now would find a worker."""
+        """Return True if a request that arrived now would find a worker here."""
         return self._standing.leads() and not self._leaving and bool(self._router.models())
 
     async def leave(self) -> None:
         """Stop being ready and let another picker lead.
 
-        Requests are still answered, because gateways notice with a delay.
+        Requests that still arrive are handled, because gateways notice the change with a delay.
         """
         self._leaving = True
         await self._standing.resign()
 
     def within(self, subset: Sequence[str] | None) -> dict[WorkerId, str]:
-        """Return the workers that may be picked, with their endpoints.
+        """Return the workers that the gateway allows for a request, with their endpoints.
+
+        Args:
+            subset: The endpoints that the gateway allows; None: all.
 
         Raises:
-            RequestRejected: There is none.
+            RequestRejected: There is no such worker.
         """
         port = self._settings.target_port
         every = {worker_id: endpoint_at(address, port) for worker_id, address in self._router.addresses().items()}
@@ -93,14 +96,14 @@ class PickerEndpoints:
         return found
 
     def allowed(self, endpoints: Mapping[WorkerId, str]) -> tuple[WorkerId, ...] | None:
-        """Return the workers that may take part in the placement; None: all."""
+        """Return the workers to which placement is restricted; None: all workers are allowed."""
         return None if len(endpoints) == len(self._router.addresses()) else tuple(endpoints)
 
     def idlest(self, subset: Sequence[str] | None) -> str:
         """Return the endpoint with the fewest requests (rule 5).
 
         Raises:
-            RequestRejected: There is none.
+            RequestRejected: No allowed worker serves now.
         """
         endpoints = self.within(subset)
         answering = [
@@ -115,10 +118,10 @@ class PickerEndpoints:
         return endpoints[min(answering, key=lambda each: each.booked_requests + each.booked_elsewhere).worker_id]
 
     def own(self, subset: Sequence[str] | None) -> str:
-        """Return the endpoint of the router itself, which places requests when they arrive.
+        """Return the router's own endpoint; the router then places the request when it arrives there.
 
         Raises:
-            RequestRejected: It may not be picked, or has no worker.
+            RequestRejected: The gateway does not allow this endpoint, or the router has no worker.
         """
         endpoint = self._own_endpoint
         if not self.ready() or (subset is not None and endpoint not in subset):
@@ -126,7 +129,7 @@ class PickerEndpoints:
         return endpoint
 
     def check(self) -> None:
-        """Check that this picker may take a request.
+        """Check that this picker may accept a request.
 
         Raises:
             RequestRejected: DRAINING, because another picker leads.
@@ -137,7 +140,7 @@ class PickerEndpoints:
             )
 
     def nobody(self, subset: Sequence[str] | None) -> RequestRejected:
-        """Return the rejection of a request for which no endpoint is ready."""
+        """Build the rejection of a request for which no endpoint is ready."""
         cause = "no endpoint is ready"
         if subset is not None:
             cause = f"none of the {len(subset)} endpoints that the gateway allows is ready"
@@ -148,11 +151,11 @@ class PickerEndpoints:
 
 @lru_cache(maxsize=KNOWN_ADDRESSES)
 def endpoint_at(address: str, port: int) -> str:
-    """Return ``ip:port`` of a worker; empty if it is not known by an IP address.
+    """Return a worker's endpoint as ``ip:port``; empty if the address has no IP address or no port.
 
     Args:
-        address: ``host:port`` or a URL.
-        port: Replaces the worker's port, unless it is 0.
+        address: The worker's address as ``host:port`` or a URL.
+        port: The port of the endpoint; 0: the port in `address`.
     """
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")

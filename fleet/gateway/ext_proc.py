@@ -1,7 +1,8 @@
 """Messages between a gateway and an endpoint picker (endpoint picker protocol 1.0): parsing and building, without I/O.
 
-Names of headers and metadata come from https://github.com/kubernetes-sigs/gateway-api-inference-extension
-(docs/proposals/004-endpoint-picker-protocol). The header for the prefill worker is llm-d's, whose sidecars read it.
+The names of headers and metadata come from https://github.com/kubernetes-sigs/gateway-api-inference-extension
+(docs/proposals/004-endpoint-picker-protocol). The header that names the prefill worker comes from llm-d, whose sidecars
+read it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,13 +29,13 @@ LONGEST_ENDPOINT = 64
 KNOWN_ENDPOINTS = 4096
 
 PIECE_BYTES = 62 * 1024
-"""Largest piece of a body; Envoy recommends at most 64 KiB including the message around it."""
+"""Largest piece of a body in bytes. Envoy recommends at most 64 KiB, including the message around the piece."""
 
 _OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
 def headers_of(message: pb.HttpHeaders, wanted: Sequence[str]) -> dict[str, str]:
-    """Return the wanted headers, with names in lower case; of a repeated header, the first one."""
+    """Return the wanted headers that exist, by name; if a header is repeated, its first value is returned."""
     found: dict[str, str] = {}
     for each in message.headers.headers:
         if each.key in wanted and each.key not in found:
@@ -43,7 +44,7 @@ def headers_of(message: pb.HttpHeaders, wanted: Sequence[str]) -> dict[str, str]
 
 
 def subset_of(message: pb.ProcessingRequest) -> tuple[str, ...] | None:
-    """Return the endpoints that may be picked; None: any. A hint of another type allows none."""
+    """Return the endpoints that the gateway allows; None: all. A hint that is neither a text nor a list allows none."""
     hint = _field(message, SUBSET_NAMESPACE, SUBSET)
     if hint is None:
         return None
@@ -54,13 +55,13 @@ def subset_of(message: pb.ProcessingRequest) -> tuple[str, ...] | None:
 
 
 def served_of(message: pb.ProcessingRequest) -> str:
-    """Return the endpoint that gave the answer; empty if the gateway does not name it."""
+    """Return the endpoint that gave the answer, or an empty string if the gateway does not name it."""
     told = _field(message, NAMESPACE, SERVED)
     return _endpoint_text(told) if isinstance(told, str) else ""
 
 
 def _endpoint_text(endpoint: str) -> str:
-    """Return an endpoint in the form of `picked`; other texts stay unchanged."""
+    """Return an endpoint in the form that `picked` writes; a text that is no endpoint is returned unchanged."""
     endpoint = endpoint.strip()
     return _cached_endpoint(endpoint) if len(endpoint) <= LONGEST_ENDPOINT else endpoint
 
@@ -74,7 +75,7 @@ def _cached_endpoint(endpoint: str) -> str:
 
 
 def _field(message: pb.ProcessingRequest, namespace: str, name: str) -> object:
-    """Return a value of the metadata; None if there is none."""
+    """Return a value of the gateway's metadata: a text, a list of texts, () for other types, None if missing."""
     spaces = message.metadata_context.filter_metadata
     if namespace not in spaces or name not in spaces[namespace].fields:
         return None
@@ -89,12 +90,12 @@ def _field(message: pb.ProcessingRequest, namespace: str, name: str) -> object:
 
 
 def picked(endpoints: Sequence[str], prefill: str, content_length: int | None) -> pb.ProcessingResponse:
-    """Name the endpoints of a request, in a header and in metadata.
+    """Build the response that names the endpoints of a request, in a header and in metadata.
 
     Args:
-        endpoints: At least one, the best first.
-        prefill: Endpoint of the prefill worker; empty: none.
-        content_length: Length of the forwarded body; None: unknown, or no body.
+        endpoints: At least one endpoint, the best first.
+        prefill: Endpoint of the prefill worker; empty: no prefill worker takes part.
+        content_length: Length of the forwarded body in bytes; None: unknown, or no body.
     """
     destination = ",".join(endpoints)
     told = {DESTINATION: destination}
@@ -102,7 +103,7 @@ def picked(endpoints: Sequence[str], prefill: str, content_length: int | None) -
         told[PREFILL] = prefill
     if content_length is not None:
         told["content-length"] = f"{content_length}"
-    # A sidecar must never see this header from a client.
+    # The header for the prefill worker steers a sidecar, so it is removed if a client has sent it.
     mutation = pb.HeaderMutation(set_headers=_set(told), remove_headers=() if prefill else (PREFILL,))
     metadata = Fields()
     metadata.update({NAMESPACE: {DESTINATION: destination}})
@@ -111,11 +112,11 @@ def picked(endpoints: Sequence[str], prefill: str, content_length: int | None) -
 
 
 def body_pieces(body: bytes, *, ends: bool) -> Iterator[pb.ProcessingResponse]:
-    """Yield the forwarded body of a request.
+    """Yield the responses that forward the body of a request, in pieces of at most `PIECE_BYTES`.
 
     Args:
         body: The complete body.
-        ends: True if no trailers follow.
+        ends: True if no trailers follow the body.
     """
     for at in range(0, max(1, len(body)), PIECE_BYTES):
         piece = body[at : at + PIECE_BYTES]
@@ -124,16 +125,17 @@ def body_pieces(body: bytes, *, ends: bool) -> Iterator[pb.ProcessingResponse]:
 
 
 def request_piece(piece: pb.HttpBody) -> pb.ProcessingResponse:
-    """Forward a piece of a request's body unchanged."""
+    """Build the response that forwards one piece of a request's body unchanged."""
     return pb.ProcessingResponse(request_body=_streamed(piece.body, ends=piece.end_of_stream))
 
 
 def answer_piece(piece: pb.HttpBody, *, streamed: bool) -> pb.ProcessingResponse:
-    """Forward a piece of an answer's body unchanged.
+    """Build the response that forwards one piece of an answer's body unchanged.
 
     Args:
         piece: The piece.
-        streamed: True if the gateway passes on the returned bytes; else it passes on its own once it is allowed to.
+        streamed: True if the gateway sends the client the bytes of this response; False if it keeps the piece and waits
+            only for the permission to send it.
     """
     if not streamed:
         return pb.ProcessingResponse(response_body=pb.BodyResponse())

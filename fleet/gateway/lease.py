@@ -2,15 +2,15 @@
 
 Rules:
 
-1. The election is the operator's (`fleet.net.kubernetes.election`). A candidate takes the Lease over when it has seen
-   no change of it for its duration, by its own clock. A picker that ends gives the Lease back and serves until another
-   one has it.
-2. The holder leads until it could not renew for two thirds of the duration, so at most one picker leads at any time. A
-   picker that does not lead rejects requests only while it knows another holder: an unreachable API server costs
-   readiness, not answers.
-3. If a Service is named, the holder is its only endpoint. So gateways find the leader, while all routers stay ready for
-   other clients and for Deployments, disruption budgets and autoscalers. The EndpointSlice belongs to the Lease and is
-   removed with it.
+1. The election is the same as the operator's (`fleet.net.kubernetes.election`). A candidate takes the Lease over when
+   the Lease has not changed for its whole duration, measured by the candidate's own clock. A picker that ends gives the
+   Lease back and serves until another picker has it.
+2. The holder stops leading when it could not renew the Lease for two thirds of the duration, so at most one picker
+   leads at any time. A picker that does not lead rejects requests only while it knows another holder. So if the API
+   server cannot be reached, pickers are not ready but still answer.
+3. If the settings name a Service, the holder is the only endpoint of this Service. So gateways find the leader, while
+   all routers stay ready for other clients and for Deployments, disruption budgets and autoscalers. The Lease owns the
+   EndpointSlice, so both are removed together.
 """
 
 import asyncio
@@ -34,23 +34,23 @@ log = logging.getLogger(__name__)
 
 AGENT = "fleet-picker"
 SLICE = ApiKind(endpoint_slices.GROUP, endpoint_slices.VERSION, endpoint_slices.PLURAL, endpoint_slices.KIND)
-WRITTEN_ANEW = Nanos(60 * SECOND)  # a removed EndpointSlice is written again after this time
+WRITTEN_ANEW = Nanos(60 * SECOND)  # the EndpointSlice is written again after this time, in case somebody has removed it
 
 
 class LeaseCandidate:
-    """One candidate picker. Implements `fleet.gateway.endpoints.PickerLeadership`."""
+    """One picker that takes part in the leader election. Implements `fleet.gateway.endpoints.PickerLeadership`."""
 
     def __init__(
         self, settings: PickerLease, namespace: str, cluster: KubernetesApi, clock: Clock, wall: WallClock
     ) -> None:
-        """Prepare; nothing is read yet.
+        """Prepare the election; nothing is read from the API server yet.
 
         Args:
             settings: The Lease, and the identity of this candidate.
             namespace: Namespace of the Lease.
-            cluster: The API server.
+            cluster: Client of the API server.
             clock: Measures the duration of the Lease.
-            wall: Clock for the times that people read.
+            wall: Gives the times that are written into the Lease for people.
         """
         self._settings = settings
         self._namespace = namespace
@@ -77,7 +77,7 @@ class LeaseCandidate:
         return self._leader.waits
 
     async def run(self) -> None:
-        """Run the election until this picker resigns."""
+        """Take part in the election until this picker resigns."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._leader.run()), tasks.create_task(self._point())]
@@ -91,15 +91,15 @@ class LeaseCandidate:
         if not self._resigned.is_set():
             self._resigned.set()
             led = self.leads()
-            await self._ended.wait()  # the running election would take the Lease again
+            await self._ended.wait()  # otherwise the running election would take the Lease again
             await self._leader.give_back()
             if led:
                 await self._succeeded()
 
     async def _succeeded(self) -> None:
-        """Wait until another picker leads, because gateways still come here.
+        """Wait until another picker leads, because gateways still send requests here until then.
 
-        Candidates check the Lease more often than this.
+        The wait is limited to twice the time between two readings of the Lease by a candidate.
         """
         with suppress(TimeoutError, KubernetesError):
             async with asyncio.timeout(2 * self._pause):
@@ -109,13 +109,13 @@ class LeaseCandidate:
                     await asyncio.sleep(self._pause / 8)
 
     async def _point(self) -> None:
-        """Point the Service at this picker while it leads, until cancelled."""
+        """Make this picker the endpoint of the Service while it leads, until cancelled."""
         written: Nanos | None = None
         while self._settings.service:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause):
                     await self._leader.changed.wait()
-            if self._leader.changed.is_set():  # also when it was set in the moment in which the wait ended
+            if self._leader.changed.is_set():  # the event may also have been set just when the wait timed out
                 self._leader.changed.clear()
                 written = None
             now = self._clock.now()
@@ -144,7 +144,7 @@ class LeaseCandidate:
 
 @asynccontextmanager
 async def open_candidate(settings: PickerLease, clock: Clock, wall: WallClock) -> AsyncIterator[LeaseCandidate]:
-    """Run a candidate until the context ends or it resigns.
+    """Take part in the election until the context ends or the candidate resigns.
 
     Raises:
         ConfigurationRefused: The settings do not say how to reach the API server, or which namespace to use.

@@ -1,4 +1,4 @@
-"""Prompt reader: reads the requests of a gateway in the same way as those of the router's own API."""
+"""Prompt reader: reads the requests of gateways in the same way as requests to the router's own HTTP API."""
 
 import secrets
 from typing import Protocol
@@ -16,18 +16,18 @@ from fleet.router.tenants import Tenants
 
 
 class PromptReaderApi(Protocol):
-    """Reads the requests of gateways."""
+    """Port that reads the requests of gateways."""
 
     async def arrival(self, path: str, body: bytes, authorization: str) -> Arrived:
         """Return what placement needs to know of a request.
 
         Args:
-            path: The one of completions, chat or embeddings.
+            path: The path of the OpenAI API for completions, chat or embeddings.
             body: The complete body.
-            authorization: The client's credentials.
+            authorization: The value of the client's `authorization` header; empty if there is none.
 
         Raises:
-            RequestRejected: It cannot be placed.
+            RequestRejected: The request is invalid, or its client is not allowed to send it.
         """
         ...
 

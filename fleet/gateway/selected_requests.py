@@ -1,4 +1,4 @@
-"""Selected requests: they are placed and reserved like others, but their proxies send them."""
+"""Selected requests: the router places and reserves them like others, but proxies send them to the workers."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from fleet.router.placement.decision import Decision
 from fleet.router.ports import Workers
 from fleet.router.state.live_requests import request_of
 
-TOKEN = 0  # stands for each token of an answer, which only the proxy knows
+TOKEN = 0  # placeholder for each token of an answer; only the proxy knows the real tokens
 
 Holder = tuple[str, ModelName]
-"""The caller that holds leases, and the model of their workers."""
+"""Name of the caller that holds leases, and the model for which it holds them."""
 
 
 class SelectedRequest:
-    """One selected request. Implements `fleet.router.server.RequestListener`."""
+    """One selected request and its lease. Implements `fleet.router.server.RequestListener`."""
 
     def __init__(
         self,
@@ -34,10 +34,10 @@ class SelectedRequest:
         self.lease_seconds = lease_seconds
         self.placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.work: tuple[WorkerId, Start] | None = None
-        self.decode = WorkerId("")  # the decode worker that the caller knows
+        self.decode = WorkerId("")  # the decode worker that the caller was told
         self._end = end
         self._handed_over = False
-        self._answered = 0  # reported tokens
+        self._answered = 0  # number of answer tokens that were reported
         self._lease: asyncio.TimerHandle | None = None
 
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
@@ -47,12 +47,16 @@ class SelectedRequest:
             self._end(self)
 
     def begun(self, worker_id: WorkerId, start: Start) -> None:
-        """Record that the router has placed the request, or continues it."""
-        as_told = self._handed_over and worker_id == self.decode  # else the decode worker was lost meanwhile
+        """Record that the router starts an attempt; end the lease if the caller does not know of its worker.
+
+        An attempt is expected when the request is placed, and when it goes on at the decode worker that the caller was
+        told.
+        """
+        as_told = self._handed_over and worker_id == self.decode  # False if the decode worker was lost meanwhile
         lost = self.work is not None and not as_told
         self.work, self._handed_over = (worker_id, start), False
         if lost:
-            # later, because the machine is in the middle of a decision
+            # End the lease later, because the router machine is in the middle of handling an event.
             asyncio.get_running_loop().call_soon(self._end, self)
         elif not self.placed.done():
             self.placed.set_result(None)
@@ -66,7 +70,10 @@ class SelectedRequest:
             self._lease.cancel()
 
     def prefilled(self, decision: Decision) -> WorkerStepped | None:
-        """Return the event with which its prefill worker would have finished; None if there is none, or it was sent."""
+        """Return the event that the prefill worker would send at the end of its phase; None if none is due.
+
+        None is due if the request has no prefill worker, or if the event was returned before.
+        """
         assert self.work is not None
         worker_id, start = self.work
         if start.phase is not Phase.PREFILL:
@@ -78,7 +85,7 @@ class SelectedRequest:
         return WorkerStepped(worker_id=worker_id, progress=(done,))
 
     def answered(self, tokens: int) -> WorkerStepped:
-        """Return the progress that the answering worker would have reported, limited to the tokens that were asked for."""
+        """Return the event that the answering worker would send for these tokens, up to the request's `max_tokens`."""
         assert self.work is not None
         worker_id, start = self.work
         told = min(tokens, start.sampling.max_tokens - self._answered)
@@ -88,7 +95,7 @@ class SelectedRequest:
 
 
 class SelectionAwareWorkers:
-    """Workers to which selected requests are not sent. Implements `fleet.router.ports.Workers`."""
+    """Passes attempts on to the workers, except those of selected requests. Implements `fleet.router.ports.Workers`."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers

@@ -1,19 +1,20 @@
-"""Selection service `fleet.v1.Selection`: places requests for proxies that send them themselves.
+"""Selection service `fleet.v1.Selection`: places requests for proxies, which then send the requests themselves.
 
 Rules:
 
-1. For the router a selected request is like any other: it is placed and reserved in one step, waits if it must, can be
-   explained, and counts as load. Only its attempts are not sent: `SelectionAwareWorkers` holds them back.
-2. A lease holds the reservation. Each report renews it; a lease that nobody renews ends as if its client had
-   disconnected.
-3. If one of its workers is lost, the lease ends, because only the proxy knows where the request really runs.
-4. A lease belongs to the router that gave it. Several routers share a port, so a call about another router's lease is
-   passed on to the others.
-5. Callers are trusted, but may have bugs: a lease lasts at most `SelectionSettings.max_lease_ms`, and the leases of one
-   caller hold at most its share of the workers' places. Beyond that, calls are rejected (RESOURCE_EXHAUSTED) and may be
-   retried.
-6. `uncached_tokens` reveals whether the tenant has sent the same prompt before. So this service is on the control port
-   only.
+1. To the router, a selected request is like any other: it is placed and reserved in one step, waits if all workers are
+   busy, can be explained, and counts as load. Only its attempts are not sent to workers: `SelectionAwareWorkers` holds
+   them back.
+2. The reservation lasts as long as its lease. Each report renews the lease. If nobody renews it, the request ends as if
+   its client had disconnected.
+3. If one of the request's workers is lost, the lease ends, because only the proxy knows where the request really runs.
+4. A lease belongs to the router that gave it. Several routers may share a port, so a call about a lease that this
+   router does not know is passed on to the other routers.
+5. Callers are trusted, but may have bugs. Therefore a lease lasts at most `SelectionSettings.max_lease_ms`, and one
+   caller's leases may occupy only its share of the workers' places. A call above that share is rejected
+   (RESOURCE_EXHAUSTED) and may be retried.
+6. `uncached_tokens` reveals whether the tenant has sent the same prompt before. Therefore this service is only on the
+   control port, which clients do not reach.
 """
 
 import asyncio
@@ -46,12 +47,12 @@ SERVICE = "fleet.v1.Selection"
 
 DEFAULT_LEASE_MS = 30_000
 DEFAULT_WAIT_MS = 10_000
-MAX_REPORTED = 65_536  # per report
+MAX_REPORTED = 65_536  # most answer tokens in one report
 RETRY_AFTER_MS = 1000
 
 
 class SelectionService:
-    """The selection service of one router."""
+    """The gRPC service `fleet.v1.Selection` of one router, and the selections of its endpoint picker."""
 
     def __init__(
         self, router: RouterApi, workers: SelectionAwareWorkers, settings: SelectionSettings, *, tenant_secret: bytes
@@ -61,7 +62,7 @@ class SelectionService:
         self.bookings = workers.bookings
         self._held: Counter[Holder] = Counter()
         self._tenant_secret = tenant_secret
-        self.others: PeerRoutersApi | None = None  # the other routers of the cluster
+        self.others: PeerRoutersApi | None = None  # asks the other routers of the cluster; None: there are none
 
     def add(self, server: GrpcServerApi) -> None:
         methods = {
@@ -72,9 +73,10 @@ class SelectionService:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
     def drain(self) -> None:
-        """End all leases, because they end with this process."""
+        """End all leases of placed requests, because leases cannot outlive this process."""
         for booking in list(self.bookings.values()):
-            if booking.placed.done():  # else its caller still waits
+            # A request that is not placed yet ends with its caller's call.
+            if booking.placed.done():
                 self.end(booking)
 
     async def book(
@@ -84,9 +86,9 @@ class SelectionService:
 
         Args:
             arrived: The request, marked as external.
-            lease_seconds: Time after which an unrenewed lease ends.
+            lease_seconds: Time after which the lease ends unless it is renewed.
             wait_seconds: Longest wait while all workers are busy.
-            caller: The caller whose share of the places it uses; empty: nobody's.
+            caller: The caller whose share of the places the request uses; empty: no share is counted.
 
         Raises:
             RequestRejected: No worker can serve it.
@@ -96,13 +98,13 @@ class SelectionService:
         try:
             async with asyncio.timeout(wait_seconds):
                 await booking.placed
-        except BaseException:  # rejected, too late, or the caller has disconnected
+        except BaseException:  # the request was rejected, waited too long, or its caller has disconnected
             self.end(booking)
             raise
         return booking, self._begun(booking)
 
     def book_now(self, arrived: Arrived, *, lease_seconds: float) -> SelectedRequest:
-        """Place and reserve a request if there is room now.
+        """Place and reserve a request if a worker has room now; never wait.
 
         Raises:
             RequestRejected: No worker can serve it now.
@@ -153,11 +155,11 @@ class SelectionService:
         return decision
 
     def report(self, booking: SelectedRequest, *, prefilled: bool, answer_tokens: int) -> bool:
-        """Report the progress of a selected request, which renews its lease; return False if the lease has ended.
+        """Report the progress of a selected request and so renew its lease; return False if the lease has ended.
 
         Args:
             booking: The request.
-            prefilled: True if its prompt is computed.
+            prefilled: True if the prompt is computed.
             answer_tokens: Answer tokens since the last report.
         """
         decision = self._router.decision(booking.request_id)
@@ -171,7 +173,7 @@ class SelectionService:
         return True
 
     def end(self, booking: SelectedRequest) -> None:
-        """End a lease and release its reservation; ending it again is no error."""
+        """End a lease and release its reservation. A second call for the same lease does nothing."""
         booking.stop_lease()
         self._router.close(booking.request_id, booking)
         ended = self.bookings.pop(booking.request_id, None)
@@ -182,7 +184,7 @@ class SelectionService:
             del self._held[holder]
 
     def reported(self, report: pb.ReportRequest) -> pb.ReportResponse | None:
-        """Return the answer to a report; None if this router has no such lease."""
+        """Handle a report about a lease; return the response, or None if this router has no such lease."""
         booking = self.bookings.get(RequestId(report.lease_id))
         if booking is None or not self.report(booking, prefilled=report.prefilled, answer_tokens=report.answer_tokens):
             return None
@@ -267,7 +269,8 @@ class SelectionService:
             tokens=asked.tokens,
             salt=meant.salt,
             tenant=asked.tenant,
-            sampling=Sampling(max_tokens=asked.max_tokens or room, seed=0),  # no other worker could continue it
+            # The seed does not matter, because no other worker could continue the answer.
+            sampling=Sampling(max_tokens=asked.max_tokens or room, seed=0),
             external=True,
             priority=asked.priority,
             session=asked.session,

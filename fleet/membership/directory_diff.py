@@ -1,11 +1,11 @@
-"""Directory diff: turns readings of a directory into membership events.
+"""Directory diff: compares each reading of a directory with the records seen before, and returns membership events.
 
 Rules:
 
 1. A listing is complete: a worker that was known before and is missing in it has been withdrawn.
-2. A lease starts when this process sees the renewal, by its own clock. A record that is seen again without a change has
-   not been renewed, also in a listing. So a record that nobody renews is a member for one lease at most.
-3. If the directory ends leases itself, every record that it has counts as renewed.
+2. A lease starts when this process sees its renewal, by the clock of this process. A record that is seen again without
+   a change has not been renewed, also in a listing. So a record that nobody renews is a member for one lease at most.
+3. If the directory itself removes records whose lease has ended, every record that it contains counts as renewed.
 """
 
 from typing import assert_never
@@ -22,7 +22,7 @@ from fleet.membership.messages import (
 
 
 class DirectoryDiff:
-    """The last known content of one directory. Its size is that of the directory."""
+    """Keeps the last seen record of each worker in a directory, and turns readings into membership events."""
 
     def __init__(self) -> None:
         self._seen: dict[WorkerId, RecordSeen] = {}

@@ -1,29 +1,30 @@
-"""Membership machine: which workers are members, by leases.
+"""Membership machine: decides by leases which workers are members of the cluster.
 
 Rules:
 
 1. A worker is a member from its registration until its lease ends, it deregisters, or another incarnation takes its
    place. Registering again renews the lease. The end of a lease ends no stream: attempts on the worker go on
    (`fleet.backends.workers.streams`, rule 3).
-2. A name belongs to one incarnation. While this router has a stream to a worker, the incarnation at the other end holds
-   the name. Without a stream, the member holds it until its lease ends. Another incarnation that registers meanwhile
-   gets `NameOccupied`, and nothing changes.
-3. A lease ends early if this router cannot reach the member (`MemberUnreachable`) and another incarnation wants the
-   name. So a killed process can be replaced at once. A new incarnation, or a new address of the same one, voids what
-   was known of the old one, so the change is announced as a departure and an arrival.
-4. A replaced incarnation stays replaced. If it registers again it gets `RegistrationSuperseded`; neither that nor its
-   deregistration changes anything. Otherwise two processes with the same name by mistake would take turns. The last
-   `REMEMBERED_INCARNATIONS` replaced incarnations of each worker are remembered.
+2. A name belongs to one incarnation. While this router has a stream to a worker, the name belongs to the incarnation at
+   the other end of the stream. Without a stream, it belongs to the member until the member's lease ends. If another
+   incarnation registers under the name meanwhile, it gets `NameOccupied`, and nothing changes.
+3. A lease ends early if this router cannot reach the member (`MemberUnreachable`) and another incarnation registers
+   under the name. So a killed process can be replaced at once. If the incarnation or the address of a member changes,
+   everything that was known of the member becomes invalid. So the change is announced as a departure and an arrival.
+4. A replaced incarnation stays replaced. If it registers again, it gets `RegistrationSuperseded`. Neither this attempt
+   nor its deregistration changes anything. Otherwise two processes that have the same name by mistake would replace
+   each other again and again. The last `REMEMBERED_INCARNATIONS` replaced incarnations of each worker are remembered.
 5. A worker in a directory is a member as if it had registered, for the lease that the directory states. A worker that
-   has registered here counts as alive: what a directory says of another incarnation is ignored until the lease has
-   ended, and its absence from the directory is no departure. For a member that was only found, the directory decides at
-   once, unless this router has a stream to it, because directories pass leases on with a delay.
-6. A worker that another router announces is a member for the rest of its lease there. If another incarnation is already
-   a member, the announcement is ignored, because the other router may not know of the change; whichever is alive
-   renews.
-7. A directory or another router repeats its announcements only rarely. An announcement for a name that another
-   incarnation holds is therefore kept as a claim until the claim's own lease ends. The latest claim joins when the name
-   becomes free.
+   has registered here counts as alive until its lease ends: a record of another incarnation in the directory is ignored
+   until then, and a missing record is no departure. If a member was only found in the directory, changes of the
+   directory count at once, unless this router has a stream to the member, because directories show renewals with a
+   delay.
+6. A worker that another router announces is a member for the remaining time of its lease there. If another incarnation
+   is already a member here, the announcement is ignored, because the other router may not know of the change. The
+   incarnation that is alive renews its registration.
+7. A directory or another router repeats its announcements only rarely. Therefore an announcement for a name that
+   belongs to another incarnation is kept as a claim until the claim's own lease ends. When the name becomes free, the
+   latest claim joins.
 """
 
 from collections import deque
@@ -53,42 +54,45 @@ from fleet.membership.messages import (
 )
 from fleet.membership.settings import MembershipSettings
 
-REMEMBERED_INCARNATIONS = 8  # restarts of one worker that may overlap; a supervisor starts one at a time
+# Most restarts of one worker that may overlap; a supervisor starts only one process at a time.
+REMEMBERED_INCARNATIONS = 8
 
 
 class NameClaim(Struct, frozen=True, kw_only=True):
-    """An incarnation that waits for a name."""
+    """Claim of an incarnation to a name that belongs to another incarnation (rule 7)."""
 
     joined: MemberJoined
     lease_end: Nanos
     registered: bool
-    """True if it has registered with another router; False if it was found in a directory."""
+    """True if the incarnation has registered with another router; False if it was found in a directory."""
 
 
 class Member(Struct, kw_only=True):
-    """One member and the end of its lease."""
+    """One member, the end of its lease, and what is known about its process."""
 
     joined: MemberJoined
     lease_end: Nanos
     registered_until: Nanos | None = None
-    """End of the lease that this router has given it; None: it was only found."""
+    """End of the lease that it got by registering; None: it was only found in a directory or announced by a router."""
 
     unreachable: bool = False
-    """True if the last attempt of this router to reach it failed."""
+    """True if the last attempt of this router to reach the member failed."""
 
     def registered(self, now: Nanos) -> bool:
         return self.registered_until is not None and now < self.registered_until
 
 
 class Membership:
-    """The membership machine of one router."""
+    """Membership machine of one router: turns registrations, records and stream events into joins and departures."""
 
     def __init__(self, settings: MembershipSettings) -> None:
         self.lease = Nanos(settings.lease_ms * MILLISECOND)
         self._members: dict[WorkerId, Member] = {}
         self._replaced: dict[WorkerId, deque[Incarnation]] = {}
-        self._connected: dict[WorkerId, Incarnation] = {}  # a stream may outlast the worker's lease
-        self._claims: dict[WorkerId, NameClaim] = {}  # a claim may outlast the member that held the name
+        # Incarnation of each open stream; a stream may last longer than the lease.
+        self._connected: dict[WorkerId, Incarnation] = {}
+        # Latest claim to each name; a claim may last longer than the member.
+        self._claims: dict[WorkerId, NameClaim] = {}
 
     def handle(self, event: MembershipEvent, now: Nanos) -> list[MembershipCommand]:
         match event:
@@ -116,15 +120,15 @@ class Membership:
 
     @property
     def members(self) -> Mapping[WorkerId, MemberJoined]:
-        """Members in the order of their arrival."""
+        """Members by id, in the order of their arrival."""
         return {worker_id: member.joined for worker_id, member in self._members.items()}
 
     def lease_end(self, worker_id: WorkerId) -> Nanos:
-        """Return when the lease of a member ends."""
+        """Return the time at which the lease of a member ends."""
         return self._members[worker_id].lease_end
 
     def registrations(self, now: Nanos) -> list[Registration]:
-        """Return the workers that have registered here, with the rest of their leases."""
+        """Return the workers that have registered here, with the remaining time of their leases."""
         return [
             Registration(
                 worker_id=worker_id,
@@ -183,7 +187,7 @@ class Membership:
         return joined.incarnation in self._replaced.get(joined.worker_id, ())
 
     def _occupied(self, joined: MemberJoined, now: Nanos) -> NameOccupied | None:
-        """Return the rejection if another incarnation holds the name (rules 2 and 3), else None."""
+        """Return the rejection of a registration if another incarnation holds the name (rules 2 and 3), else None."""
         worker_id, incarnation = joined.worker_id, joined.incarnation
         known = self._members.get(worker_id)
         connected = self._connected.get(worker_id)
@@ -199,7 +203,7 @@ class Membership:
         return NameOccupied(worker_id=worker_id, incarnation=incarnation, holder=known.joined.address, lease=left)
 
     def _take_claim_up(self, worker_id: WorkerId, now: Nanos) -> list[MembershipCommand]:
-        """Let the claimant of a name join if the name is free (rule 7)."""
+        """Let the worker with the claim to a name join if the name is free (rule 7)."""
         claim, known = self._claims.get(worker_id), self._members.get(worker_id)
         if claim is None:
             return []
@@ -212,11 +216,14 @@ class Membership:
         return self._join(claim.joined, claim.lease_end, registered=claim.registered)
 
     def _join(self, joined: MemberJoined, lease_end: Nanos, *, registered: bool) -> list[MembershipCommand]:
-        """Start or renew a membership until `lease_end`; no other incarnation holds the name."""
+        """Start or renew a membership until `lease_end`.
+
+        The caller has checked that the name is free for the incarnation.
+        """
         worker_id = joined.worker_id
         known = self._members.get(worker_id)
         if known is not None and known.joined.incarnation != joined.incarnation:
-            self._claims.pop(worker_id, None)  # the claim is older than the new holder
+            self._claims.pop(worker_id, None)  # the claim is older than the incarnation that joins now
         self._drop_claim(worker_id, joined.incarnation)
         changes: list[MembershipCommand] = []
         if known is None or known.joined != joined:
@@ -241,7 +248,7 @@ class Membership:
         if known is not None and known.joined.incarnation != event.incarnation:
             return []
         if known is not None or self._connected.get(event.worker_id) == event.incarnation:
-            self._connected.pop(event.worker_id, None)  # it gives up its name, although its stream may continue
+            self._connected.pop(event.worker_id, None)  # the worker gives up its name, although its stream may continue
         return self._take_claim_up(event.worker_id, now) if known is None else self._leave(event.worker_id, now)
 
     def _withdraw(self, event: RecordWithdrawn, now: Nanos) -> list[MembershipCommand]:
@@ -259,7 +266,7 @@ class Membership:
     def _connect(self, event: WorkerStreamOpened, now: Nanos) -> list[MembershipCommand]:
         self._connected[event.worker_id] = event.incarnation
         known = self._members.get(event.worker_id)
-        if known is not None:  # another process may answer at the member's address
+        if known is not None:  # the stream may have reached another process at the member's address
             known.unreachable = known.joined.incarnation != event.incarnation
         return self._take_claim_up(event.worker_id, now)
 

@@ -1,4 +1,4 @@
-"""Events and commands of the membership, and readings of a directory."""
+"""Events and commands of the membership machine, and readings of a directory."""
 
 from msgspec import Struct
 
@@ -8,13 +8,16 @@ from fleet.core.ids import Incarnation, WorkerId
 
 
 class Register(Struct, frozen=True, kw_only=True):
-    """A worker registers or renews its registration."""
+    """A worker registers, or renews its registration."""
 
     worker_id: WorkerId
     incarnation: Incarnation
     address: str
     forwarded: bool = False
-    """True if another router passes this registration on. If it is rejected here, the worker will not retry soon."""
+    """True if another router has passed this registration on.
+
+    The worker does not know this router, so it will not register here again if it is rejected.
+    """
 
 
 class Deregister(Struct, frozen=True, kw_only=True):
@@ -23,7 +26,7 @@ class Deregister(Struct, frozen=True, kw_only=True):
 
 
 class DirectoryRenewal(Struct, frozen=True, kw_only=True):
-    """A directory holds a worker whose lease was just renewed."""
+    """A directory contains a worker whose lease was just renewed."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -32,7 +35,7 @@ class DirectoryRenewal(Struct, frozen=True, kw_only=True):
 
 
 class Registration(Struct, frozen=True, kw_only=True):
-    """A worker is registered with another router; `lease` is the rest of its lease there."""
+    """A worker is registered with another router; `lease` is the remaining time of its lease there."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -41,27 +44,27 @@ class Registration(Struct, frozen=True, kw_only=True):
 
 
 class RecordWithdrawn(Struct, frozen=True, kw_only=True):
-    """A directory no longer holds a worker."""
+    """A directory no longer contains the record of a worker."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 class WorkerStreamOpened(Struct, frozen=True, kw_only=True):
-    """A worker's stream is open, and the worker has named its incarnation."""
+    """The router's stream to a worker is open, and the worker has stated its incarnation."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 class WorkerStreamClosed(Struct, frozen=True, kw_only=True):
-    """A worker's stream has ended; the worker itself may still run."""
+    """The router's stream to a worker has ended; the worker itself may still run."""
 
     worker_id: WorkerId
 
 
 class MemberUnreachable(Struct, frozen=True, kw_only=True):
-    """A member cannot be reached: it did not answer, or was silent for longer than the heartbeat timeout."""
+    """A member cannot be reached: it did not answer, or sent nothing for longer than the heartbeat timeout."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -88,23 +91,23 @@ class MemberLeft(Struct, frozen=True, kw_only=True):
 
 
 class RegistrationSuperseded(Struct, frozen=True, kw_only=True):
-    """Rejection of a `Register` from an incarnation that a newer one has replaced; nothing changed."""
+    """Rejection of a registration from an incarnation that a newer one has replaced; nothing changed."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 class NameOccupied(Struct, frozen=True, kw_only=True):
-    """Rejection of a `Register` for a name that another incarnation holds; nothing changed."""
+    """Rejection of a registration for a name that another incarnation holds; nothing changed."""
 
     worker_id: WorkerId
     incarnation: Incarnation
     holder: str
-    """Address of the process that holds the name; empty if unknown."""
+    """Address of the process that has the name; empty if unknown."""
 
     lease: Nanos | None
-    """Rest of the holder's lease; None: the holder has a stream to this router and keeps the name while the stream
-    lasts.
+    """Remaining time of that process's lease; None: it has a stream to this router and keeps the name as long as the
+    stream lasts.
     """
 
 
@@ -114,17 +117,17 @@ MembershipCommand = MembershipChange | RegistrationRefusal
 
 
 class RecordSeen(Struct, frozen=True, kw_only=True):
-    """The directory holds this record."""
+    """The directory contains this record."""
 
     record: WorkerRecord
     renewal: str | None = None
-    """Changes with every renewal of the lease; None: the directory ends leases itself, so each record that it holds is
-    valid.
+    """A text that changes with every renewal of the lease; None: the directory itself removes records whose lease has
+    ended, so each record in it is valid.
     """
 
 
 class RecordMissing(Struct, frozen=True, kw_only=True):
-    """The directory no longer holds a record of this worker."""
+    """The directory no longer contains a record of this worker."""
 
     worker_id: WorkerId
 

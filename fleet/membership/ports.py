@@ -1,4 +1,4 @@
-"""Ports of membership: the registry of workers, and the directories in which workers are published."""
+"""Ports of membership: the registry where workers register, and the directories in which they are published."""
 
 from collections.abc import AsyncGenerator
 from types import TracebackType
@@ -13,31 +13,33 @@ class Directory(Protocol):
     """A directory of workers, as a router reads it."""
 
     def readings(self) -> AsyncGenerator[DirectoryReading, None]:
-        """Yield a `DirectoryListing` of everything, then the changes.
+        """Yield first a `DirectoryListing` of all records, then the changes.
 
-        When the generator ends, call it again at once. Nothing is missed, because it starts with a listing.
+        When the generator ends, call it again at once. Nothing is missed, because the new generator starts with a
+        listing.
 
         Raises:
-            DirectoryUnreachable: Try again after a pause.
+            DirectoryUnreachable: The directory cannot be read now. Try again after a pause.
         """
         ...
 
 
 class DirectoryUnreachable(Exception):
-    """The directory did not answer, or sent something invalid; the message says how, in one line."""
+    """The directory did not answer, or sent something invalid; the message gives the cause in one line."""
 
 
 class Registry(Protocol):
-    """The registry at which a worker registers."""
+    """The registry at which a worker registers, as the worker sees it."""
 
     async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
-        """Take or renew a membership; return how long it lasts.
+        """Start or renew a membership; return the duration of its lease.
 
         Raises:
-            RegistryUnreachable: Try again; serving goes on meanwhile. `RegistrationRefused` is a subclass.
-            NameHeld: Another live process has this worker's id. Try again for a while if this process never had the
-                id.
-            WorkerSuperseded: Do not try again.
+            RegistryUnreachable: No registry answered. Try again, and go on serving. `RegistrationRefused` is a
+                subclass.
+            NameHeld: Another live process has this worker's id. If this process never had the id, try again for a
+                while.
+            WorkerSuperseded: A newer process has this worker's id. Do not try again.
         """
         ...
 
@@ -49,7 +51,7 @@ class RegistryUnreachable(Exception):
 
 
 class RegistrationRefused(RegistryUnreachable):
-    """The registry refuses this worker because of its proof; the message says which setting to change."""
+    """The registry rejects this worker because of its credentials; the message says which setting to change."""
 
 
 class NameHeld(Exception):
@@ -57,11 +59,11 @@ class NameHeld(Exception):
 
 
 class WorkerSuperseded(Exception):
-    """A newer process has this worker's id; the message says what the reason may be."""
+    """A newer process has this worker's id; the message says how that can happen."""
 
 
 class StatelessDirectory:
-    """Context manager methods of a directory without open connections."""
+    """Base class of directories without open connections: an async context manager that does nothing."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -69,11 +71,11 @@ class StatelessDirectory:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the records as they are."""
+        """Do nothing; records that were not withdrawn stay until their leases end."""
 
 
 class RegistrationListener(Protocol):
-    """The peers of a registry, which are told of registrations."""
+    """The peer routers of a registry, which it informs of registrations and deregistrations."""
 
     def registered(self, event: Register) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Registry over gRPC: the service in the router process, and the clients of workers."""
+"""Registry over gRPC: the service in the router process, and the clients with which workers register."""
 
 import asyncio
 import socket
@@ -32,14 +32,14 @@ SERVICE = "fleet.v1.Registry"
 TIMEOUT = Nanos(2 * SECOND)
 
 ResolveAddresses = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Resolves a host name to addresses with this port. It raises OSError if it cannot."""
+"""Resolves a host name to addresses, each with the given port; raises OSError if that is impossible."""
 
 
 class GrpcRegistry:
-    """The service `fleet.v1.Registry`."""
+    """The gRPC service `fleet.v1.Registry`, at which workers register."""
 
     def __init__(self, registry: RegistryServer, replicas: RegistrationListener | None = None) -> None:
-        """Build the service; `replicas` are told of registrations."""
+        """Build the service; `replicas` are informed of each registration and deregistration."""
         self._registry = registry
         self._replicas = replicas
 
@@ -82,7 +82,7 @@ class GrpcRegistry:
 
 
 def _name_occupied_text(occupied: NameOccupied) -> str:
-    """Return who holds a name and until when."""
+    """Return a text that says which process holds the name, and until when."""
     holder = f"the process at {occupied.holder[:200]}" if occupied.holder else "another process"
     if occupied.lease is None:
         until = "to which this router has a stream"
@@ -92,14 +92,17 @@ def _name_occupied_text(occupied: NameOccupied) -> str:
 
 
 class GrpcRegistryClient:
-    """Client of one registry. Implements `fleet.membership.ports.Registry`; an async context manager that owns its channel."""
+    """Client of one registry; an async context manager that owns its channel.
+
+    Implements `fleet.membership.ports.Registry`.
+    """
 
     def __init__(self, address: str, timeout: Nanos = TIMEOUT, access: ControlAccess = OPEN_ACCESS) -> None:
         self._timeout_seconds = timeout / SECOND
         self._address = address
         self._access = access
         self._diagnosed = ("", "")
-        """The latest failure with a TLS diagnosis, and its result."""
+        """The text of the latest failure that was diagnosed, and the TLS cause that was found for it."""
 
         self._channel = access.aio_channel(address)
         self._stub = pb_grpc.RegistryStub(self._channel)
@@ -133,7 +136,7 @@ class GrpcRegistryClient:
             raise _unreachable(error) from error
 
     async def _tls_cause(self, error: grpc.aio.AioRpcError) -> str:
-        """Return the TLS diagnosis of a failure, made once for each new kind of failure in a row."""
+        """Return the TLS cause of a failure, or an empty string. Equal failures in a row are diagnosed only once."""
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return ""
         failure = f"{error.code().name}: {error.details()}"
@@ -160,8 +163,9 @@ def _unreachable(error: grpc.aio.AioRpcError, tls_cause: str = "") -> RegistryUn
 class GrpcRegistries:
     """Client of all registries behind one name, such as the routers of a headless Kubernetes Service.
 
-    Implements `fleet.membership.ports.Registry`. The name is resolved with each renewal, so a new router is told within a third
-    of a lease. A worker is registered once one router has accepted it, because the others may be starting or stopping.
+    Implements `fleet.membership.ports.Registry`. The name is resolved at each renewal, so a new router gets the
+    registration within a third of a lease. A worker counts as registered when one router has accepted it, because the
+    others may be starting or stopping.
     """
 
     def __init__(
@@ -171,12 +175,12 @@ class GrpcRegistries:
         look_up: ResolveAddresses | None = None,
         access: ControlAccess = OPEN_ACCESS,
     ) -> None:
-        """Prepare; nothing is dialled yet.
+        """Prepare the client; no connection is opened yet.
 
         Args:
             address: ``unix:/path``, or host:port.
-            timeout: For the name resolution, and then for all registries together.
-            look_up: Resolves the name; None: as this host does.
+            timeout: Longest time for the name resolution, and then for the calls to all registries together.
+            look_up: Resolves the name; None: use the resolver of this host.
             access: Credentials of this worker.
         """
         self._address = address
@@ -220,7 +224,7 @@ class GrpcRegistries:
         """Deregister at all known registries that can be reached.
 
         Raises:
-            RegistryUnreachable: None of them can.
+            RegistryUnreachable: None of the registries can be reached.
         """
         refused: list[RegistryUnreachable] = []
 
@@ -237,12 +241,12 @@ class GrpcRegistries:
             raise refused[0]
 
     async def _look(self) -> None:
-        """Update the clients to the addresses of the name; keep the present ones if it cannot be resolved.
+        """Update the clients to the present addresses of the name; keep the clients if the name cannot be resolved.
 
         Raises:
-            RegistryUnreachable: The name has no address.
+            RegistryUnreachable: The name cannot be resolved, and there are no clients yet.
         """
-        if unix_path(self._address) or "//" in self._address:  # a URI that gRPC itself resolves
+        if unix_path(self._address) or "//" in self._address:  # a Unix socket, or a URI that gRPC itself resolves
             await self._keep([self._address])
             return
         try:

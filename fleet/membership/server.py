@@ -1,4 +1,4 @@
-"""Registry server: runs the membership machine, ends leases in time, and reports changes."""
+"""Registry server: runs the membership machine, checks for ended leases regularly, and reports changes."""
 
 import asyncio
 import logging
@@ -31,71 +31,72 @@ from fleet.membership.settings import MembershipSettings
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_SECONDS = 0.1
-LONGEST_BACKOFF_SECONDS = 2.0  # a directory that recovers is read again within this time
+LONGEST_BACKOFF_SECONDS = 2.0  # longest pause between two attempts to read a directory
 
 
 class RegistryServer:
-    """Membership of one cluster, in memory.
+    """Registry of the workers of one cluster, kept in memory.
 
-    Consumers have no queues. Each one compares what it has reported with the present members, so memory depends only on
-    the number of members, however slow a consumer is. A departure and a return between two comparisons are one change
-    or none.
+    Consumers of changes have no queues. Each consumer compares the members that it has reported with the present
+    members. So memory depends only on the number of members, even if a consumer is slow. If a worker leaves and returns
+    between two comparisons, a consumer sees one change or none.
     """
 
     def __init__(self, settings: MembershipSettings, clock: Clock) -> None:
         self.machine = Membership(settings)
         self._clock = clock
         self._tick_seconds = settings.tick_ms / 1000
-        self._changed = asyncio.Event()  # replaced after each change
-        self._refusals = LogDeduplicator()  # a rejected worker retries twice a second
+        self._changed = asyncio.Event()  # event for the next change; a new one replaces it after each change
+        # Keeps the log short, because a rejected worker registers again twice a second.
+        self._refusals = LogDeduplicator()
         self.directory_reachable: bool | None = None
-        """True while the followed directory answers; None: none is followed, or it was not read yet."""
+        """True while the followed directory answers, False while it does not; None: no directory was read yet."""
 
         self.followed = asyncio.Event()
-        """Set when the content of the directory is known."""
+        """Set as soon as the directory was read for the first time."""
 
     @property
     def lease_ms(self) -> int:
         return self.machine.lease // MILLISECOND
 
     def register(self, event: Register) -> RegistrationRefusal | None:
-        """Add or renew a member; return the rejection, or None."""
+        """Add or renew a member; return the rejection, or None if the registration was accepted."""
         commands = self.machine.handle(event, self._clock.now())
         self._announce(commands)
         return next((command for command in commands if isinstance(command, RegistrationRefusal)), None)
 
     def hear(self, event: ReachabilityEvent) -> None:
-        """Record what this router's own streams say about a worker."""
+        """Record that this router's stream to a worker has opened or closed, or that the worker cannot be reached."""
         self._announce(self.machine.handle(event, self._clock.now()))
 
     def deregister(self, event: Deregister) -> None:
         self._announce(self.machine.handle(event, self._clock.now()))
 
     def hear_of(self, event: Registration) -> None:
-        """Add a worker that another router announces."""
+        """Add a worker that another router has announced."""
         self._announce(self.machine.handle(event, self._clock.now()))
 
     def registrations(self) -> list[Registration]:
-        """Return the workers that have registered here, with the rest of their leases."""
+        """Return the workers that have registered here, with the remaining time of their leases."""
         return self.machine.registrations(self._clock.now())
 
     @property
     def members(self) -> Mapping[WorkerId, MemberJoined]:
-        """The present members."""
+        """The present members by id."""
         return self.machine.members
 
     async def run(self) -> Never:
-        """End leases as time passes, until cancelled."""
+        """Check for ended leases at regular intervals, until cancelled."""
         while True:
             self.tick()
             await asyncio.sleep(self._tick_seconds)
 
     def tick(self) -> None:
-        """End the leases that are over."""
+        """Remove the members whose leases have ended."""
         self._announce(self.machine.handle(MembershipTicked(), self._clock.now()))
 
     async def follow(self, directory: Directory) -> Never:
-        """Add the workers of a directory to the members, until cancelled.
+        """Keep the workers of a directory among the members, until cancelled.
 
         While the directory is unreachable, its workers stay members until their leases end.
         """
@@ -122,7 +123,7 @@ class RegistryServer:
                 pause = min(2 * pause, LONGEST_BACKOFF_SECONDS)
 
     async def membership(self) -> AsyncIterator[MembershipChange]:
-        """Yield the present members, then the changes; any number of consumers may iterate."""
+        """Yield the present members, then each change; several consumers may iterate at the same time."""
         told: dict[WorkerId, MemberJoined] = {}
         while True:
             changed = self._changed

@@ -1,4 +1,4 @@
-"""Messages between routers: translation from and to `fleet/v1/replica.proto`."""
+"""Messages between routers: translation between Fleet's types and the protobuf messages of `fleet/v1/replica.proto`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from struct import pack, unpack
@@ -20,18 +20,18 @@ from fleet.router.tenants import BucketLevels, TenantUsageDelta
 from fleet.v1 import control_pb2
 from fleet.v1 import replica_pb2 as pb
 
-PROMPTS_A_MESSAGE = 1000  # 4 MB if all have the maximum length
-MEMBERS_A_MESSAGE = 1000  # about 100 kB
-TOKENS_A_MESSAGE = 200_000  # at most 1 MB
-ANSWER_TOKENS = 10  # stand for the head of an answer
-BINDINGS_A_MESSAGE = 1000  # 2 MB with the longest session names that a client may use
-LATEST = 1 << 62  # nanoseconds of Unix time in the year 2116, the largest accepted time
-MOST_TAKEN = 1e15  # requests or tokens of one tenant in one message
-MOST_BLOCKS = 1e15  # of one router on a worker; the sum over any number of routers stays finite
+PROMPTS_A_MESSAGE = 1000  # most prompts in one message; 4 MB if all have the maximum length
+MEMBERS_A_MESSAGE = 1000  # most members in one message; about 100 kB
+TOKENS_A_MESSAGE = 200_000  # number of answer tokens after which a message is sent; at most 1 MB
+ANSWER_TOKENS = 10  # the size of an answer's key and position in a message, counted in tokens
+BINDINGS_A_MESSAGE = 1000  # most session bindings in one message; 2 MB if all session names have the maximum length
+LATEST = 1 << 62  # the latest time that is accepted: nanoseconds of Unix time, in the year 2116
+MOST_TAKEN = 1e15  # most requests or tokens of one tenant in one message
+MOST_BLOCKS = 1e15  # most blocks of one router on a worker; the sum over any number of routers stays finite
 
 
 class PeerThresholds(Struct, frozen=True):
-    """Thresholds that an operator has set, and the time of the change."""
+    """Thresholds that an operator has set, and the time of the change in milliseconds of Unix time."""
 
     thresholds: Thresholds
     at_unix_ms: int
@@ -50,7 +50,7 @@ def decode_registered(told: control_pb2.RegisterRequest) -> Register:
     """Decode the registration of a worker with another router.
 
     Raises:
-        ConnectionError: It is no registration.
+        ConnectionError: The message is no valid registration.
     """
     if not (told.worker_id and told.incarnation and told.address):
         raise ConnectionError("another router tells of a worker without an id, an incarnation or an address")
@@ -63,7 +63,7 @@ def decode_registered(told: control_pb2.RegisterRequest) -> Register:
 
 
 def encode_members(members: Sequence[Registration]) -> Iterable[pb.ReplicaMessage]:
-    """Return messages with all members."""
+    """Yield messages that together contain all members, at most `MEMBERS_A_MESSAGE` each."""
     for first in range(0, len(members), MEMBERS_A_MESSAGE):
         told = [
             pb.ReplicaMember(registered=encode_registered(each), lease_ms=each.lease // MILLISECOND)
@@ -73,10 +73,10 @@ def encode_members(members: Sequence[Registration]) -> Iterable[pb.ReplicaMessag
 
 
 def decode_member(told: pb.ReplicaMember) -> Registration:
-    """Decode a worker and the rest of the lease that another router gave it.
+    """Decode a worker and the remaining time of the lease that another router gave it.
 
     Raises:
-        ConnectionError: It is no registration.
+        ConnectionError: The message is no valid registration.
     """
     registered = decode_registered(told.registered)
     return Registration(
@@ -98,14 +98,14 @@ def encode_bookings(booked: Mapping[WorkerId, ReservationTotals]) -> pb.ReplicaM
 
 
 def encode_sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMessage]:
-    """Return messages with all session bindings."""
+    """Yield messages that together contain all session bindings, at most `BINDINGS_A_MESSAGE` each."""
     for first in range(0, len(bindings), BINDINGS_A_MESSAGE):
         told = [
             pb.SessionBinding(
                 tenant=each.key[0],
                 session=each.key[1],
                 worker_id=each.worker_id or "",
-                stamp=min(each.stamp, LATEST),  # peers would ignore everything after a later time
+                stamp=min(each.stamp, LATEST),  # a later time would make peers ignore all changes after it
             )
             for each in bindings[first : first + BINDINGS_A_MESSAGE]
         ]
@@ -113,7 +113,7 @@ def encode_sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMe
 
 
 def encode_answers(entries: Iterable[JournalEntry]) -> Iterable[pb.ReplicaMessage]:
-    """Return messages with all tokens."""
+    """Yield messages that together contain the tokens of all entries."""
     told: list[pb.AnswerTokens] = []
     tokens = 0
     for entry in entries:
@@ -133,7 +133,13 @@ def decode_answer(told: pb.AnswerTokens) -> JournalEntry:
 
 
 def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private: int) -> Iterable[pb.ReplicaMessage]:
-    """Return messages with all prompts."""
+    """Yield messages that together contain all prompts.
+
+    Args:
+        placed: Prompts that workers are about to compute.
+        over: Numbers of announced prompts that are no longer computed; they go into the first message.
+        private: Fingerprint of the secret behind private block keys; 0: there is none.
+    """
     for first in range(0, max(len(placed), bool(over)), PROMPTS_A_MESSAGE):
         told = [
             pb.PlacedPrompt(worker_id=each.worker_id, number=each.number, keys=pack(f"<{len(each.keys)}Q", *each.keys))
@@ -144,10 +150,10 @@ def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private:
 
 
 def decode_placed(told: pb.PlacedPrompt) -> PlacedPrompt:
-    """Decode a prompt of another router.
+    """Decode a prompt that another router has placed.
 
     Raises:
-        ConnectionError: It has no keys, or too many.
+        ConnectionError: The prompt has no keys, too many keys, or an incomplete key.
     """
     count, odd = divmod(len(told.keys), KEY_BYTES)
     if odd or not 0 < count <= MAX_ANNOUNCED_KEYS:
@@ -170,10 +176,10 @@ def encode_left(left: Mapping[str, BucketLevels]) -> pb.ReplicaMessage:
 
 
 def decode_taken(told: pb.ReplicaTaken) -> dict[str, TenantUsageDelta]:
-    """Decode the usage of tenants at another router.
+    """Decode the usage of tenants at another router, by tenant.
 
     Raises:
-        ConnectionError: An amount is below zero or no number; buckets would never fill or empty again.
+        ConnectionError: An amount is negative or no number; with it, a bucket would never fill or empty again.
     """
     return {
         each.tenant: TenantUsageDelta(requests=_amount(each.requests), tokens=_amount(each.tokens))
@@ -182,10 +188,10 @@ def decode_taken(told: pb.ReplicaTaken) -> dict[str, TenantUsageDelta]:
 
 
 def decode_left(told: pb.ReplicaLeft) -> dict[str, BucketLevels]:
-    """Decode what is left of tenants' limits by another router's count.
+    """Decode what is left of the tenants' limits as another router counts it, by tenant.
 
     Raises:
-        ConnectionError: An amount is no number.
+        ConnectionError: An amount is no number or out of range.
     """
     return {
         each.tenant: BucketLevels(
@@ -206,10 +212,10 @@ def _amount(told: float, least: float = 0.0) -> float:
 
 
 def decode_instant(told: int) -> int:
-    """Decode a time of another router, in nanoseconds.
+    """Decode a time that another router sent, in nanoseconds of Unix time.
 
     Raises:
-        ConnectionError: It is too late; all clocks would be set to it for ever.
+        ConnectionError: The time is after `LATEST`; all routers' clocks would be set to it for ever.
     """
     if told > LATEST:
         raise ConnectionError(f"another router's clock says {told} ns")
@@ -217,10 +223,10 @@ def decode_instant(told: int) -> int:
 
 
 def decode_thresholds(told: pb.ReplicaTuned) -> PeerThresholds:
-    """Decode the thresholds of another router.
+    """Decode the thresholds that an operator has set at another router.
 
     Raises:
-        ConnectionError: They are invalid.
+        ConnectionError: The thresholds are invalid.
     """
     values = {name: getattr(told.thresholds, name) for name in Thresholds.__struct_fields__}
     try:
@@ -233,7 +239,7 @@ def decode_booked(told: pb.ReplicaBookings) -> dict[WorkerId, ReservationTotals]
     """Decode the reservations of another router, by worker.
 
     Raises:
-        ConnectionError: A number of blocks is not finite or too large, and would spoil every comparison.
+        ConnectionError: A number of blocks is negative, too large or not finite, which would spoil every comparison.
     """
     booked = {}
     for each in told.workers:

@@ -2,15 +2,16 @@
 
 Rules:
 
-1. A request never waits for Redis. Each router counts for itself, reports the usage of its tenants several times a
-   second, and reads what is left. All routers together admit too much by at most the usage of one such interval.
-2. While Redis does not answer, routers count alone. Usage that has not been refilled by then is reported when Redis
-   answers again. If Redis refuses the key of a tenant (another program may have written it), only this tenant is
-   affected.
-3. Redis' clock counts, so the routers' clocks need not agree.
-4. A Redis without data of a tenant, for example after a restart, learns it from the routers: buckets are as full as the
-   routers believe, and for `LEARNING_SECONDS` the lowest value wins. A key expires when its buckets are full, which is
-   also what routers assume then.
+1. A request never waits for Redis. Each router counts by itself, and several times a second it reports the usage of its
+   tenants to Redis and reads what is left of their limits. So all routers together admit too much by at most the usage
+   of one such interval.
+2. While Redis does not answer, each router counts alone. When Redis answers again, the usage that the buckets have not
+   refilled meanwhile is reported. If Redis refuses the key of one tenant, for example because another program has
+   written it, only this tenant is affected.
+3. The script uses Redis' clock, so the routers' clocks need not agree.
+4. If Redis has no data of a tenant, for example after a restart, it learns them from the routers: each router reports
+   how full it believes the buckets to be, and for `LEARNING_SECONDS` the lowest value counts. A key expires when its
+   buckets are full; routers also assume full buckets if there is no key.
 
 Without Redis, routers that are peers share the limits by themselves (`fleet.router.tenants`, rule 4).
 """
@@ -31,14 +32,15 @@ log = logging.getLogger(__name__)
 
 EXCHANGE_SECONDS = 0.1
 ANSWER_SECONDS = 1.0
-REMEMBERED = 10 * MINUTE_SECONDS  # exchanges for which a tenant with usage is queried
+REMEMBERED = 10 * MINUTE_SECONDS  # number of exchanges after its last usage in which a tenant is queried
 
-LEARNING_SECONDS = 1.0  # ten exchanges, enough to hear every router
+LEARNING_SECONDS = 1.0  # ten exchanges, so that every router reports in this time
 
-# One hash per tenant: the level of each bucket, and its time. Buckets fill as in the router's tenant limits. Numbers
-# are returned as text, because Redis would cut them to integers. The key expires when the buckets are full.
-# Arguments: the learning time in seconds; per bucket its limit, the usage, and the level before it as this router
-# believes.
+# The script keeps one hash per tenant: the level of each bucket, and the time of the levels. Buckets fill as in the
+# router's tenant limits. Numbers are returned as text, because Redis would round them to integers.
+# Arguments: the learning time in seconds; then for each bucket its limit, the new usage, and the level before this
+# usage
+# as the router believes it.
 SCRIPT = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
@@ -68,19 +70,19 @@ class _Script(Protocol):
 
 
 class RedisRateLimits:
-    """Shares the tenant limits of one router with the other routers; `run` keeps them in step."""
+    """Shares the tenant limits of one router with the other routers through Redis; `run` exchanges usage and levels."""
 
     def __init__(self, url: str, tenants: Tenants, clock: Clock, *, prefix: str = "fleet/tenants/") -> None:
-        """Prepare the client; `run` connects.
+        """Prepare the client; the connection is opened in `run`.
 
         Args:
             url: ``redis://host:port/db`` or ``unix:///path``.
             tenants: Tenants of this router.
-            clock: Clock of `tenants`.
+            clock: The clock by which `tenants` counts.
             prefix: Prefix of the keys in Redis, equal for all routers of a cluster.
 
         Raises:
-            ValueError: The URL is not one of Redis.
+            ValueError: The URL is no URL of Redis.
         """
         self.redis: Redis = Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
         self._script: _Script = self.redis.register_script(SCRIPT)
@@ -88,13 +90,13 @@ class RedisRateLimits:
         self._clock = clock
         self._prefix = prefix
         self._untold: dict[str, TenantUsageDelta] = {}
-        self._asked: dict[str, int] = {}  # remaining exchanges in which a tenant is queried
+        self._asked: dict[str, int] = {}  # number of remaining exchanges in which each tenant is queried
         self._answering = True
-        self._refused: frozenset[str] = frozenset()  # tenants of the last exchange
-        self.refused = 0  # how often Redis refused a tenant's key
+        self._refused: frozenset[str] = frozenset()  # tenants whose keys Redis refused in the last exchange
+        self.refused = 0  # number of times that Redis refused a tenant's key
 
     async def run(self) -> Never:
-        """Exchange usage until cancelled."""
+        """Exchange usage and levels with Redis every `EXCHANGE_SECONDS`, until cancelled."""
         try:
             while True:
                 await asyncio.sleep(EXCHANGE_SECONDS)
@@ -108,7 +110,7 @@ class RedisRateLimits:
         yield CounterMetricFamily("fleet_tenant_limits_refused", meaning, self.refused)
 
     async def exchange(self) -> None:
-        """Report the usage of this router and read what is left."""
+        """Report the usage of this router's tenants, and take over what Redis says is left of their limits."""
         for name, taken in self._tenants.taken().items():
             before = self._untold.get(name, NOTHING)
             self._untold[name] = TenantUsageDelta(
@@ -119,7 +121,7 @@ class RedisRateLimits:
         for name in list(self._asked):
             try:
                 left = await self._tell(name)
-            except ResponseError as error:  # Redis refused this key or script; the connection works
+            except ResponseError as error:  # Redis refused this key or the script, although the connection works
                 refused[name] = str(error)
             except (RedisError, OSError, TimeoutError) as error:
                 if self._answering:
@@ -139,7 +141,7 @@ class RedisRateLimits:
         self._answering = True
 
     async def _tell(self, name: str) -> list[bytes]:
-        """Report a tenant's usage and return what is left of its buckets."""
+        """Report a tenant's usage, and return what is left of its two buckets: requests and tokens, as text."""
         untold = self._untold.get(name, NOTHING)
         arguments = [LEARNING_SECONDS]
         for limit, level, taken in zip(
@@ -148,7 +150,7 @@ class RedisRateLimits:
             (untold.requests, untold.tokens),
             strict=True,
         ):
-            owed = min(taken, max(0.0, limit - level))  # older usage has been refilled since
+            owed = min(taken, max(0.0, limit - level))  # older usage has been refilled meanwhile, so it is not reported
             arguments += [limit, owed, level + owed]
         async with asyncio.timeout(ANSWER_SECONDS):
             return await self._script(keys=[self._prefix + name], args=arguments)

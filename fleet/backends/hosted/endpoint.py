@@ -2,11 +2,13 @@
 
 Rules:
 
-1. The body is the client's, with the endpoint's name of the model, without `ROUTER_FIELDS`, and with a
-   limit of the answer. Streams ask for their usage; the event that only holds the usage is not passed on to a client that did not ask for it.
-2. A failure before the first byte is `EndpointFailed`, and the client may get another answer. A later one breaks the answer off.
-3. An answer with a status of 400 or more is such a failure too: the client's request was one for its own cluster, and an error about
-   the endpoint's key or limits would mislead it. What the endpoint said about it is for operators alone.
+1. The endpoint gets the client's body with the endpoint's own name of the model, without `ROUTER_FIELDS`, and with a
+   limit for the answer's length. For a stream, the body asks for the usage. If the client did not ask for it, the event
+   that contains only the usage is not passed on.
+2. A failure before the first byte of the answer raises `EndpointFailed`, and the caller may give the client another
+   answer. A failure after the first byte ends the answer.
+3. A status of 400 or more is a failure of the first kind too. The client sent its request to its own cluster, so an
+   error about the endpoint's key or limits would mislead it. The text of such an error is shown only to operators.
 """
 
 import asyncio
@@ -28,7 +30,7 @@ from fleet.router.settings.overflow import OverflowSettings
 FIRST_REDIRECT = 300
 FIRST_ERROR = 400
 ENDPOINT_AT_FAULT = frozenset({401, 402, 403, 404, 408, 429})
-"""Statuses below 500 after which the endpoint would refuse the next request as well."""
+"""Statuses below 500 that show that the endpoint would reject the next request as well."""
 
 ROUTER_FIELDS = ("fleet", "priority", "request_id", "session_id")
 """Fields that tell the router how to treat a request, and do not change its answer."""
@@ -43,21 +45,21 @@ Tokens = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
 class HostedUsage(Struct, frozen=True, kw_only=True):
-    """Usage that an endpoint reports."""
+    """Token counts that an endpoint reports."""
 
     prompt_tokens: Tokens
     completion_tokens: Tokens
 
 
 class _UsageCarrier(Struct, frozen=True, kw_only=True):
-    """The part of an answer or event that is read."""
+    """The fields of an answer or event that the router reads."""
 
     usage: HostedUsage | None = None
     choices: list[Any] = []
 
 
 class HostedAnswer(Struct, kw_only=True):
-    """Facts about an answer so far; it stays readable when the answer breaks off."""
+    """Facts that are known about an answer so far; they remain when the answer breaks off."""
 
     usage: HostedUsage | None = None
 
@@ -66,10 +68,10 @@ class EndpointFailed(Exception):
     """The endpoint gave no answer, and nothing was sent to the client.
 
     Attributes:
-        message: Why, for clients; all tenants may read it.
-        excerpt: What the endpoint said, for operators.
-        computed: Whether the endpoint may have computed, and charged, an answer.
-        at_fault: Whether the endpoint should get no requests for a while.
+        message: The cause, as clients may see it; it contains nothing about other tenants.
+        excerpt: The beginning of the endpoint's error text, for operators.
+        computed: True if the endpoint may have computed, and charged, an answer.
+        at_fault: True if the endpoint should get no requests for a while.
     """
 
     def __init__(self, message: str, *, computed: bool, at_fault: bool, excerpt: str = "") -> None:
@@ -95,7 +97,7 @@ def hosted_body(body: bytes, model: str, max_answer_tokens: int, *, streams: boo
 
 
 class HostedEndpoint:
-    """The endpoint of one model."""
+    """Client of one model's hosted endpoint."""
 
     def __init__(self, settings: OverflowSettings, session: aiohttp.ClientSession) -> None:
         self._first_byte = settings.first_byte_seconds
@@ -116,23 +118,23 @@ class HostedEndpoint:
         include_usage: bool,
         most_seconds: float | None,
     ) -> None:
-        """Send a request and pass its answer on.
+        """Send a request to the endpoint and pass its answer on to the client.
 
         Args:
-            path: Path of the API.
+            path: Path of the OpenAI API.
             body: Body for the endpoint.
-            api_key: Its bearer token; empty: none.
-            exchange: Takes the answer.
-            headers: Headers of the answer.
-            known: Gets the usage as soon as it is reported.
-            streams: Whether the client wants a stream.
-            include_usage: Whether the client wants the usage of a stream.
-            most_seconds: Time until the client's deadline; None: it has none.
+            api_key: Bearer token for the endpoint; empty: none.
+            exchange: The client's request, to which the answer goes.
+            headers: Headers of the answer to the client.
+            known: Receives the usage as soon as the endpoint reports it.
+            streams: True if the client wants a stream.
+            include_usage: True if the client wants the usage of a stream.
+            most_seconds: Time until the client's deadline; None: the client has no deadline.
 
         Raises:
-            EndpointFailed: There is no answer, and nothing was sent to the client.
+            EndpointFailed: The endpoint gave no answer, and nothing was sent to the client.
             RequestRejected: The answer broke off, or the deadline has passed.
-            ClientDisconnected: The client has gone.
+            ClientDisconnected: The client has disconnected.
         """
         sent, deadline = False, asyncio.timeout(most_seconds)
         try:
@@ -169,11 +171,11 @@ class HostedEndpoint:
 
 
 class _BadAnswer(Exception):
-    """The answer is not one of the OpenAI API."""
+    """The endpoint's answer does not follow the OpenAI API."""
 
 
 class _SilenceLimit(Struct, frozen=True):
-    """Time limit of the next bytes of an answer."""
+    """Limits the time until the next bytes of an answer arrive."""
 
     timeout: asyncio.Timeout
     seconds: float
@@ -182,7 +184,7 @@ class _SilenceLimit(Struct, frozen=True):
         self.timeout.reschedule(asyncio.get_running_loop().time() + self.seconds)
 
     def suspend(self) -> None:
-        """Set no limit, while the client reads."""
+        """Stop the limit while the client reads what was sent."""
         self.timeout.reschedule(None)
 
 
@@ -192,7 +194,8 @@ async def _check_status(answer: aiohttp.ClientResponse, api_key: str) -> None:
     excerpt = (await answer.content.read(EXCERPT_BYTES + len(api_key))).decode("latin-1")
     at_fault = answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR or answer.status in ENDPOINT_AT_FAULT
     if api_key:
-        excerpt = excerpt.replace(api_key, "KEY")  # before it is cut, so that no part of a key stays
+        # Replace the key before the text is cut, so that no part of a key remains.
+        excerpt = excerpt.replace(api_key, "KEY")
     message = f"it answered with status {answer.status}"
     raise EndpointFailed(
         message, computed=False, at_fault=at_fault or answer.status < FIRST_ERROR, excerpt=excerpt[:EXCERPT_BYTES]
@@ -230,7 +233,7 @@ async def _stream(
 
 
 def _noted(data: bytes, known: HostedAnswer) -> bool:
-    """Note the usage of an event; return whether it holds anything else."""
+    """Record the usage of an event; return True if the event contains anything else."""
     try:
         carrier = msgspec.json.decode(data, type=_UsageCarrier)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -242,7 +245,7 @@ def _noted(data: bytes, known: HostedAnswer) -> bool:
 
 
 async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
-    """Yield the events that each read completes, with the empty lines that end them."""
+    """Yield the events that each read completes, each with the empty line that ends it."""
     held = b""
     async for part in answer.content.iter_any():
         held += part

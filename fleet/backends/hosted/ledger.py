@@ -2,11 +2,12 @@
 
 Rules:
 
-1. A ledger file is read, changed and written under a lock of the kernel (flock). Each change is one write of a fixed size, so a process
-   that is killed leaves the old content or the new one.
-2. The event loop never waits for the lock. If another process holds it for `LOCK_SECONDS`, because it was stopped, nothing is
-   admitted, and what is to be given back is kept until the lock is free.
-3. A file with other content counts as a spent limit: the hour of charges that it had is not known. A warning names the file.
+1. A ledger file is read, changed and written under a lock of the kernel (flock). Each change is one write of a fixed
+   size, so a killed process leaves either the old or the new content.
+2. The event loop never blocks on the lock. If another process keeps the lock for `LOCK_SECONDS`, because it was
+   stopped, no request is admitted, and settlements are kept in memory until the lock is free.
+3. A file with other content counts as a spent limit, because the charges of the last hour are unknown. A warning names
+   the file.
 """
 
 import asyncio
@@ -28,16 +29,19 @@ Result = TypeVar("Result")
 
 LOCK_SECONDS = 0.05
 TRY_SECONDS = 0.005
-FILE_BYTES = 4096  # 61 minutes of at most 32 bytes each
+FILE_BYTES = 4096  # size of the file; it stores 61 minutes with at most 32 bytes each
 NEAR_LIMIT = 0.5
-"""Share of the limit up to which the last reading of the file says whether there is room; above it, the file is read again."""
+"""Share of the limit.
+
+Below it, the last known total decides whether there is room; above it, the file is read again.
+"""
 
 
 class SpendingLedger(Protocol):
-    """The charges of one endpoint."""
+    """Port that counts the charges of one hosted endpoint against its limit."""
 
     async def reserve(self, estimate: int) -> int | None:
-        """Charge an estimate in nanodollars; return the minute that it was charged in, or None if the limit has no room."""
+        """Charge an estimate in nanodollars; return the minute of the charge, or None if the limit has no room."""
         ...
 
     def has_room(self, estimate: int) -> bool:
@@ -54,7 +58,7 @@ class SpendingLedger(Protocol):
 
 
 class MemoryLedger:
-    """Charges of one process. Implements `SpendingLedger`."""
+    """Keeps the charges of one process in memory. Implements `SpendingLedger`."""
 
     def __init__(self, limit: int, unix_seconds: Callable[[], float]) -> None:
         self._limit = limit
@@ -87,23 +91,24 @@ class LedgerBusy(Exception):
 
 
 class FileLedger:
-    """Charges of all processes that use a file. Implements `SpendingLedger`."""
+    """Keeps the charges of all processes of a machine in one file. Implements `SpendingLedger`."""
 
     def __init__(self, path: Path, limit: int, unix_seconds: Callable[[], float]) -> None:
-        """Open or make the file.
+        """Open the file, and create it if it does not exist.
 
         Raises:
-            OSError: It cannot be used.
+            OSError: The file cannot be used.
         """
         self._limit = limit
         self._unix_seconds = unix_seconds
         self._path = path
-        self._owed: list[tuple[int, int, int]] = []  # settlements that found the file locked
-        self._spent = 0  # when it was last read
+        # Settlements that are not in the file yet: minute, estimate and cost.
+        self._owed: list[tuple[int, int, int]] = []
+        self._spent = 0  # charges of the last hour at the last reading, in nanodollars
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def close(self) -> None:
-        """Write what is owed if the lock is free, and close the file."""
+        """Write the settlements that are not in the file yet if the lock is free, and close the file."""
         try:
             self._change(lambda _charges, _minute: None)
         except (LedgerBusy, OSError) as error:
@@ -132,7 +137,7 @@ class FileLedger:
         return self._spent
 
     async def _changed(self, change: Callable[[Charges, int], Result | None]) -> Result | None:
-        """Apply a change; None if the file cannot be changed now."""
+        """Apply a change and return its result; return None if the file cannot be changed within `LOCK_SECONDS`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + LOCK_SECONDS
         while True:
@@ -176,7 +181,7 @@ def _locked(file: int) -> Iterator[None]:
     """Hold the lock of a file.
 
     Raises:
-        LedgerBusy: Another process holds it.
+        LedgerBusy: Another process holds the lock.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,14 +2,16 @@
 
 Rules:
 
-1. A request overflows if the router refuses it for load before anything was answered: its predicted wait is above `after_seconds`, the
-   queue is full, no worker serves the model, or its worker was lost. A request never overflows if the hosted endpoint could not answer it in
-   the same way. Such a request names a LoRA adapter, a worker or a label, has token ids, or has fields that the endpoint does not know or
-   treats differently. Requests of excluded tenants do not overflow either.
-2. The limit `after_seconds` applies only while the endpoint would take the request. So if the spending limit is reached, requests wait as
-   they would without an endpoint.
-3. If the endpoint does not take a request, the client gets the router's own rejection, and its message says why the endpoint did not.
-4. An endpoint that fails gets no request for a pause, which doubles while it goes on failing.
+1. A request overflows if the router rejects it because of load before any answer: its predicted wait is above
+   `after_seconds`, the queue is full, no worker serves the model, or its worker was lost. A request does not overflow
+   if the hosted endpoint could not answer it in the same way: if it names a LoRA adapter, a worker or a label, has
+   token ids, or has fields that the endpoint does not know or treats differently. Requests of excluded tenants do not
+   overflow either.
+2. The limit `after_seconds` applies only while the endpoint would accept the request. So when the spending limit is
+   reached, requests wait as they would without an endpoint.
+3. If the endpoint does not accept a request, the client gets the router's own rejection. Its message also says why the
+   request did not overflow.
+4. An endpoint that fails gets no requests for a pause. The pause doubles with each further failure.
 """
 
 import logging
@@ -50,7 +52,7 @@ FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
 _EXTENDED_FIELDS = (
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
-    *("logit_bias", "allowed_token_ids"),  # they name tokens of this model
+    *("logit_bias", "allowed_token_ids"),  # these two name tokens of this model's tokenizer
 )
 _EXTENDED_OPTIONS = ("include_stop_string", "show_special_tokens", "bad_words", "cache_salt", "truncate_prompt")
 _NO_SAMPLING = Sampling()
@@ -100,7 +102,7 @@ def _ledger(
 
 
 class _HostedModel:
-    """The endpoint of one model, its spending and its health."""
+    """The hosted endpoint of one model, with its ledger, its counters and the pause after a failure."""
 
     def __init__(
         self, model: ModelName, settings: OverflowSettings, ledger: SpendingLedger, endpoint: HostedEndpoint
@@ -114,7 +116,7 @@ class _HostedModel:
             prompt=settings.dollars_per_million_prompt_tokens, answer=settings.dollars_per_million_answer_tokens
         )
         self.outcomes = dict.fromkeys(OverflowOutcome, 0)
-        self.charged = 0  # nanodollars of requests that have ended
+        self.charged = 0  # cost of all requests that have ended, in nanodollars
         self.running = 0
         self.trouble = ""
         self.not_before = Nanos(0)
@@ -137,7 +139,7 @@ class _HostedModel:
         return key
 
     def api_key(self) -> str:
-        """Return the key in the file; the last one if the file cannot be read now."""
+        """Return the key in the file; return the last known key if the file cannot be read now."""
         try:
             self._api_key = self._read_key()
         except ConfigurationRefused as error:
@@ -149,7 +151,7 @@ class _HostedModel:
         return self.prices.cost(prompt_tokens, answer_tokens)
 
     def closed(self, now: Nanos) -> str:
-        """Return why the endpoint takes no request now, apart from its price; empty if it takes one."""
+        """Return why the endpoint accepts no request now, apart from the spending limit; empty: it accepts one."""
         if now < self.not_before:
             return f"the hosted endpoint failed: {self.trouble}"
         if self.running >= self.settings.max_running:
@@ -176,7 +178,10 @@ class _HostedModel:
 
 
 class HostedOverflow:
-    """All hosted endpoints of one router process. Implements `Overflow` (the port) and `OverflowReports`."""
+    """Sends overflow to all hosted endpoints of one router process.
+
+    Implements the ports `Overflow` and `OverflowReports`.
+    """
 
     def __init__(
         self, models: Mapping[ModelName, _HostedModel], tenants: Tenants, clock: Clock, explained_requests: int
@@ -215,10 +220,13 @@ class HostedOverflow:
             for each in self._models.values()
         )
 
-    # From offers
+    # Called by `_Offer`
 
     async def take(self, offer: "_Offer", refused: RequestRejected) -> RequestRejected | None:
-        """Serve a refused request; see `OverflowOffer.serve`."""
+        """Try to serve a rejected request by its hosted endpoint; return None, or the rejection for the client.
+
+        `OverflowOffer.serve` defines the result.
+        """
         hosted, now = offer.hosted, self._clock.now()
         if offer.exchange.began or refused.reason not in FOR_LOAD:
             return refused
@@ -256,7 +264,7 @@ class HostedOverflow:
         return None if outcome is OverflowOutcome.SERVED else refused
 
     def most_wait(self, offer: "_Offer", tenant: str) -> Nanos | None:
-        """Return the predicted wait above which a request overflows; None if the endpoint would not take it (rule 2)."""
+        """Return the predicted wait above which a request overflows; None: the endpoint would not accept it (rule 2)."""
         hosted = offer.hosted
         if tenant in hosted.settings.excluded_tenants or hosted.closed(self._clock.now()):
             return None
@@ -265,7 +273,7 @@ class HostedOverflow:
         return Nanos(round(hosted.settings.after_seconds * SECOND))
 
     async def _admitted_tenant(self, offer: "_Offer") -> str:
-        """Return the tenant of a request, within whose limits it is."""
+        """Return the tenant of a request, after its limits have admitted the request."""
         if offer.tenant is not None:
             return offer.tenant
         tenant = self._tenants.tenant(offer.authorization, offer.parsed.request.tenant)
@@ -349,9 +357,9 @@ class _Offer:
         self.parsed = parsed
         self.exchange = exchange
         self.authorization = authorization
-        self.tenant: str | None = None  # None: its limits were not applied yet
+        self.tenant: str | None = None  # None: the tenant's limits were not applied yet
         self.allowance: RateLimitStatus | None = None
-        self.prompt_tokens = len(exchange.request.body)  # a token has a byte at least
+        self.prompt_tokens = len(exchange.request.body)  # an upper bound, because a token has at least one byte
 
     @property
     def estimate(self) -> int:
@@ -361,7 +369,7 @@ class _Offer:
         return self.hosted.estimate(self.prompt_tokens, answer)
 
     def seconds_left(self, now: Nanos) -> float | None:
-        """Return the time until the client's deadline; None without one."""
+        """Return the seconds until the client's deadline; None: the client has no deadline."""
         deadline = self.parsed.request.deadline
         return None if deadline is None else max(0.0, (deadline - now) / SECOND)
 
@@ -375,7 +383,7 @@ class _Offer:
 
 
 def _answers_alike(parsed: OpenAiRequest, settings: OverflowSettings) -> bool:
-    """Return whether a hosted model understands all of a request (rule 1)."""
+    """Return True if the hosted model would answer the request in the same way (rule 1)."""
     request = parsed.request
     if request.pin or request.labels or parsed.return_token_ids or isinstance(request.prompt, TokenPrompt):
         return False
@@ -396,13 +404,13 @@ def _answers_alike(parsed: OpenAiRequest, settings: OverflowSettings) -> bool:
 
 
 def _sets_template(prompt: ChatPrompt) -> bool:
-    """Return whether a chat sets variables of its template by another field than OpenAI's `reasoning_effort`."""
+    """Return True if a chat sets template variables other than `reasoning_effort` and `enable_thinking`."""
     variables = msgspec.json.decode(prompt.template_args) if prompt.template_args else {}
     return set(variables) not in (set(), {"reasoning_effort", "enable_thinking"})
 
 
 def _explained(refused: RequestRejected, cause: str) -> RequestRejected:
-    """Return a rejection whose message also says why the request did not overflow."""
+    """Return a copy of a rejection whose message also says why the request did not overflow."""
     return RequestRejected(
         refused.reason,
         f"{refused.message}; it did not overflow: {cause}",

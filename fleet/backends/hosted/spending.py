@@ -1,15 +1,17 @@
-"""Spending limit of a hosted endpoint: what requests of the last hour cost, and whether one more fits. Pure.
+"""Spending limit of a hosted endpoint: the charges of the last hour, and whether one more request fits; without I/O.
 
 Rules:
 
-1. A charge belongs to the minute in which its request began. The charges of any 60 minutes in a row stay within the limit: a request is
-   admitted only if its estimate fits on top of what the present minute and the 60 before it have.
-2. The estimate is taken before the request is sent. When its usage is known, the difference is given back in the same minute. A
-   request whose usage never becomes known keeps its estimate, so a process that dies has never spent more than it has charged.
-3. If the usage is above the estimate, because the endpoint counts a prompt otherwise, the rest is charged too. That is the only
-   way in which an hour can exceed the limit, and further requests then wait longer.
-4. If the wall clock went back, charges of later minutes count as charges of the present one. So they are neither lost nor kept for
-   longer than an hour.
+1. A charge belongs to the minute in which its request began. A request is admitted only if its estimate fits in
+   addition to the charges of the present minute and of the 60 minutes before. So the charges of any 60 consecutive
+   minutes stay within the limit.
+2. The estimate is charged before the request is sent. When the usage is known, the difference is given back in the same
+   minute. If the usage never becomes known, the estimate remains. So a process that dies has never spent more than it
+   has charged.
+3. If the usage is above the estimate, because the endpoint counts the prompt differently, the difference is charged
+   too. Only in this way can an hour exceed the limit; further requests then wait longer.
+4. If the wall clock goes back, charges of later minutes count as charges of the present minute. So they are neither
+   lost nor kept for longer than an hour.
 """
 
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ MINUTE_SECONDS = 60
 NANODOLLARS = 10**9
 
 Charges = dict[int, int]
-"""Nanodollars by the minute since 1970 in which their requests began."""
+"""Charged nanodollars, by the minute since 1970 in which their requests began."""
 
 
 class TokenPrices(Struct, frozen=True, kw_only=True):
@@ -59,8 +61,8 @@ def reserve(charges: Charges, estimate: int, limit: int, minute: int) -> bool:
 
 
 def settle(charges: Charges, began: int, estimate: int, cost: int, minute: int) -> None:
-    """Replace the estimate of a request by its cost (rules 2 and 3)."""
+    """Replace the estimate of a request that began in the minute `began` by its cost (rules 2 and 3)."""
     place = began if began in charges else minute
     if place != began and cost <= estimate:
-        return  # its minute does not count any more
+        return  # the minute of the charge does not count any more
     charges[place] = max(0, charges.get(place, 0) + cost - estimate)

@@ -1,14 +1,14 @@
-"""KV event formats: decodes what engines publish about their prefix caches, vLLM in both of its encodings, and SGLang.
+"""KV event formats: decodes the events that engines publish about their prefix caches (SGLang, and vLLM's two formats).
 
 Rules:
 
-1. A message has three frames: a topic, a number in 8 bytes that grows by one with each batch from 0, and a batch in
+1. A message has three frames: a topic, a batch number of 8 bytes that begins at 0 and grows by one, and a batch in
    MessagePack: ``[time, events, rank]``. Sources: vLLM's `distributed/kv_events.py` (0.32), SGLang's
    `disaggregation/kv_events.py` (0.5.23).
-2. An event is a map with its kind under ``type``, or (vLLM before 0.12, SGLang before 0.5.20) an array that begins
-   with its kind and has its fields in the order of `POSITIONAL`. Unknown kinds and fields are skipped, because a
+2. An event is a map with its kind under ``type``. Before vLLM 0.12 and SGLang 0.5.20, it is an array that begins with
+   the kind and continues with the fields in the order of `POSITIONAL`. Unknown kinds and fields are skipped, because a
    newer engine may send more.
-3. A known kind with missing fields or fields of other types raises `UnreadableEngineEvent`, because its meaning
+3. If a known kind lacks fields or has fields of other types, `UnreadableEngineEvent` is raised, because its meaning
    cannot be guessed.
 """
 
@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct, field
 
 EngineHash = int | bytes
-"""An engine's own hash of a block, which means nothing outside the engine."""
+"""An engine's own hash of a block, which has no meaning outside the engine."""
 
 POSITIONAL: Mapping[str, Sequence[str]] = {
     "BlockStored": (
@@ -32,27 +32,27 @@ POSITIONAL: Mapping[str, Sequence[str]] = {
 
 
 class UnreadableEngineEvent(ValueError):
-    """A message that does not follow these rules; the text says which message and how."""
+    """A message does not follow the rules of this module; the text says which message and how."""
 
 
 class BlocksStored(Struct, frozen=True):
-    """Blocks of one chain that are in a cache from now on."""
+    """Blocks of one chain that a cache contains from now on."""
 
     hashes: list[EngineHash] = field(name="block_hashes")
     parent: EngineHash | None = field(name="parent_block_hash")
-    tokens: list[Any] = field(name="token_ids")  # integers, or pairs of them if SGLang drafts by bigrams
+    tokens: list[Any] = field(name="token_ids")  # integers, or pairs of integers if SGLang drafts by bigrams
     block_tokens: int = field(name="block_size")
     adapter_number: int | None = field(name="lora_id", default=None)
     medium: str | None = None
     adapter: str | None = field(name="lora_name", default=None)
-    extra_keys: list[list[Any] | None] | None = None  # by block: other inputs of its hash (vLLM)
+    extra_keys: list[list[Any] | None] | None = None  # for each block: other inputs of its hash (vLLM)
     group: int | None = field(name="group_idx", default=None)  # the group of layers (vLLM)
-    attention: str | None = field(name="kv_cache_spec_kind", default=None)  # the attention of that group
+    attention: str | None = field(name="kv_cache_spec_kind", default=None)  # the kind of attention of that group
     salt: str | None = field(name="cache_salt", default=None)  # the salt of the chain (SGLang)
 
 
 class BlocksRemoved(Struct, frozen=True):
-    """Blocks of which the cache holds one copy less."""
+    """Blocks of which the cache has removed one copy each."""
 
     hashes: list[EngineHash] = field(name="block_hashes")
     medium: str | None = None
@@ -60,7 +60,7 @@ class BlocksRemoved(Struct, frozen=True):
 
 
 class BlocksCleared(Struct, frozen=True):
-    """The cache is empty."""
+    """The cache was emptied."""
 
 
 EngineEvent = BlocksStored | BlocksRemoved | BlocksCleared

@@ -1,15 +1,16 @@
-"""KV event health: whether an engine's KV events can be relied on, and which alert says what is wrong.
+"""KV event health: decides whether an engine's KV events can be trusted, and which alert describes the problem.
 
 Rules:
 
-1. An engine that computes new blocks of a prompt has to publish them. One that has served `ENOUGH` such prompts and
-   publishes nothing for `patience` after the first of them is silent. (A prompt that is new here may have been served
-   by the engine before, but not that many.)
-2. If an engine publishes only blocks of another size than requests are cut into, its events are of no use, because
-   their names are never looked up.
-3. If it publishes only events of layers that do not keep whole chains, they are refused (rule 4 of
+1. An engine that computes new blocks of a prompt must publish them. An engine is silent if it has served `ENOUGH`
+   prompts with new blocks and has published nothing for `patience` after the first of them. (The engine may have served
+   a prompt that is new to the router before, but not several such prompts in a row.)
+2. If an engine publishes only blocks of another size than the router uses, its events are useless, because their names
+   are never looked up.
+3. If an engine publishes only events of layers that do not keep whole chains, the events are skipped (rule 4 of
    `fleet.backends.kv_events.translator`).
-4. An unreadable batch voids what is known. The alert stays until a block is followed again.
+4. After an unreadable batch, everything known about the cache is dropped. The alert stays until a block is followed
+   again.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,10 @@ from fleet.core.clock import Nanos
 
 
 class KvEventAlert(StrEnum):
-    """Why a server is placed as if it cached nothing. Public and stable: a metric label."""
+    """Why the router places requests as if a server cached nothing.
+
+    The values are public and stable: a metric label.
+    """
 
     SILENT = "silent"
     OTHER_BLOCK_SIZE = "other_block_size"
@@ -44,23 +48,23 @@ REFUSED_ATTENTION = (
     SkipReason.OTHER_ATTENTION,
 )
 
-ENOUGH = 3  # prompts (rule 1)
-NEVER = Nanos(1 << 62)  # the patience for engines whose silence is noticed elsewhere
+ENOUGH = 3  # number of prompts (rule 1)
+NEVER = Nanos(1 << 62)  # the patience for engines whose silence is detected elsewhere
 
 
 class EventHealth:
-    """Health of one engine's events since it joined."""
+    """Checks one engine's KV events since the engine joined, and returns the alert that applies."""
 
     def __init__(self, books: KvEventTranslator, heard: EventStreamCounters, patience: Nanos) -> None:
         self._books = books
         self._heard = heard
         self._patience = patience
-        self._owed = 0  # prompts with new blocks since the latest batch
+        self._owed = 0  # number of prompts with new blocks since the latest batch
         self._owed_since = Nanos(0)
         self._batches_then = 0
 
     def filled(self, now: Nanos) -> None:
-        """Note that a prompt with a new block has been computed."""
+        """Record that the engine has computed a prompt with a new block."""
         if self._heard.batches != self._batches_then:
             self._owed, self._batches_then = 0, self._heard.batches
         if not self._owed:
@@ -68,7 +72,7 @@ class EventHealth:
         self._owed += 1
 
     def alert(self, now: Nanos) -> KvEventAlert | None:
-        """Return what is wrong now."""
+        """Return the alert that applies now; None: the events can be trusted."""
         books, heard = self._books, self._heard
         if heard.unreadable and not len(books):
             return KvEventAlert.UNREADABLE

@@ -2,19 +2,19 @@
 
 Rules:
 
-1. A new listener first asks for all batches that the engine still repeats, so that an idle engine's cache is known
-   too. Older blocks cannot be named, because the blocks before them are unknown.
-2. Batches are numbered. A gap is filled from the engine's replay endpoint. If that fails, everything known is void
-   (`KvCleared`), and counting starts again with the next batch.
-3. A number that came before with another content belongs to another process of the engine, so everything known is
-   void. Continuous numbers do not prove the same process, so a listener that asks for a gap also asks for the batch
-   before it.
-4. An unreadable batch has the same effect.
-5. A long replay arrives in pieces, because an engine's socket drops what its listener has not taken, also in the
-   middle. Missing batches are requested again. If a hole remains, only the batches after it count.
-6. A replay endpoint that does not answer is not asked at every gap, because each call would wait. It is asked again
-   after a pause that doubles while it stays silent.
-7. However much arrives, other tasks of the event loop get their turn in between.
+1. A new listener first requests all batches that the engine can still repeat, so that the cache of an idle engine is
+   known too. Blocks of older batches cannot be named, because the blocks before them in the chain are unknown.
+2. Batches are numbered. Missing batches are requested from the engine's replay endpoint. If that fails, everything
+   known is dropped (`KvCleared`), and the listener goes on with the next batch.
+3. If a number comes a second time with other content, another process of the engine publishes now, so everything known
+   is dropped. Consecutive numbers do not prove that the process is the same. Therefore a request for missing batches
+   also includes the batch before them, for comparison.
+4. An unreadable batch also drops everything known.
+5. A long replay arrives in pieces, because an engine's socket drops messages that its listener has not received yet,
+   also in the middle. Missing batches are requested again. If a gap remains, only the batches after the gap count.
+6. If a replay endpoint does not answer, it is not used at every gap, because each attempt would wait. It is tried again
+   after a pause, which doubles with each attempt without an answer.
+7. The listener yields to the event loop regularly, even if messages arrive without a break.
 """
 
 import asyncio
@@ -34,41 +34,42 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REPLAY_TIMEOUT_SECONDS = 2.0  # without any message; the publisher polls its replay socket every 0.1 s
-REPLAY_SECONDS = 60.0  # for the whole replay; a hundred thousand batches take less
-FIRST_PAUSE_SECONDS = 10.0  # after no answer at all; a gap meanwhile clears what is known, without a wait
+# Longest time without a message in a replay; the publisher polls its replay socket every 0.1 s.
+REPLAY_TIMEOUT_SECONDS = 2.0
+REPLAY_SECONDS = 60.0  # longest time of a whole replay; a hundred thousand batches take less
+FIRST_PAUSE_SECONDS = 10.0  # pause after a replay without an answer; a gap in this time drops what is known at once
 LONGEST_PAUSE_SECONDS = 300.0
-RECEIVE_BATCHES = 100_000  # the most batches buffered here, as many as the publisher keeps
+RECEIVE_BATCHES = 100_000  # most batches that are buffered here: as many as the publisher keeps
 
 REMEMBERED_BATCHES = 1024
-BATCHES_A_TURN = 16  # then the event loop gets its turn, because receiving waiting messages does not yield
-MOST_PIECES = 32  # in one replay; an engine's socket holds a thousand batches, its buffer ten thousand
+BATCHES_A_TURN = 16  # batches between two yields to the event loop, because receiving waiting messages does not yield
+MOST_PIECES = 32  # most pieces of one replay; an engine's socket keeps a thousand batches, its buffer ten thousand
 
 END_OF_REPLAY = b"\xff" * 8
 NUMBER_BYTES = 8
 
 
 class EventStreamCounters(Struct):
-    """Counts what arrived, and what did not."""
+    """Counters of the batches that arrived and of the faults that were found."""
 
     batches: int = 0
-    recovered: int = 0  # batches that were repeated
+    recovered: int = 0  # batches that came from the replay endpoint
     gaps: int = 0  # gaps that could not be filled
     restarts: int = 0  # restarts of the engine
-    unreadable: int = 0  # batches
-    why: str = ""  # why the latest unreadable batch could not be read
+    unreadable: int = 0  # batches that could not be read
+    why: str = ""  # error text of the latest unreadable batch
 
 
 async def read_events(
     endpoint: str, replay_endpoint: str, books: KvEventTranslator, heard: EventStreamCounters | None = None
 ) -> AsyncIterator[list[KvEvent]]:
-    """Yield batches of events as the engine publishes them, one item for each received batch, even if it is empty.
+    """Yield the events of each batch that the engine publishes: one list for each received batch, even if it is empty.
 
     Args:
         endpoint: The publisher's address in ZeroMQ's notation.
-        replay_endpoint: Where the engine repeats published batches; empty: nowhere.
-        books: The translator. It must be empty, and nothing else may use it.
-        heard: Counters to increment.
+        replay_endpoint: Address at which the engine repeats published batches; empty: there is none.
+        books: The translator; it must be empty, and nothing else may use it.
+        heard: Counters to increment; None: nothing is counted.
     """
     from zmq.asyncio import Context  # noqa: PLC0415 - comes with vLLM
     from zmq.constants import SUB  # noqa: PLC0415
@@ -100,7 +101,7 @@ async def read_events(
                 continue
             number = int.from_bytes(frames[1], "big")
             if latest.has(number, frames[2]):
-                continue  # it was published while the replay ran, or overtaken
+                continue  # the batch was published while the replay ran, or it came late
             events: list[KvEvent] = []
             if expected is not None and number < expected:
                 events.append(_restarted(books, heard))
@@ -132,7 +133,7 @@ async def read_events(
 
 
 class _Latest:
-    """Hashes of the latest batches by number, so that a repeated batch does not look like a new process."""
+    """Remembers hashes of the latest batches by number, to tell a repeated batch from that of a new process."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
@@ -141,7 +142,7 @@ class _Latest:
         return self._seen.get(number) == hash(payload)
 
     def agrees(self, number: int, repeated: Mapping[int, bytes]) -> bool:
-        """Return whether the repeated batch of a number may be the one that was taken, as far as both are known."""
+        """Return False if a repeated batch differs from the batch with the same number that was received before."""
         return number not in self._seen or number not in repeated or self.has(number, repeated[number])
 
     def note(self, number: int, payload: bytes) -> None:
@@ -159,14 +160,14 @@ def _taken(payload: bytes, books: KvEventTranslator, heard: EventStreamCounters)
 
 
 def _restarted(books: KvEventTranslator, heard: EventStreamCounters) -> KvEvent:
-    """Clear everything known, because another process of the engine publishes now."""
+    """Drop everything known, because another process of the engine publishes now."""
     log.warning("kv event publisher restarted, starting over")
     heard.restarts += 1
     return books.clear()
 
 
 def _void(books: KvEventTranslator, heard: EventStreamCounters, why: str) -> list[KvEvent]:
-    if not heard.unreadable:  # once, not at every batch
+    if not heard.unreadable:  # log only the first unreadable batch
         log.error("kv events unreadable, engine version may be too new", extra={"cause": why})
     heard.unreadable += 1
     heard.why = why
@@ -174,16 +175,16 @@ def _void(books: KvEventTranslator, heard: EventStreamCounters, why: str) -> lis
 
 
 class _Replay:
-    """The replay endpoint of an engine; an empty address means none."""
+    """Client of an engine's replay endpoint; an empty address means that there is none."""
 
     def __init__(self, context: "Context", endpoint: str) -> None:
         self._context = context
         self._endpoint = endpoint
-        self._not_before = 0.0  # on the event loop's clock, after a missing answer
+        self._not_before = 0.0  # the next replay begins after this time of the event loop's clock
         self._pause_seconds = FIRST_PAUSE_SECONDS
 
     async def since(self, start: int) -> Mapping[int, bytes]:
-        """Return the batches from a number on that the engine still repeats; empty if they do not come in time."""
+        """Return the batches from number `start` on that the engine can repeat; empty if none arrive in time."""
         batches: dict[int, bytes] = {}
         clock = asyncio.get_running_loop()
         if not self._endpoint or clock.time() < self._not_before:
@@ -199,15 +200,16 @@ class _Replay:
                 return {}
             self._pause_seconds = FIRST_PAUSE_SECONDS
             missing = next(number for number in count(min(batches)) if number not in batches)
-            if missing == start or (ended and missing > max(batches)):  # no more batches exist, or can be had
+            # Stop if no more batches exist, or if the missing ones cannot be had.
+            if missing == start or (ended and missing > max(batches)):
                 break
             start = missing
         return _after_holes(batches)
 
     async def _piece(self, start: int, until: float) -> tuple[Mapping[int, bytes], bool]:
-        """Receive batches from a number on until the given instant of the event loop's clock.
+        """Receive batches from number `start` on, until the given time of the event loop's clock.
 
-        Also return whether the replay's end came.
+        Also return True if the end of the replay arrived.
         """
         from zmq.constants import DEALER  # noqa: PLC0415 - comes with vLLM
 
@@ -219,8 +221,8 @@ class _Replay:
             async with asyncio.timeout_at(min(until, clock.time() + REPLAY_TIMEOUT_SECONDS)) as patience:
                 socket.connect(self._endpoint)
                 await socket.send_multipart([b"", start.to_bytes(NUMBER_BYTES, "big")])
-                for received in range(1, RECEIVE_BATCHES + 1):  # some may come twice
-                    *_, number, payload = await socket.recv_multipart()  # SGLang puts the topic before
+                for received in range(1, RECEIVE_BATCHES + 1):  # the limit counts batches that arrive twice as well
+                    *_, number, payload = await socket.recv_multipart()  # SGLang sends the topic before the number
                     if number == END_OF_REPLAY:
                         return batches, True
                     if len(number) != NUMBER_BYTES:
@@ -231,7 +233,7 @@ class _Replay:
                         await asyncio.sleep(0)
         except TimeoutError:
             return batches, False
-        except ValueError:  # a message with a single frame
+        except ValueError:  # the message has only a single frame
             return {}, True
         finally:
             socket.close(linger=0)
@@ -239,7 +241,7 @@ class _Replay:
 
 
 def _after_holes(batches: Mapping[int, bytes]) -> Mapping[int, bytes]:
-    """Return the batches after the last hole."""
+    """Return the batches after the last gap in the numbers."""
     if not batches:
         return {}
     last = max(batches)

@@ -2,17 +2,18 @@
 
 Rules:
 
-1. Engines name blocks by hashes that mean nothing outside the process. A stored block is named here from its parent,
-   its tokens and the salt of its chain, which the chain's first block carries.
-2. Equal blocks may be in the cache twice, under one hash or several. A name is removed when its last copy is.
-3. Whole blocks in the engine's own memory are followed if our chain can name them: tokens, a LoRA adapter by name, a
-   salt. Blocks that depend on more (images, embeddings), and all blocks after them, are skipped; `passed_over` counts
-   them by reason.
+1. Engines name blocks by hashes that have no meaning outside the process. The translator computes the block hash of a
+   stored block from its parent, its tokens and the salt of its chain. The first block of the chain states the salt.
+2. A cache may contain equal blocks twice, under one engine hash or several. A block hash is removed when its last copy
+   is removed.
+3. Only whole blocks in the engine's own memory are followed, and only if Fleet's block hashes can name them: by tokens,
+   the name of a LoRA adapter, and a salt. Blocks that also depend on images or embeddings are skipped, with all blocks
+   after them; `passed_over` counts them by reason.
 4. If an engine groups its layers by kind of attention, the first group with full attention is followed. Groups that
-   keep a part of a chain (sliding window, chunks) or a state (Mamba) are skipped for that reason. A prefix that only
-   these groups lost is believed to be present, and the engine computes it again.
-5. The number of followed blocks is bounded by what the engine can hold. More blocks mean that removals were lost, and
-   the translator starts over.
+   keep only a part of a chain (sliding window, chunks) or a state (Mamba) are skipped. If only these groups have lost a
+   prefix, the router still believes that it is cached, and the engine computes it again.
+5. The number of followed blocks is limited by what the engine can hold. If there are more blocks, removals were lost,
+   and the translator starts over.
 """
 
 import logging
@@ -39,7 +40,7 @@ from kvstore.block import SALT_BYTES, BlockHash, HashAlgorithm
 log = logging.getLogger(__name__)
 
 FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-"""vLLM's kinds of attention whose blocks hold the whole chain."""
+"""vLLM's kinds of attention whose blocks cover the whole chain."""
 
 OWN_MEMORY = frozenset({None, "GPU"})
 
@@ -47,15 +48,15 @@ OWN_MEMORY = frozenset({None, "GPU"})
 class SkipReason(StrEnum):
     """Why a published block is not followed."""
 
-    OTHER_BLOCK_SIZE = "other_block_size"  # requests are cut into blocks of another size
+    OTHER_BLOCK_SIZE = "other_block_size"  # the router cuts requests into blocks of another size
     PART_OF_A_BLOCK = "part_of_a_block"
     OTHER_TIER = "other_tier"
-    OTHER_GROUP = "other_group"  # another group with full attention
+    OTHER_GROUP = "other_group"  # blocks of another group with full attention
     SLIDING_WINDOW = "sliding_window"
     CHUNKED_ATTENTION = "chunked_attention"
     MAMBA = "mamba"
     OTHER_ATTENTION = "other_attention"  # an encoder's attention, or an unknown kind
-    NAMELESS_ADAPTER = "nameless_adapter"  # the adapter has only a number
+    NAMELESS_ADAPTER = "nameless_adapter"  # the adapter has only a number and no name
     NOT_ONLY_TOKENS = "not_only_tokens"
     UNKNOWN_PARENT = "unknown_parent"  # the parent was skipped, or stored before the router listened
 
@@ -68,14 +69,15 @@ ATTENTION = {
 }
 
 SaltOf = Callable[[str, str], bytes]
-"""Computes the salt of a chain from the adapter's name and the salt that the engine was told; either may be empty.
+"""Computes the salt of a chain from the name of its LoRA adapter and the salt that the engine reports; both may be
+empty.
 
 Raises:
-    ValueError: There can be no such chain."""
+    ValueError: No chain of a router can have such a salt."""
 
 
 def salt_of_router(adapter: str, told: str) -> bytes:
-    """Return the salt for an engine that works for Fleet's routers: their salt, as hex, already covers the adapter."""
+    """Return the salt of a chain from the hex text that the router gave the engine; it already covers the adapter."""
     salt = bytes.fromhex(told)
     if len(salt) != (SALT_BYTES if told or adapter else 0):
         raise ValueError("this is not a router's salt")
@@ -88,7 +90,7 @@ class _CachedBlock(msgspec.Struct):
 
 
 class KvEventTranslator:
-    """Translates the events of one engine, starting from an empty cache."""
+    """Translates the events of one engine, beginning with an empty cache."""
 
     def __init__(
         self,
@@ -113,11 +115,11 @@ class KvEventTranslator:
         self._held: dict[EngineHash, _CachedBlock] = {}
         # The number of engine hashes for each name: several if the engine distinguishes blocks that we do not.
         self._hashes: dict[BlockHash, int] = {}
-        self._main: int | None = None  # the group that is followed
+        self._main: int | None = None  # the group of layers that is followed
         self._knows_main = False
-        self.followed = 0  # blocks since the start
-        self.passed_over: Counter[SkipReason] = Counter()  # blocks since the start
-        self.published_block_tokens = 0  # size of the latest block of another size
+        self.followed = 0  # number of followed blocks since the start
+        self.passed_over: Counter[SkipReason] = Counter()  # number of skipped blocks since the start
+        self.published_block_tokens = 0  # tokens per block of the latest block with another size
 
     def __len__(self) -> int:
         return len(self._held)
@@ -175,7 +177,7 @@ class KvEventTranslator:
         return new
 
     def _unfit(self, event: BlocksStored) -> SkipReason | None:
-        """Return why such blocks are not followed, wherever they are in a chain."""
+        """Return why the blocks of an event are not followed, independent of their place in a chain; None: they may be."""
         if event.medium not in OWN_MEMORY:
             return SkipReason.OTHER_TIER
         if event.attention not in FULL_ATTENTION and event.attention is not None:
@@ -194,7 +196,7 @@ class KvEventTranslator:
         return None
 
     def _names(self, event: BlocksStored) -> list[BlockHash] | SkipReason:
-        """Return the names of an event's blocks, in order."""
+        """Return the block hashes of an event's blocks in order, or the reason why they cannot be named."""
         extra_keys = event.extra_keys or [None] * len(event.hashes)
         if len(extra_keys) != len(event.hashes):
             raise UnreadableEngineEvent(f"BlockStored: {len(event.hashes)} blocks, extra keys of {len(extra_keys)}")
@@ -209,7 +211,7 @@ class KvEventTranslator:
         except (OverflowError, TypeError, ValueError) as error:
             raise UnreadableEngineEvent(f"BlockStored: token_ids: {error}") from error
         if tokens.ndim != 1:
-            return SkipReason.NOT_ONLY_TOKENS  # pairs
+            return SkipReason.NOT_ONLY_TOKENS  # SGLang's pairs of tokens
         if tokens.size != len(event.hashes) * self._block_tokens:
             raise UnreadableEngineEvent(
                 f"BlockStored: {len(event.hashes)} blocks of {self._block_tokens}, {tokens.size} tokens"
@@ -217,7 +219,7 @@ class KvEventTranslator:
         return block.extend(parent, tokens.tobytes(), self._block_tokens, algorithm=self._algorithm)
 
     def _parent(self, event: BlocksStored, first_keys: Sequence[Any]) -> BlockHash | SkipReason:
-        """Return the name of the previous block, or the root of the chain."""
+        """Return the block hash of the previous block, or the root of the chain, or the reason why there is none."""
         if event.parent is not None:
             held = self._held.get(event.parent)
             return SkipReason.UNKNOWN_PARENT if held is None else held.name

@@ -1,7 +1,7 @@
 """Store watch: follows the blocks of a KV store node over gRPC, for the router's prefix index.
 
-A stream begins with a dump of all blocks, so every connection replaces what was known. Without a stream nothing is
-believed, because nobody can load a block from an unreachable node.
+Each stream begins with a dump of all blocks, which replaces what was known before. While there is no stream, the router
+assumes that the node has no blocks, because nobody can load a block from an unreachable node.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ class WatchBroken(Exception):
 
 
 class GrpcStoreWatch:
-    """Follows one store node. The connection's keepalive notices a hung node within eight seconds."""
+    """Follows the blocks of one store node. The connection's keepalive detects a hung node within eight seconds."""
 
     def __init__(self, address: str, settings: RouterSettings):
-        """Prepare; `run` connects.
+        """Prepare the watch; the connection is opened in `run`.
 
         Args:
             address: Address of the node's control plane.
@@ -48,7 +48,7 @@ class GrpcStoreWatch:
         self._address = address
         self._access = access.load(settings.store_credentials)
         self._settings = settings
-        self._told: set[tuple[StoreId, str]] = set()  # namespaces of which the index may hold blocks
+        self._told: set[tuple[StoreId, str]] = set()  # namespaces of which the prefix index may contain blocks
 
     async def run(self, tell: Tell) -> Never:
         """Report every change until cancelled; reconnect with growing pauses."""
@@ -61,7 +61,7 @@ class GrpcStoreWatch:
                 await self._watch(tell)
             except (grpc.aio.AioRpcError, WatchBroken) as error:
                 was_up = loop.time() - began > self._settings.max_reconnect_seconds
-                if was_up or _cause(error) != cause:  # log a repeated cause once
+                if was_up or _cause(error) != cause:  # log the same cause only once in a row
                     cause = _cause(error)
                     tls = await asyncio.to_thread(self._access.diagnose, self._address) if _is_cut(error) else ""
                     log.warning("store watch ended", extra={"address": self._address, "cause": tls or cause})
@@ -107,7 +107,7 @@ class GrpcStoreWatch:
 
 
 def _is_cut(error: grpc.aio.AioRpcError | WatchBroken) -> bool:
-    """Return True if there was no connection, which TLS may explain."""
+    """Return True if the connection failed, for which TLS may be the reason."""
     return isinstance(error, grpc.aio.AioRpcError) and error.code() in (
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.DEADLINE_EXCEEDED,

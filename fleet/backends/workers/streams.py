@@ -2,20 +2,20 @@
 
 Rules:
 
-1. A member is dialled and greeted; it has joined when it has described itself. It describes itself again when it joins
-   its store later. From then on only the stream counts: the worker has left when the stream breaks, when nothing came
-   for the heartbeat timeout (workers report their load every second), or when a message is invalid or KV events are
-   missing. `WorkerLeft` follows all events of the stream. Time in which this process stood still is not a worker's
-   silence.
-2. Then the member is dialled again, with growing pauses, while it is a member. Each stream begins with a cache dump,
-   which repairs what was missed.
-3. A member that leaves the registry keeps its stream: attempts may still run there, and a live stream is better
-   evidence than an unreachable registry. Once the stream has ended, the worker is not dialled again.
-4. Sending never waits. Unsent bytes are kept up to a limit, and a stream that reaches the limit counts as broken.
-5. The membership hears whether workers can be reached (`ReachabilityEvent`), so that no other process gets a name whose
-   holder is alive.
-6. Each message is handled before anything else is read. So a slow router reads less, which slows the workers down, and
-   no message waits in a queue.
+1. The router dials each member and sends a greeting; the member has joined when it has described itself. It describes
+   itself again if it joins its store later. From then on only the stream counts: the worker has left when the stream
+   breaks, when nothing arrives for the heartbeat timeout (workers report their load every second), when a message is
+   invalid, or when KV events are missing. `WorkerLeft` comes after all events of the stream. Time in which the router
+   process itself did not run is not counted as silence of a worker.
+2. After that, the router dials the worker again, with growing pauses, as long as the worker is a member. Each stream
+   begins with a cache dump, which replaces what was known before.
+3. A member that leaves the registry keeps its stream, because attempts may still run there, and because a live stream
+   is better evidence than an unreachable registry. When this stream has ended, the worker is not dialled again.
+4. Sending never waits. Unsent bytes are kept up to a limit; a stream that reaches the limit counts as broken.
+5. The membership is informed whether workers can be reached (`ReachabilityEvent`), so that no other process gets the
+   name of a worker that is alive.
+6. Each message is handled before the next one is read. So a slow router reads more slowly, which slows the workers
+   down, and no message waits in a queue.
 """
 
 import asyncio
@@ -76,18 +76,18 @@ from kvstore.net.frames import FrameConnection, SendBufferFull
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.05
-SLICES = 4  # parts into which the heartbeat timeout is divided
-UNREAD_BYTES = MAX_MESSAGE_BYTES  # per worker; a worker that is so far behind counts as lost
+SLICES = 4  # parts into which the heartbeat timeout is divided (`_SilenceTimer`)
+UNREAD_BYTES = MAX_MESSAGE_BYTES  # most unsent bytes per worker; a worker with more counts as lost
 
 Hear = Callable[[WorkerEvent], None]
-"""Handles a worker's event immediately."""
+"""Handles an event of a worker; it returns when the event is handled."""
 
 
 class StreamBroken(Exception):
     """A stream to a worker cannot be used any more; the message says why.
 
     Attributes:
-        absent: True if the worker counts as gone: it could not be reached, or was silent for too long.
+        absent: True if the worker counts as unreachable: it could not be dialled, or sent nothing for too long.
     """
 
     def __init__(self, why: str, *, absent: bool = False) -> None:
@@ -96,11 +96,11 @@ class StreamBroken(Exception):
 
 
 class _StreamTarget:
-    """A worker to connect to."""
+    """A worker to which a stream is kept open, and the state of that stream."""
 
     def __init__(self, address: str, joined: MemberJoined | None):
         self.address = address
-        self.joined = joined  # None: configured by address, and any worker id is accepted
+        self.joined = joined  # None: the worker is configured by its address, and any worker id is accepted
         self.wanted = True
         self.tried = False
         self.link: _WorkerConnection | None = None
@@ -108,12 +108,12 @@ class _StreamTarget:
 
     @property
     def description(self) -> WorkerDescription | None:
-        """The worker's description, while there is a stream."""
+        """The worker's description while there is a stream, else None."""
         return None if self.link is None else self.link.description
 
 
 class WorkerStreams:
-    """Streams to all workers. Implements `fleet.router.ports.Workers`."""
+    """Keeps the streams to all workers. Implements `fleet.router.ports.Workers`."""
 
     def __init__(
         self,
@@ -123,13 +123,13 @@ class WorkerStreams:
         *,
         reachability: Callable[[ReachabilityEvent], None] = lambda _: None,
     ):
-        """Prepare the streams; `run` dials.
+        """Prepare the streams; connections are opened in `run`.
 
         Args:
             settings: Timeouts, and the store node to watch.
-            membership: Members of the registry.
-            addresses: Workers that are always members.
-            reachability: Called at once with changes of reachability.
+            membership: Yields the arrivals and departures of members; None: there is no registry.
+            addresses: Addresses of workers that are always members.
+            reachability: Called at once when a worker's reachability changes.
 
         Raises:
             ConfigurationRefused: A file of `worker_credentials` cannot be used.
@@ -150,7 +150,7 @@ class WorkerStreams:
         self._send(worker_id, Cancel(request_id=request_id))
 
     def tried(self, worker_ids: Iterable[WorkerId]) -> bool:
-        """Return True if each of these workers has joined or could not be reached."""
+        """Return True if the first attempt to connect to each of these workers has ended, with or without success."""
         members = self._members
         return all(worker_id in members and members[worker_id].tried for worker_id in worker_ids)
 
@@ -180,7 +180,7 @@ class WorkerStreams:
             case MemberJoined():
                 before = self._members.get(change.worker_id)
                 if before is not None and _is(before, change):
-                    # the registry reports what the stream has shown all along
+                    # The registry reports a process to which the stream has been open all along.
                     before.wanted, before.joined = True, change
                     return
                 member = _StreamTarget(change.address, change)
@@ -214,9 +214,10 @@ class WorkerStreams:
             del self._members[member.joined.worker_id]
 
     async def _keep_up(self, member: _StreamTarget, previous: asyncio.Task[None] | None, hear: Hear) -> None:
-        """Connect to a member again and again, as long as it is wanted."""
+        """Connect to a member again and again, as long as it is a member."""
         if previous is not None:
-            await asyncio.wait([previous])  # its `WorkerLeft` must come before our first event
+            # The `WorkerLeft` of the previous stream must come before the first event of this one.
+            await asyncio.wait([previous])
         loop = asyncio.get_running_loop()
         pause = FIRST_PAUSE_SECONDS
         cause = ""
@@ -230,7 +231,7 @@ class WorkerStreams:
                     joined = member.joined
                     self._reachability(MemberUnreachable(worker_id=joined.worker_id, incarnation=joined.incarnation))
                 was_up = loop.time() - began > self._settings.max_reconnect_seconds
-                if was_up or str(broken) != cause:  # log a repeated cause once
+                if was_up or str(broken) != cause:  # log the same cause only once in a row
                     cause = str(broken)
                     log.warning("worker stream ended", extra={"address": member.address, "cause": cause})
                 if was_up:
@@ -241,7 +242,11 @@ class WorkerStreams:
         self._forget(member)
 
     async def _converse(self, member: _StreamTarget, hear: Hear) -> Never:
-        """Run one stream from dialling to its end, which raises `StreamBroken`."""
+        """Run one stream from dialling to its end.
+
+        Raises:
+            StreamBroken: The stream has ended.
+        """
 
         def accept(connection: FrameConnection) -> _WorkerConnection:
             member.link = _WorkerConnection(connection, member, self._links, self._settings, hear, self._reachability)
@@ -277,7 +282,7 @@ class WorkerStreams:
 
 
 class _WorkerConnection:
-    """Connection to one worker: sends the router's messages and reports the worker's events."""
+    """Connection to one worker: sends the router's messages, and reports the worker's events."""
 
     def __init__(
         self,
@@ -288,33 +293,33 @@ class _WorkerConnection:
         hear: Hear,
         reachability: Callable[[ReachabilityEvent], None],
     ):
-        self.description: WorkerDescription | None = None  # set when it has joined
-        self.begun = asyncio.Event()  # it has joined or ended
+        self.description: WorkerDescription | None = None  # set when the worker has joined
+        self.begun = asyncio.Event()  # set when the worker has joined, or the stream has ended
         self.ended = asyncio.Event()
-        self.why = ""  # cause of the end
-        self.silent = False  # it ended because of silence
+        self.why = ""  # why the stream ended
+        self.silent = False  # True if the stream ended because nothing arrived for too long
         self._connection = connection
         self._member = member
         self._links = links
         self._hear = hear
         self._reachability = reachability
-        self._sequence = 0  # of the next KV events
+        self._sequence = 0  # expected number of the next KV events
         self._patience_seconds = settings.heartbeat_timeout_seconds
-        self._silence: _SilenceTimer | None = None  # set when it has joined
+        self._silence: _SilenceTimer | None = None  # set when the worker has joined
         self.say(RouterHello(router_id=settings.router_id))
 
     def say(self, message: RouterMessage) -> bool:
         """Send a message; return False if the stream is broken or breaks now."""
         try:
             self._connection.send(encode_router_message(message).SerializeToString())
-        except SendBufferFull as error:  # a lost cancellation would leave an attempt running for nobody
-            # later, because the router is in the middle of a decision
+        except SendBufferFull as error:  # a cancellation could be lost, and its attempt would run on for nobody
+            # End the stream later, because the router machine is in the middle of handling an event.
             asyncio.get_running_loop().call_soon(self.end, str(error))
             return False
         return True
 
     def end(self, why: str) -> None:
-        """Break the stream, unless it has ended."""
+        """Break the stream; do nothing if it has ended already."""
         if self.ended.is_set():
             return
         self.why = why
@@ -332,7 +337,7 @@ class _WorkerConnection:
         self.silent = True
         self.end(why)
 
-    # Callbacks of the connection
+    # The following functions are callbacks of the connection
 
     def received(self, payload: bytes) -> None:
         if self._silence is not None:
@@ -349,7 +354,7 @@ class _WorkerConnection:
             self.end("it sent something that is not a message of fleet.v1")
 
     def resumed(self) -> None:
-        """Ignore it: sending never waits (rule 4)."""
+        """Do nothing, because sending never waits (rule 4)."""
 
     def lost(self, cause: Exception | None) -> None:
         self.end("it ended the stream" if cause is None else tls_failure_cause(cause, "worker_credentials"))
@@ -395,7 +400,7 @@ class _WorkerConnection:
                 assert_never(message)
 
     def _described_anew(self, description: WorkerDescription) -> KvPathsChanged:
-        """Handle a second description; only the fields that depend on the worker's store may differ."""
+        """Handle a second description of the worker; only the fields that depend on its store may have changed."""
         before = self.description
         assert before is not None
         if structs.replace(description, kv_paths=before.kv_paths, store_id=before.store_id) != before:
@@ -411,10 +416,11 @@ class _WorkerConnection:
 
 
 class _SilenceTimer:
-    """Reports that nothing was heard for the given time.
+    """Calls `tell` when nothing was heard from a worker for the given time.
 
-    The time is counted in slices. A process that stood still (stopped or starved) finds its timer due before it reads
-    what arrived meanwhile; however long it stood still, that counts as one slice.
+    The time is counted in `SLICES` timers in a row. If this process did not run for a while (stopped or starved), its
+    timer is due before the messages that arrived meanwhile are read. Such a pause counts as one slice, however long it
+    was.
     """
 
     def __init__(self, seconds: float, tell: Callable[[str], None]) -> None:
@@ -432,7 +438,7 @@ class _SilenceTimer:
 
     def _tick(self) -> None:
         self._quiet += 1
-        if self._quiet > SLICES:  # the first slice had begun before the latest message
+        if self._quiet > SLICES:  # one more than `SLICES`, because the first slice began before the latest message
             self._tell(f"it said nothing for {self._seconds:g} s")
         else:
             self._timer = self._loop.call_later(self._seconds / SLICES, self._tick)

@@ -1,15 +1,17 @@
-"""etcd directory: one key per worker, under a lease that etcd ends.
+"""etcd directory: one key per worker; each key has a lease, and etcd deletes the key when the lease ends.
 
 Rules:
 
-1. A key belongs to the lease under which it was last written. So the end of an older process's lease, or its
-   deregistration (which only ends that lease), does not touch the key of its successor.
-2. The incarnation that started last owns the key. From then on a worker keeps its lease alive and checks that the key
-   is still under it. A missing key is written again; a key under another lease means that the worker was replaced.
-3. A router reads all keys, watches for a third of a lease, and reads them again. Every key that it reads is valid,
-   because etcd has removed the others. So a silent watch costs one round, and a compaction nothing.
-4. An etcd member that is cut off from the others must not be believed: reads are linearizable and watches need a
-   leader.
+1. A key belongs to the lease under which it was last written. When an older process's lease ends, or when that process
+   deregisters (which only ends its lease), the key of its successor is not touched.
+2. The key belongs to the incarnation that started last. A worker keeps its lease alive and checks each time that the
+   key is still under this lease. If the key is missing, the worker writes it again. If the key is under another lease,
+   the worker has been replaced.
+3. A router reads all keys, watches changes for a third of a lease, and reads all keys again. Every key that it reads is
+   valid, because etcd has removed the others. So a watch that brings nothing costs at most one such round, and a
+   compaction of etcd's history costs nothing.
+4. An etcd member that is cut off from the others may have old data. Therefore reads are linearizable, and watches
+   require that the member has a leader.
 """
 
 import asyncio
@@ -33,24 +35,24 @@ from fleet.net.etcd import CALL_SECONDS, EtcdChannels, etcd_error_text
 
 log = logging.getLogger(__name__)
 
-ROUNDS = 3  # per lease
+ROUNDS = 3  # number of times per lease that all keys are read
 LEADER = (("hasleader", "true"),)
 
 
 class EtcdRegistrationKey(Struct, frozen=True):
-    """A worker's key as this process has written it."""
+    """The lease under which this process has written a worker's key."""
 
     lease: int
 
 
 class EtcdDirectory:
-    """Directory in etcd. Implements `Registry` and `Directory` of `fleet.membership.ports`.
+    """Directory of workers in etcd. Implements `Registry` and `Directory` of `fleet.membership.ports`.
 
     It is an async context manager that owns its channels.
     """
 
     def __init__(self, settings: EtcdDiscovery) -> None:
-        """Prepare; nothing is dialled yet.
+        """Prepare the client; no connection is opened yet.
 
         Raises:
             ConfigurationRefused: A file of `credentials` cannot be read.
@@ -106,11 +108,11 @@ class EtcdDirectory:
             raise DirectoryUnreachable("etcd: it does not take a watch") from error
 
     async def _publish(self, channel: grpc.aio.Channel, record: WorkerRecord) -> None:
-        """Write the key, or renew its lease.
+        """Write the key of a worker, or renew the lease under which this process has written it.
 
         Raises:
             WorkerSuperseded: Another process owns the key.
-            AioRpcError: etcd did not do it.
+            AioRpcError: A call to etcd failed.
         """
         me = (record.worker_id, record.incarnation)
         held = self._held.get(me)
@@ -142,7 +144,7 @@ class EtcdDirectory:
         return await rpc.KVStub(channel).Range(asked, timeout=CALL_SECONDS)
 
     async def _changes(self, revision: int) -> AsyncIterator[Any]:
-        """Yield the changes since a revision, until the round is over."""
+        """Yield the changes since a revision, for a third of a lease or until the watch ends."""
         created = rpc.WatchCreateRequest(
             key=self._prefix, range_end=_after(self._prefix), start_revision=revision, progress_notify=False
         )
@@ -158,7 +160,7 @@ class EtcdDirectory:
                 except TimeoutError:
                     return
                 if answer is grpc.aio.EOF or answer.canceled:
-                    return  # compacted or without a leader; the next read shows whether that lasts
+                    return  # the history was compacted, or there is no leader; if this lasts, the next read fails
                 for event in answer.events:
                     yield event
         finally:
@@ -168,12 +170,12 @@ class EtcdDirectory:
         return self._prefix + quote(worker_id, safe="").encode()
 
     def _named(self, key: bytes) -> WorkerId | None:
-        """Return the worker of a key; None if it is no worker's key."""
+        """Return the worker of a key; None if the key is not in the form of a worker's key."""
         worker_id = WorkerId(unquote(key[len(self._prefix) :], errors="replace"))
         return worker_id if self._key(worker_id) == key else None
 
     def _seen(self, pair: Any) -> RecordSeen | None:
-        """Return the record of a key; None if the value is not one."""
+        """Return the record of a key; None if the value is no record, or the key does not fit the record."""
         try:
             record = msgspec.json.decode(pair.value, type=WorkerRecord)
         except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
@@ -189,7 +191,7 @@ async def _begin_lease(channel: grpc.aio.Channel, seconds: int) -> int:
 
 
 async def _keep_alive(channel: grpc.aio.Channel, lease: int) -> bool:
-    """Return True if the lease still exists."""
+    """Renew a lease; return True if it still exists."""
     call = rpc.LeaseStub(channel).LeaseKeepAlive(iter([rpc.LeaseKeepAliveRequest(ID=lease)]), timeout=CALL_SECONDS)
     try:
         answer = await call.read()
@@ -207,6 +209,6 @@ async def _end_lease(channel: grpc.aio.Channel, lease: int) -> None:
 
 
 def _after(prefix: bytes) -> bytes:
-    """Return the first key after all keys with this prefix, as etcd expects it."""
+    """Return the first key after all keys with this prefix: the end of a range, as etcd expects it."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"

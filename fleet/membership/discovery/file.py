@@ -1,14 +1,15 @@
-"""File directory: a folder with one file per worker.
+"""File directory: a folder that contains one file per worker.
 
 Rules:
 
-1. A file is written under another name and renamed, so that it is never read half-written. A shared network folder
-   needs nothing else from its file system: no locks, no notifications, no equal clocks.
-2. A renewal is a growing number. A router starts a lease when it sees the number change; file times are ignored.
-3. The incarnation that started last owns the file. One that finds another incarnation's file when it renews was
-   replaced.
-4. A file that is no record is ignored and logged once. So is a copy under another name, which would renew a dead worker
-   in turns with the original.
+1. A file is written under another name and then renamed, so that nobody reads a half-written file. A shared network
+   folder needs no locks, no notifications and no synchronised clocks.
+2. Each file contains a number that grows with every renewal. A router starts a lease when it sees the number change; it
+   ignores file times.
+3. The file belongs to the incarnation that started last. If an incarnation renews and finds the file of another one, it
+   has been replaced.
+4. A file that is no valid record is ignored and logged once. A copy of a file under another name is ignored too,
+   because the copy and the original in turn would make a dead worker look renewed.
 """
 
 import asyncio
@@ -31,28 +32,29 @@ from fleet.membership.ports import DirectoryUnreachable, RegistryUnreachable, St
 log = logging.getLogger(__name__)
 
 SUFFIX = ".worker.json"
-MAX_BYTES = 64 << 10  # a record has a few hundred
-LONGEST_NAME = 200  # file systems allow 255 bytes
+MAX_BYTES = 64 << 10  # largest file that is read; a record has a few hundred bytes
+LONGEST_NAME = 200  # longest file name before the suffix; file systems allow 255 bytes
 
 
 class DiscoveryFileEntry(WorkerRecord, frozen=True, kw_only=True):
-    """Content of a file."""
+    """Content of a worker's file: its record, and the number of renewals so far."""
 
     renewals: int
 
 
 class FileDirectory(StatelessDirectory):
-    """Directory in a folder. Implements `Registry` and `Directory` of `fleet.membership.ports`."""
+    """Directory of workers in a folder. Implements `Registry` and `Directory` of `fleet.membership.ports`."""
 
     def __init__(self, settings: FileDiscovery) -> None:
-        """Prepare; nothing is read or written yet.
+        """Check that the folder exists; no file is read or written yet.
 
         Raises:
             ConfigurationRefused: The folder does not exist.
         """
         self._settings = settings
         self._folder = Path(settings.folder)
-        self._renewals: dict[tuple[WorkerId, Incarnation], int] = {}  # of workers that this process has published
+        # Number of renewals of each worker that this process has published.
+        self._renewals: dict[tuple[WorkerId, Incarnation], int] = {}
         self._passed_over: set[str] = set()
         if not self._folder.is_dir():
             raise ConfigurationRefused(f"discovery.folder: {self._folder} is not a folder; make it, or mount it")
@@ -89,7 +91,7 @@ class FileDirectory(StatelessDirectory):
             yield DirectoryListing(all=tuple(map(_seen, entries)))
             await asyncio.sleep(self._settings.poll_ms / 1000)
 
-    # Called in threads
+    # The following functions run in threads, because file systems may block.
 
     def _publish(self, entry: DiscoveryFileEntry) -> None:
         path = self._path(entry.worker_id)
@@ -134,9 +136,9 @@ class FileDirectory(StatelessDirectory):
 
 
 def _entry(path: Path) -> DiscoveryFileEntry | None:
-    """Return the content of a file; None if there is no valid one.
+    """Return the content of a file; None if there is no file or no valid content.
 
-    Special files are not opened, because a pipe would block.
+    Pipes and other special files are not opened, because opening a pipe would block.
     """
     try:
         if not path.is_file():

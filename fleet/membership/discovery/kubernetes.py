@@ -1,19 +1,20 @@
-"""Kubernetes directory: a Lease per worker, and an EndpointSlice if a Service needs one.
+"""Kubernetes directory: one Lease per worker, and one EndpointSlice per worker if the settings name a Service.
 
 Rules:
 
-1. A worker's Lease carries its record in an annotation; the holder is the worker's id, which is its pod's name. The
-   incarnation that started last takes the Lease over. One that finds another record when it renews was replaced. Every
-   write names the version that it is based on, so one of two concurrent writers fails.
-2. A renewal changes `renewTime`. Routers compare it with the previous value and never with a clock, because the clocks
-   of nodes may differ.
-3. A router lists, watches until the watch ends, expires (410) or is silent for `SILENCE_SECONDS`, and lists again.
-4. Nothing stays for ever. The Lease belongs to the worker's pod, and the EndpointSlice to the Lease. A router deletes a
-   Lease that nobody renews, in the version that has ended (`lease_expiry.py`); a worker that lives after all makes it
-   again.
-5. A worker's EndpointSlice has one endpoint. It is written when the worker takes its Lease and deleted with it. Until
-   it is written the worker is not registered.
-6. A Lease of the same name from another cluster is left alone.
+1. A worker's Lease contains the worker's record in an annotation. Its holder is the worker's id, which is the name of
+   the pod. The incarnation that started last takes the Lease over. If an incarnation renews and finds another record,
+   it has been replaced. Every write names the version that it is based on, so one of two concurrent writers fails.
+2. A renewal changes `renewTime`. Routers only compare it with the previous value and never with a clock, because the
+   clocks of nodes may differ.
+3. A router lists the Leases and then watches them. When the watch ends, expires (410) or brings nothing for
+   `SILENCE_SECONDS`, the router lists them again.
+4. No object stays for ever. The worker's pod owns the Lease, and the Lease owns the EndpointSlice. A router deletes a
+   Lease that nobody renews, in the version that has ended (`lease_expiry.py`). If its worker lives after all, the
+   worker creates the Lease again.
+5. A worker's EndpointSlice has one endpoint. The worker writes it after it has taken its Lease, and deletes it together
+   with the Lease. The worker counts as registered only when the EndpointSlice is written.
+6. A Lease of the same name that belongs to another cluster is not touched.
 """
 
 import asyncio
@@ -56,23 +57,23 @@ WARM = f"{GROUP}/warm-blocks"
 AGENT = MANAGER = "fleet-worker"
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,200}[a-z0-9])?")
 
-SILENCE_SECONDS = 30.0  # workers renew more often, so a silent watch is broken or has none
-SWEEP_SECONDS = 1.0  # between two checks for ended leases
+SILENCE_SECONDS = 30.0  # workers renew more often, so a watch without events for this time is broken
+SWEEP_SECONDS = 1.0  # time between two checks for ended Leases
 EXPIRED = 410
-LONGEST_EVENT = 2 << 20  # bytes; with etcd an object has at most 1.5 MiB
-TRIES = 3  # of a write that conflicts with others
-MALFORMED = (KeyError, TypeError, ValueError, msgspec.DecodeError)  # errors of a malformed object
+LONGEST_EVENT = 2 << 20  # longest line of a watch in bytes; with etcd, an object has at most 1.5 MiB
+TRIES = 3  # number of attempts to write an object that others change at the same time
+MALFORMED = (KeyError, TypeError, ValueError, msgspec.DecodeError)  # errors that a malformed object causes
 
 
 class LeaseWatchEvent(Struct, frozen=True):
-    """One line of a watch."""
+    """One line of a watch: the kind of change, and the changed object."""
 
     type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR"]
     object: Manifest
 
 
 class KubernetesDirectory:
-    """Directory in Kubernetes. Implements `Registry` and `Directory` of `fleet.membership.ports`.
+    """Directory of workers in Kubernetes. Implements `Registry` and `Directory` of `fleet.membership.ports`.
 
     It is an async context manager that owns its connections.
     """
@@ -84,14 +85,14 @@ class KubernetesDirectory:
         now_unix_ms: Callable[[], int] = unix_milliseconds,
         warm_blocks: Callable[[], int] | None = None,
     ) -> None:
-        """Prepare; nothing is read yet.
+        """Prepare the directory; nothing is read from the API server yet.
 
         Args:
             settings: The cluster and how to reach the API server.
-            clock: Measures leases; None: the system's.
-            now_unix_ms: Clock for people who read the Lease; nothing is decided by it.
-            warm_blocks: Worker only: the number of its warm blocks, published with each renewal as the cost of ending
-                it.
+            clock: Measures the durations of Leases; None: the system's clock.
+            now_unix_ms: Gives the times that are written into Leases for people; no decision depends on them.
+            warm_blocks: Returns the number of a worker's warm blocks, which is published with each renewal as the cost
+                of ending the worker. None: nothing is published, as in a router.
         """
         self.settings = settings
         self._clock = clock or SystemClock()
@@ -105,7 +106,7 @@ class KubernetesDirectory:
         self._last_ms = 0
 
     async def __aenter__(self) -> Self:
-        """Open the client, which connects with the first call.
+        """Open the API client; it connects at its first call.
 
         Raises:
             ConfigurationRefused: The settings do not say how to reach the API server.
@@ -120,7 +121,7 @@ class KubernetesDirectory:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._client.close()  # type: ignore[no-untyped-call]  # it says what it takes, not what it gives
+        await self._client.close()  # type: ignore[no-untyped-call]  # the stub types the argument, but not the result
 
     async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
         record = WorkerRecord(
@@ -147,7 +148,7 @@ class KubernetesDirectory:
                     return
                 name = held["metadata"]["name"]
                 if await self._objects.delete_lease(name, held["metadata"]["resourceVersion"]):
-                    if sliced is not None:  # garbage collection would take longer
+                    if sliced is not None:  # delete it here, because Kubernetes' garbage collection takes longer
                         await self._objects.delete_slice(name, sliced["metadata"]["resourceVersion"])
                     return
                 held = await self._objects.lease(name)
@@ -171,7 +172,7 @@ class KubernetesDirectory:
                     yield RecordMissing(worker_id=seen.record.worker_id) if event.type == "DELETED" else seen
 
     async def _events(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[LeaseWatchEvent, None]:
-        """Yield the events of a watch until it ends, expires or is silent. Meanwhile, remove leases that have ended."""
+        """Yield the events of a watch until it ends, expires or is silent; meanwhile, delete ended Leases."""
         begun, silent = b"", 0.0
         while silent < SILENCE_SECONDS:
             try:
@@ -194,7 +195,7 @@ class KubernetesDirectory:
                 await self._remove(ended)
 
     def _look(self, lease: Manifest, *, gone: bool = False) -> RecordSeen | None:
-        """Return the record of a Lease; None if it is no worker's."""
+        """Return the record of a Lease and note its version for the expiry; None: it contains no valid record."""
         if (seen := _seen(lease)) is not None:
             name = lease["metadata"]["name"]
             if gone:
@@ -205,7 +206,7 @@ class KubernetesDirectory:
         return seen
 
     async def _remove(self, ended: ExpiredLease) -> None:
-        """Delete a Lease that has ended, unless it has changed."""
+        """Delete a Lease that has ended, unless it was renewed meanwhile."""
         if not self._may_remove:
             return
         try:
@@ -218,7 +219,7 @@ class KubernetesDirectory:
             log.warning("leases of dead workers stay, the service account lacks the verb delete")
 
     async def _renew(self, record: WorkerRecord) -> bool:
-        """Renew the Lease; return False if there is none.
+        """Renew the Lease of a worker; return False if there is no Lease to renew.
 
         Raises:
             WorkerSuperseded: Another process owns the Lease.
@@ -250,10 +251,10 @@ class KubernetesDirectory:
         raise RegistryUnreachable(f"the lease {held['metadata']['name']} changes all the time")
 
     async def _take(self, record: WorkerRecord) -> None:
-        """Create the Lease, or take it over from an earlier incarnation.
+        """Create the Lease of a worker, or take it over from an earlier incarnation.
 
         Raises:
-            RegistryUnreachable: It belongs to another cluster, or others write it all the time.
+            RegistryUnreachable: The Lease belongs to another cluster, or others change it all the time.
         """
         name = _name(record.worker_id)
         for _ in range(TRIES):
@@ -275,7 +276,7 @@ class KubernetesDirectory:
         raise RegistryUnreachable(f"the lease {self._namespace}/{name} changes all the time")
 
     def _lease(self, record: WorkerRecord, found: Manifest | None) -> Manifest:
-        """Return the Lease with the record, renewed now, based on the one that was found."""
+        """Return a renewed Lease with the record, based on the Lease that was found; None: there was no Lease."""
         now = self._now()
         before: Manifest = {} if found is None else found["spec"]
         taken = found is None or _incarnation(found) != record.incarnation
@@ -334,16 +335,16 @@ class KubernetesDirectory:
         return {REGISTRATION: "worker", CLUSTER: self.settings.cluster}
 
     def _now(self) -> str:
-        """Return the time as `MicroTime`, later than the previous one even if the clock steps back."""
+        """Return the present time as `MicroTime`; it is later than the previous one even if the clock steps back."""
         self._last_ms = max(self._last_ms + 1, self._now_unix_ms())
         return datetime.fromtimestamp(self._last_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 async def connect(settings: KubernetesDiscovery) -> client.ApiClient:
-    """Build the API client.
+    """Build the client of the API server.
 
     Raises:
-        ConfigurationRefused: There is no service account or no such file.
+        ConfigurationRefused: The settings name no usable kubeconfig, and there is no service account.
     """
     try:
         configuration = await api_configuration(settings.kubeconfig)
@@ -355,10 +356,10 @@ async def connect(settings: KubernetesDiscovery) -> client.ApiClient:
 
 
 def _namespace(settings: KubernetesDiscovery) -> str:
-    """Return the namespace of the leases.
+    """Return the namespace of the Leases.
 
     Raises:
-        ConfigurationRefused: None is named, and this process is not in a pod.
+        ConfigurationRefused: The settings name no namespace, and this process is not in a pod.
     """
     namespace = settings.namespace or own_namespace()
     if not namespace:
@@ -367,10 +368,11 @@ def _namespace(settings: KubernetesDiscovery) -> str:
 
 
 def parse_event(line: bytes) -> LeaseWatchEvent | None:
-    """Decode a line of a watch; None: the watch has expired.
+    """Decode a line of a watch; return None if the watch has expired and must be started again.
 
     Raises:
-        DirectoryUnreachable: The server cannot watch, for another reason; listing at once would add to its load.
+        DirectoryUnreachable: The watch failed for another reason. Pause before the next listing, which would add to the
+            server's load.
     """
     event = msgspec.json.decode(line, type=LeaseWatchEvent)
     if event.type != "ERROR":
@@ -405,7 +407,7 @@ def _said(error: Exception) -> str:
 
 
 def _name(worker_id: WorkerId) -> str:
-    """Return the worker's id if it is a valid object name, else a name made from its hash."""
+    """Return the name of a worker's Lease: the worker's id if it is a valid name, else a name made from its hash."""
     if NAME.fullmatch(worker_id):
         return worker_id
     return f"worker-{hashlib.sha256(worker_id.encode()).hexdigest()[:32]}"
@@ -417,7 +419,7 @@ def _incarnation(lease: Manifest) -> Incarnation | None:
 
 
 def _seen(lease: Manifest) -> RecordSeen | None:
-    """Return the record of a Lease; None if it has our label without a valid record."""
+    """Return the record of a Lease; None if the Lease has no valid record although it has the label of workers."""
     try:
         record = msgspec.json.decode(lease["metadata"]["annotations"][RECORD], type=WorkerRecord)
         return RecordSeen(record=record, renewal=lease["spec"]["renewTime"])

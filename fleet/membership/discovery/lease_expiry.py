@@ -1,10 +1,10 @@
-"""Lease expiry: finds Kubernetes Leases that nobody has renewed in time.
+"""Lease expiry: finds Kubernetes Leases that their holders have not renewed in time.
 
 Rules:
 
-1. A Lease counts from the time at which its present version was first seen, by the clock of this process. Clocks of two
-   machines are never compared.
-2. The result names the version. A removal states it, so that a Lease that was renewed meanwhile stays.
+1. The duration of a Lease counts from the moment at which this process first saw its present version, by the clock of
+   this process. The clocks of two machines are never compared.
+2. The result contains the version. A deletion names this version, so a Lease that was renewed meanwhile is not deleted.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from fleet.core.clock import Nanos
 
 
 class ExpiredLease(Struct, frozen=True):
-    """A Lease that has ended."""
+    """A Lease that has ended, with the version that was not renewed."""
 
     name: str
     version: str
@@ -27,29 +27,29 @@ class _ObservedVersion(Struct, frozen=True):
 
 
 class LeaseExpiry:
-    """Known versions of the Leases of one directory. Its size is that of the directory."""
+    """Keeps the last seen version of each Lease in one directory, and when that version ends."""
 
     def __init__(self) -> None:
         self._held: dict[str, _ObservedVersion] = {}
 
     def saw(self, name: str, version: str, lease: Nanos, now: Nanos) -> None:
-        """Record that the Lease exists in this version."""
+        """Record that a Lease exists in this version; a new version starts a new duration of `lease`."""
         known = self._held.get(name)
         if known is None or known.version != version:
             self._held[name] = _ObservedVersion(version, Nanos(now + lease))
 
     def gone(self, name: str) -> None:
-        """Record that the Lease does not exist."""
+        """Record that a Lease no longer exists."""
         self._held.pop(name, None)
 
     def only(self, names: Iterable[str]) -> None:
-        """Record that no other Leases exist."""
+        """Record that no other Leases than these exist."""
         there = set(names)
         for name in [each for each in self._held if each not in there]:
             del self._held[name]
 
     def ended(self, now: Nanos) -> list[ExpiredLease]:
-        """Return the Leases that have ended, each once per version."""
+        """Return the Leases that have ended; each version of a Lease is returned once."""
         over = [ExpiredLease(name, held.version) for name, held in self._held.items() if held.ends <= now]
         for each in over:
             del self._held[each.name]

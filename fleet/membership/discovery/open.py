@@ -1,4 +1,4 @@
-"""Directories of workers, opened by their settings. Each technology is imported only where it is used."""
+"""Opens the directory of workers that the settings name. The packages of each kind are imported only if it is used."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -10,7 +10,7 @@ from fleet.membership.ports import Directory, Registry
 
 
 class OpenDirectory(Directory, Registry, Protocol):
-    """A directory that is also the registry of workers; use it within its context."""
+    """A directory that routers read and at which workers register; use it as an async context manager."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -20,9 +20,11 @@ class OpenDirectory(Directory, Registry, Protocol):
 
 
 def open_directory(settings: Discovery, warm_blocks: Callable[[], int] | None = None) -> OpenDirectory:
-    """Return the directory of the settings, to be used as a context manager.
+    """Return the directory that the settings describe; use it as an async context manager.
 
-    `warm_blocks` of a worker is published where somebody reads it, which is in Kubernetes.
+    Args:
+        settings: One kind of discovery, and how to reach it.
+        warm_blocks: Returns the number of warm blocks of a worker; only Kubernetes publishes it. None: not published.
 
     Raises:
         ConfigurationRefused: A package is not installed, or the settings name something that does not exist.

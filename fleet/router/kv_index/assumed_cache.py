@@ -27,11 +27,12 @@ class AssumedCache:
         self._chains = chains
         self.capacity = capacity_blocks
         self._held = ChainHolder(bit)
-        self._sent: OrderedDict[int, Chain] = OrderedDict()  # by last key
+        # The assumed prompts by their last block key, the least recently sent first.
+        self._sent: OrderedDict[int, Chain] = OrderedDict()
         self.listed = 0
 
     def __len__(self) -> int:
-        """Return the number of blocks."""
+        """Return the number of blocks that the worker is assumed to hold."""
         return self._held.blocks
 
     def sent(self, keys: Keys, until: Nanos) -> None:
@@ -55,7 +56,7 @@ class AssumedCache:
             self._forget_first()
 
     def expire(self, now: Nanos) -> None:
-        """Forget the prompts whose time is over."""
+        """Forget the prompts whose validity has ended."""
         while self._sent and next(iter(self._sent.values())).until <= now:
             self._forget_first()
 
@@ -73,7 +74,7 @@ class AssumedCache:
         return list(self._sent.values())
 
     def check(self) -> None:
-        """Assert that the limits are kept."""
+        """Assert that the limits of the cache are kept."""
         assert len({key for chain in self.chains() for key in chain.keys}) == self._held.blocks <= self.capacity
         assert self.listed == sum(len(chain.keys) for chain in self.chains())
         assert all(chain.keys[-1] == last for last, chain in self._sent.items())

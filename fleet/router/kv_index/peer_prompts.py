@@ -31,7 +31,7 @@ from fleet.core.ids import WorkerId
 from fleet.router.kv_index.radix_tree import Chain, ChainHolder, Keys, RadixTree
 
 MIN_ANNOUNCED_TOKENS = 512  # about 30 ms of a large GPU; announcing to and hearing from three peers takes about 10 us
-MAX_ANNOUNCED_KEYS = 512  # 4 KB, for 32,768 tokens or more
+MAX_ANNOUNCED_KEYS = 512  # most block keys in one announcement: 4 KB, for prompts of 32,768 tokens or more
 MAX_ANNOUNCED_PROMPTS = 10_000  # for one router; the marks of each take about 2 KB in its peers
 MAX_SENT_PROMPTS = 1000
 
@@ -56,13 +56,14 @@ class PromptAnnouncements:
 
     def __init__(self) -> None:
         self._numbers = 0
-        self._placed: dict[int, tuple[WorkerId, Keys]] = {}  # unfinished prompts
-        self._untold: dict[int, None] = {}  # unfinished prompts that were not announced yet
+        # Worker and block keys of each unfinished prompt, by number.
+        self._placed: dict[int, tuple[WorkerId, Keys]] = {}
+        self._untold: dict[int, None] = {}  # numbers of unfinished prompts that were not announced yet, in order
         self._over: list[int] = []
         self._sent: deque[tuple[WorkerId, Keys]] = deque(maxlen=MAX_SENT_PROMPTS)
 
     def placed(self, worker_id: WorkerId, keys: Keys) -> int | None:
-        """Note a prompt that a worker has to compute; return its number for `over`, or None if there are too many."""
+        """Record a prompt that a worker has to compute; return its number for `over`, or None if there are too many."""
         if len(self._placed) >= MAX_ANNOUNCED_PROMPTS:
             return None
         self._numbers = number = self._numbers + 1
@@ -78,7 +79,7 @@ class PromptAnnouncements:
             self._over.append(number)
 
     def sent(self, worker_id: WorkerId, keys: Keys) -> None:
-        """Note a prompt that was sent to a worker that does not report its cache."""
+        """Record a prompt that was sent to a worker which does not report its cache."""
         self._sent.append((worker_id, keys))
 
     def news(self) -> tuple[list[PlacedPrompt], list[int]]:
@@ -102,7 +103,7 @@ class PromptAnnouncements:
 
 
 class PeerPrompts:
-    """The announced prompts on one worker, by router and number."""
+    """Keeps the announced prompts on one worker, by router and number."""
 
     def __init__(self, chains: RadixTree, bit: int) -> None:
         """Start without prompts.
@@ -120,7 +121,7 @@ class PeerPrompts:
         self._told[peer, number] = self._chains.add(self._holder, keys)
 
     def remove(self, peer: str, number: int) -> None:
-        """Forget a prompt if it is there: the worker may have left and joined again."""
+        """Forget a prompt; do nothing if it is unknown, because the worker may have left and joined again."""
         if (chain := self._told.pop((peer, number), None)) is not None:
             self._chains.remove(chain)
 

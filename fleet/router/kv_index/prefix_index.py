@@ -50,7 +50,7 @@ Holder = NewType("Holder", str)
 
 
 class StoreNamespace(NamedTuple):
-    """Blocks of one layout in one store."""
+    """Identifies the blocks of one layout in one store."""
 
     store_id: StoreId
     fingerprint: str
@@ -61,8 +61,8 @@ WORTH_BISECTING = 64  # keys; fewer keys are looked up as fast as they are bisec
 KEY_BYTES = 8  # bytes of the block hash; the store compares all of them, since a collision would do harm there
 
 # Cache accuracy (rule 7)
-WINDOW = 64  # comparisons
-ENOUGH = 16  # comparisons
+WINDOW = 64  # number of latest comparisons that count for each worker
+ENOUGH = 16  # number of comparisons that are needed before a cache can drift
 DRIFTS = 0.8  # one evicted block in ten, or a guessed chat template, is no reason to worry
 RECOVERED = 0.9
 
@@ -109,7 +109,7 @@ def runs(masks: Mapping[int, int], keys: Sequence[int]) -> list[tuple[int, int]]
 
 
 class PrefixIndex:
-    """Holders by block. An unknown holder is a programming error; an unknown block is not."""
+    """Maps block keys to their holders. An unknown holder is a programming error; an unknown block is not."""
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
@@ -284,7 +284,7 @@ def compare(prompt_tokens: int, predicted_tokens: int, reported_tokens: int, blo
 
 
 class CacheAccuracy:
-    """The latest comparisons of one worker."""
+    """Keeps the latest comparisons of one worker, and decides whether its cache drifts (rule 7)."""
 
     def __init__(self, knowledge: Knowledge) -> None:
         self.knowledge = knowledge
@@ -315,6 +315,6 @@ class CacheAccuracy:
         return changed
 
     def check(self) -> None:
-        """Assert that the sum is that of the window."""
+        """Assert that the sums are those of the comparisons in the window."""
         assert sum(self._window, start=CacheComparison()) == self.recent
         assert len(self._window) <= WINDOW

@@ -25,8 +25,8 @@ from fleet.router.state.live_requests import LiveRequest
 from fleet.router.state.worker_registry import WorkerRegistry
 from fleet.router.state.worker_table import RegisteredWorker
 
-MAX_RETRY_AFTER_MS = 60_000  # longest retry hint; today's load says little about later
-MAX_FAILED_TRIES = 32  # failed tries after an event; each try is a placement, which takes 35 us with 64 workers
+MAX_RETRY_AFTER_MS = 60_000  # longest retry hint in milliseconds; today's load says little about later
+MAX_FAILED_TRIES = 32  # most failed tries after an event; each try is a placement, which takes 35 us with 64 workers
 
 TryPlace = Callable[[RequestId], BusyWorkers | None]
 """A function that places or rejects a queued request, or returns the workers that it still waits for."""
@@ -78,7 +78,7 @@ class QueueAdmission:
         return self.queue.seconds_to_wait(live.arrived.model, live.arrived.tenant, now, self._rank(live))
 
     def too_long(self, live: LiveRequest, seconds: float | None, now: Nanos) -> str | None:
-        """Return why a request with this wait should be rejected at once (rule 1); None if it should not."""
+        """Return why a request with this predicted wait is rejected at once (rule 1); None: it may wait."""
         arrived = live.arrived
         if seconds is None:
             return None
@@ -91,7 +91,7 @@ class QueueAdmission:
         return None
 
     def too_many(self) -> RequestId | None:
-        """Return the request that has to go (rule 2), or None."""
+        """Return the request to reject because too many wait (rule 2); None: the queue is not too long."""
         return self.queue.request_to_drop() if len(self.queue) > self.settings.max_queued else None
 
     def retry_after_ms(self, arrived: Arrived, now: Nanos) -> int:
@@ -104,13 +104,13 @@ class QueueAdmission:
         return round(min(max(self.settings.retry_after_ms, seconds * 1000), MAX_RETRY_AFTER_MS))
 
     def worker_joined(self, model: ModelName) -> None:
-        """Note that a worker of this model takes requests from now on, or can form other pairs than before."""
+        """Record that a worker of this model takes requests from now on, or that it can form other pairs than before."""
         self.queue.set_sizes(model, self._registry.sizes(model))
         self.queue.all_changed(model)
         self.queue.may_move.setdefault(model, False)
 
     def worker_gone(self, worker: RegisteredWorker) -> None:
-        """Note that a worker takes no more requests, or has left."""
+        """Record that a worker takes no more requests, or has left."""
         model = worker.description.model
         self.queue.set_sizes(model, self._registry.sizes(model))
         self.queue.gone(model, worker.description.worker_id)
@@ -131,12 +131,12 @@ class QueueAdmission:
         self.queue.may_move.update(dict.fromkeys(models, False))
 
     def session_moved(self, session: SessionKey) -> None:
-        """Note that the requests of a session may go to another worker than before."""
+        """Record that the requests of a session may go to another worker than before."""
         for model in self.queue.session_moved(session):
             self.queue.may_move.setdefault(model, False)
 
     def move(self, place: TryPlace) -> None:
-        """Place the queued requests that can be placed since something has changed."""
+        """Place all queued requests that can be placed after the latest changes."""
         while self.queue.may_move:
             model = next(iter(self.queue.may_move))
             gone = self.queue.may_move.pop(model)
@@ -153,7 +153,7 @@ class QueueAdmission:
 
 
 def _move_next(search: QueueSearch, place: TryPlace) -> bool:
-    """Place or reject the next request that need not wait; return whether there was one."""
+    """Place or reject the next request that need not wait longer; return True if there was one."""
     for request_id in search.candidates():
         if (busy := place(request_id)) is None:
             return True

@@ -30,11 +30,12 @@ from fleet.router.placement.candidate_table import WorkerSizes
 from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS, BusyWorkers, HasRoom, WaitGroup, WaitGroups
 from fleet.router.sessions import SessionKey
 
-RATE_MEMORY_SECONDS = 10.0  # longer than a burst, short enough to notice a change of load
-EVIDENCE = 8  # departures before the rate is used
-MAX_SECONDS = 1e9  # thirty years; more makes no difference, and infinity cannot be used in sums
-MAX_FIRST_TRIES = 1024  # they take about 35 ms, and only after as many requests have come
-MAX_IDLE_CLOCKS = 64  # clocks of tenants without waiting requests that are kept before a clean-up
+RATE_MEMORY_SECONDS = 10.0  # memory of the departure rate: longer than a burst, short enough to notice a change of load
+EVIDENCE = 8  # number of departures that are needed before the rate is used
+MAX_SECONDS = 1e9  # longest predicted wait, about thirty years; infinity cannot be used in sums
+# Most first tries after a change; they take about 35 ms, and need as many newly arrived requests.
+MAX_FIRST_TRIES = 1024
+MAX_IDLE_CLOCKS = 64  # most clocks of tenants without waiting requests; above it, old clocks are removed
 
 QueuePosition = tuple[int, int, RequestId]
 """Rank, order of arrival and request id."""
@@ -79,12 +80,12 @@ class OrderedRequests:
 
     @property
     def place(self) -> QueuePosition:
-        """The first entry; there has to be one."""
+        """The entry with the lowest rank; the list must not be empty."""
         return self._entries[0]
 
     @property
     def lowest(self) -> int | None:
-        """The rank of the first entry."""
+        """The rank of the first entry; the list must not be empty."""
         return self._entries[0][0] if self._entries else None
 
     def before(self, rank: int) -> int:
@@ -118,7 +119,7 @@ class QueuedRequest(Struct, frozen=True, kw_only=True):
         None  # equal for requests that the same workers may serve, apart from length and session; None: all workers
     )
     session: SessionKey | None = None  # a session that is bound to its worker
-    stays: bool = False  # rule 4
+    stays: bool = False  # True if it must not be dropped when the queue is full (rule 4)
 
 
 def queue_position(arrived: Nanos, priority: int, tokens: int, *, priority_seconds: float, size_seconds: float) -> int:
@@ -137,16 +138,16 @@ def queue_position(arrived: Nanos, priority: int, tokens: int, *, priority_secon
 
 
 class DepartureRate:
-    """Prompt tokens per second that leave while requests wait; recent ones count more."""
+    """Measures the prompt tokens per second that leave the queue while requests wait; recent departures count more."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
         self._departures = 0
-        self._since: Nanos | None = None  # requests have been waiting ever since
+        self._since: Nanos | None = None  # since when requests have been waiting without a break; None: none waits
 
     def busy(self, now: Nanos) -> None:
-        """Note that a request waits from now on."""
+        """Record that a request waits from now on."""
         if self._since is None:
             self._since = now
 
@@ -235,14 +236,14 @@ class _TenantQueue:
 
 
 class FairQueue:
-    """The queue of one model (rules 2 to 5)."""
+    """The queue of one model: orders tenants and their requests by rules 2 to 5."""
 
     def __init__(self, weights: Mapping[str, float], sizes: WorkerSizes) -> None:
         self._weights = weights
         self._tenants: dict[str, _TenantQueue] = {}
         self._order: list[tuple[float, int, str]] = []  # tenants with waiting requests: clock, seq, name
         self.clocks: dict[str, float] = {}  # a missing clock is not ahead of `_clock`
-        self._clock = 0.0  # clock of the tenant served last
+        self._clock = 0.0  # clock of the tenant that was served last
         self._tokens = 0
         self._rate = DepartureRate()
         self._sizes = sizes
@@ -289,7 +290,7 @@ class FairQueue:
         if not tenant.requests:
             del self._tenants[name]
             self._order.remove((self.clocks[name], tenant.seq, name))
-            if not self._tenants:  # the queue is empty, so all debts are forgotten
+            if not self._tenants:  # the queue is empty, so all tenants start again with equal clocks
                 self.clocks.clear()
                 self._clock = 0.0
                 self._rate.idle()
@@ -319,7 +320,7 @@ class FairQueue:
                     yield request_id, group
 
     def departed(self, tokens: int, now: Nanos) -> None:
-        """Note that a prompt has left for a worker, whether it had waited or not."""
+        """Record that a prompt has left for a worker, whether it had waited or not."""
         self._rate.departed(tokens, now)
 
     def charge(self, name: str, tokens: int) -> None:
@@ -402,9 +403,9 @@ class QueueSearch:
         self._number = groups.searches
         self._has_room = has_room
         self._most = inf if most is None else most
-        self._tries = 0  # failed tries
-        self._first = MAX_FIRST_TRIES if most is not None else 0  # tries that are left for untried groups
-        self._open = 0  # rejected groups that are not blocked
+        self._tries = 0  # number of failed tries
+        self._first = MAX_FIRST_TRIES if most is not None else 0  # number of tries that are left for untried groups
+        self._open = 0  # number of rejected groups that are not blocked
         self._tried: WaitGroup | None = None
 
     def candidates(self) -> Iterator[RequestId]:
@@ -439,7 +440,7 @@ class QueueSearch:
             groups.next_turn()  # all groups had their turn
 
     def mark_rejected(self, busy: BusyWorkers) -> None:
-        """Note that the latest candidate still waits for a change at one of these workers."""
+        """Record that the latest candidate still waits for a change at one of these workers."""
         assert self._tried is not None
         if not self._tried.rejected_in and self._first:
             self._first -= 1
@@ -454,7 +455,7 @@ class AdmissionQueue:
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
-        self.queues: dict[ModelName, FairQueue] = {}  # by model that ever had a queued request
+        self.queues: dict[ModelName, FairQueue] = {}  # queue of each model that has ever had a queued request
         self._waiting: dict[RequestId, QueuedRequest] = {}
         self._sizes: dict[ModelName, WorkerSizes] = {}
         self.may_move: dict[ModelName, bool] = {}
@@ -464,7 +465,7 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def first(self, model: ModelName) -> RequestId | None:
-        """Return the next request of a model, or None."""
+        """Return the next request of a model; None: no request waits for it."""
         queue = self.queues.get(model)
         return None if queue is None else queue.first
 
@@ -489,17 +490,17 @@ class AdmissionQueue:
         return queue
 
     def changed(self, model: ModelName, worker_id: WorkerId) -> None:
-        """Note that a worker may have room again."""
+        """Record that a worker may have room again."""
         if (queue := self.queues.get(model)) is not None and queue.groups.blockages:
             queue.groups.changed(worker_id)
 
     def room_released(self, model: ModelName, worker_id: WorkerId) -> None:
-        """Note that a request has released its place on a worker."""
+        """Record that a request has released its place on a worker."""
         self.changed(model, worker_id)
         self.may_move.setdefault(model, False)
 
     def gone(self, model: ModelName, worker_id: WorkerId) -> None:
-        """Note that a worker takes no more requests."""
+        """Record that a worker takes no more requests."""
         if (queue := self.queues.get(model)) is not None:
             queue.groups.changed(worker_id, gone=True)
 
@@ -508,7 +509,7 @@ class AdmissionQueue:
         return [model for model, queue in self.queues.items() if queue.groups.session_moved(session)]
 
     def all_changed(self, *models: ModelName) -> None:
-        """Note that every worker of these models may have room for any queued request."""
+        """Record that every worker of these models may have room for any queued request."""
         for model in models:
             if (queue := self.queues.get(model)) is not None:
                 queue.groups.all_changed()

@@ -19,11 +19,11 @@ from fleet.core.ids import WorkerId
 from fleet.router.sessions import SessionKey
 
 BusyWorkers = frozenset[WorkerId]
-"""Workers without room; empty if they are not known."""
+"""Ids of the workers without room for a request; empty if they are not known."""
 UNKNOWN_WORKERS: BusyWorkers = frozenset()
 
 HasRoom = Callable[[WorkerId], bool]
-"""A function that returns whether a worker has room."""
+"""A function that returns True if a worker has room."""
 
 
 class BlockedOn:
@@ -34,9 +34,9 @@ class BlockedOn:
     def __init__(self, busy: BusyWorkers) -> None:
         self.busy = busy
         self.closed = False
-        self.changed: set[WorkerId] = set()  # workers that changed since it was closed
+        self.changed: set[WorkerId] = set()  # workers that have changed since the groups were blocked
         self.lost = False  # a worker has gone: a request that waited for no other is to be rejected
-        self.groups = 0  # number of groups
+        self.groups = 0  # number of wait groups that share this object
 
 
 class WaitGroup:
@@ -65,7 +65,7 @@ class WaitGroups:
         self.turn = 1  # used by `QueueSearch`
         self.had_turn = 0  # groups that were tried in this turn
         self.searches = 1
-        self.untried = 0  # untried groups
+        self.untried = 0  # number of untried groups
 
     def join(self, value: Hashable, session: SessionKey | None = None) -> WaitGroup:
         """Add a request to the group of this value, and return the group.

@@ -79,8 +79,7 @@ async def test_killed_vllm_worker_changes_no_token(tmp_path):
         answers = {kind: Streamed() for kind in ASKED}
         async with asyncio.TaskGroup() as tasks:
             for kind, each in answers.items():
-                pinned = {"pin": "both-0"} if kind == "seed" else {}
-                tasks.create_task(each.read(client, ASKED[kind] | pinned))
+                tasks.create_task(each.read(client, ASKED[kind] | {"pin": "both-0"}))
             await until(lambda: all(len(each.tokens) >= BEGUN_TOKENS for each in answers.values()))
 
             psutil.Process(up.pid_of("both-0")).kill()

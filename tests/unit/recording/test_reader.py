@@ -175,6 +175,7 @@ def test_every_setting_is_recorded_or_without_effect():
         "health_listen",
         "share_ports",
         "replicas_listen",
+        "replicas_name",
         "grpc_listen",
         "grpc",
         "grpc_max_held_bytes",

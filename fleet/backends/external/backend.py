@@ -96,7 +96,7 @@ NO_SOCKET = "this router has no socket left for it; raise its limit of open file
 TOKEN = 0  # stands for each unknown token id
 PROBE_INTERVAL = MILLISECOND // 2  # between two checks, for each of its requests; a check takes 2 µs per request
 PROBE_INTERVAL_WHILE_HEARD = SECOND  # while some requests make progress
-LEARNED_AT_ONCE = 64  # first bytes that a check evaluates, ten times a second
+LEARNED_AT_ONCE = 16  # first bytes that a check evaluates, ten times a second
 
 _STOP = Finish.STOP  # a module variable is three times as fast as the enum attribute
 

@@ -47,6 +47,7 @@ NOT_IMPLEMENTED = 501
 UNAVAILABLE = frozenset({502, 503, 504})
 EXCERPT_BYTES = 200
 UNFINISHED = "the stream ended before its last event"
+LEARNED_FIRST_BYTES = 16  # kept between two checks, which come ten times a second: enough to know a server's speed
 USAGE_BYTES = 4096  # at the end of an answer, which holds the usage
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*([0-9]{1,12})')
 _COMPLETION_TOKENS = re.compile(
@@ -98,9 +99,12 @@ class UpstreamOwner(Protocol):
     heads: AnswerHeads
     write_batcher: WriteBatcher
     first_bytes: list[tuple[Nanos, Nanos, int, bool]]
-    """First content of answers since the last check: time of the request, time of the content, size of the request, and
-    whether the answer is a stream.
+    """First content of at most `LEARNED_FIRST_BYTES` answers since the last check: time of the request, time of the content,
+    size of the request, and whether the answer is a stream.
     """
+
+    more_first_bytes: int
+    """Number of answers besides those whose first content came since the last check."""
 
     says_done: set[str]
     """Paths of which a stream has ended with its last event (`_LAST_EVENT`)."""
@@ -380,7 +384,10 @@ class Upstream(asyncio.Protocol):
             return
         if complete or not head.streams or has_content(content):
             self.spoke, self.quiet = True, False
-            owner.first_bytes.append((self.sent_at, relayed.first_byte_at, len(relayed.body), relayed.streams))
+            if len(first_bytes := owner.first_bytes) < LEARNED_FIRST_BYTES:
+                first_bytes.append((self.sent_at, relayed.first_byte_at, len(relayed.body), relayed.streams))
+            else:
+                owner.more_first_bytes += 1
         self._held = b""
         plain = self._bodies is not None
         keep_alive = self._keep_alive = relayed.keeps_alive and not (head.until_close or plain)

@@ -62,6 +62,7 @@ _BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # an event and a chunk end here
 _PLAIN_BOUNDARIES = (b"\n\n", b"\n\r\n\r\n")
 _LAST_EVENT = re.compile(rb'\[DONE\]|"message_stop"|"response\.(?:completed|incomplete|failed)"')
 _LAST_CHUNK = b"0\r\n\r\n"
+_USUAL_END = b"data: [DONE]\n\n\r\n" + _LAST_CHUNK  # of a stream, so that most streams need no search
 _DATA_LINE = re.compile(rb"^data:[ \t]*([^\r\n]*)", re.MULTILINE)
 _COMMENT_LINE = re.compile(rb"^:", re.MULTILINE)
 
@@ -372,9 +373,12 @@ class Upstream(asyncio.Protocol):
         owner, content = self._owner, data[end:]
         head = self._head = owner.heads.find(data[:end])
         self.latest = b""
-        # Nearly every stream ends with [DONE], and all but the first of a path need nothing more than to find it.
-        usual = b"[DONE]" in content and self._path in owner.says_done
-        if complete and head.streams and not usual and self._cut_short(content):
+        if (
+            complete
+            and head.streams
+            and not (content.endswith(_USUAL_END) and self._path in owner.says_done)
+            and self._cut_short(content)
+        ):
             self.fail(UNFINISHED)
             return
         try:

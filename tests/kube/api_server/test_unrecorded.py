@@ -9,6 +9,7 @@ import pytest
 
 from fleet.net.kubernetes.client import NEVER_BORN
 from tests.support.kube.widgets import a_deployment
+from tests.support.waiting import eventually
 
 CHILDREN = {
     "Deployment": ("/apis/apps/v1", "deployments", a_deployment(replicas=0)["spec"], {"replicas": 2}),
@@ -79,7 +80,8 @@ def test_scheduling_gates_of_a_pod_can_only_be_removed(api, namespace):
     gates = [{"name": "example.com/other"}, {"name": "fleet-serving.io/group"}]
     container = {"name": "main", "image": "registry.test/none:1"}
     made = {"metadata": {"name": "gated"}, "spec": {"schedulingGates": gates, "containers": [container]}}
-    api.post(pods, made).expect(201)
+    # A controller-manager makes the namespace's service account, without which a real server refuses pods.
+    eventually(lambda: api.post(pods, made).code == 201)
     added = [{"op": "add", "path": "/spec/schedulingGates/-", "value": {"name": "example.com/late"}}]
     removed = [
         {"op": "test", "path": "/spec/schedulingGates/1/name", "value": "fleet-serving.io/group"},

@@ -5,7 +5,8 @@ Rules:
 1. All pods of a group are made with a scheduling gate. The scheduler does not see them, so they hold no GPUs.
 2. One group at a time passes: its gates are opened when all of its pods exist and no other group of this operator has pods
    that are open and without a node. So two groups cannot each hold half of a domain and wait for the other half.
-3. Groups pass in the order in which they came. A group that the operator has not heard of for STALE is forgotten.
+3. Groups pass in the order in which they came. A group keeps its place until the cache shows that it is open, so that nobody
+   overtakes it between the decision and the write. A group that the operator has not heard of for STALE is forgotten.
 4. A group of which some pods are open already goes on at once: it may hold GPUs. This also covers a pod that was
    replaced later, and an operator that was killed between two writes.
 5. A group for which no node was found gives its turn back if others wait: it is removed, made again, and waits behind them.
@@ -27,14 +28,11 @@ STALE = Nanos(30 * SECOND)
 class GateKeeper:
     def __init__(self) -> None:
         self._waiting: dict[tuple[ReconcileKey, str], Nanos] = {}
-        self._opening: ReconcileKey | None = None
 
     def decide(
         self, key: ReconcileKey, groups: Sequence[GatedGroup], pods: Iterable[Pod], now: Nanos
     ) -> tuple[Action, ...]:
         """Return the gates to open, and the groups to remove because others wait.
-
-        A turn that this gives to `key` is held until `performed` is called.
 
         Args:
             key: The deployment.
@@ -45,21 +43,14 @@ class GateKeeper:
         closed = [each for each in groups if each.closed and not each.begun]
         self._queue(key, closed, now)
         opened = [each for each in groups if each.closed and each.begun]
-        if closed and self._opening is None and not is_passing(pods):
+        if closed and not is_passing(pods):
             first_key, first = next(iter(self._waiting))
             opened += [each for each in closed if (key, each.name) == (first_key, first)]
-        if opened:
-            self._opening = key
         given_back = [each.name for each in groups if each.unplaced and self._waiting]
         return (
             *(OpenGate(pod) for each in opened for pod in each.closed),
             *(Remove(kinds.STATEFUL_SET.name, name) for name in given_back[-1:]),
         )
-
-    def performed(self, key: ReconcileKey) -> None:
-        """End the turn of a deployment: what it opened is in the cache, or has failed."""
-        if self._opening == key:
-            self._opening = None
 
     def waits(self, key: ReconcileKey) -> bool:
         """Return whether a group of the deployment waits for its turn."""

@@ -158,10 +158,7 @@ class Controller:
         self._avoid_nodes(key, observed)
         groups = [group for child in observed.children for group in child.gated]
         passed = self._gates.decide(key, groups, self._store.of(kinds.POD, Pod), self._clock.now())
-        try:
-            refusals = await self._applier.perform((*passed, *decided.actions), key.namespace)
-        finally:
-            self._gates.performed(key)
+        refusals = await self._applier.perform((*passed, *decided.actions), key.namespace)
         refused = {each.name for each in refusals}
         for placed in decided.placed:
             if placed.name not in refused:

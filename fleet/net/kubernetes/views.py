@@ -191,8 +191,13 @@ class PodStatus(_View, frozen=True):
     init_container_statuses: tuple[ContainerStatus, ...] | None = ()
 
 
+class PodSchedulingGate(_View, frozen=True):
+    name: str
+
+
 class PodSpec(_View, frozen=True):
     node_name: str = ""
+    scheduling_gates: tuple[PodSchedulingGate, ...] | None = ()
 
 
 class Pod(NamedObject, frozen=True):

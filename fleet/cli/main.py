@@ -28,6 +28,8 @@ SUMMARIES = {  # of our own sub-commands, in the order of the help
     "up": "start a whole cluster on this machine",
     "generate": "stream an answer from a running cluster",
     "status": "show pools, workers, load and caches of a running cluster",
+    "logs": "show the logs of a cluster on this machine",
+    "down": "stop a cluster on this machine",
     "scale": "show how large the pools of a cluster are, or have them made larger and smaller",
     "plan": "show what the planner decides, size pools for a load, and replay loads with scaling rules",
     "explain": "say why a request went where it went",

@@ -22,7 +22,7 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock
 from fleet.local.pools import LocalPools, drain, router_cache_worth
 from fleet.local.processes import ClusterFailed, LocalProcesses
-from fleet.local.runs import AUTHORITY, PARTS, local_runs, runtime_folder
+from fleet.local.runs import AUTHORITY, PARTS, local_runs, note_supervisor, runtime_folder
 from fleet.local.settings import (
     SIMULATED,
     TINY,
@@ -111,6 +111,7 @@ async def with_cluster(
     topology = structs.replace(topology, cluster=structs.replace(topology.cluster, adapters=adapters))
     _clean_up_killed_runs()
     with runtime_folder() as runtime:
+        note_supervisor(runtime)
         topology = with_certificate(topology, runtime)
         model = served_name(topology.cluster, folder)
         folder = with_chat_template(folder, topology.cluster.chat_template, surroundings.relative_to, runtime)

@@ -12,6 +12,7 @@ import pytest
 from fleet import config
 from fleet.cli import doctor, up
 from fleet.cli.main import run
+from fleet.cli.status import uptime_words
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import KvPath, Role
 from fleet.local.settings import Topology
@@ -280,3 +281,16 @@ def test_output_that_a_full_disk_does_not_take_is_one_line(tmp_path):
         command = [sys.executable, "-m", "fleet.cli.main", "hardware", "list"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, timeout=30)
     assert (done.returncode, done.stderr) == (1, b"fleet: standard output: No space left on device\n")
+
+
+def test_watch_and_json_exclude_each_other(capsys):
+    assert run(["status", "--watch", "--json"]) == 3
+
+    assert capsys.readouterr().err == "fleet: --watch: shows tables, so it cannot go with --json\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min 1 s"), (3660, "1 h 1 min"), (90_000, "1 d 1 h")]
+)
+def test_uptime_has_its_two_largest_units(seconds, words):
+    assert uptime_words(seconds) == words

@@ -109,7 +109,10 @@ def test_chat_template_replaces_that_of_the_model(tmp_path):
 
     folder = with_chat_template(model, "new.jinja", tmp_path, runtime)
 
-    assert {each.name: each.read_text() for each in folder.iterdir()} == {"config.json": "{}", "chat_template.jinja": "new"}
+    assert {each.name: each.read_text() for each in folder.iterdir()} == {
+        "config.json": "{}",
+        "chat_template.jinja": "new",
+    }
     assert (model / "chat_template.jinja").read_text() == "old"
     assert with_chat_template(model, "", tmp_path, runtime) == model
     with pytest.raises(ConfigurationRefused, match=r"cluster.chat_template: .*none.jinja: No such file"):

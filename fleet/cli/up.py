@@ -69,6 +69,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ready-file", type=Path, metavar="FILE", help="write endpoints and process ids there when ready"
     )
+    parser.add_argument(
+        "--access-log", action="store_true", help="write a line for each request to the router's log (see fleet logs)"
+    )
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the logs of all processes there")
     parser.add_argument("--demo", metavar="TEXT", help="send this prompt when ready and show the answer")
     parser.add_argument(
@@ -213,6 +216,7 @@ def read_topology(arguments: argparse.Namespace) -> Topology:
         http_listen=_with_host(_with_port(topology.router.http_listen, arguments.http_port), arguments.host),
         grpc_listen=_with_host(_with_port(topology.router.grpc_listen, arguments.grpc_port), arguments.host),
         kserve_listen=_with_host(kserve_listen, arguments.host),
+        access_log=topology.router.access_log or arguments.access_log,
         tenants=_with_keys(topology.router.tenants, arguments.api_key or ()),
     )
     pools = _with_replicas(topology.pools, Role.PREFILL, arguments.prefill)

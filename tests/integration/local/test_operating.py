@@ -25,7 +25,16 @@ def cluster(tmp_path_factory):
     (folder / "chat.jinja").write_text(TEMPLATE)
     options = (
         *("--served-model-name", "my-model", "--max-model-len", "512", "--tensor-parallel-size", "2"),
-        *("--api-key", KEY, "sk-second", "--chat-template", str(folder / "chat.jinja"), "--host", "127.0.0.1"),
+        *(
+            "--api-key",
+            KEY,
+            "sk-second",
+            "--chat-template",
+            str(folder / "chat.jinja"),
+            "--host",
+            "127.0.0.1",
+            "--access-log",
+        ),
     )
     with fleet_up(folder, *options, ports=("--port", "0", "--grpc-port", "0")) as up:
         yield up
@@ -51,6 +60,28 @@ def test_cluster_serves_as_the_options_of_vllm_say(cluster, client):
     assert ask(client).usage.prompt_tokens == plain.usage.prompt_tokens
     with pytest.raises(openai.AuthenticationError):
         ask(client.with_options(api_key="sk-third"))
+
+
+def test_access_log_has_a_line_for_each_request_and_refusal(cluster, client):
+    def lines():
+        return run_fleet("logs", "router", "-n", "1000", "--address", cluster.grpc).stdout.splitlines()
+
+    answer = ask(client)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="none such", prompt="a secret prompt")
+    with client.completions.create(model="my-model", prompt="a secret prompt", max_tokens=400, stream=True) as stream:
+        next(iter(stream))
+    eventually(lambda: any("outcome=cancelled" in line for line in lines()), 30)
+
+    (served,) = [line for line in lines() if f"request={answer.id.removeprefix('chatcmpl-')} " in line]
+    expected = (
+        r"INFO fleet.access request ended request=\w+ model=my-model tenant=api-key outcome=length placement=\w+"
+        r" prompt_tokens=5 cached_tokens=\d+ answer_tokens=4 ttft_ms=[\d.]+ ms=[\d.]+$"
+    )
+    assert re.search(expected, served), served
+    (refused,) = [line for line in lines() if "request refused" in line and "model='none such'" in line]
+    assert "outcome=" in refused
+    assert not [line for line in lines() if "secret" in line or "sk-" in line]
 
 
 def test_explain_takes_the_id_of_an_answer(cluster, client):

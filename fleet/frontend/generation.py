@@ -54,6 +54,7 @@ from fleet.core.roles import Placement
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.validation import validate, validate_length
 from fleet.core.work import LoraAdapter, ParsingTask
+from fleet.frontend.access_log import AccessEntry
 from fleet.frontend.answer_journal import AnswerJournal, JournalEntry
 from fleet.frontend.resume_tokens import FIELD as RESUME_FIELD
 from fleet.frontend.resume_tokens import NO_RESUME_TOKENS, ResumeClaims, ResumeTokens, prompt_digest
@@ -103,6 +104,7 @@ class Generation:
         threads: TokenizerThreads,
         resume_tokens: ResumeTokens | None = None,
         journal: AnswerJournal | None = None,
+        logs_access: bool = False,
     ) -> None:
         self._router = router
         self._codecs = codecs
@@ -115,6 +117,7 @@ class Generation:
         self._threads = threads
         self._parsing_plans = ParsingPlans()
         self._resume_tokens = resume_tokens  # None if streams cannot be resumed
+        self._logs_access = logs_access  # each request is a line of the log
         self._journal = journal  # None if this router keeps no tokens for clients
 
     @property
@@ -179,7 +182,8 @@ class Generation:
         Raises:
             RequestRejected: Before `Admitted` if the request was not accepted; after it if it could not be completed.
         """
-        measured = _RequestTimes(self._clock, self.metrics)
+        entry = AccessEntry(request.id, request.model, request.tenant) if self._logs_access else None
+        measured = _RequestTimes(self._clock, self.metrics, entry)
         resumed = None
         if request.resume is not None:
             try:
@@ -195,6 +199,8 @@ class Generation:
             tenant = self._tenants.tenant(authorization, request.tenant)
             if tenant != request.tenant:
                 request = structs.replace(request, tenant=tenant)
+                if entry is not None:
+                    entry.tenant = tenant
             async with aclosing(self._generate(request, measured, overflow, resumed)) as events:
                 async for event in events:
                     yield event
@@ -668,9 +674,10 @@ def _quoted(name: str) -> str:
 class _RequestTimes:
     """Measures the times and the usage of one request, and reports them to the metrics at its end."""
 
-    def __init__(self, clock: Clock, metrics: RouterProcessMetrics) -> None:
+    def __init__(self, clock: Clock, metrics: RouterProcessMetrics, entry: AccessEntry | None) -> None:
         self._clock = clock
         self._metrics = metrics
+        self._entry = entry
         self._began = clock.now()
         self._first: Nanos | None = None
         self._latest = self._began
@@ -709,3 +716,7 @@ class _RequestTimes:
         if self._first is not None and self._steps > 1 and self.usage is not None:
             gaps = max(1, self.usage.completion_tokens - 1)
             self._metrics.gaps((self._latest - self._first) / SECOND / gaps, self._longest / SECOND)
+        if self._entry is not None:
+            first = None if self._first is None else (self._first - self._began) / SECOND
+            total = (self._clock.now() - self._began) / SECOND
+            self._entry.write(outcome, usage=self.usage, kv=self._kv, first_seconds=first, seconds=total)

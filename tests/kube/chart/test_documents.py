@@ -19,6 +19,7 @@ from tests.support.kube.nodes import Nodes
 from tests.support.kube.operator import AskedRouters, an_operator
 from tests.support.kube.tools import helm_3, kubectl, tools_folder
 from tests.support.shell_session import ShellSession
+from tests.support.waiting import until
 
 NAMESPACE = "serving"
 INSTALL = ROOT / "docs" / "kubernetes" / "install.md"
@@ -49,6 +50,8 @@ async def test_cluster_commands_of_page_run_in_their_order(page, shown, tmp_path
                 await asyncio.to_thread(session.run, block)
                 if "helm install" in block.text:
                     await running.enter_async_context(an_operator(shown))
+                if block in installed:  # a reader of another page has installed Fleet long before
+                    await until(lambda: shown.ready("llama-70b"))
 
     assert shown.api.get(f"/apis/{GROUP}/{VERSION}").code == (404 if page == INSTALL else 200), (
         "the last block removes everything"

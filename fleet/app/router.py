@@ -303,6 +303,7 @@ class _Core(Struct, frozen=True, kw_only=True):
             threads=shared.threads,
             resume_tokens=_resume_tokens(settings),
             journal=shared.journal,
+            logs_access=settings.access_log,
         )
         return cls(
             server=server,
@@ -393,6 +394,7 @@ def _relay(settings: RouterSettings, shared: _Shared, backends: _Backends, serve
         id_prefix=secrets.token_hex(4),
         only=not settings.models,
         paths=RelayedPaths.of(settings.external_paths),
+        logs_access=settings.access_log,
     )
 
 

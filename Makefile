@@ -1,6 +1,7 @@
-# One line each: make up | test | kube-test | check | proto | chart | images | bench | install | clean.   ENGINE=simulated needs no vLLM; CHECK=1 compares tokens.
+# One line each: make up | test | kube-test | check | audit | sbom | fuzz | proto | chart | images | bench | install | clean.   ENGINE=simulated needs no vLLM; CHECK=1 compares tokens.
 ENGINE ?= vllm
 HTTP_PORT ?= 8000
+FUZZ_SECONDS ?= 600
 GRPC_PORT ?= 50051
 RUNTIME ?= docker
 DEMO ?= The yield statement is only used when defining a generator function, and is only used in the body of the generator \
@@ -43,7 +44,7 @@ endef
 # A package that an install was broken off in may look as if it were there, but nobody has written down of which files it consists.
 HALF_MADE := find .venv/lib/python3*/site-packages -maxdepth 1 -name '*.dist-info' ! -exec test -e {}/RECORD \; -exec rm -r {} +
 
-.PHONY: up test kube-test check proto chart images bench install lock clean
+.PHONY: up test kube-test check audit sbom fuzz proto chart images bench install lock clean
 .DEFAULT_GOAL := up
 
 up: $(INSTALLED)
@@ -66,6 +67,21 @@ check: $(KUBE)
 	for file in $$(cd "$$fresh" && find . -type f); do \
 	  diff -q "$$fresh/$$file" "$$file" >/dev/null || { echo "$$file is not what proto/ gives: run 'make proto'"; exit 1; }; done
 	@echo "generated code is fresh"
+
+# Fails if a pinned version has a known vulnerability, and also if no advisory service could be asked.   AUDIT="--service pypi" asks another one.
+audit: $(DEV)
+	@$(BIN)/python -m tests.support.dependency_audit $(AUDIT)
+
+# CycloneDX: all packages of .venv with versions, licences and dependencies, without a date, so that equal environments give equal files.
+sbom: $(INSTALLED)
+	@mkdir -p build
+	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-format JSON --output-file build/sbom.cdx.json .venv
+	@echo "build/sbom.cdx.json"
+
+# Inputs that reached new code stay in build/fuzz/corpus; an input that broke a parser is written to build/fuzz.
+fuzz: $(DEV)
+	@mkdir -p build/fuzz
+	@$(BIN)/python -m tests.support.frontend.fuzz_parsers $(FUZZ_SECONDS) build/fuzz
 
 chart: $(DEV)
 	@$(BIN)/python -m operators.chart.generate deploy/helm/fleet

@@ -18,7 +18,7 @@ Rules:
 6. A deadline ends a request in any stage; the server sends `RouterTicked` when `next_deadline()` has come.
 """
 
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from msgspec import structs
 
@@ -65,7 +65,7 @@ from fleet.router.messages import (
 from fleet.router.placement.decision import Decision
 from fleet.router.placement.policies.built_in import parameters
 from fleet.router.placement.policies.built_in import policy as built_in_policy
-from fleet.router.placement.wait_or_reject import Rejection, WaitForRoom
+from fleet.router.placement.wait_or_reject import Rejection, RejectionCause, WaitForRoom
 from fleet.router.placer import Placer
 from fleet.router.policy import PlacementPolicy, RandomSource
 from fleet.router.queueing.admission import QueueAdmission
@@ -107,6 +107,13 @@ _AGGREGATED, _PREFILL, _DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
 _QUEUED, _HANDED_OVER, _DECODING = RequestStage.QUEUED, RequestStage.HANDED_OVER, RequestStage.DECODING
 _DISPATCHED, _FIRST_TOKEN = RequestTransition.DISPATCHED, RequestTransition.FIRST_TOKEN
 _GIVEN_UP = Finish.CANCELLED
+
+
+class _Hindrance(NamedTuple):
+    """Why no other worker can continue an answer."""
+
+    cause: RejectionCause
+    message: str
 
 
 class RouterMachine:
@@ -242,8 +249,7 @@ class RouterMachine:
                 self._reject(live, Reason.DEADLINE_PASSED, "the deadline had passed on arrival", out)
                 return
         if event.answered and (hindrance := self._hindrance(live)):
-            message = f"the answer cannot be resumed: {hindrance}; send the request again"
-            self._reject(live, Reason.WORKER_LOST, message, out)
+            self._end_begun(live, hindrance.cause, f"the answer cannot be resumed: {hindrance.message};", out)
             return
         # If a worker has room, the queued requests are waiting for other workers.
         busy = UNKNOWN_WORKERS
@@ -566,7 +572,7 @@ class RouterMachine:
                 live, Finish.LENGTH, now, out
             )  # the client has the whole answer; only the worker's last message is missing
         elif hindrance and not live.arrived.whole:
-            self._reject(live, Reason.WORKER_LOST, f"{message}; {hindrance}, send the request again", out)
+            self._end_begun(live, hindrance.cause, f"{message}; {hindrance.message},", out)
         elif live.failures >= self.settings.max_attempts:
             self._reject(live, reason, message, out)
         else:
@@ -584,19 +590,19 @@ class RouterMachine:
                     live, now, outcome.busy
                 )  # the request was admitted before, so the limit does not apply
 
-    def _hindrance(self, live: LiveRequest) -> str:
-        """Return why no other worker can continue the answer; empty if one can, or if the answer has not begun."""
+    def _hindrance(self, live: LiveRequest) -> _Hindrance | None:
+        """Return why no other worker can continue the answer; None if one can, or if the answer has not begun."""
         if not live.sent:
-            return ""
+            return None
         if not live.may_continue:
-            return "a part of its answer was passed on, and another server cannot continue it"
-        alike = [
-            each
-            for each in self.registry.candidate_table(live).topology.descriptions
-            if not live.fingerprint or each.fingerprint == live.fingerprint
-        ]
+            message = "a part of its answer was passed on, and another server cannot continue it"
+            return _Hindrance(RejectionCause.PASSED_ON, message)
+        others = self.registry.candidate_table(live).topology.descriptions
+        alike = [each for each in others if not live.fingerprint or each.fingerprint == live.fingerprint]
+        if live.fingerprint and not others:
+            return _Hindrance(RejectionCause.NO_WORKER, "no other worker of its model is left")
         if live.fingerprint and not alike:
-            return "no other worker has the weights that began the answer"
+            return _Hindrance(RejectionCause.OTHER_WEIGHTS, "no other worker has the weights that began the answer")
         fields = live.continued_fields
         if fields and not any(
             set(fields) <= set(each.continued_fields)
@@ -604,8 +610,14 @@ class RouterMachine:
             and (each.worker_id, each.incarnation) not in live.failed_on
             for each in alike
         ):
-            return f"no other worker can continue an answer with {', '.join(fields)}"
-        return ""
+            message = f"no other worker can continue an answer with {', '.join(fields)}"
+            return _Hindrance(RejectionCause.LOSES_STATE, message)
+        return None
+
+    def _end_begun(self, live: LiveRequest, cause: RejectionCause, message: str, out: list[Command]) -> None:
+        """Reject a request whose answer has begun and cannot be continued."""
+        self._statistics.impossible(cause)
+        self._reject(live, Reason.WORKER_LOST, f"{message} send the request again", out, cause=cause)
 
     # Ends.
 

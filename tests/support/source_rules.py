@@ -9,6 +9,8 @@ Rules:
 4. A class name occurs once in the product, unless the classes implement the same port (`SAME_PORT`).
 5. Tests read and replace no private attribute of an object, and no private name of another module.
 6. Tests, and the scripts in their strings, wait by the helpers of `tests/support/waiting.py` and never sleep themselves (`MAY_SLEEP`).
+7. No byte from a connection or a file becomes code: the product uses none of `RUNS_CODE` and `PICKLING_METHODS`.
+   ruff's security rules refuse some of them only.
 """
 
 import ast
@@ -39,6 +41,17 @@ MAY_SLEEP = {
 }
 """Files of tests that call `sleep`, and why."""
 
+RUNS_CODE = frozenset({
+    "eval", "exec", "builtins.eval", "builtins.exec", "pickle", "_pickle", "cPickle", "cloudpickle", "dill", "jsonpickle", "joblib", "marshal", "shelve",
+    "multiprocessing.connection.Client", "multiprocessing.connection.Listener", "multiprocessing.managers", "torch.load", "numpy.load",
+    "yaml.load", "yaml.load_all", "yaml.full_load", "yaml.full_load_all", "yaml.unsafe_load", "yaml.unsafe_load_all", "yaml.Loader",
+    "yaml.FullLoader", "yaml.UnsafeLoader", "xmlrpc",
+})  # fmt: skip
+"""Modules and functions that run, or may run, code that their input names. A process pool pickles between processes of one program only."""
+
+PICKLING_METHODS = frozenset({"recv_pyobj", "send_pyobj", "recv_serialized", "send_serialized"})
+"""Methods of pyzmq's sockets that pickle, or that call what they are given on the bytes."""
+
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -66,6 +79,7 @@ def complaints(files: list[Path]) -> Iterator[str]:
                     if SLEEP.search(line):
                         yield f"{file}:{number}: a test does not sleep; wait for a condition, or use `pace` of tests/support/waiting.py"
             if file.parts[0] in PRODUCT:
+                yield from _running_code(file, tree)
                 for node in tree.body:
                     if isinstance(node, ast.ClassDef):
                         classes[node.name].append(f"{file}:{node.lineno}")
@@ -107,6 +121,41 @@ def _unknown_constants(file: Path, tree: ast.Module) -> Iterator[str]:
             for name in CONSTANT.findall(docstring.value):
                 if name not in known:
                     yield f"{file}:{docstring.lineno}: {name} is no name in this module; correct it, or name the module that has it"
+
+
+def _running_code(file: Path, tree: ast.Module) -> Iterator[str]:
+    """Yield one line for each use of something that makes code of its input (rule 7)."""
+    modules: dict[str, str] = {}  # full names by the names under which the module imports them
+    used: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                modules |= {each.asname or each.name: each.name for each in names}
+                used += [(node.lineno, each.name) for each in names]
+            case ast.ImportFrom(module=str(module), names=names):
+                modules |= {each.asname or each.name: f"{module}.{each.name}" for each in names}
+                used += [(node.lineno, f"{module}.{each.name}") for each in names]
+            case _:
+                pass
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=method) if method in PICKLING_METHODS:
+                yield _runs_code(file, node.lineno, method)
+            case ast.Attribute():
+                first, _, rest = ast.unparse(node).partition(".")
+                used.append((node.lineno, f"{modules.get(first, first)}.{rest}"))
+            case ast.Call(func=ast.Name(id=name)):
+                used.append((node.lineno, modules.get(name, name)))
+            case _:
+                pass
+    for line, name in sorted(set(used)):
+        parts = name.split(".")
+        if not RUNS_CODE.isdisjoint(".".join(parts[:count]) for count in range(1, len(parts) + 1)):
+            yield _runs_code(file, line, name)
+
+
+def _runs_code(file: Path, line: int, name: str) -> str:
+    return f"{file}:{line}: {name} makes code of what it reads; use msgspec, protobuf or safetensors"
 
 
 def _private_name(node: ast.AST) -> str:

@@ -36,6 +36,7 @@ class RejectionCause(StrEnum):
     NO_ADAPTER = "no_adapter"
     OTHER_WEIGHTS = "other_weights"
     LOSES_STATE = "loses_state"
+    PASSED_ON = "passed_on"
     NO_FORM = "no_form"
     NO_FIELD = "no_field"
     SESSION_LOST = "session_lost"

@@ -205,7 +205,7 @@ def test_a_match_can_be_read_and_released_in_another_process(client, node):
 
 
 def read_elsewhere(address: str, path: DataPath, pickled: bytes, answer: Connection) -> None:
-    match: Match = pickle.loads(pickled)
+    match: Match = pickle.loads(pickled)  # noqa: S301 - the test itself pickled it
     with a_store_client(address, a_namespace(), prefer=(path,)) as client:
         copies = [bytearray(BLOCK_BYTES) for _ in range(len(match))]
         good = client.read(match, range(len(match)), copies)

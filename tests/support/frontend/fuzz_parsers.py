@@ -182,7 +182,7 @@ def main() -> None:
     # libFuzzer reports an input that takes too long, but not a hang elsewhere.
     faulthandler.dump_traceback_later(seconds + 300, exit=True)
     corpus = folder / "corpus"
-    corpus.mkdir()
+    corpus.mkdir(exist_ok=True)
     for number, seed in enumerate(seeds()):
         (corpus / f"seed-{number}").write_bytes(seed)
     options = [

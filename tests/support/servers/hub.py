@@ -23,11 +23,11 @@ class HubRepository:
 
     @property
     def commit(self) -> str:
-        return hashlib.sha1(repr(sorted(self.files.items())).encode()).hexdigest()
+        return hashlib.sha1(repr(sorted(self.files.items())).encode(), usedforsecurity=False).hexdigest()
 
     def entry(self, name: str) -> dict:
         content = self.files[name]
-        oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        oid = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
         entry = {"oid": oid, "size": len(content)}
         if name.endswith(".safetensors"):
             entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}

@@ -20,6 +20,7 @@ from fleet.router.messages import (
     WorkerResumed,
 )
 from fleet.router.placement.decision import PlacementReason
+from fleet.router.placement.wait_or_reject import RejectionCause
 from fleet.router.state.live_requests import IllegalRequestTransition, RequestStage, RequestTransition, advance
 from kvstore.block import chain
 from tests.support.builders import (
@@ -861,6 +862,7 @@ def test_answer_with_state_ends_without_an_able_worker(field, sampling):
 
     assert refusal.reason is Reason.WORKER_LOST
     assert f"cannot continue an answer with {field}" in refusal.message.replace("no other worker can", "cannot")
+    assert refusal.cause == RejectionCause.LOSES_STATE
     assert refusal.retry_after_ms > 0
 
 
@@ -1046,7 +1048,20 @@ def test_begun_answer_ends_if_only_other_weights_are_left():
 
     assert refusal.reason is Reason.WORKER_LOST
     assert "weights" in refusal.message
+    assert refusal.cause == RejectionCause.OTHER_WEIGHTS
     assert refusal.retry_after_ms > 0
+
+
+def test_begun_answer_without_any_worker_ends_with_that_cause():
+    router = RouterMachineDriver(*ONE)
+    first = the(Dispatch, router.send(an_arrival(sampling=GREEDY)))
+    router.step(first, 11)
+
+    refusal = the(Reject, router.leave("d1"))
+
+    assert (refusal.reason, refusal.cause) == (Reason.WORKER_LOST, RejectionCause.NO_WORKER)
+    assert "no other worker of its model is left" in refusal.message
+    assert router.machine.snapshot().counters.impossible == {RejectionCause.NO_WORKER: 1}
 
 
 def test_answer_of_another_router_goes_on_after_its_tokens():

@@ -71,9 +71,9 @@ chart: $(DEV)
 	@$(BIN)/python -m operators.chart.generate deploy/helm/fleet
 	@$(BIN)/python -m fleet.app.settings_reference docs/settings.md
 
-# Needs a container runtime: make images RUNTIME=podman REGISTRY=registry.example.org/llm IMAGES="router operator"
+# Needs a container runtime: make images RUNTIME=podman REGISTRY=registry.example.org/llm IMAGES="router operator"; PIN=1: only looks up digests of bases
 images: $(BIN)/python
-	@$(BIN)/python deploy/images/build.py --runtime $(RUNTIME) --registry "$(REGISTRY)" $(IMAGES)
+	@$(BIN)/python deploy/images/build.py --runtime $(RUNTIME) --registry "$(REGISTRY)" $(if $(filter 1,$(PIN)),--pin) $(IMAGES)
 
 proto: $(DEV)
 	@$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PROTOS)

@@ -1,7 +1,8 @@
 """Builder of the images: `python deploy/images/build.py --registry R router operator`, with Docker or what takes its commands.
 
-Each image is built from the project's root with its version and revision as labels. An image that has more megabytes
-beyond its base than `budgets.toml` allows ends the command with status 1.
+Each image is built from the project's root with its version and revision as labels, on its base image by digest. The digests are in
+`bases.lock`. A base without one is pulled by its tag once, and its digest is added there; `--pin` does this anew for all. An image that has
+more megabytes beyond its base than `budgets.toml` allows ends the command with status 1.
 """
 
 import argparse
@@ -10,10 +11,13 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 IMAGES = Path("deploy/images")
 MEGABYTE = 1_000_000
+OCI = "org.opencontainers.image"
+HEADER = "# Digests of the base images that the Dockerfiles name, one a line: NAME:TAG sha256:DIGEST. Made by deploy/images/build.py --pin.\n"
 
 
 def main() -> int:
@@ -25,14 +29,22 @@ def main() -> int:
     parser.add_argument("--registry", default="", help="prefix of the names, such as registry.example.org/llm")
     parser.add_argument("--tag", default=version, help="tag and version of the images (%(default)s)")
     parser.add_argument("--runtime", default="docker", help="docker, podman or what else takes these commands")
+    parser.add_argument("--lock", type=Path, default=ROOT / IMAGES / "bases.lock", help="digests of base images")
+    parser.add_argument("--pin", action="store_true", help="look up the digests of the base images anew, build nothing")
     given = parser.parse_args()
     if unknown := sorted(set(given.images) - budgets.keys()):
         parser.error(f"{', '.join(unknown)}: there are {', '.join(budgets)}")
+    images = given.images or list(budgets)
+    digests = _pinned(given.runtime, given.lock, sorted({_base(each) for each in images}), anew=given.pin)
+    if given.pin:
+        return 0
     too_large = []
-    for image in given.images or budgets:
+    for image in images:
         name = f"{given.registry.rstrip('/')}/fleet-{image}:{given.tag}".lstrip("/")
-        _build(given.runtime, image, name, given.tag)
-        size = (_size(given.runtime, name) - _size(given.runtime, _base(image))) // MEGABYTE
+        base, digest = _base(image), digests[_base(image)]
+        pinned = f"{base.rpartition(':')[0]}@{digest}"
+        _build(given.runtime, image, name, given.tag, pinned, {"base.name": base, "base.digest": digest})
+        size = (_inspected(given.runtime, name)["Size"] - _inspected(given.runtime, pinned)["Size"]) // MEGABYTE
         print(f"{name}: {size} MB beyond its base, of {budgets[image]}", file=sys.stderr)
         if size > budgets[image]:
             too_large.append(name)
@@ -41,13 +53,35 @@ def main() -> int:
     return 1 if too_large else 0
 
 
-def _build(runtime: str, image: str, name: str, version: str) -> None:
+def _pinned(runtime: str, lock: Path, bases: list[str], *, anew: bool) -> dict[str, str]:
+    """Return the digests of base images, and add to the lock those that it lacks; `anew`: look up all of them."""
+    lines = lock.read_text().splitlines() if lock.exists() else []
+    known = dict(line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
+    missing = [base for base in bases if anew or base not in known]
+    for base in missing:
+        subprocess.run([runtime, "pull", base], check=True, stdout=sys.stderr)
+        references = _inspected(runtime, base).get("RepoDigests") or ()
+        found = next((digest for each in references if (digest := each.partition("@")[2]).startswith("sha256:")), None)
+        if found is None:
+            sys.exit(f"build.py: {runtime} knows no digest of {base}; write the line '{base} sha256:…' into {lock}")
+        known[base] = found
+    if missing:
+        lock.write_text(HEADER + "".join(f"{base} {digest}\n" for base, digest in sorted(known.items())))
+        print(
+            f"{lock}: pinned {', '.join(missing)}; commit it, so that later builds have the same bases", file=sys.stderr
+        )
+    return known
+
+
+def _build(runtime: str, image: str, name: str, version: str, base: str, labels: dict[str, str]) -> None:
     revision = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
-    arguments = [f"--build-arg=VERSION={version}", f"--build-arg=REVISION={revision or 'unknown'}"]
-    file = f"--file={IMAGES / image}.Dockerfile"
-    subprocess.run([runtime, "build", file, *arguments, f"--tag={name}", "."], cwd=ROOT, check=True)
+    arguments = {"BASE": base, "VERSION": version, "REVISION": revision or "unknown"}
+    command = [runtime, "build", f"--file={IMAGES / image}.Dockerfile"]
+    command += [f"--build-arg={key}={value}" for key, value in arguments.items()]
+    command += [f"--label={OCI}.{key}={value}" for key, value in labels.items()]
+    subprocess.run([*command, f"--tag={name}", "."], cwd=ROOT, check=True)
 
 
 def _base(image: str) -> str:
@@ -56,10 +90,11 @@ def _base(image: str) -> str:
     return next(line.removeprefix("ARG BASE=") for line in lines if line.startswith("ARG BASE="))
 
 
-def _size(runtime: str, name: str) -> int:
-    """Return the size of an image in bytes."""
+def _inspected(runtime: str, name: str) -> dict[str, Any]:
+    """Return what the runtime knows of an image, among it its size in bytes."""
     command = [runtime, "image", "inspect", name]
-    return int(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)[0]["Size"])
+    found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)[0]
+    return found
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # A node of the KV store, with all of its tiers. Built from the project's root: docker build -f deploy/images/kvstore.Dockerfile .
-# BASE takes a digest too, for builds that are to be the same next year.
+# `make images` gives BASE by digest (bases.lock).
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS build

@@ -1,5 +1,5 @@
 # The router, and the client that `helm test` runs. Built from the project's root: docker build -f deploy/images/router.Dockerfile .
-# BASE takes a digest too, for builds that are to be the same next year.
+# `make images` gives BASE by digest (bases.lock).
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS build

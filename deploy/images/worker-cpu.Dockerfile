@@ -1,5 +1,5 @@
 # A worker with vLLM on CPUs. Built from the project's root: docker build -f deploy/images/worker-cpu.Dockerfile .
-# BASE takes a digest too, for builds that are to be the same next year.
+# `make images` gives BASE by digest (bases.lock).
 ARG BASE=python:3.11-slim-bookworm
 
 FROM ${BASE} AS build
@@ -9,10 +9,12 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY constraints.txt constraints-kube.txt pyproject.toml README.md LICENSE deploy/images/unneeded_packages.py ./
+# The CPU build of torch comes from a configured index or wheel folder, or else from PyTorch's own index.
 # The locked list as it stands: resolving would bring torchvision's CUDA build, see the Makefile. It has the tools of the tests too, which go below.
 RUN python -m venv /opt/fleet \
- && /opt/fleet/bin/python -m pip install --no-cache-dir --disable-pip-version-check uv==0.13.8 \
- && VIRTUAL_ENV=/opt/fleet /opt/fleet/bin/uv pip install --no-cache --torch-backend cpu torch==2.13.0 \
+ && { /opt/fleet/bin/python -m pip install --no-cache-dir --disable-pip-version-check torch==2.13.0+cpu \
+ || { /opt/fleet/bin/python -m pip install --no-cache-dir --disable-pip-version-check uv==0.13.8 \
+ && VIRTUAL_ENV=/opt/fleet /opt/fleet/bin/uv pip install --no-cache --torch-backend cpu torch==2.13.0; }; } \
  && /opt/fleet/bin/python -m pip install --no-cache-dir --disable-pip-version-check --prefer-binary --no-deps -r constraints.txt
 COPY fleet fleet
 COPY kvstore kvstore

@@ -1,7 +1,7 @@
 # A worker with vLLM on NVIDIA's GPUs. Built from the project's root: docker build -f deploy/images/worker-cuda.Dockerfile .
 # The engine is its publishers' image of the version that constraints.txt names: they know which drivers and kernels go together. What it
 # has stays as it is, and the rest comes in the locked versions. Fleet's own wheel is named by its path: an index may have another one of
-# that name. BASE takes a digest too.
+# that name. `make images` gives BASE by digest (bases.lock).
 ARG BASE=vllm/vllm-openai:v0.32.0
 
 FROM ${BASE} AS build

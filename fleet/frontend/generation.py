@@ -57,7 +57,7 @@ from fleet.core.work import LoraAdapter, ParsingTask
 from fleet.frontend.access_log import AccessEntry
 from fleet.frontend.answer_journal import AnswerJournal, JournalEntry
 from fleet.frontend.resume_tokens import FIELD as RESUME_FIELD
-from fleet.frontend.resume_tokens import ResumeClaims, ResumeTokens, prompt_digest
+from fleet.frontend.resume_tokens import NO_RESUME_TOKENS, ResumeClaims, ResumeTokens, prompt_digest
 from fleet.frontend.resumed_answer import Answer, EndedAnswer, ResumedAnswer
 from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer
@@ -308,6 +308,8 @@ class Generation:
             replayed, ended = len(resumed.token_ids), resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
             claims = self._claims(request, card, tokens, resumed)
+        elif request.journaled:  # the client waits for event ids, which need tokens
+            raise invalid("resumable", NO_RESUME_TOKENS)
         journal, journal_key, turn = None, 0, 0
         if request.journaled and claims is not None:
             journal, journal_key, turn = self._journal, claims.answer, claims.resumes
@@ -422,10 +424,7 @@ class Generation:
         """
         assert request.resume is not None
         if self._resume_tokens is None:
-            raise invalid(
-                RESUME_FIELD,
-                "streams cannot be resumed here: where clients have keys, routers need a common prompt_secret or tenant_secret",
-            )
+            raise invalid(RESUME_FIELD, NO_RESUME_TOKENS)
         if request.whole:
             raise invalid(RESUME_FIELD, "is only for streams")
         tenant = self._tenants.tenant(authorization, request.tenant)

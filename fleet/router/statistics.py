@@ -57,7 +57,8 @@ class RouterStatistics:
     def placed(self, live: LiveRequest, decision: Decision, policy: PlacementPolicy) -> None:
         """Count and keep a decision; `policy` is the one that should have made it."""
         counters, why = self.counters, decision.why
-        counters.placements[why] = counters.placements.get(why, 0) + 1
+        placements = counters.placements
+        placements[why] = placements.get(why, 0) + 1
         counters.policy_fallbacks += decision.policy is not policy
         if decision.prefill is None:
             counters.aggregated += 1
@@ -68,9 +69,11 @@ class RouterStatistics:
             counters.fallbacks += 1
         if live.sent:
             counters.continued += 1
-        self._explained[live.id] = (*self._explained.get(live.id, ()), decision)
-        if len(self._explained) > self._most_explained:
-            self._explained.popitem(last=False)
+        explained = self._explained
+        earlier = explained.get(live.id)
+        explained[live.id] = (decision,) if earlier is None else (*earlier, decision)
+        if len(explained) > self._most_explained:
+            explained.popitem(last=False)
 
     def impossible(self, cause: RejectionCause) -> None:
         """Count a request that no worker could serve."""
@@ -214,7 +217,8 @@ class RouterDemand:
         counters = self._models.get(model := live.arrived.model) or self._new(model)
         since = live.since
         counters.ttft[bisect_left(_EDGES, now - since)] += 1
-        counters.queue_wait[bisect_left(_EDGES, live.sent_at - since)] += 1
+        waited = live.sent_at - since
+        counters.queue_wait[bisect_left(_EDGES, waited) if waited else 0] += 1
         counters.cached_tokens += live.cached_tokens
 
     def ended(self, live: LiveRequest, now: Nanos) -> None:

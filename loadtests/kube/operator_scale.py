@@ -6,6 +6,8 @@ operator's CPU and memory, and its writes of child objects, status and events. T
 scale change of one child object on the idle operator.
 
 The API server is written in Python, too, and takes most of the time; the operator's own need is its CPU time.
+
+With `--before DIR` another checkout of Fleet is measured in turn with this one, `--rounds` times, and the medians of both are printed.
 """
 
 import argparse
@@ -16,6 +18,8 @@ import multiprocessing
 import multiprocessing.connection
 import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -40,6 +44,7 @@ from tests.support.kube.nodes import Nodes
 from tests.support.kube.operator import IMAGES, a_deployment, install
 
 ROLES = tuple({"name": f"{kind}-{pair}", "type": kind} for pair in ("a", "b") for kind in ("prefill", "decode"))
+ROOT = Path(__file__).parents[2]
 SECONDS = 900
 SCALINGS = 10
 ANSWER_SECONDS = 0.05
@@ -183,10 +188,42 @@ def cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def compare(before: Path, deployments: int, rounds: int) -> dict[str, Any]:
+    """Measure two checkouts in turn, each time in a new process, and return the medians and all values of each figure."""
+    command = [sys.executable, "-m", "loadtests.kube.operator_scale", "--deployments", str(deployments)]
+    runs: dict[str, list[dict[str, Any]]] = {"before": [], "now": []}
+    for _ in range(rounds):
+        for name, folder in (("before", before), ("now", ROOT)):
+            # The folder of a module that is run comes first in its path.
+            done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, check=True)
+            runs[name].append(flat(json.loads(done.stdout)))
+    return {
+        figure: {
+            name: {"median": statistics.median(values), "values": values}
+            for name, found in runs.items()
+            if (values := [each[figure] for each in found if figure in each])
+        }
+        for figure in runs["now"][0]
+    }
+
+
+def flat(found: dict[str, Any], path: str = "") -> dict[str, float]:
+    """Return nested figures by their paths."""
+    figures: dict[str, float] = {}
+    for name, value in found.items():
+        figures |= flat(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--deployments", type=int, default=200)
+    parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout, to compare with")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each with --before (%(default)s)")
     arguments = parser.parse_args()
+    if arguments.before:
+        print(json.dumps(compare(arguments.before.resolve(), arguments.deployments, arguments.rounds), indent=2))
+        return
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,))
     process.start()

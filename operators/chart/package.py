@@ -2,6 +2,7 @@
 
 import base64
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from operators.chart.values import ChartImages, Image, Values
 CHART_VERSION = "0.1.0"
 """Version of the chart and of the images. A test compares it with the package's."""
 
-HOME = f"https://{GROUP}"
 REPOSITORY = Path(__file__).parents[2]
 ICON = REPOSITORY / "deploy" / "helm" / "fleet" / "icon.svg"
 EXAMPLES = ("samples/cpu.yaml", "samples/plans/h100-llama-70b.yaml", "samples/requests/llama-70b.yaml")
@@ -40,7 +40,8 @@ helm install fleet deploy/helm/fleet --namespace serving --create-namespace --se
 
 
 def chart_yaml() -> str:
-    """Return `Chart.yaml`."""
+    """Return `Chart.yaml`; its home is the homepage in `pyproject.toml`."""
+    home = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
     chart = {
         "apiVersion": "v2",
         "name": "fleet",
@@ -50,10 +51,10 @@ def chart_yaml() -> str:
         "appVersion": CHART_VERSION,
         # Older Helms take a cluster for 1.25 in `helm template`. The tests cover 1.30 to 1.37.
         "kubeVersion": ">=1.25.0-0",
-        "home": HOME,
+        "home": home,
         "icon": f"data:image/svg+xml;base64,{base64.b64encode(ICON.read_bytes()).decode()}",
         "keywords": ["llm", "inference", "vllm", "gateway", "kv-cache"],
-        "maintainers": [{"name": "Fleet maintainers", "url": HOME}],
+        "maintainers": [{"name": "Fleet maintainers", "url": home}],
         "annotations": _annotations(),
     }
     return str(yaml.safe_dump(chart, sort_keys=False, width=10_000, allow_unicode=True))

@@ -318,7 +318,8 @@ class OperatorValues(_Values, frozen=True):
     """One leads, by a Lease; the others wait."""
 
     scope: Scope = Scope.NAMESPACE
-    """Which DisaggDeployments it manages: those of the release's namespace, by a Role, or all, by a ClusterRole."""
+    """Which DisaggDeployments it manages: those of the release's namespace, by a Role, or all, by a ClusterRole. Only a
+    ClusterRole can let it list nodes, from which it chooses domains for groups of pods."""
 
     create_roles: bool = True
     """Off: the operator's rights are granted separately."""

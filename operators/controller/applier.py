@@ -23,8 +23,9 @@ from fleet.net.kubernetes.kinds import ApiKind
 from fleet.net.kubernetes.ports import KubernetesApi, Manifest, NameTaken, ObjectConflict, ObjectMissing, RequestDenied
 from fleet.net.kubernetes.views import VIEW_OF_KIND, CustomObject, NamedObject, Pod, WorkloadResource
 from operators.controller.events import CONTROLLER
-from operators.controller.reconcile import Action, Apply, DeletePod, Remove, Scale, SetDeletionCost
+from operators.controller.reconcile import Action, Apply, DeletePod, OpenGate, Remove, Scale, SetDeletionCost
 from operators.controller.refusals import refusal
+from operators.manifests.names import GATE
 from operators.observed.caches import InformerCaches
 from operators.observed.drift import DriftDetector
 from operators.observed.observe import DELETION_COST
@@ -143,6 +144,8 @@ class Applier:
                 await self._remove(kinds.BY_NAME[name], namespace, child)
             case DeletePod(pod):
                 await self._remove(kinds.POD, namespace, pod)
+            case OpenGate(pod):
+                await self._open_gate(namespace, pod)
             case _:
                 assert_never(action)
 
@@ -215,6 +218,23 @@ class Applier:
         self._permit("value")
         manifest = {"apiVersion": kinds.POD.api_version, "kind": kinds.POD.name, "metadata": metadata}
         cache.put(await self._cluster.apply(kinds.POD, Pod, manifest))
+
+    async def _open_gate(self, namespace: str, name: str) -> None:
+        """Take the operator's gate from a pod, and leave the gates of others."""
+        cache = self._store.of(kinds.POD, Pod)
+        if (found := cache.get(namespace, name)) is None:
+            return
+        gates = [each.name for each in found.spec.scheduling_gates or ()]
+        if GATE not in gates:
+            return
+        path = f"/spec/schedulingGates/{gates.index(GATE)}"
+        operations: list[Mapping[str, Any]] = [
+            {"op": "test", "path": "/metadata/uid", "value": found.metadata.uid},
+            {"op": "test", "path": f"{path}/name", "value": GATE},
+            {"op": "remove", "path": path},
+        ]
+        self._permit("gate")
+        cache.put(await self._cluster.patch(kinds.POD, Pod, namespace, name, operations))
 
     async def _remove(self, kind: ApiKind, namespace: str, name: str) -> None:
         cache = self._store.any(kind)

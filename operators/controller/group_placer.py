@@ -5,8 +5,9 @@ Rules:
 1. Only groups that are StatefulSets, of roles with a `topology.domain`, are placed; a LeaderWorkerSet's controller or a gang
    scheduler places its own.
 2. A group is not made while no domain has room for it, so that it does not hold a part of the GPUs that others need.
-3. If the operator may not read nodes, the scheduler chooses the domain. A group that found nodes for a part of its pods
-   is made again away from these nodes.
+3. If the operator may not read nodes, the scheduler chooses the domain. Pods of groups are then made with a scheduling gate,
+   if the cluster has them, and `operators.controller.gate_keeper` lets one group at a time pass. A group that found nodes
+   for a part of its pods is made again away from these nodes.
 """
 
 import msgspec
@@ -42,6 +43,7 @@ class GroupPlacer:
         self._images = images
         self._room: ClusterRoom | None = observed.room
         self._avoided = observed.avoided
+        self._gates = observed.served.scheduling_gates
 
     def place(self, role: RoleSpec, name: str) -> GroupPlacement | None:
         """Return where the pods of a new group go; None: it cannot be made now."""
@@ -51,7 +53,7 @@ class GroupPlacer:
             self.needs_room = True
             return None
         if self._room.nodes is None:
-            return GroupPlacement(avoided=self._avoided.get(role.name, ()))
+            return GroupPlacement(avoided=self._avoided.get(role.name, ()), gated=self._gates)
         template = pod_template(self._desired, role, self._images, "")
         demand = demand_of(template, role.topology.domain, role.nodes_per_replica)
         domain, left = choose(self._room, demand)

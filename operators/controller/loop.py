@@ -13,13 +13,14 @@ from fleet.net.kubernetes.kinds import ApiKind, OptionalKinds
 from fleet.net.kubernetes.leader import rfc3339
 from fleet.net.kubernetes.ports import WallClock
 from fleet.net.kubernetes.status_errors import lacks_right
-from fleet.net.kubernetes.views import CustomObject, KubernetesLease, ObjectMetadata
+from fleet.net.kubernetes.views import CustomObject, KubernetesLease, ObjectMetadata, Pod
 from operators.api.disagg_deployment import DisaggDeploymentSpec, DisaggDeploymentStatus, ScalingMode
 from operators.api.fields import Condition
 from operators.api.serving_request import ServingRequestSpec
 from operators.controller import events, serving_request
 from operators.controller.applier import Applier
 from operators.controller.control_secrets import ControlSecret, ControlSecrets, UnusableSecret
+from operators.controller.gate_keeper import GateKeeper
 from operators.controller.reconcile import reconcile
 from operators.controller.room_reader import RoomReader
 from operators.controller.work_queue import IMMEDIATELY
@@ -43,6 +44,9 @@ WRITES_BEFORE_PAUSE = 20
 
 TROUBLE_RECHECK = Nanos(15 * SECOND)
 """The time between two reconciles of pods that do not start: passing time alone may require a change."""
+
+TURN_RECHECK = SECOND
+"""The time between two reconciles of a deployment with groups that wait for their turn (`operators.controller.gate_keeper`)."""
 
 MOST_AVOIDED = 64
 """Nodes of a role that are remembered as too full."""
@@ -87,6 +91,7 @@ class Controller:
         self._prober = prober
         self._limiter: StatusRateLimiter[ReconcileKey] = StatusRateLimiter()
         self._room = room
+        self._gates = GateKeeper()
         self._avoided: dict[ReconcileKey, dict[str, tuple[str, ...]]] = {}
         self._sizes: dict[ReconcileKey, tuple[str, Mapping[str, int]]] = {}
         self._write_streaks: dict[ReconcileKey, int] = {}
@@ -119,6 +124,7 @@ class Controller:
             self._write_streaks.pop(key, None)
             self._edits.pop(key, None)
             self._avoided.pop(key, None)
+            self._gates.forget(key)
             self._sizes.pop(key, None)
             self._limiter.rests(key)
             if self._prober is not None:
@@ -150,7 +156,9 @@ class Controller:
             decided = reconcile(desired, msgspec.structs.replace(observed, afresh=afresh), self._images, self._now())
         room = observed.room
         self._avoid_nodes(key, observed)
-        refusals = await self._applier.perform(decided.actions, key.namespace)
+        groups = [group for child in observed.children for group in child.gated]
+        passed = self._gates.decide(key, groups, self._store.of(kinds.POD, Pod), self._clock.now())
+        refusals = await self._applier.perform((*passed, *decided.actions), key.namespace)
         refused = {each.name for each in refusals}
         for placed in decided.placed:
             if placed.name not in refused:
@@ -163,7 +171,7 @@ class Controller:
             if not _is_ready(decided.status):  # an existing Secret may belong to a predecessor and be deleted soon
                 self._enqueue(key, TROUBLE_RECHECK)
         status, wanted = decided.status, decided.wanted
-        if decided.actions or denied:  # they may have changed readiness
+        if passed or decided.actions or denied:  # they may have changed readiness
             observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence)
             observed = msgspec.structs.replace(observed, refusals=refusals, room=room, sizes=sizes)
             after = reconcile(desired, observed, self._images, self._now())
@@ -172,7 +180,7 @@ class Controller:
             self._prober.want(key, wanted)
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, status)
         await self._write_scaler_status(key, desired, status)
-        acted = len(decided.actions) > len(refusals) - len(denied)
+        acted = len(passed) + len(decided.actions) > len(refusals) - len(denied)
         happened = [
             *self._edits.pop(key, ()),
             *(
@@ -182,7 +190,7 @@ class Controller:
             ),
         ]
         if not refusals:
-            happened += events.steps(decided.actions, custom.metadata.generation)
+            happened += events.steps((*passed, *decided.actions), custom.metadata.generation)
         await self._applier.record(kinds.DISAGG_DEPLOYMENT, custom, happened, self._wall())
         self._schedule_next(key, acted and not afresh, troubled=bool(observed.troubles) or decided.unfit)
         return ReconcileOutcome.REFUSED if refusals else ReconcileOutcome.ACTED if acted else ReconcileOutcome.SETTLED
@@ -308,6 +316,8 @@ class Controller:
         self._write_streaks.pop(key, None)
         if troubled:
             self._enqueue(key, TROUBLE_RECHECK)
+        if self._gates.waits(key):
+            self._enqueue(key, TURN_RECHECK)
         now = self._wall()
         ends = [
             each.renewed + timedelta(seconds=(each.spec.lease_duration_seconds or 0) + SKEW_SECONDS) - now

@@ -73,7 +73,13 @@ class DeletePod(Struct, frozen=True, tag=True):
     pod: str
 
 
-Action = Apply | Scale | SetDeletionCost | Remove | DeletePod
+class OpenGate(Struct, frozen=True, tag=True):
+    """Take the operator's scheduling gate from a pod."""
+
+    pod: str
+
+
+Action = Apply | Scale | SetDeletionCost | Remove | DeletePod | OpenGate
 
 
 class Reconciled(Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Any, assert_never
 from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.ports import Manifest, RequestDenied
 from fleet.net.kubernetes.status_errors import BAD_QUANTITY, BAD_VALUE
-from operators.controller.reconcile import Action, Apply, DeletePod, Remove, Scale, SetDeletionCost
+from operators.controller.reconcile import Action, Apply, DeletePod, OpenGate, Remove, Scale, SetDeletionCost
 from operators.observed.state import ApiRefusal
 
 QUANTITY = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?")
@@ -39,7 +39,7 @@ def refusal(action: Action, error: RequestDenied) -> ApiRefusal:
                 message = f"{', '.join(fields)}: must be a whole number"
         case Scale(kind, name) | Remove(kind, name):
             pass
-        case SetDeletionCost(name) | DeletePod(name):
+        case SetDeletionCost(name) | DeletePod(name) | OpenGate(name):
             kind = kinds.POD.name
         case _:
             assert_never(action)

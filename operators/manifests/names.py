@@ -43,6 +43,12 @@ DOMAIN = f"{GROUP}/domain"
 AVOIDED = f"{GROUP}/avoided-nodes"
 """Annotation of such a StatefulSet: nodes where an earlier group of the role found too little room beside them."""
 
+GATE = f"{GROUP}/group"
+"""Scheduling gate of a group's pods, while the scheduler chooses the domain; the operator takes it away."""
+
+GATED = f"{GROUP}/gated"
+"""Annotation of such a StatefulSet and its pods: `true` if the pods are made with the gate."""
+
 ROUTER = "router"
 """The name of the routers' role, if the specification has none."""
 
@@ -58,6 +64,9 @@ class GroupPlacement(Struct, frozen=True, kw_only=True):
 
     avoided: tuple[str, ...] = ()
     """Nodes where they may not go, by name."""
+
+    gated: bool = False
+    """True if they are made with a scheduling gate."""
 
     @property
     def chosen(self) -> bool:

@@ -14,6 +14,8 @@ from operators.api.disagg_deployment import RoleSpec
 from operators.manifests.names import (
     AVOIDED,
     DOMAIN,
+    GATE,
+    GATED,
     GROUP_LABEL,
     LEADER,
     RANK,
@@ -119,6 +121,10 @@ def group(
                 term["matchLabelKeys"] = [GROUP_LABEL]
     if placement.chosen:
         _place(template, role, placement)
+    if placement.gated:
+        _annotate(template, {GATED: "true"})
+        gates = [*_listed(template["spec"].get("schedulingGates")), {"name": GATE}]
+        template["spec"] = template["spec"] | {"schedulingGates": gates}
     spec: Manifest = {
         "serviceName": base_name(deployment, role),
         "replicas": role.nodes_per_replica,
@@ -127,10 +133,13 @@ def group(
         "template": template,
     }
     made = object_of(deployment, "apps/v1", "StatefulSet", name, labels, spec)
-    if placement.domain:
-        made["metadata"]["annotations"] = {DOMAIN: f"{role.topology.domain}={placement.domain}"}
-    elif placement.avoided:
-        made["metadata"]["annotations"] = {AVOIDED: ",".join(placement.avoided)}
+    told = {
+        DOMAIN: f"{role.topology.domain}={placement.domain}" if placement.domain else "",
+        AVOIDED: ",".join(placement.avoided),
+        GATED: "true" if placement.gated else "",
+    }
+    if annotations := {name: value for name, value in told.items() if value}:
+        made["metadata"]["annotations"] = annotations
     return made
 
 
@@ -139,9 +148,7 @@ def _place(template: Manifest, role: RoleSpec, placement: GroupPlacement) -> Non
     wanted: list[Manifest] = []
     if placement.domain:
         wanted.append({"key": role.topology.domain, "operator": "In", "values": [placement.domain]})
-        annotations = mapping(template["metadata"].get("annotations"))
-        domain = f"{role.topology.domain}={placement.domain}"
-        template["metadata"] = template["metadata"] | {"annotations": annotations | {DOMAIN: domain}}
+        _annotate(template, {DOMAIN: f"{role.topology.domain}={placement.domain}"})
     if placement.avoided:
         wanted.append({"key": HOSTNAME, "operator": "NotIn", "values": list(placement.avoided)})
     affinity = mapping(template["spec"].get("affinity"))
@@ -152,6 +159,11 @@ def _place(template: Manifest, role: RoleSpec, placement: GroupPlacement) -> Non
     terms = [term | {"matchExpressions": [*_listed(term.get("matchExpressions")), *wanted]} for term in terms]
     nodes |= {REQUIRED: required | {"nodeSelectorTerms": terms}}
     template["spec"] = template["spec"] | {"affinity": affinity | {"nodeAffinity": nodes}}
+
+
+def _annotate(template: Manifest, annotations: Mapping[str, str]) -> None:
+    metadata = template["metadata"]
+    template["metadata"] = metadata | {"annotations": {**mapping(metadata.get("annotations")), **annotations}}
 
 
 def _listed(value: Any) -> list[Any]:

@@ -34,6 +34,7 @@ from operators.api.fields import Condition
 from operators.manifests.names import (
     AVOIDED,
     DOMAIN,
+    GATED,
     GROUP_LABEL,
     INSTANCE,
     MANAGED_BY,
@@ -47,6 +48,7 @@ from operators.manifests.names import (
 from operators.manifests.objects import DIGEST
 from operators.observed.caches import InformerCaches
 from operators.observed.drift import DriftDetector
+from operators.observed.gates import GatedGroup, gated_group
 from operators.observed.pod_troubles import troubles
 from operators.observed.registrations import (
     ReportedWorkers,
@@ -138,6 +140,7 @@ def observe(
         for each in _owned(store.any(kind).of(namespace, name), name, uid)
     }
     router = next((role.name for role in spec.roles if role.type is RoleType.ROUTER), ROUTER)
+    domains = {role.name: role.topology.domain for role in spec.roles if role.topology.domain}
     products = [role.gpus.product for role in spec.roles if role.gpus.product]
     return ObservedState(
         children=tuple(_children(controllers, pods, known, partly_known, now)),
@@ -165,7 +168,7 @@ def observe(
         silent_routers=tuple(sorted(routers - heard.keys())) if heard else (),
         evidence=evidence,
         proved=_text(custom.status.get("proved")),
-        troubles=troubles(pods, (each for _, each in controllers), products),
+        troubles=troubles(pods, (each for _, each in controllers), products, domains),
         deletion_costs=_deletion_costs(pods, known or {}),
         served=served,
     )
@@ -310,6 +313,7 @@ def _group_child(
     half_scheduled, left_behind, ready, warm = [], [], [], {}
     placements: dict[str, GroupPlacement] = {}
     nodes: dict[str, tuple[str, ...]] = {}
+    gated: list[GatedGroup] = []
     reports = known if known is not None else {}
     for name, each in sorted(staying.items()):
         members = [pod for pod in pods if pod.alive and pod.metadata.owner_uid == each.metadata.uid]
@@ -318,6 +322,8 @@ def _group_child(
         before = now - timedelta(seconds=PARTIAL_GROUP_SECONDS + crc32(name.encode()) % PARTIAL_GROUP_SECONDS)
         if _is_half_scheduled(members, before) or (placements[name].chosen and _is_unscheduled(members, before)):
             half_scheduled.append(name)
+        if placements[name].gated and len(members) >= each.spec.replicas:
+            gated.append(gated_group(name, members, unplaced=_is_unscheduled(members, before)))
         registrations = [reports[pod.metadata.name] for pod in members if pod.metadata.name in reports]
         if members and _group_ready(members, each.spec.replicas) and (known is None or registrations):
             ready.append(name)
@@ -333,6 +339,7 @@ def _group_child(
         half_scheduled=tuple(half_scheduled),
         placements=placements,
         nodes=nodes,
+        gated=tuple(gated),
         left_behind=tuple(left_behind),
     )
 
@@ -353,7 +360,9 @@ def _placement(controller: WorkloadResource) -> GroupPlacement:
     annotations = controller.metadata.annotations
     avoided = annotations.get(AVOIDED, "")
     return GroupPlacement(
-        domain=annotations.get(DOMAIN, "").partition("=")[2], avoided=tuple(avoided.split(",")) if avoided else ()
+        domain=annotations.get(DOMAIN, "").partition("=")[2],
+        avoided=tuple(avoided.split(",")) if avoided else (),
+        gated=bool(annotations.get(GATED)),
     )
 
 

@@ -10,7 +10,7 @@ Rules:
 3. A trouble has one of the reasons below, ordered by how much it explains: a pod without a node cannot pull its image.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from fleet.net.kubernetes.status_errors import ApiStatus, public_message
 from fleet.net.kubernetes.views import ContainerStatus, Pod, WorkloadResource
+from operators.manifests.names import DOMAIN, GROUP_LABEL, ROLE
 
 MOST_CHARACTERS = 300
 OURS = "fleet: "
@@ -33,7 +34,7 @@ class TroubleReason(IntEnum):
     """By admission control or validation, whose words are in the ReplicaSet's condition."""
 
     NoDomainFits = 3
-    """No domain has room for a group of pods, so none was made."""
+    """No domain has room for a group of pods, so none was made, or the scheduler has found no node for any of them."""
 
     NoSuchGpu = 4
     InsufficientCapacity = 5
@@ -78,16 +79,21 @@ class PodTrouble(Struct, frozen=True, order=True):
 
 
 def troubles(
-    pods: Iterable[Pod], controllers: Iterable[WorkloadResource], products: Sequence[str]
+    pods: Sequence[Pod],
+    controllers: Iterable[WorkloadResource],
+    products: Sequence[str],
+    domains: Mapping[str, str],
 ) -> tuple[PodTrouble, ...]:
-    """Return all troubles, the most informative first, at most one for each pod.
+    """Return all troubles, the most informative first, at most one for each pod and one for each group.
 
     Args:
         pods: Pods of a deployment.
         controllers: Its children with replicas.
         products: GPU products that its roles name.
+        domains: The labels (`topology.domain`) by role that has one.
     """
     found = [trouble for each in controllers if (trouble := _refused_pods(each)) is not None]
+    found += _unfit_groups(pods, domains)
     found += [trouble for each in pods if each.alive and (trouble := _of_pod(each, products)) is not None]
     return tuple(sorted(found))
 
@@ -101,11 +107,33 @@ def _refused_pods(controller: WorkloadResource) -> PodTrouble | None:
     return None
 
 
-def _of_pod(pod: Pod, products: Sequence[str]) -> PodTrouble | None:
-    name = pod.metadata.name
+def _unfit_groups(pods: Iterable[Pod], domains: Mapping[str, str]) -> Iterator[PodTrouble]:
+    """Yield a trouble for each group for whose pods the scheduler had to choose a domain, and found no node at all."""
+    groups: dict[tuple[str, str], list[Pod]] = {}
+    for pod in pods:
+        labels = pod.metadata.labels
+        chosen_by_scheduler = labels.get(ROLE) in domains and DOMAIN not in pod.metadata.annotations
+        if pod.alive and GROUP_LABEL in labels and chosen_by_scheduler:
+            groups.setdefault((pod.metadata.name.rpartition("-")[0], labels[ROLE]), []).append(pod)
+    for (name, role), members in groups.items():
+        words = [_unplaced_words(pod) for pod in members]
+        if all(words):
+            said = f"{len(members)} pods need room in one {domains[role]}; the scheduler found none: {words[0]}"
+            yield PodTrouble(TroubleReason.NoDomainFits, name, said)
+
+
+def _unplaced_words(pod: Pod) -> str:
+    """Return why the scheduler finds no node for a pod; empty: it has one, or was not looked at."""
     for each in pod.status.conditions or ():
         if each.type == "PodScheduled" and each.status == "False" and each.reason == "Unschedulable":
-            return PodTrouble(_unplaced(each.message, products), name, _short(each.message))
+            return _short(each.message) or each.reason
+    return ""
+
+
+def _of_pod(pod: Pod, products: Sequence[str]) -> PodTrouble | None:
+    name = pod.metadata.name
+    if words := _unplaced_words(pod):
+        return PodTrouble(_unplaced(words, products), name, words)
     statuses = (*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ()))
     found = (_of_container(name, each, ready=pod.ready) for each in statuses)
     return min((each for each in found if each is not None), default=None)

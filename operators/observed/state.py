@@ -8,6 +8,7 @@ from fleet.net.kubernetes.kinds import OptionalKinds
 from operators.api.fields import Condition
 from operators.manifests.names import GroupPlacement
 from operators.observed.domains import ClusterRoom
+from operators.observed.gates import GatedGroup
 from operators.observed.pod_troubles import PodTrouble
 from operators.probes.evidence import ProbeEvidence, RunningPod
 from operators.replica_steps import RevisionReplicas
@@ -49,6 +50,9 @@ class ObservedChild(Struct, frozen=True, kw_only=True):
 
     nodes: Mapping[str, tuple[str, ...]] = {}
     """The nodes of their pods."""
+
+    gated: tuple[GatedGroup, ...] = ()
+    """The gates of these StatefulSets whose pods were made with a scheduling gate and all exist; by name."""
 
     left_behind: tuple[str, ...] = ()
     """Pods that go on although another pod of their group has restarted, and the group has not become ready since."""

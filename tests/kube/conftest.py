@@ -19,11 +19,11 @@ def pytest_ignore_collect() -> bool | None:
 @pytest.fixture(scope="session")
 def address():
     """Return the address of an API server; `kubectl proxy` gives one of a real server that needs no credentials."""
-    if given := os.environ.get("FLEET_TEST_KUBE_API"):
+    from tests.support.kube.api.running import OTHER_SERVER, an_api_server
+
+    if given := os.environ.get(OTHER_SERVER):
         yield given
         return
-    from tests.support.kube.api.running import an_api_server
-
     with an_api_server() as server:
         yield server.url
 

@@ -52,7 +52,7 @@ from fleet.backends.external.silence import (
     SilenceDetector,
     TakeOutOfRotation,
 )
-from fleet.backends.external.upstream import AnswerHeads, Upstream, UpstreamUsage
+from fleet.backends.external.upstream import LEARNED_FIRST_BYTES, AnswerHeads, Upstream, UpstreamUsage
 from fleet.backends.external.write_batcher import WriteBatcher
 from fleet.backends.kv_events.health import KvEventAlert
 from fleet.backends.kv_events.translator import SkipReason
@@ -96,7 +96,6 @@ NO_SOCKET = "this router has no socket left for it; raise its limit of open file
 TOKEN = 0  # stands for each unknown token id
 PROBE_INTERVAL = MILLISECOND // 2  # between two checks, for each of its requests; a check takes 2 µs per request
 PROBE_INTERVAL_WHILE_HEARD = SECOND  # while some requests make progress
-LEARNED_AT_ONCE = 64  # first bytes that a check evaluates, ten times a second
 
 _STOP = Finish.STOP  # a module variable is three times as fast as the enum attribute
 
@@ -137,6 +136,7 @@ class ExternalBackend:
         "first_bytes",
         "heads",
         "joined",
+        "more_first_bytes",
         "passing",
         "says_done",
         "settings",
@@ -168,6 +168,7 @@ class ExternalBackend:
         """The number of running passages."""
 
         self.first_bytes: list[tuple[Nanos, Nanos, int, bool]] = []
+        self.more_first_bytes = 0
         self.write_batcher = write_batcher or WriteBatcher()
         self._compared_tokens = settings.compared_tokens
         self.joined = False
@@ -245,7 +246,7 @@ class ExternalBackend:
             if not work.spoke and (relayed := work.relayed) is not None:
                 now = self._own_time.of(self._clock.now())
                 self._trial_path = relayed.path
-                self._tell_first_bytes()
+                self._tell_first_bytes(now)
                 self.silence.abandoned(self._outstanding(work_id, work, relayed, now), now)
             work.drop()
         elif work is not None:
@@ -313,7 +314,7 @@ class ExternalBackend:
             True if there is something to decide.
         """
         silence, works = self.silence, self._works
-        began, continues = self._tell_first_bytes(), self._hears(now)
+        began, continues = self._tell_first_bytes(now), self._hears(now)
         pause = len(works) * PROBE_INTERVAL
         if continues:
             silence.heard(now)
@@ -371,19 +372,19 @@ class ExternalBackend:
                 case _:
                     assert_never(command)
 
-    def _tell_first_bytes(self) -> bool:
-        """Report the first bytes since the last check; of very many, the first ones suffice to know the server's speed."""
+    def _tell_first_bytes(self, now: Nanos) -> bool:
+        """Report the first bytes since the last check, and return True if there were any; `now` is the router's own time."""
         first_bytes, lost = self.first_bytes, self._own_time.lost
-        if first_bytes:
-            for sent_at, first_byte_at, size, streams in first_bytes[:LEARNED_AT_ONCE]:
-                waited = Nanos(max(0, first_byte_at - lost - sent_at))
-                self.silence.answered(sent_at, waited, size, streams=streams)
-            if len(first_bytes) > LEARNED_AT_ONCE:
-                sent_at, first_byte_at, _, _ = first_bytes[-1]
-                self.silence.answered_more(sent_at, Nanos(first_byte_at - lost), len(first_bytes) - LEARNED_AT_ONCE)
-            first_bytes.clear()
-            return True
-        return False
+        if not first_bytes:
+            return False
+        for sent_at, first_byte_at, size, streams in first_bytes:
+            waited = Nanos(max(0, first_byte_at - lost - sent_at))
+            self.silence.answered(sent_at, waited, size, streams=streams)
+        first_bytes.clear()
+        if self.more_first_bytes:
+            self.silence.answered_more(now, self.more_first_bytes)
+            self.more_first_bytes = 0
+        return True
 
     def _outstanding(
         self, work_id: RequestId, work: Upstream, relayed: RelayedRequest, now: Nanos
@@ -424,7 +425,10 @@ class ExternalBackend:
     # Calls of connections
 
     def spoke(self, upstream: Upstream, relayed: RelayedRequest) -> None:
-        self.first_bytes.append((upstream.sent_at, self._clock.now(), len(relayed.body), relayed.streams))
+        if len(self.first_bytes) < LEARNED_FIRST_BYTES:
+            self.first_bytes.append((upstream.sent_at, self._clock.now(), len(relayed.body), relayed.streams))
+        else:
+            self.more_first_bytes += 1
 
     def advanced(self, work_id: RequestId, tokens: int) -> None:
         self._step(work_id, tokens, None)

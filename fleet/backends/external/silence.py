@@ -198,11 +198,10 @@ class SilenceDetector:
         if self._silent:
             self._silent *= KEPT_BY_AN_ANSWER
 
-    def answered_more(self, sent_at: Nanos, heard_at: Nanos, answers: int) -> None:
-        """Note that more answers have begun, of which only the latest is given."""
+    def answered_more(self, heard_at: Nanos, answers: int) -> None:
+        """Note that more answers have begun, whose times are not known, the latest of them before `heard_at`."""
         self.answers += answers
         self._heard_at = max(self._heard_at, heard_at)
-        self._latest_sent = max(self._latest_sent, sent_at)
 
     def abandoned(self, request: OutstandingRequest, now: Nanos) -> None:
         """Note that a client left before the first byte of its answer."""

@@ -47,6 +47,7 @@ NOT_IMPLEMENTED = 501
 UNAVAILABLE = frozenset({502, 503, 504})
 EXCERPT_BYTES = 200
 UNFINISHED = "the stream ended before its last event"
+LEARNED_FIRST_BYTES = 16  # kept between two checks, which come ten times a second: enough to know a server's speed
 USAGE_BYTES = 4096  # at the end of an answer, which holds the usage
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*([0-9]{1,12})')
 _COMPLETION_TOKENS = re.compile(
@@ -61,6 +62,7 @@ _BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # an event and a chunk end here
 _PLAIN_BOUNDARIES = (b"\n\n", b"\n\r\n\r\n")
 _LAST_EVENT = re.compile(rb'\[DONE\]|"message_stop"|"response\.(?:completed|incomplete|failed)"')
 _LAST_CHUNK = b"0\r\n\r\n"
+_USUAL_END = b"data: [DONE]\n\n\r\n" + _LAST_CHUNK  # of a stream, so that most streams need no search
 _DATA_LINE = re.compile(rb"^data:[ \t]*([^\r\n]*)", re.MULTILINE)
 _COMMENT_LINE = re.compile(rb"^:", re.MULTILINE)
 
@@ -98,9 +100,12 @@ class UpstreamOwner(Protocol):
     heads: AnswerHeads
     write_batcher: WriteBatcher
     first_bytes: list[tuple[Nanos, Nanos, int, bool]]
-    """First content of answers since the last check: time of the request, time of the content, size of the request, and
-    whether the answer is a stream.
+    """First content of at most `LEARNED_FIRST_BYTES` answers since the last check: time of the request, time of the content,
+    size of the request, and whether the answer is a stream.
     """
+
+    more_first_bytes: int
+    """Number of answers besides those whose first content came since the last check."""
 
     says_done: set[str]
     """Paths of which a stream has ended with its last event (`_LAST_EVENT`)."""
@@ -365,9 +370,15 @@ class Upstream(asyncio.Protocol):
             return
         relayed = self._relayed
         assert relayed is not None
-        head = self._head = self._owner.heads.find(data[:end])
+        owner, content = self._owner, data[end:]
+        head = self._head = owner.heads.find(data[:end])
         self.latest = b""
-        if complete and head.streams and self._cut_short(data):
+        if (
+            complete
+            and head.streams
+            and not (content.endswith(_USUAL_END) and self._path in owner.says_done)
+            and self._cut_short(content)
+        ):
             self.fail(UNFINISHED)
             return
         try:
@@ -375,9 +386,12 @@ class Upstream(asyncio.Protocol):
         except ClientDisconnected:
             self._held = data  # until the client's connection reports it
             return
-        if complete or not head.streams or has_content(data[end:]):
+        if complete or not head.streams or has_content(content):
             self.spoke, self.quiet = True, False
-            self._owner.first_bytes.append((self.sent_at, relayed.first_byte_at, len(relayed.body), relayed.streams))
+            if len(first_bytes := owner.first_bytes) < LEARNED_FIRST_BYTES:
+                first_bytes.append((self.sent_at, relayed.first_byte_at, len(relayed.body), relayed.streams))
+            else:
+                owner.more_first_bytes += 1
         self._held = b""
         plain = self._bodies is not None
         keep_alive = self._keep_alive = relayed.keeps_alive and not (head.until_close or plain)
@@ -391,14 +405,14 @@ class Upstream(asyncio.Protocol):
                     b"" if head.named else b"\r\nx-request-id: " + request_id,
                     b"" if head.limits else relayed.limits,
                     b"\r\n\r\n" if keep_alive else b"\r\nconnection: close\r\n\r\n",
-                    data[end:] if self._bodies is None else self._unpacked(self._bodies),
+                    content if self._bodies is None else self._unpacked(self._bodies),
                 )
             )
         )
-        self.earlier, self.latest = b"", data
-        self._events = max(1, data.count(b"data:", end))
+        self.earlier, self.latest = b"", content
+        self._events = max(1, content.count(b"data:"))
         self._complete = complete
-        self._owner.write_batcher.afterwards(self._finish if complete else self._tell)
+        owner.write_batcher.afterwards(self._finish if complete else self._tell)
 
     def _pass_over(self, data: bytes) -> bool:
         """Skip interim heads before the answer; return False if there are none, or too many."""
@@ -424,9 +438,8 @@ class Upstream(asyncio.Protocol):
         head, says_done = self._head, self._owner.says_done
         if head is None or not head.streams:
             return False
-        # Nearly every stream ends with [DONE], which `in` finds a hundred times faster than the pattern.
         if (
-            b"[DONE]" in data
+            b"[DONE]" in data  # found a hundred times faster than by the pattern
             or _LAST_EVENT.search(data)
             or _LAST_EVENT.search(_BETWEEN_CHUNKS.sub(b"", self.latest[-USAGE_BYTES:] + data))
         ):
@@ -573,6 +586,8 @@ def read_usage(content: bytes) -> UpstreamUsage | None:
 
     A JSON string cannot contain one, because its quotes are escaped.
     """
+    if b"_tokens" not in content:  # most answers, found faster than by the pattern
+        return None
     prompt = _PROMPT_TOKENS.findall(content)
     if not prompt:
         return None

@@ -470,7 +470,7 @@ class Relay:
         """
         relayed.keys = read.keys
         stream = body.stream
-        relayed.streams = bytes(stream) == b"true" if isinstance(stream, Raw) else stream is True
+        relayed.streams = stream is True or (isinstance(stream, Raw) and bytes(stream) == b"true")
         allowance = self._tenants.admit(relayed.tenant, len(read.tokens) // TOKEN_BYTES, relayed.began_at)
         if allowance is not None:
             relayed.limits = b"".join(f"\r\n{name}: {value}".encode() for name, value in rate_limit_headers(allowance))

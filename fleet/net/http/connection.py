@@ -32,6 +32,7 @@ import httptools
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import Reason, RequestRejected
 from fleet.net.connection_limits import (
+    ORDER_SECONDS,
     ConnectionSlot,
     ConnectionTable,
     SlowReader,
@@ -688,8 +689,12 @@ class HttpConnection(asyncio.Protocol):
         if self._stage is _IDLE:
             now = self._clock.now()
             self.deadline = Nanos(now + self._idle_nanos)
-            if waits and self._slot is not None:
-                self._table.mark_waiting(self._slot, _WAITS_IDLE, now / SECOND)
+            slot = self._slot
+            if waits and slot is not None:
+                if slot.group is _WAITS_IDLE and now / SECOND - slot.since < ORDER_SECONDS:
+                    slot.served = False  # all that `mark_waiting` would do
+                else:
+                    self._table.mark_waiting(slot, _WAITS_IDLE, now / SECOND)
         elif waits:
             self._note_waiting()
         if not (waits or self._starting):  # else `_advance` continues by itself

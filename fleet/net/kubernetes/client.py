@@ -50,6 +50,9 @@ WATCH_GRACE_SECONDS = 15
 NEVER_BORN = "1"
 """A version that no object has: the store's first revision belongs to the empty store."""
 
+GATES_SINCE = (1, 30)
+"""The Kubernetes release in which scheduling gates became stable."""
+
 PAGE = 500
 MOST_CONNECTIONS = 64
 LONGEST_EVENT = 8 << 20
@@ -75,6 +78,12 @@ class _Page(Struct, frozen=True):
 class _RawWatchEvent(Struct, frozen=True):
     type: str
     object: msgspec.Raw
+
+
+class _Version(Struct, frozen=True):
+    major: str = ""
+    minor: str = ""
+    """Some providers add a sign: `33+`."""
 
 
 class _Resources(Struct, frozen=True):
@@ -105,7 +114,17 @@ class ApiServerClient:
             leader_worker_sets=found[kinds.LEADER_WORKER_SET],
             pod_monitors=found[kinds.POD_MONITOR],
             inference_pools=found[kinds.INFERENCE_POOL],
+            scheduling_gates=await self._release() >= GATES_SINCE,
         )
+
+    async def _release(self) -> tuple[int, int]:
+        """Return the major and the minor version of the server; zeros if it tells none."""
+        try:
+            told = _decoded(await self._call("GET", "/version"), _Version)
+        except (ObjectMissing, RequestDenied):
+            return 0, 0
+        major, minor = told.major.rstrip("+"), told.minor.rstrip("+")
+        return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)
 
     async def list(self, kind: ApiKind, of: type[View], namespace: str, selector: str = "") -> ObjectList[View]:
         items: list[View] = []

@@ -69,11 +69,13 @@ BY_NAME: Mapping[str, ApiKind] = {
 
 
 class OptionalKinds(Struct, frozen=True, kw_only=True):
-    """The optional kinds that the API server has."""
+    """The optional kinds and fields that the API server has."""
 
     leader_worker_sets: bool = True
     pod_monitors: bool = False
     inference_pools: bool = False
+    scheduling_gates: bool = False
+    """Pods may have `schedulingGates`, which are stable since Kubernetes 1.30."""
 
     def has(self, kind: ApiKind) -> bool:
         by_kind = {

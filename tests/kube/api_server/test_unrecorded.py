@@ -9,6 +9,7 @@ import pytest
 
 from fleet.net.kubernetes.client import NEVER_BORN
 from tests.support.kube.widgets import a_deployment
+from tests.support.waiting import eventually
 
 CHILDREN = {
     "Deployment": ("/apis/apps/v1", "deployments", a_deployment(replicas=0)["spec"], {"replicas": 2}),
@@ -71,3 +72,21 @@ def test_apply_with_uid_creates_nothing(api, child):
 
     assert "no existing object was found" in said["message"]
     api.get(path).refused(404, "NotFound")
+
+
+def test_scheduling_gates_of_a_pod_can_only_be_removed(api, namespace):
+    """Kubernetes' documentation of pod scheduling readiness says so."""
+    pods = f"/api/v1/namespaces/{namespace}/pods"
+    gates = [{"name": "example.com/other"}, {"name": "fleet-serving.io/group"}]
+    container = {"name": "main", "image": "registry.test/none:1"}
+    made = {"metadata": {"name": "gated"}, "spec": {"schedulingGates": gates, "containers": [container]}}
+    # A controller-manager makes the namespace's service account, without which a real server refuses pods.
+    eventually(lambda: api.post(pods, made).code == 201)
+    added = [{"op": "add", "path": "/spec/schedulingGates/-", "value": {"name": "example.com/late"}}]
+    removed = [
+        {"op": "test", "path": "/spec/schedulingGates/1/name", "value": "fleet-serving.io/group"},
+        {"op": "remove", "path": "/spec/schedulingGates/1"},
+    ]
+
+    assert "only deletion is allowed" in api.patch(f"{pods}/gated", "json", added).expect(422)["message"]
+    assert api.patch(f"{pods}/gated", "json", removed).expect(200)["spec"]["schedulingGates"] == gates[:1]

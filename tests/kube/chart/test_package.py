@@ -61,7 +61,7 @@ def test_chart_names_its_version_home_maintainers_and_icon():
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
 
     assert chart["version"] == chart["appVersion"] == project["version"]
-    assert chart["home"].startswith("https://")
+    assert chart["home"] == project["urls"]["Homepage"]
     assert [set(each) >= {"name"} for each in chart["maintainers"]] == [True]
     kind, _, icon = chart["icon"].partition(";base64,")
     assert kind == "data:image/svg+xml"

@@ -30,6 +30,21 @@ def test_image_runs_fleet_is_small_and_has_no_test_tools(name, tmp_path):
     assert "fleet" in packages
 
 
+def test_cpu_worker_runs_vllm_is_small_and_has_no_test_tools(tmp_path):
+    """Only the first stage: the second one copies 4 GB of it, and adds one Debian package."""
+    asked = (
+        "/opt/fleet/bin/python -c 'import vllm; print(vllm.__version__)' 2>/dev/null | tail -n 1"
+        " && du -sm /opt/fleet | cut -f1 && ls /opt/fleet/lib/python3*/site-packages"
+    )
+
+    version, size, *packages = run_steps(BY_NAME["worker-cpu"], tmp_path, asked, 1100, stage="build").splitlines()
+
+    assert version.startswith("0.32.0")
+    assert int(size) <= sizes_in_megabytes()["worker-cpu"]
+    assert not TOOLS & set(packages)
+    assert {"fleet", "vllm", "torch"} <= set(packages)
+
+
 @pytest.mark.parametrize("name", ["worker-cuda", "worker-rocm"])
 def test_wheel_of_a_gpu_image_is_built(name, tmp_path):
     """Only the first stage: this machine has neither vLLM's image nor a registry that serves it."""

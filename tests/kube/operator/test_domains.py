@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime
 
+import msgspec
 import pytest
 
 pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
@@ -9,10 +10,11 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.ports import RequestDenied
 from operators.controller import loop
+from operators.manifests.names import GATE
 from operators.observed import observe
 from tests.support.kube.nodes import DOMAIN
 from tests.support.kube.operator import a_deployment, an_operator
-from tests.support.waiting import until
+from tests.support.waiting import stays, until
 
 WIDE = {
     "name": "wide",
@@ -102,26 +104,115 @@ async def test_no_domain_with_room_is_said_and_holds_nothing(asked, machines, mo
     assert places(asked) == ["w1", "w2"]
 
 
-async def test_without_the_right_to_read_nodes_full_nodes_are_avoided(asked, machines, monkeypatch):
+class WithoutNodes:
+    """An API server that does not let the operator read nodes, as with a namespaced Role."""
+
+    def __init__(self, connected):
+        self._cluster = connected
+
+    def __getattr__(self, name):
+        return getattr(self._cluster, name)
+
+    async def list(self, kind, *arguments):
+        if kind == kinds.NODE:
+            raise RequestDenied("Forbidden", 'User "operator" cannot list resource "nodes"')
+        return await self._cluster.list(kind, *arguments)
+
+
+class WithoutGates(WithoutNodes):
+    """One that does not know scheduling gates either."""
+
+    async def served(self):
+        return msgspec.structs.replace(await self._cluster.served(), scheduling_gates=False)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
     monkeypatch.setattr(observe, "PARTIAL_GROUP_SECONDS", 1)
     monkeypatch.setattr(loop, "TROUBLE_RECHECK", loop.SECOND // 2)
+    monkeypatch.setattr(loop, "TURN_RECHECK", loop.SECOND // 10)
+
+
+def gates(asked):
+    """Return the gates of each group's pods."""
+    return {
+        name: [each["name"] for each in pod["spec"].get("schedulingGates") or ()]
+        for name, pod in asked.children("pods", "v1").items()
+        if "wide" in name
+    }
+
+
+@pytest.mark.parametrize("wrap", [WithoutNodes, WithoutGates])
+async def test_without_the_right_to_read_nodes_full_nodes_are_avoided(asked, machines, impatient, wrap):
     machines(*HALF, *FREE)
-
-    class WithoutNodes:
-        def __init__(self, connected):
-            self._cluster = connected
-
-        def __getattr__(self, name):
-            return getattr(self._cluster, name)
-
-        async def list(self, kind, *arguments):
-            if kind == kinds.NODE:
-                raise RequestDenied("Forbidden", 'User "operator" cannot list resource "nodes"')
-            return await self._cluster.list(kind, *arguments)
-
-    async with an_operator(asked, wrap=WithoutNodes):
+    async with an_operator(asked, wrap=wrap):
         asked.apply(a_deployment(WIDE)).expect(201)
         await until(lambda: places(asked) == ["", "h1"])
         await until(asked.ready)
+
+    assert places(asked) == ["w1", "w2"]
+    gated = [
+        each["spec"]["template"]["spec"].get("schedulingGates") for each in asked.children("statefulsets").values()
+    ]
+    assert gated == [[{"name": GATE}] if wrap is WithoutNodes else None]
+
+
+def opened(asked):
+    """Return the deployments of which a group's pods have no gate any more."""
+    return {name.partition("-")[0] for name, each in gates(asked).items() if not each}
+
+
+async def test_gated_groups_pass_the_scheduler_one_at_a_time(asked, machines, nodes, impatient):
+    machines(*FREE, a_node("x1", "other", 2), a_node("x2", "other", 2))
+    nodes.working = False
+    async with an_operator(asked, wrap=WithoutNodes):
+        for name in ("one", "two"):
+            asked.apply(a_deployment(WIDE, name=name)).expect(201)
+        await until(lambda: sorted(map(len, gates(asked).values())) == [0, 0, 1, 1])
+        [first] = opened(asked)
+        await stays(lambda: opened(asked) == {first}, 1, "nothing is written while a group waits")
+
+        nodes.working = True
+        await until(lambda: asked.ready("one") and asked.ready("two"))
+
+    assert places(asked) == ["w1", "w2", "x1", "x2"]
+
+
+async def test_group_that_fits_nowhere_says_so_and_lets_others_pass(asked, machines, impatient):
+    machines(*FREE)
+    small = WIDE | {"gpus": {"perReplica": 2}, "parallelism": {"tensor": 2}}
+    large = WIDE | {"gpus": {"perReplica": 8}, "parallelism": {"tensor": 8}}
+    async with an_operator(asked, wrap=WithoutNodes):
+        asked.apply(a_deployment(large, name="large")).expect(201)
+        said = await until(
+            lambda: (each := asked.condition("Scheduled", "large")).get("reason") == "NoDomainFits" and each
+        )
+        assert f"2 pods need room in one {DOMAIN}; the scheduler found none: 0/2 nodes are available" in said["message"]
+
+        asked.apply(a_deployment(small, name="small")).expect(201)
+        await until(lambda: asked.ready("small"))
+
+    assert "large" not in "".join(
+        name
+        for name, each in asked.children("pods", "v1").items()
+        if each["spec"].get("nodeName") and "router" not in name
+    )
+
+
+async def test_replaced_pod_of_a_gated_group_starts_again(asked, machines, impatient):
+    machines(*FREE)
+    async with an_operator(asked, wrap=WithoutNodes):
+        asked.apply(a_deployment(WIDE)).expect(201)
+        await until(asked.ready)
+        pods = asked.children("pods", "v1")
+        [lost] = [name for name in pods if "wide" in name and name.endswith("-1")]
+        asked.api.delete(asked.path("pods", lost, "v1"))
+        await until(
+            lambda: (
+                (each := asked.children("pods", "v1").get(lost))
+                and each["metadata"]["uid"] != pods[lost]["metadata"]["uid"]
+                and each["spec"].get("nodeName")
+            )
+        )
 
     assert places(asked) == ["w1", "w2"]

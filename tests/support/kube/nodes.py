@@ -181,7 +181,8 @@ class Nodes:
             "metadata": {
                 "name": name[-253:],
                 "labels": metadata.get("labels", {}) | labels | {"pod-template-hash": digest},
-                "annotations": {"leaderworkerset.sigs.k8s.io/size": str(size)} if size > 1 else {},
+                "annotations": metadata.get("annotations", {})
+                | ({"leaderworkerset.sigs.k8s.io/size": str(size)} if size > 1 else {}),
                 "ownerReferences": [reference],
             },
             "spec": clone(template["spec"]),
@@ -215,7 +216,11 @@ class Nodes:
             for each in self.cluster.storage.items(place)
         }
         for pod in list(self.pods()):
-            if _owner(pod) not in owners and not pod["metadata"].get("deletionTimestamp"):
+            if (
+                (owner := _owner(pod)) is not None
+                and owner not in owners
+                and not pod["metadata"].get("deletionTimestamp")
+            ):
                 metadata = pod["metadata"]
                 self.cluster.delete(self.cluster.catalogue.at(PODS), metadata["namespace"], metadata["name"], {})
 
@@ -229,6 +234,11 @@ class Nodes:
                 )
             return
         if not self.working:
+            return
+        if pod["spec"].get("schedulingGates"):
+            said = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+            if pod["status"].get("conditions") != [said]:
+                self._put(PODS, pod, status={"phase": "Pending", "conditions": [said]})
             return
         if not pod["spec"].get("nodeName"):
             machine, why = self._machine(pod) if self.cluster.storage.items(NODES) else ("node", self._unplaced(pod))

@@ -39,7 +39,7 @@ async def settle(objects: Objects, chance: random.Random) -> None:
 async def _schedule(objects: Objects) -> None:
     nodes = objects.all("nodes")
     for pod in objects.all("pods"):
-        if pod["spec"].get("nodeName") or ends(pod):
+        if pod["spec"].get("nodeName") or pod["spec"].get("schedulingGates") or ends(pod):
             continue
         fitting = [node for node in nodes if _fits(objects, node, pod)]
         if fitting:

@@ -75,6 +75,7 @@ class Owner:
         self.told = []
         self.says_done = set()
         self.first_bytes = []
+        self.more_first_bytes = 0
 
     def spoke(self, upstream, relayed):
         self.told.append(("spoke",))

@@ -187,29 +187,79 @@ def test_installed_test_tools_are_unneeded_in_the_worker_image():
     assert not {"fleet-serving", "grpcio", "msgspec", "redis", "boto3", "pip"} & gone
 
 
+DIGEST = "sha256:" + 64 * "a"
 RECORDER = """#!/bin/sh
 echo "$@" >> {log}
 case "$1 $2" in
-  "image inspect") case "$3" in *fleet-*) echo '[{{"Size": 700000000}}]';; *) echo '[{{"Size": {base}}}]';; esac;;
+  "image inspect") case "$3" in
+    *fleet-*) echo '[{{"Size": 700000000}}]';;
+    *) echo '[{{"Size": {base}, "RepoDigests": {digests}}}]';;
+  esac;;
 esac
 """
 
 
-@pytest.mark.parametrize(("base", "status"), [(400_000_000, 0), (100_000_000, 1)])
-def test_make_images_builds_and_keeps_to_the_budget(tmp_path, base, status):
+@pytest.fixture
+def images(tmp_path):
+    """Return a function that runs build.py with a container runtime that only notes its commands."""
     runtime, log = tmp_path / "runtime", tmp_path / "log"
-    runtime.write_text(RECORDER.format(log=log, base=base))
-    runtime.chmod(0o755)
-    command = [sys.executable, ROOT / "deploy" / "images" / "build.py", "router", "--registry", "registry.test/llm"]
 
-    done = subprocess.run([*command, "--runtime", runtime], capture_output=True, text=True, timeout=60, check=False)
+    def build(*arguments, base=400_000_000, digests=f'["python@{DIGEST}"]'):
+        runtime.write_text(RECORDER.format(log=log, base=base, digests=digests))
+        runtime.chmod(0o755)
+        log.write_text("")
+        command = [sys.executable, ROOT / "deploy" / "images" / "build.py", *arguments, "--runtime", runtime]
+        command += ["--lock", tmp_path / "bases.lock"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return done, log.read_text().splitlines()
+
+    return build
+
+
+@pytest.mark.parametrize(("base", "status"), [(400_000_000, 0), (100_000_000, 1)])
+def test_make_images_builds_and_keeps_to_the_budget(images, base, status):
+    done, [*_, build, _, of_base] = images("router", "--registry", "registry.test/llm", base=base)
 
     assert done.returncode == status, done.stderr
-    build, *inspected = log.read_text().splitlines()
-    assert build.startswith("build --file=deploy/images/router.Dockerfile --build-arg=VERSION=")
+    assert build.startswith(
+        f"build --file=deploy/images/router.Dockerfile --build-arg=BASE=python@{DIGEST} --build-arg"
+    )
     assert build.endswith(f"--tag=registry.test/llm/fleet-router:{PROJECT['project']['version']} .")
-    assert inspected[1] == "image inspect python:3.11-slim-bookworm"
+    assert "--label=org.opencontainers.image.base.name=python:3.11-slim-bookworm" in build
+    assert f"--label=org.opencontainers.image.base.digest={DIGEST}" in build
+    assert of_base == f"image inspect python@{DIGEST}"
     assert "MB beyond its base, of" in done.stderr
+
+
+def test_digest_of_a_base_is_looked_up_once(images, tmp_path):
+    _, first = images("router")
+    _, second = images("operator", digests='["python@sha256:other"]')
+
+    assert first[:2] == ["pull python:3.11-slim-bookworm", "image inspect python:3.11-slim-bookworm"]
+    assert second[0].startswith("build ")
+    assert DIGEST in second[0]
+    assert (tmp_path / "bases.lock").read_text().splitlines()[1:] == [f"python:3.11-slim-bookworm {DIGEST}"]
+
+
+def test_pin_looks_up_the_digests_of_all_bases(images, tmp_path):
+    images("router")
+    done, commands = images("--pin", digests='["python@sha256:new"]')
+
+    assert done.returncode == 0, done.stderr
+    assert not any(each.startswith("build") for each in commands)
+    pinned = dict(line.split() for line in (tmp_path / "bases.lock").read_text().splitlines()[1:])
+    assert set(pinned.values()) == {"sha256:new"}
+    bases = {re.findall(r"^ARG BASE=(.+)$", path.read_text(), re.MULTILINE)[0] for path in IMAGES}
+    assert pinned.keys() == bases
+
+
+def test_base_without_a_digest_is_refused(images, tmp_path):
+    done, commands = images("router", digests="[]")
+
+    assert done.returncode == 1
+    assert "knows no digest of python:3.11-slim-bookworm" in done.stderr
+    assert not any(each.startswith("build") for each in commands)
+    assert not (tmp_path / "bases.lock").exists()
 
 
 def test_missing_container_runtime_is_named():

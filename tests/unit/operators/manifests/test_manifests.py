@@ -11,7 +11,7 @@ from fleet.config import load, parse_changes
 from fleet.net.kubernetes.kinds import OptionalKinds
 from fleet.router.settings.router import RouterSettings
 from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleSpec, WatchdogSpec
-from operators.manifests.names import INSTANCE, ROLE, TYPE, DesiredDeployment
+from operators.manifests.names import AVOIDED, GATE, GATED, INSTANCE, ROLE, TYPE, DesiredDeployment, GroupPlacement
 from operators.manifests.pods import Images, merged
 from operators.manifests.settings import PATIENCE_SECONDS, in_bytes
 from operators.manifests.shared import shared
@@ -300,6 +300,22 @@ def test_pods_of_a_multi_node_replica_run_one_engine(tmp_path, leader_worker_set
         assert pod["terminationGracePeriodSeconds"] * 1000 > each.drain_timeout_ms, (
             "a rank waits for its leader to drain"
         )
+
+
+def test_gated_group_keeps_the_gates_of_its_template():
+    deployment = a_deployment(next(path for path in SAMPLES if path.stem == "b200-deepseek-moe"))
+    (role,) = (each for each in deployment.workers if each.nodes_per_replica > 1)
+    theirs = {"name": "example.com/quota"}
+    pod = {"spec": {"schedulingGates": [theirs], "containers": [{"name": "main"}]}}
+    role = msgspec.structs.replace(role, pod_template=pod)
+
+    plain = group(deployment, role, "rev", 0, IMAGES)
+    gated = group(deployment, role, "rev", 0, IMAGES, GroupPlacement(avoided=("n1",), gated=True))
+
+    assert plain["spec"]["template"]["spec"]["schedulingGates"] == [theirs]
+    assert gated["spec"]["template"]["spec"]["schedulingGates"] == [theirs, {"name": GATE}]
+    assert gated["spec"]["template"]["metadata"]["annotations"][GATED] == "true"
+    assert gated["metadata"]["annotations"] == {AVOIDED: "n1", GATED: "true"}
 
 
 def test_services_and_budgets_select_only_their_pods():

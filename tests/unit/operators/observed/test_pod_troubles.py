@@ -1,5 +1,6 @@
 """Pod troubles: they say why pods do not run, and never repeat what pods wrote."""
 
+import msgspec
 import pytest
 
 from fleet.net.kubernetes.views import (
@@ -14,6 +15,7 @@ from fleet.net.kubernetes.views import (
     WorkloadResource,
     WorkloadStatus,
 )
+from operators.manifests.names import DOMAIN, GROUP_LABEL, ROLE
 from operators.observed.pod_troubles import TroubleReason, troubles
 
 
@@ -69,15 +71,37 @@ def unschedulable(message):
     ids=lambda each: each.name if isinstance(each, TroubleReason) else "",
 )
 def test_each_trouble_has_its_reason(pod, reason):
-    [found] = troubles([pod], [], ["NVIDIA-H100"])
+    [found] = troubles([pod], [], ["NVIDIA-H100"], {})
 
     assert found.reason is reason
+
+
+def a_member(rank, conditions, **annotations):
+    made = a_pod(conditions=conditions, name=f"dd-wide-r1-0-{rank}")
+    labels = {ROLE: "wide", GROUP_LABEL: "0"}
+    metadata = msgspec.structs.replace(made.metadata, labels=labels, annotations=annotations)
+    return msgspec.structs.replace(made, metadata=metadata)
+
+
+def test_group_without_any_node_fits_no_domain():
+    full = unschedulable("0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
+    group = [a_member(0, full), a_member(1, full)]
+
+    found, *others = troubles(group, [], [], {"wide": "rack"})
+    assert (found.reason, found.where) == (TroubleReason.NoDomainFits, "dd-wide-r1-0")
+    assert found.message.startswith("2 pods need room in one rack; the scheduler found none: 0/3 nodes")
+    assert {each.reason for each in others} == {TroubleReason.InsufficientCapacity}
+
+    half = troubles([a_member(0, ()), a_member(1, full)], [], [], {"wide": "rack"})
+    elsewhere = troubles(group, [], [], {"other": "rack"})
+    placed = troubles([a_member(rank, full, **{DOMAIN: "rack=a"}) for rank in (0, 1)], [], [], {"wide": "rack"})
+    assert {each.reason for each in (*half, *elsewhere, *placed)} == {TroubleReason.InsufficientCapacity}
 
 
 def test_only_our_own_output_lines_are_repeated():
     written = "token=hunter2\nfleet: vllm: out of memory\nTraceback hunter2"
     [found] = troubles(
-        [a_pod(waiting("CrashLoopBackOff", last=ContainerTerminated(exit_code=1, message=written)))], [], []
+        [a_pod(waiting("CrashLoopBackOff", last=ContainerTerminated(exit_code=1, message=written)))], [], [], {}
     )
 
     assert "vllm: out of memory" in found.message
@@ -88,7 +112,7 @@ def test_deleted_pods_and_recovered_containers_are_no_trouble():
     ended = ContainerState(terminated=ContainerTerminated(exit_code=1))
     again = ContainerStatus(name="main", last_state=ended)
 
-    assert troubles([a_pod(waiting("ErrImagePull"), deleted="now"), a_pod(again)], [], []) == ()
+    assert troubles([a_pod(waiting("ErrImagePull"), deleted="now"), a_pod(again)], [], [], {}) == ()
 
 
 def test_unreachable_hub_is_reported_while_retrying():
@@ -98,9 +122,9 @@ def test_unreachable_hub_is_reported_while_retrying():
     ready = (ObjectCondition(type="Ready", status="True"),)
 
     for pod in (a_pod(waiting("CrashLoopBackOff", last=ended.terminated)), a_pod(again)):
-        [found] = troubles([pod], [], [])
+        [found] = troubles([pod], [], [], {})
         assert (found.reason, found.message) == (TroubleReason.HubUnreachable, text.removeprefix("fleet: "))
-    assert troubles([a_pod(again, conditions=ready)], [], []) == ()
+    assert troubles([a_pod(again, conditions=ready)], [], [], {}) == ()
 
 
 def test_quota_comes_before_its_consequences():
@@ -108,7 +132,7 @@ def test_quota_comes_before_its_consequences():
     failed = ObjectCondition(type="ReplicaFailure", status="True", reason="FailedCreate", message=text)
     child = WorkloadResource(metadata=ObjectMetadata(name="dd"), status=WorkloadStatus(conditions=(failed,)))
 
-    first, *_ = troubles([a_pod(waiting("ErrImagePull"))], [child], [])
+    first, *_ = troubles([a_pod(waiting("ErrImagePull"))], [child], [], {})
 
     assert (first.reason, first.message) == (
         TroubleReason.QuotaExceeded,
@@ -136,7 +160,7 @@ def test_refused_pods_say_why_without_values(message, said):
     failed = ObjectCondition(type="ReplicaFailure", status="True", reason="FailedCreate", message=message)
     child = WorkloadResource(metadata=ObjectMetadata(name="dd"), status=WorkloadStatus(conditions=(failed,)))
 
-    [found] = troubles([], [child], [])
+    [found] = troubles([], [child], [], {})
 
     assert found.reason is TroubleReason.PodsRefused
     assert found.message.startswith(said)

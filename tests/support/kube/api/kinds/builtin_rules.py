@@ -157,7 +157,9 @@ def further_violations(resource: ServedResource, item: Object, old: Object | Non
             yield errors.invalid_value(".".join(path), dig(item, *path), "field is immutable")
     if mutable := MUTABLE_SPEC.get(resource.kind):
         for name in sorted({*dig(item, "spec"), *dig(old, "spec")} - set(mutable)):
-            if dig(item, "spec", name) != dig(old, "spec", name):
+            if name == "schedulingGates":
+                yield from _added_gates(item, old)
+            elif dig(item, "spec", name) != dig(old, "spec", name):
                 yield errors.forbidden_field(
                     "spec",
                     f"updates to {resource.kind.lower()} spec for fields other than {_listed(mutable)} are forbidden",
@@ -167,6 +169,15 @@ def further_violations(resource: ServedResource, item: Object, old: Object | Non
         item.get(name) != old.get(name) for name in ("data", "binaryData", "immutable")
     ):
         yield errors.forbidden_field("data", "field is immutable when `immutable` is set")
+
+
+def _added_gates(item: Object, old: Object) -> Iterator[ErrorCause]:
+    """Yield a cause for each scheduling gate that an update adds; gates may only be taken away."""
+    before = {each["name"] for each in dig(old, "spec", "schedulingGates") or ()}
+    for each in dig(item, "spec", "schedulingGates") or ():
+        if each["name"] not in before:
+            text = f"only deletion is allowed, but found new scheduling gate '{each['name']}'"
+            yield errors.forbidden_field("spec.schedulingGates", text)
 
 
 def _listed(names: tuple[str, ...]) -> str:

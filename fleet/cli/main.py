@@ -44,6 +44,9 @@ SUMMARIES = {  # of our own sub-commands, in the order of the help
     "serve": "run one process of a cluster: router, worker, kvstore or operator",
 }
 
+IN_FOLDERS = {"logs": "local.logs", "down": "local.down", "completion": "console.completion"}
+"""Modules of our own sub-commands that are not named after the command."""
+
 
 class CommandParser(argparse.ArgumentParser):
     """Parser that reports an error in one line, proposes what was probably meant, and refers to `--help`."""
@@ -166,7 +169,7 @@ def _commands() -> Iterator[tuple[str, EntryPoint]]:
     """Yield the installed sub-commands: ours in the order of the help, then those of other packages."""
     found = {entry.name: entry for entry in entry_points(group="fleet.commands")}
     for name in (*SUMMARIES, *sorted(found.keys() - SUMMARIES.keys())):
-        yield name, found.get(name) or EntryPoint(name, f"fleet.cli.{name}", "fleet.commands")
+        yield name, found.get(name) or EntryPoint(name, f"fleet.cli.{IN_FOLDERS.get(name, name)}", "fleet.commands")
 
 
 if __name__ == "__main__":

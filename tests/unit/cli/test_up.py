@@ -119,7 +119,7 @@ def test_chat_template_replaces_that_of_the_model(tmp_path):
         with_chat_template(model, "none.jinja", tmp_path, runtime)
 
 
-def test_chat_template_of_the_command_line_starts_from_the_current_folder(tmp_path, monkeypatch):
+def test_chat_template_option_is_relative_to_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     assert topology_of("--chat-template", "a.jinja").cluster.chat_template == str(Path(tmp_path / "a.jinja"))

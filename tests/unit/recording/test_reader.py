@@ -184,6 +184,7 @@ def test_every_setting_is_recorded_or_without_effect():
         "tenant_secret",
         "prompt_secret",
         "tenants_redis",
+        "access_log",
         "record",
         "record_mib",
         "connect_timeout_seconds",

@@ -283,6 +283,6 @@ def merged(ours: Any, theirs: Any, key: str = "") -> Any:
                 named[name] = merged(named.get(name), item)
                 seen.add(name)
             else:
-                faulty.append(item)  # without a name, or with that of another one; the API server reports it
+                faulty.append(item)  # an item without a name or with a repeated name; the API server reports it
         return [*named.values(), *faulty]
     return theirs

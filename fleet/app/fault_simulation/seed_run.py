@@ -335,7 +335,7 @@ class SeedRun:
         continues = request.sampling.stateless or request.whole or not client.received
         placements = self._router.placements(client.request_id)
         if request.session and self._settings.session_affinity == "hard" and reason is Reason.WORKER_LOST:
-            continues = False  # the attempts of such a request cannot be continued on another worker
+            continues = False  # a session that is bound to its worker ("hard") cannot be continued on another one
         wrong = (
             (reason is Reason.DEADLINE_PASSED and request.deadline is None)
             or (reason is Reason.QUEUE_FULL and bool(client.received))

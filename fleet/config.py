@@ -35,16 +35,35 @@ def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = N
     Raises:
         ConfigurationRefused: The file cannot be read, is not TOML or JSON, or does not fit `kind`.
     """
+    raw = _read(path)
     try:
-        content = path.read_bytes()
-        raw = tomllib.loads(content.decode()) if path.suffix == ".toml" else msgspec.json.decode(content)
         for where, value in (changes or {}).items():
             _change(raw, where, value)
         return msgspec.convert(raw, kind)
-    except OSError as error:
-        raise ConfigurationRefused(f"{path}: {error.strerror}") from error
     except msgspec.ValidationError as error:
         raise ConfigurationRefused(f"{path}: {_with_path(error, kind)}") from error
+    except ValueError as error:
+        raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Return the content of a settings file as it is written, without a check of its keys.
+
+    Raises:
+        ConfigurationRefused: The file cannot be read, or is not a TOML or JSON object.
+    """
+    raw = _read(path)
+    if not isinstance(raw, dict):
+        raise ConfigurationRefused(f"{path}: is not an object with keys")
+    return raw
+
+
+def _read(path: Path) -> Any:
+    try:
+        content = path.read_bytes()
+        return tomllib.loads(content.decode()) if path.suffix == ".toml" else msgspec.json.decode(content)
+    except OSError as error:
+        raise ConfigurationRefused(f"{path}: {error.strerror}") from error
     except (ValueError, msgspec.DecodeError, RecursionError) as error:  # RecursionError: thousands of brackets
         raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
 

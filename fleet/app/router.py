@@ -305,6 +305,7 @@ class _Core(Struct, frozen=True, kw_only=True):
             threads=shared.threads,
             resume_tokens=_resume_tokens(settings),
             journal=shared.journal,
+            logs_access=settings.access_log,
         )
         return cls(
             server=server,
@@ -395,6 +396,7 @@ def _relay(settings: RouterSettings, shared: _Shared, backends: _Backends, serve
         id_prefix=secrets.token_hex(4),
         only=not settings.models,
         paths=RelayedPaths.of(settings.external_paths),
+        logs_access=settings.access_log,
     )
 
 

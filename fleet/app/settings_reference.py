@@ -1,10 +1,11 @@
-"""Settings reference: docs/settings.md, generated from the types that define the settings.
+"""Settings reference: the keys of all settings files, as docs/settings.md, as a list and as JSON schemas.
 
-`make chart` writes the page. A unit test compares it with the types.
+All three follow from the types that define the settings. `make chart` writes the page, and a unit test compares it with the types.
+`fleet config` prints the list and the schemas.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,89 @@ from fleet.local.settings import Topology
 from fleet.planner.settings import PlannerSettings
 from fleet.router.settings.router import RouterSettings
 from kvstore.service.settings import StoreSettings
-from operators.chart.docstrings import documented_fields
+from operators.chart.docstrings import documented_fields, structs_of
 from operators.planner.settings import KubePlannerSettings
 from operators.settings import OperatorSettings
 from workers.settings import WorkerSettings
 
-FILES: tuple[tuple[str, type[Struct]], ...] = (
-    ("`fleet serve router --config`", RouterSettings),
-    ("`fleet serve worker --config`", WorkerSettings),
-    ("`fleet serve kvstore --config`", StoreSettings),
-    ("`fleet serve operator --config`", OperatorSettings),
-    ("`fleet serve planner --config`", PlannerSettings),
-    ("`fleet serve kube-planner --config`", KubePlannerSettings),
-    ("`fleet up --config`", Topology),
+KINDS: Mapping[str, type[Struct]] = {
+    "router": RouterSettings,
+    "worker": WorkerSettings,
+    "kvstore": StoreSettings,
+    "operator": OperatorSettings,
+    "planner": PlannerSettings,
+    "kube-planner": KubePlannerSettings,
+    "up": Topology,
+}
+"""The type of each settings file, by the part of `fleet serve` that reads it; `up` is the topology of `fleet up`."""
+
+UNITS = (
+    ("_ms_per_token", "milliseconds per token"),
+    ("_bytes_per_second", "bytes per second"),
+    ("_tokens_per_second", "tokens per second"),
+    ("_per_minute", "per minute"),
+    ("dollars_per_hour", "US dollars per hour"),
+    ("_seconds", "seconds"),
+    ("_ms", "milliseconds"),
+    ("_days", "days"),
+    ("_mib", "MiB"),
+    ("_gib", "GiB"),
+    ("_bytes", "bytes"),
+    ("_blocks", "KV blocks"),
+    ("_tokens", "tokens"),
+    ("_share", "share from 0 to 1"),
 )
+"""Unit of a number by the end of its key; the first end that fits counts."""
+
+NUMBERS = (int, float)
+
+
+class SettingsKey(Struct, frozen=True, kw_only=True):
+    """One key of a settings file."""
+
+    path: str
+    """Path in the file. `NAME` stands for any key of a table, and `[]` for any element of an array."""
+
+    unit: str
+    """Unit of a number; empty: none."""
+
+    default: str
+    """Default value as JSON, or "required", "none" or "see the section"."""
+
+    meaning: str
+
+
+def command_of(part: str) -> str:
+    """Return the command that reads the settings file of a part."""
+    return "fleet up" if part == "up" else f"fleet serve {part}"
+
+
+def settings_keys(kind: type[Struct], path: str = "", outer: tuple[type[Struct], ...] = ()) -> Iterator[SettingsKey]:
+    """Yield all keys of a settings file, each section after its key; `outer` are the sections around `kind`."""
+    texts = documented_fields(kind)
+    for field in structs.fields(kind):
+        key = f"{path}{field.encode_name}"
+        yield SettingsKey(
+            path=key, unit=_unit(field), default=_default(field).strip("`"), meaning=texts.get(field.encode_name, "")
+        )
+        for section in _struct_types(field.type):
+            if section not in (kind, *outer):
+                yield from settings_keys(section, f"{key}{_step(field.type)}.", (*outer, kind))
+
+
+def described_schema(kind: type[Struct]) -> dict[str, Any]:
+    """Return the JSON schema of a settings file, with the meanings and units of its keys as descriptions."""
+    schema = msgspec.json.schema(kind)
+    for name, each in structs_of(kind).items():
+        units = {field.encode_name: _unit(field) for field in structs.fields(each)}
+        properties = schema["$defs"].get(name, {}).get("properties", {})
+        for field, text in documented_fields(each).items():
+            if field in properties:
+                properties[field] = {"description": text} | properties[field]
+        for field, unit in units.items():
+            if unit and field in properties:
+                properties[field] = properties[field] | {"x-unit": unit}
+    return schema
 
 
 def reference() -> str:
@@ -38,10 +108,12 @@ def reference() -> str:
         "# Settings",
         "",
         "Settings files are TOML. Each table lists the keys of one file or of one section in it. `fleet serve PART --set KEY=VALUE` changes a key.",
-        "An unknown key or a value out of range is an error that names the key. This page is generated by `make chart`.",
+        "An unknown key or a value out of range is an error that names the key. `fleet config` prints the same list, `fleet config --json` a JSON schema of each file,",
+        "and `fleet config --check FILE` checks a file. This page is generated by `make chart`.",
     ]
     seen: dict[type[Struct], str] = {}
-    for command, kind in FILES:
+    for part, kind in KINDS.items():
+        command = f"`{command_of(part)} --config`"
         lines += ["", f"## {command}", ""]
         lines += _sections(kind, "", seen, command)
     return "\n".join(lines) + "\n"
@@ -72,6 +144,32 @@ def _struct_types(of: Any) -> list[type[Struct]]:
     if isinstance(of, type) and issubclass(of, Struct):
         return [of]
     return [found for each in getattr(of, "__args__", ()) for found in _struct_types(each)]
+
+
+def _step(of: Any) -> str:
+    """Return what stands between a key and the keys of its section: an element of an array, a name in a table, or nothing."""
+    inner = getattr(of, "__args__", ())
+    if getattr(of, "__origin__", None) is dict:
+        return ".NAME"
+    if getattr(of, "__origin__", None) in (tuple, list):
+        return "[]"
+    return next((step for each in inner if (step := _step(each))), "")
+
+
+def _unit(field: structs.FieldInfo) -> str:
+    """Return the unit of a field by its name; empty if it is no number or its name has none."""
+    if not any(each in NUMBERS for each in _leaves(field.type)):
+        return ""
+    return next((unit for end, unit in UNITS if f"_{field.encode_name}".endswith(end)), "")
+
+
+def _leaves(of: Any) -> Iterator[Any]:
+    """Yield the types that an annotation consists of."""
+    inner = getattr(of, "__args__", ())
+    if not inner:
+        yield of
+    for each in inner:
+        yield from _leaves(each)
 
 
 def _default(field: structs.FieldInfo) -> str:

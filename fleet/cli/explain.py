@@ -10,8 +10,14 @@ from fleet.cli.console.address import add_control, control_client, describe_cont
 from fleet.cli.console.exits import DONE, FAILED
 from fleet.cli.planner.show import add_planner
 from fleet.cli.planner.show import explain as explain_plan
-from fleet.client import CandidateCost, FleetError, OverflowExplained, PlacementExplained
+from fleet.client import CandidateCost, Client, FleetError, OverflowExplained, PlacementExplained, RequestNotFound
 from fleet.core.errors import ConfigurationRefused
+from fleet.router.settings.router import RouterSettings
+
+DEFAULT_POLICY = RouterSettings().policy
+
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+"""Beginnings of the ids of answers by the HTTP APIs, before the id of the request."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "request",
         nargs="?",
         metavar="REQUEST",
-        help="id of a recent request, from the header x-request-id or from --json",
+        help="id of a recent request: that of the answer (such as chatcmpl-…), of the header x-request-id, or from --json",
     )
     parser.add_argument("--plan", metavar="ID", help="a plan instead of a request, as in fleet plan")
     add_control(parser)
@@ -34,17 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
         return explain_plan(arguments)
     try:
         with control_client(arguments) as client:
-            placements = client.explain(arguments.request)
-            overflow = client.explain_overflow(arguments.request)
+            request, placements, overflow = _ask(client, arguments.request)
     except FleetError as error:
         print(f"fleet: {describe_control_error(error, arguments)}", file=sys.stderr)
         return FAILED
     if arguments.json:
-        print(
-            msgspec.json.encode(
-                {"request_id": arguments.request, "placements": placements, "overflow": overflow}
-            ).decode()
-        )
+        print(msgspec.json.encode({"request_id": request, "placements": placements, "overflow": overflow}).decode())
         return DONE
     for number, placed in enumerate(placements, start=1):
         if number > 1:
@@ -55,16 +56,36 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def _ask(client: Client, name: str) -> tuple[str, tuple[PlacementExplained, ...], OverflowExplained | None]:
+    """Return the id of a request, its placements and its overflow; `name` may be the id of an answer.
+
+    Raises:
+        FleetError: The call failed, or no such request is known.
+    """
+    without = next((name.removeprefix(each) for each in ANSWER_PREFIXES if name.startswith(each)), name)
+    try:
+        return name, client.explain(name), client.explain_overflow(name)
+    except RequestNotFound:
+        if without == name:
+            raise
+        return without, client.explain(without), client.explain_overflow(without)
+
+
 def _lines(placed: PlacementExplained) -> Iterator[str]:
     where = f"on {placed.decode}"
     if placed.prefill:
         where = f"prefill on {placed.prefill}, decode on {placed.decode}, blocks by {placed.kv_path}"
     yield f"{where}: {placed.why.replace('_', ' ')}; {placed.prefill_tokens} prompt tokens to compute"
-    yield from _table(f"decode, by {placed.policy}", placed.candidates, placed.decode)
+    yield from _table(f"decode, by {_policy(placed.policy)}", placed.candidates, placed.decode)
     if placed.prefill_candidates:
-        yield from _table(f"prefill, by {placed.prefill_policy}", placed.prefill_candidates, placed.prefill)
+        yield from _table(f"prefill, by {_policy(placed.prefill_policy)}", placed.prefill_candidates, placed.prefill)
     for worker, cause in placed.unfit.items():
         yield f"  {worker:14} no candidate: {cause.replace('_', ' ')}"
+
+
+def _policy(name: str) -> str:
+    """Return the name of a policy with the unit of its costs."""
+    return f"{name}, costs in {'blocks of prefill' if name == DEFAULT_POLICY else 'a unit of its own'}"
 
 
 def _overflow_lines(overflow: OverflowExplained) -> Iterator[str]:

@@ -8,9 +8,14 @@ from collections.abc import Iterator
 import msgspec
 
 from fleet.cli.console.address import add_control, control_client, describe_control_error
+from fleet.cli.console.colours import CLEARED, Colour, coloured
 from fleet.cli.console.exits import DONE, FAILED
 from fleet.cli.local.pools import unfinished
+from fleet.cli.local.rates import RecentRates
 from fleet.client import ClusterStatus, FleetError
+from fleet.core.clock import SECOND
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.system_clock import unix_milliseconds
 from fleet.local.runs import run_at
 from fleet.planner.connectors.open import connector_of
 from fleet.planner.messages import PlanWriter
@@ -23,9 +28,18 @@ MIB = 1 << 20
 def configure(parser: argparse.ArgumentParser) -> None:
     add_control(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="go on until Ctrl-C, once a second, with rates and percentiles of the last minute",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.watch and arguments.json:
+        raise ConfigurationRefused("--watch: shows tables, so it cannot go with --json")
+    if arguments.watch:
+        return _watch(arguments)
     failing = list(_failing(arguments.address))
     try:
         with control_client(arguments) as client:
@@ -34,10 +48,57 @@ def run(arguments: argparse.Namespace) -> int:
         for line in (describe_control_error(error, arguments), *failing):
             print(f"fleet: {line}", file=sys.stderr)
         return FAILED
-    print(msgspec.json.encode(status).decode() if arguments.json else "\n".join(_lines(status)))
+    lines = [*_place(arguments.address), *_lines(status)]
+    print(msgspec.json.encode(status).decode() if arguments.json else "\n".join(lines))
     for line in (*failing, *asyncio.run(_scaling(arguments.address))):
         print(f"fleet: {line}", file=sys.stderr)
     return DONE
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    """Show the state after each demand report; Ctrl-C is the usual end."""
+    rates = RecentRates()
+    try:
+        with control_client(arguments) as client:
+            for report in client.watch_demand():
+                rates.hear(report)
+                uptime = f"router {report.router}  up {uptime_words(report.uptime / SECOND)}"
+                shown = [*_place(arguments.address), uptime, *_lines(client.status()), *rates.lines()]
+                shown += [f"fleet: {line}" for line in _failing(arguments.address)]
+                print(f"{CLEARED if sys.stdout.isatty() else ''}{chr(10).join(shown)}\n", flush=True)
+        print("fleet: the router ended the watch", file=sys.stderr)
+    except KeyboardInterrupt:
+        return DONE
+    except FleetError as error:
+        print(f"fleet: {describe_control_error(error, arguments)}", file=sys.stderr)
+    return FAILED
+
+
+def _place(address: str) -> Iterator[str]:
+    """Return a line with the URLs and the uptime of a cluster of this machine; none for others."""
+    run_ = run_at(address)
+    if run_ is None or (told := run_.addresses()) is None or (supervisor := run_.supervisor()) is None:
+        return
+    scheme = "https" if told.tls.certificate else "http"
+    ways = {
+        "grpc": told.grpc_listen,
+        "kserve": told.kserve_listen,
+        "health": told.health_listen and f"http://{told.health_listen}/health",
+        "control": told.control_listen,
+    }
+    others = "".join(f"  {name} {way}" for name, way in ways.items() if way)
+    up = uptime_words((unix_milliseconds() / 1000) - supervisor.started)
+    yield f"http {scheme}://{told.http_listen}/v1{others}  up {up}"
+
+
+def uptime_words(seconds: float) -> str:
+    """Return a duration in its two largest units."""
+    minutes, rest = divmod(int(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [f"{days} d", f"{hours} h", f"{minutes} min", f"{rest} s"]
+    first = next((index for index, number in enumerate((days, hours, minutes)) if number), 3)
+    return " ".join(parts[first : first + 2])
 
 
 def _failing(address: str) -> Iterator[str]:
@@ -65,12 +126,16 @@ async def _scaling(address: str) -> list[str]:
         return []
 
 
+def _state(state: str) -> str:
+    return coloured(f"{state:10}", Colour.GREEN if state == "serving" else Colour.YELLOW)
+
+
 def _lines(status: ClusterStatus) -> Iterator[str]:
     for pool in status.pools:
         yield f"{pool.model}  {pool.role}"
         for worker in pool.workers:
             yield (
-                f"  {worker.worker_id:14} {worker.state:10} {worker.engine:18}"
+                f"  {worker.worker_id:14} {_state(worker.state)} {worker.engine:18}"
                 f" running {worker.running}  waiting {worker.waiting}  booked {worker.booked_requests}"
                 f"  blocks used {worker.kv_blocks_used}/{worker.kv_blocks}  cached {worker.cached_blocks}"
                 f" (worth {worker.cache_seconds:.2f} s)"

@@ -3,8 +3,10 @@
 import argparse
 import asyncio
 import secrets
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 from msgspec import structs
 
@@ -16,32 +18,38 @@ from fleet.config import build_settings, load
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import KvPath, Placement, Role
 from fleet.local.processes import ClusterFailed
-from fleet.local.settings import PoolSection, Topology
+from fleet.local.settings import SIMULATED, PoolSection, Topology
 from fleet.local.topology import addresses
 from fleet.router.tenants import TenantSettings
+from workers.settings import SimulatedSettings
 
 DEMO_TOKENS = 48
 DEMO_SECONDS = 120.0
+KEYS_TENANT = "api-key"  # tenant that the keys of --api-key belong to
+SIMULATED_RANKS = get_args(get_type_hints(SimulatedSettings)["tensor_parallel"])
+MOST = 1 << 31
 OWN_TENANT = "fleet-up"  # tenant for the requests of --demo and --check, if clients need a key
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="TOML", help="topology; the options below override it")
     parser.add_argument("--engine", help="vllm (default) or simulated, which needs no engine installed")
-    parser.add_argument(
-        "--model", metavar="DIR", help="Hugging Face folder or repository (default: a tiny model, made on the spot)"
-    )
-    parser.add_argument(
-        "--tool-call-parser",
-        metavar="NAME",
-        help="parser of tool calls, by vLLM's name (default: by the chat template)",
-    )
-    parser.add_argument(
-        "--reasoning-parser", metavar="NAME", help="parser of reasoning, by vLLM's name (default: by the chat template)"
-    )
+    _add_model_options(parser)
     parser.add_argument("--prefill", type=_count, metavar="N", help="prefill workers (default: 1)")
     parser.add_argument("--decode", type=_count, metavar="N", help="decode workers (default: 1)")
-    parser.add_argument("--http-port", type=_port, metavar="PORT", help="OpenAI API (default: 8000; 0: any free one)")
+    parser.add_argument(
+        "--host", type=_host, metavar="HOST", help="address of all ports for clients (default: 127.0.0.1; all: 0.0.0.0)"
+    )
+    parser.add_argument(
+        "--http-port", "--port", type=_port, metavar="PORT", help="OpenAI API (default: 8000; 0: any free one)"
+    )
+    parser.add_argument(
+        "--api-key",
+        nargs="+",
+        action="extend",
+        metavar="KEY",
+        help="keys that clients must have one of, for the tenant api-key; others see them in the list of processes",
+    )
     parser.add_argument("--grpc-port", type=_port, metavar="PORT", help="gRPC API (default: 50051; 0: any free one)")
     parser.add_argument(
         "--kserve-port",
@@ -61,10 +69,55 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ready-file", type=Path, metavar="FILE", help="write endpoints and process ids there when ready"
     )
+    parser.add_argument(
+        "--access-log", action="store_true", help="write a line for each request to the router's log (see fleet logs)"
+    )
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the logs of all processes there")
     parser.add_argument("--demo", metavar="TEXT", help="send this prompt when ready and show the answer")
     parser.add_argument(
         "--check", action="store_true", help="compare tokens with one aggregated engine, report, and end"
+    )
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options about the model, by the names that vLLM and SGLang give them."""
+    parser.add_argument(
+        "--model",
+        "--model-path",
+        metavar="DIR",
+        help="Hugging Face folder or repository (default: a tiny model, made on the spot)",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="name under which clients ask for the model (default: that of its folder or repository)",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        "--context-length",
+        type=_positive,
+        metavar="N",
+        help="most tokens of prompt plus answer (default: 4096, or less if the model has less)",
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        "--tp-size",
+        "--tp",
+        "-tp",
+        type=_positive,
+        metavar="N",
+        help="ranks of every worker (default: 1)",
+    )
+    parser.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="Jinja template of chats (default: that of the model)"
+    )
+    parser.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="parser of tool calls, by vLLM's name (default: by the chat template)",
+    )
+    parser.add_argument(
+        "--reasoning-parser", metavar="NAME", help="parser of reasoning, by vLLM's name (default: by the chat template)"
     )
 
 
@@ -143,29 +196,33 @@ def with_own_key(topology: Topology) -> tuple[Topology, str]:
 def read_topology(arguments: argparse.Namespace) -> Topology:
     """Return the topology of the file, or the default, changed by the options."""
     topology = load(arguments.config, Topology) if arguments.config else Topology()
-    cluster = topology.cluster
-    if arguments.engine:
-        cluster = structs.replace(cluster, engine=arguments.engine)
-    if arguments.model:
-        cluster = structs.replace(cluster, model=arguments.model)
-    if arguments.tls:
-        cluster = structs.replace(cluster, tls=True)
-    for name in ("tool_call_parser", "reasoning_parser"):
-        if getattr(arguments, name) is not None:
-            cluster = structs.replace(cluster, **{name: getattr(arguments, name)})
-    if arguments.kv_paths:
-        cluster = structs.replace(cluster, kv_paths=arguments.kv_paths)
+    given = {
+        "engine": arguments.engine,
+        "model": arguments.model,
+        "served_name": arguments.served_model_name,
+        "max_model_len": arguments.max_model_len,
+        "chat_template": arguments.chat_template and str(arguments.chat_template.absolute()),
+        "tool_call_parser": arguments.tool_call_parser,
+        "reasoning_parser": arguments.reasoning_parser,
+        "tls": arguments.tls or None,
+        "kv_paths": arguments.kv_paths,
+    }
+    cluster = structs.replace(topology.cluster, **{name: value for name, value in given.items() if value is not None})
     kserve_listen = topology.router.kserve_listen
     if arguments.kserve_port is not None:
         kserve_listen = _with_port(kserve_listen or topology.router.grpc_listen, arguments.kserve_port)
     router = structs.replace(
         topology.router,
-        http_listen=_with_port(topology.router.http_listen, arguments.http_port),
-        grpc_listen=_with_port(topology.router.grpc_listen, arguments.grpc_port),
-        kserve_listen=kserve_listen,
+        http_listen=_with_host(_with_port(topology.router.http_listen, arguments.http_port), arguments.host),
+        grpc_listen=_with_host(_with_port(topology.router.grpc_listen, arguments.grpc_port), arguments.host),
+        kserve_listen=_with_host(kserve_listen, arguments.host),
+        access_log=topology.router.access_log or arguments.access_log,
+        tenants=_with_keys(topology.router.tenants, arguments.api_key or ()),
     )
     pools = _with_replicas(topology.pools, Role.PREFILL, arguments.prefill)
     pools = _with_replicas(pools, Role.DECODE, arguments.decode)
+    if arguments.tensor_parallel_size is not None:
+        pools = tuple(_with_ranks(pool, cluster.engine, arguments.tensor_parallel_size) for pool in pools)
     return build_settings(
         Topology,
         cluster=cluster,
@@ -190,6 +247,33 @@ def _with_replicas(pools: tuple[PoolSection, ...], role: Role, replicas: int | N
     return (*(pool for pool in pools if pool.role is not role), changed)
 
 
+def _with_ranks(pool: PoolSection, engine: str, ranks: int) -> PoolSection:
+    if engine != SIMULATED:
+        extra = {**pool.vllm.extra_args, "tensor_parallel_size": ranks}
+        return structs.replace(pool, vllm=structs.replace(pool.vllm, extra_args=extra))
+    if ranks not in SIMULATED_RANKS:
+        raise ConfigurationRefused(
+            f"--tensor-parallel-size: {ranks}: the simulated engine has {', '.join(map(str, SIMULATED_RANKS))} ranks"
+        )
+    return structs.replace(pool, simulated=structs.replace(pool.simulated, tensor_parallel=ranks))
+
+
+def _with_keys(tenants: dict[str, TenantSettings], keys: Sequence[str]) -> dict[str, TenantSettings]:
+    """Return the tenants, and one more for the keys of the command line, if there are any."""
+    if not keys:
+        return tenants
+    if KEYS_TENANT in tenants:
+        raise ConfigurationRefused(f"--api-key: the topology has a tenant {KEYS_TENANT}; give it the keys in the file")
+    if not all(keys):
+        raise ConfigurationRefused("--api-key: a key is empty")
+    digests = tuple(sha256(key.encode()).hexdigest() for key in dict.fromkeys(keys))
+    return {**tenants, KEYS_TENANT: TenantSettings(api_key_sha256=digests)}
+
+
+def _with_host(listen: str, host: str | None) -> str:
+    return listen if host is None or not listen else f"{host}:{listen.rpartition(':')[2]}"
+
+
 def _with_port(listen: str, port: int | None) -> str:
     return listen if port is None else f"{listen.rpartition(':')[0]}:{port}"
 
@@ -198,6 +282,18 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) > 64:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 64")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST}")
+    return int(text)
+
+
+def _host(text: str) -> str:
+    if not text or "/" in text or any(each.isspace() for each in text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a host, as in 127.0.0.1")
+    return f"[{text}]" if ":" in text and not text.startswith("[") else text
 
 
 def _port(text: str) -> int:

@@ -61,6 +61,11 @@ class StreamedAnswer:
             raise RuntimeError("the stream has not ended; iterate it first")
         return self._result
 
+    @property
+    def has_begun(self) -> bool:
+        """True once a part of the answer has arrived."""
+        return bool(self._deltas)
+
     def resume(self) -> Resume | None:
         """Return what a router needs to go on with this answer; None if it has given no resume token."""
         if not self._resume_token:

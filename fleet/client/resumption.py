@@ -5,7 +5,9 @@ Rules:
 1. A stream breaks if its router cannot be reached any more, hangs (the connection's pings say so), or stops. Other errors
    end the answer. While no router has taken the request again, one that is full or knows no worker is tried again, too.
 2. With a resume token, the next router is sent the request, the token and all tokens that the client has, and goes on
-   after them. Without one nothing has arrived, so the request is sent again as it was.
+   after them. Without one, the request is sent again as it was if no part of the answer has arrived. Otherwise the
+   stream ends with an error, because parts of the answer would come twice. A router gives no tokens if its clients have
+   keys and it has no secret.
 3. Tries go round the routers, the first round without a pause. They end a set time after the break, or with the deadline
    of the answer. Any message that arrives ends the break.
 """
@@ -115,9 +117,19 @@ class Resumption:
         return self._clock.now() / SECOND
 
     def request(self, answer: StreamedAnswer) -> tuple[pb.GenerateRequest, float | None]:
-        """Return the message of the next try and its timeout in seconds."""
+        """Return the message of the next try and its timeout in seconds.
+
+        Raises:
+            Unavailable: A part of the answer has arrived, and no resume token.
+        """
         request = self._request
-        if (resume := answer.resume()) is not None:
+        if (resume := answer.resume()) is None:
+            if answer.has_begun:
+                raise Unavailable(
+                    "the stream broke, and no router can go on with its answer: its router gave no resume token; set"
+                    " prompt_secret on the routers"
+                )
+        else:
             request = pb.GenerateRequest()
             request.CopyFrom(self._request)
             request.resume.CopyFrom(encode_resume(resume))

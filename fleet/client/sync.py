@@ -25,9 +25,12 @@ from fleet.client.results import (
 )
 from fleet.client.resumption import RESUMABLE_OPTIONS, Resumption, RouterRing, addresses_of, resume_limit
 from fleet.client.tls import ClientTls, check_key_is_safe, open_channel
+from fleet.core.demand_reports import DemandReport
 from fleet.core.errors import Reason
 from fleet.core.requests import Delta, ModelCard
+from fleet.core.system_clock import SystemClock
 from fleet.net.grpc.options import CHANNEL_OPTIONS
+from fleet.planner.sources.wire import decode_report
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from fleet.wire.inference import decode_model
 from kvstore.security.credentials import Credentials
@@ -158,6 +161,16 @@ class Client:
         """
         with control_errors():
             return decode_status(self._cluster.Status(control_pb2.StatusRequest(), timeout=CALL_SECONDS))
+
+    def watch_demand(self) -> Iterator[DemandReport]:
+        """Yield what this router process counts of the demand and of latencies, about once a second, until closed.
+
+        Raises:
+            FleetError: The call failed.
+        """
+        with control_errors():
+            for message in self._cluster.WatchDemand(control_pb2.WatchDemandRequest()):
+                yield decode_report(message, SystemClock().now())
 
     def explain(self, request_id: str) -> tuple[PlacementExplained, ...]:
         """Return the placements of a request, the first one first.

@@ -54,9 +54,10 @@ from fleet.core.roles import Placement
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.validation import validate, validate_length
 from fleet.core.work import LoraAdapter, ParsingTask
+from fleet.frontend.access_log import AccessEntry
 from fleet.frontend.answer_journal import AnswerJournal, JournalEntry
 from fleet.frontend.resume_tokens import FIELD as RESUME_FIELD
-from fleet.frontend.resume_tokens import ResumeClaims, ResumeTokens, prompt_digest
+from fleet.frontend.resume_tokens import NO_RESUME_TOKENS, ResumeClaims, ResumeTokens, prompt_digest
 from fleet.frontend.resumed_answer import Answer, EndedAnswer, ResumedAnswer
 from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer
@@ -103,6 +104,7 @@ class Generation:
         threads: TokenizerThreads,
         resume_tokens: ResumeTokens | None = None,
         journal: AnswerJournal | None = None,
+        logs_access: bool = False,
     ) -> None:
         self._router = router
         self._codecs = codecs
@@ -115,6 +117,7 @@ class Generation:
         self._threads = threads
         self._parsing_plans = ParsingPlans()
         self._resume_tokens = resume_tokens  # None if streams cannot be resumed
+        self._logs_access = logs_access  # each request is a line of the log
         self._journal = journal  # None if this router keeps no tokens for clients
 
     @property
@@ -179,7 +182,8 @@ class Generation:
         Raises:
             RequestRejected: Before `Admitted` if the request was not accepted; after it if it could not be completed.
         """
-        measured = _RequestTimes(self._clock, self.metrics)
+        entry = AccessEntry(request.id, request.model, request.tenant) if self._logs_access else None
+        measured = _RequestTimes(self._clock, self.metrics, entry)
         resumed = None
         if request.resume is not None:
             try:
@@ -195,6 +199,8 @@ class Generation:
             tenant = self._tenants.tenant(authorization, request.tenant)
             if tenant != request.tenant:
                 request = structs.replace(request, tenant=tenant)
+                if entry is not None:
+                    entry.tenant = tenant
             async with aclosing(self._generate(request, measured, overflow, resumed)) as events:
                 async for event in events:
                     yield event
@@ -302,6 +308,8 @@ class Generation:
             replayed, ended = len(resumed.token_ids), resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
             claims = self._claims(request, card, tokens, resumed)
+        elif request.journaled:  # the client waits for event ids, which need tokens
+            raise invalid("resumable", NO_RESUME_TOKENS)
         journal, journal_key, turn = None, 0, 0
         if request.journaled and claims is not None:
             journal, journal_key, turn = self._journal, claims.answer, claims.resumes
@@ -416,10 +424,7 @@ class Generation:
         """
         assert request.resume is not None
         if self._resume_tokens is None:
-            raise invalid(
-                RESUME_FIELD,
-                "streams cannot be resumed here: where clients have keys, routers need a common prompt_secret or tenant_secret",
-            )
+            raise invalid(RESUME_FIELD, NO_RESUME_TOKENS)
         if request.whole:
             raise invalid(RESUME_FIELD, "is only for streams")
         tenant = self._tenants.tenant(authorization, request.tenant)
@@ -669,9 +674,10 @@ def _quoted(name: str) -> str:
 class _RequestTimes:
     """Measures the times and the usage of one request, and reports them to the metrics at its end."""
 
-    def __init__(self, clock: Clock, metrics: RouterProcessMetrics) -> None:
+    def __init__(self, clock: Clock, metrics: RouterProcessMetrics, entry: AccessEntry | None) -> None:
         self._clock = clock
         self._metrics = metrics
+        self._entry = entry
         self._began = clock.now()
         self._first: Nanos | None = None
         self._latest = self._began
@@ -710,3 +716,7 @@ class _RequestTimes:
         if self._first is not None and self._steps > 1 and self.usage is not None:
             gaps = max(1, self.usage.completion_tokens - 1)
             self._metrics.gaps((self._latest - self._first) / SECOND / gaps, self._longest / SECOND)
+        if self._entry is not None:
+            first = None if self._first is None else (self._first - self._began) / SECOND
+            total = (self._clock.now() - self._began) / SECOND
+            self._entry.write(outcome, usage=self.usage, kv=self._kv, first_seconds=first, seconds=total)

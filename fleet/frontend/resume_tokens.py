@@ -29,6 +29,10 @@ from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import TokenBytes
 
 FIELD = "resume.token"
+NO_RESUME_TOKENS = (
+    "is not possible here: this router gives no resume tokens, because its clients have keys and it has no secret; set"
+    " prompt_secret or tenant_secret on all routers"
+)
 MAX_FREE_RESUMES = 8
 MAX_REMEMBERED_USES = 65_536  # memory: about 150 bytes for each used token
 MAX_TOKEN_CHARACTERS = 4096

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+import psutil
 from msgspec import Struct
 
 from fleet.core.file_locks import ALIVE_FILE, hold_lock_file, is_abandoned, remove_locked_folder, take_abandoned
@@ -35,17 +36,42 @@ PLANS = "plans"
 LONGEST_PARENT = 40  # Most characters in the path of the runtime folder's parent; a socket's path may have 107.
 GROUPS, TEMPORARY, ROUTER = "groups", "tmp", "router.json"
 PARTS = "parts.json"
+SUPERVISOR = "supervisor.json"
 AUTHORITY = "ca.pem"
 LOGS = "logs"
 """Link to the logs of a run, if they are outside its runtime folder."""
 
 
+class RouterTls(Struct, frozen=True):
+    """The setting that says whether a router's ports for clients have TLS."""
+
+    certificate: str = ""
+
+
 class RouterAddresses(Struct, frozen=True):
     """The router settings that commands need."""
 
+    http_listen: str = ""
     grpc_listen: str = ""
+    kserve_listen: str = ""
+    health_listen: str = ""
+    tls: RouterTls = RouterTls()
     control_listen: str = ""
     control_credentials: Credentials = Credentials()
+
+
+class SupervisorRecord(Struct, frozen=True, kw_only=True):
+    """The process that runs `fleet up`."""
+
+    pid: int
+    started: float  # seconds since 1970, as the kernel tells it
+
+    @property
+    def alive(self) -> bool:
+        """True if this process runs; another one with the same id does not count."""
+        with suppress(psutil.Error):
+            return psutil.Process(self.pid).create_time() == self.started
+        return False
 
 
 class ProcessReport(Struct, frozen=True, kw_only=True):
@@ -108,6 +134,19 @@ class LocalRun(Struct, frozen=True):
             return msgspec.json.decode((self.folder / ROUTER).read_bytes(), type=RouterAddresses)
         except (OSError, msgspec.DecodeError):
             return None
+
+    def supervisor(self) -> SupervisorRecord | None:
+        """Return the process that runs the cluster; None if the run is none of `fleet up`, or that process has ended."""
+        try:
+            found = msgspec.json.decode((self.folder / SUPERVISOR).read_bytes(), type=SupervisorRecord)
+        except (OSError, msgspec.DecodeError):
+            return None
+        return found if found.alive else None
+
+    @property
+    def logs(self) -> Path:
+        """Folder with the logs of its processes."""
+        return self.folder / LOGS if (self.folder / LOGS).exists() else self.folder
 
     def clear(self) -> int | None:
         """End the remaining processes of a killed run and remove its folder; blocks for a few seconds at most.
@@ -172,6 +211,18 @@ def note_logs(folder: Path, logs: Path) -> None:
     if logs != folder:
         with suppress(OSError):
             (folder / LOGS).symlink_to(logs.resolve())
+
+
+def note_supervisor(folder: Path) -> None:
+    """Record that this process runs a cluster.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    record = SupervisorRecord(pid=os.getpid(), started=psutil.Process().create_time())
+    unfinished = folder / f".{SUPERVISOR}"
+    unfinished.write_bytes(msgspec.json.encode(record))
+    unfinished.replace(folder / SUPERVISOR)
 
 
 def note_parts(folder: Path, parts: Mapping[str, ProcessReport]) -> None:

@@ -38,6 +38,8 @@ SIMULATED = "simulated"
 """The engine that needs no further package."""
 
 
+CHAT_TEMPLATE = "chat_template.jinja"
+
 Seconds = Annotated[float, Meta(ge=1, le=86_400)]
 
 
@@ -93,6 +95,9 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     engine: Annotated[str, Meta(min_length=1)] = "vllm"
     """Name of an entry point in the group `workers.engines`."""
+
+    chat_template: str = ""
+    """File with the Jinja template of chats, relative to the file; empty: that of the model."""
 
     tool_call_parser: str = "auto"
     """The parser of tool calls, by vLLM's name; see `tool_call_parser` of the workers."""
@@ -283,6 +288,28 @@ def model_folder(cluster: ClusterSection, tiny: Path, relative_to: Path) -> Path
                 f"cluster.model: {folder} is not a Hugging Face model folder: it has no {needed}"
             )
     return folder
+
+
+def with_chat_template(folder: Path, template: str, relative_to: Path, runtime: Path) -> Path:
+    """Return the model's folder, or one beside it in `runtime` that has the same files and another chat template.
+
+    Raises:
+        ConfigurationRefused: The template cannot be read.
+    """
+    if not template:
+        return folder
+    file = (relative_to / Path(template).expanduser()).resolve()
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ConfigurationRefused(f"cluster.chat_template: {file}: {error.strerror}") from error
+    copy = runtime / "model"
+    copy.mkdir()
+    for each in folder.iterdir():
+        (copy / each.name).symlink_to(each.resolve())
+    (copy / CHAT_TEMPLATE).unlink(missing_ok=True)
+    (copy / CHAT_TEMPLATE).write_bytes(content)
+    return copy
 
 
 def adapter_folders(cluster: ClusterSection, relative_to: Path) -> dict[ModelName, str]:

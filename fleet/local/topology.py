@@ -11,6 +11,7 @@ Rules:
 import errno
 import json
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ from fleet.local.runs import AUTHORITY
 from fleet.local.settings import SIMULATED, TINY, ClusterSection, PoolSection, StorePlace, SupervisionSettings, Topology
 from fleet.local.supervision import ChildProcess
 from fleet.planner.messages import PoolName, worker_prefix
+from fleet.router.settings.router import RouterSettings
 from kvstore.clock import nanos
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
@@ -132,6 +134,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         processes.append(_store_process(folder, node, liveness_limits(topology.supervision, STORE)))
     router = structs.replace(
         topology.router,
+        prompt_secret=_prompt_secret(topology.router),
         http_listen=http,
         grpc_listen=grpc,
         health_listen=health,
@@ -202,6 +205,16 @@ def _check_engine(name: str) -> None:
         raise ConfigurationRefused(
             f"cluster.engine: vllm is not installed; run {install_command('vllm')}, or use the engine simulated"
         )
+
+
+def _prompt_secret(router: RouterSettings) -> str:
+    """Return the router's secret, or a new one for as long as the cluster runs if clients have keys and there is none.
+
+    Without a secret, a router whose clients have keys gives no resume tokens.
+    """
+    if router.prompt_secret or router.tenant_secret or not any(each.api_key_sha256 for each in router.tenants.values()):
+        return router.prompt_secret
+    return secrets.token_hex(32)
 
 
 def _store(topology: Topology, folder: Path) -> StoreSettings:

@@ -32,7 +32,7 @@ SKEW_SECONDS = 5
 
 
 class WorkerRegistration(Struct, frozen=True, kw_only=True):
-    """What Leases and routers report about one worker."""
+    """Facts about one worker, as Leases and routers report them."""
 
     pod: str
     warm_blocks: int | None = None

@@ -22,8 +22,16 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock
 from fleet.local.pools import LocalPools, drain, router_cache_worth
 from fleet.local.processes import ClusterFailed, LocalProcesses
-from fleet.local.runs import AUTHORITY, PARTS, local_runs, runtime_folder
-from fleet.local.settings import SIMULATED, TINY, Topology, adapter_folders, model_folder, served_name
+from fleet.local.runs import AUTHORITY, PARTS, local_runs, note_supervisor, runtime_folder
+from fleet.local.settings import (
+    SIMULATED,
+    TINY,
+    Topology,
+    adapter_folders,
+    model_folder,
+    served_name,
+    with_chat_template,
+)
 from fleet.local.tiny_model import build_tiny_model
 from fleet.local.topology import LocalPlan, plan
 from fleet.net.control.access import load_control_access
@@ -103,8 +111,11 @@ async def with_cluster(
     topology = structs.replace(topology, cluster=structs.replace(topology.cluster, adapters=adapters))
     _clean_up_killed_runs()
     with runtime_folder() as runtime:
+        note_supervisor(runtime)
         topology = with_certificate(topology, runtime)
-        planned = plan(topology, folder=runtime, model_dir=folder, model=served_name(topology.cluster, folder))
+        model = served_name(topology.cluster, folder)
+        folder = with_chat_template(folder, topology.cluster.chat_template, surroundings.relative_to, runtime)
+        planned = plan(topology, folder=runtime, model_dir=folder, model=model)
         processes = LocalProcesses(
             planned.processes,
             folder=runtime,

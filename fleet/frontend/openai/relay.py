@@ -23,10 +23,11 @@ from typing import Any, Protocol
 
 from msgspec import Raw, structs
 
-from fleet.core.clock import Clock, Nanos
+from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import Reason, RequestRejected, internal_error
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import TOKEN_BYTES
+from fleet.frontend.access_log import write_relayed
 from fleet.frontend.metrics.relay import RelayMetrics
 from fleet.frontend.openai.answers import rate_limit_headers
 from fleet.frontend.openai.bodies import HINT_HEADER_NAMES, OPENAI_FIELD_NAMES, header_hints
@@ -252,6 +253,7 @@ class Relay:
         id_prefix: str,
         only: bool,
         paths: RelayedPaths,
+        logs_access: bool = False,
     ) -> None:
         """Create the relay.
 
@@ -266,6 +268,7 @@ class Relay:
             id_prefix: Prefix of this process for request ids.
             only: Whether the router serves external backends alone, and no workers of Fleet.
             paths: The paths that clients may reach.
+            logs_access: Whether each request is a line of the log.
         """
         self.router = router
         self._workers = workers
@@ -275,6 +278,7 @@ class Relay:
         self._clock = clock
         self._id_prefix = id_prefix
         self._only = only
+        self._logs_access = logs_access
         self.paths = paths
         self.placed = frozenset({CHAT, COMPLETIONS, EMBEDDINGS}).union(
             path for path in PLACED if paths.classify(path) is PathClass.RELAYED
@@ -404,6 +408,9 @@ class Relay:
         now = self._clock.now()
         if relayed.answer_tokens:
             self._tenants.used(relayed.tenant, relayed.answer_tokens, now)
+        if self._logs_access:
+            reason, seconds = None if refused is None else refused.reason, (now - relayed.began_at) / SECOND
+            write_relayed(relayed.request_id, relayed.tenant, reason, relayed.answer_tokens, seconds)
         answered = refused is None or relayed.flow is not None
         self._metrics.ended(None if refused is None else refused.reason, now - relayed.began_at, answered=answered)
         self._active -= 1

@@ -1,6 +1,8 @@
 """Kubeconfig: how to reach the API server, by the file that kubectl reads too, or by a pod's service account."""
 
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import yaml
 from kubernetes.aio.client import Configuration
@@ -30,7 +32,7 @@ async def api_configuration(kubeconfig: str) -> Configuration:
             load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         except (ConfigException, OSError) as error:
             raise KubernetesError(f"kubeconfig: is required outside of a pod: {error}") from error
-        return configuration
+        return _with_environment(configuration)
     if not Path(kubeconfig).exists():  # noqa: ASYNC240 - once, at the start
         raise KubernetesError(
             f"kubeconfig: {kubeconfig}: No such file; name the file that kubectl uses for the cluster"
@@ -42,4 +44,17 @@ async def api_configuration(kubeconfig: str) -> Configuration:
     except UNUSABLE as error:
         why = " ".join(str(error).split())
         raise KubernetesError(f"kubeconfig: {kubeconfig}: is not a usable kubeconfig: {why}") from error
+    return _with_environment(configuration)
+
+
+def _with_environment(configuration: Configuration) -> Configuration:
+    """Read once what each request would read in two other threads: the environment's proxy. ~/.netrc is not read at all."""
+    configuration.client_session_kwargs = {"trust_env": False}
+    configuration.proxy = configuration.proxy or environment_proxy(configuration.host)
     return configuration
+
+
+def environment_proxy(address: str) -> str | None:
+    """Return the proxy for an address by HTTP_PROXY, HTTPS_PROXY and NO_PROXY, or None. All clients of Kubernetes obey them."""
+    parts = urlsplit(address)
+    return None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)

@@ -4,12 +4,12 @@ All other fields are skipped while an object is decoded, so that a cache of a th
 stream of events leaves nothing behind.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self, TypeVar
 
 import msgspec
+import xxhash
 from msgspec import Struct
 
 from fleet.net.kubernetes import kinds
@@ -313,7 +313,7 @@ def _ownership(entries: Sequence[ManagedFieldsEntry]) -> FieldOwnership:
 
 
 def _digest(*parts: bytes) -> str:
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16] if parts else ""
+    return xxhash.xxh3_128_hexdigest(b"\0".join(parts)) if parts else ""
 
 
 def _unversioned(metadata: ObjectMetadata) -> ObjectMetadata:

@@ -439,6 +439,10 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Profiles of workers, by the beginning of their names ("" for all): first tokens and token gaps are then predicted,
     corrected by measurements, and compared with them (metrics `fleet_prediction_…`, `fleet_worker_drifts`). Empty: nothing is predicted."""
 
+    access_log: bool = False
+    """Write a line to the log for each request that ended or was refused: its id, model and tenant, its outcome, tokens and times,
+    without the content of prompts and answers."""
+
     record: str = ""
     """File for a recording of all events and decisions of this router, for `fleet sim replay`: without the content of
     prompts and answers, with the names of requests, tenants and sessions. Empty: nothing is recorded."""

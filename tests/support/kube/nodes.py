@@ -216,7 +216,11 @@ class Nodes:
             for each in self.cluster.storage.items(place)
         }
         for pod in list(self.pods()):
-            if (owner := _owner(pod)) is not None and owner not in owners and not pod["metadata"].get("deletionTimestamp"):
+            if (
+                (owner := _owner(pod)) is not None
+                and owner not in owners
+                and not pod["metadata"].get("deletionTimestamp")
+            ):
                 metadata = pod["metadata"]
                 self.cluster.delete(self.cluster.catalogue.at(PODS), metadata["namespace"], metadata["name"], {})
 

@@ -12,6 +12,7 @@ import pytest
 from fleet import config
 from fleet.cli import doctor, up
 from fleet.cli.main import run
+from fleet.cli.status import uptime_words
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import KvPath, Role
 from fleet.local.settings import Topology
@@ -61,7 +62,6 @@ def test_help_of_every_command_says_what_it_does(capsys):
 @pytest.mark.parametrize(
     "argv",
     [
-        [],
         ["fly"],
         ["up", "--prefill", "-1"],
         ["up", "--decode", "many"],
@@ -91,7 +91,13 @@ def test_a_misused_command_line_exits_2_with_one_line(argv, capsys):
     ("argv", "cause"),
     [
         (["up", "--nosuch"], "fleet up: unrecognized arguments: --nosuch (see fleet up --help)"),
-        (["generate", "hi", "--placement", "x"], "(choose from 'auto', "),
+        (["generate", "hi", "--placement", "x"], "argument --placement: 'x' is none of auto, "),
+        (["statsu"], "'statsu' is none of up, "),
+        (["statsu"], "; did you mean 'status'?"),
+        (["up", "--http-prot", "1"], "unrecognized arguments: --http-prot 1; did you mean '--http-port'?"),
+        (["up", "--engin3=vllm"], "unrecognized arguments: --engin3=vllm; did you mean '--engine'?"),
+        (["kube", "crdz"], "; did you mean 'crds'?"),
+        (["kube", "crds", "--otput", "x"], "unrecognized arguments: --otput"),
         (["--nosuch"], "fleet: the following arguments are required: COMMAND"),
     ],
 )
@@ -99,6 +105,42 @@ def test_misuse_names_what_would_do(argv, cause, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(argv)
     assert cause in capsys.readouterr().err
+
+
+def test_bare_fleet_prints_its_help(capsys):
+    assert run([]) == 0
+
+    out, err = capsys.readouterr()
+    assert out.startswith("usage: fleet ")
+    assert "start a whole cluster on this machine" in out
+    assert err == ""
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_script_knows_commands_and_options(shell, capsys):
+    assert run(["completion", shell]) == 0
+
+    script = capsys.readouterr().out
+    assert "fleet" in script
+    assert "doctor" in script
+    assert "http-port" in script
+
+
+def test_bash_completes_a_command_and_an_option(capsys):
+    run(["completion", "bash"])
+    script = capsys.readouterr().out
+
+    assert completed(script, "fleet", "doc") == ["doctor"]
+    assert completed(script, "fleet", "up", "--http") == ["--http-port"]
+
+
+def completed(script, *words):
+    """Return what bash offers for the last word."""
+    ask = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; COMP_LINE='{' '.join(words)}'; COMP_POINT=${{#COMP_LINE}}"
+    call = "$(complete -p fleet | sed -E 's/.*-F ([^ ]+) .*/\\1/')"
+    source = f'{script}\n{ask}\n{call} fleet "${{COMP_WORDS[COMP_CWORD]}}" "${{COMP_WORDS[COMP_CWORD-1]}}"\nprintf "%s\\n" "${{COMPREPLY[@]}}"\n'
+    done = subprocess.run(["bash"], input=source, capture_output=True, text=True, check=True, timeout=60)
+    return [each.strip() for each in done.stdout.split()]
 
 
 @pytest.mark.parametrize(
@@ -239,3 +281,16 @@ def test_output_that_a_full_disk_does_not_take_is_one_line(tmp_path):
         command = [sys.executable, "-m", "fleet.cli.main", "hardware", "list"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, timeout=30)
     assert (done.returncode, done.stderr) == (1, b"fleet: standard output: No space left on device\n")
+
+
+def test_watch_and_json_exclude_each_other(capsys):
+    assert run(["status", "--watch", "--json"]) == 3
+
+    assert capsys.readouterr().err == "fleet: --watch: shows tables, so it cannot go with --json\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min 1 s"), (3660, "1 h 1 min"), (90_000, "1 d 1 h")]
+)
+def test_uptime_has_its_two_largest_units(seconds, words):
+    assert uptime_words(seconds) == words

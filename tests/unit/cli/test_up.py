@@ -1,9 +1,13 @@
+import argparse
 from hashlib import sha256
+from pathlib import Path
 
+import pytest
 from msgspec import structs
 
-from fleet.cli.up import OWN_TENANT, with_own_key
-from fleet.local.settings import Topology
+from fleet.cli.up import KEYS_TENANT, OWN_TENANT, configure, read_topology, with_own_key
+from fleet.core.errors import ConfigurationRefused
+from fleet.local.settings import Topology, with_chat_template
 from fleet.router.tenants import TenantSettings
 
 ACME = TenantSettings(api_key_sha256=(sha256(b"key").hexdigest(),), weight=2)
@@ -26,3 +30,96 @@ def test_own_requests_get_a_key_where_clients_need_one():
 def test_nothing_changes_where_clients_need_no_key():
     for topology in (Topology(), with_tenants(acme=TenantSettings(weight=2))):
         assert with_own_key(topology) == (topology, "")
+
+
+def topology_of(*argv: str) -> Topology:
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    return read_topology(parser.parse_args(argv))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--model", "Qwen/Qwen3-0.6B", "--served-model-name", "qwen", "--max-model-len", "2048"],
+        ["--model-path", "Qwen/Qwen3-0.6B", "--served-model-name", "qwen", "--context-length", "2048"],
+    ],
+)
+def test_options_of_vllm_and_sglang_name_the_model(argv):
+    cluster = topology_of(*argv).cluster
+
+    assert (cluster.model, cluster.served_name, cluster.max_model_len) == ("Qwen/Qwen3-0.6B", "qwen", 2048)
+
+
+def test_host_and_port_move_the_ports_for_clients():
+    router = topology_of("--host", "0.0.0.0", "--port", "8123", "--kserve-port", "8001").router
+
+    assert (router.http_listen, router.grpc_listen) == ("0.0.0.0:8123", "0.0.0.0:50051")
+    assert router.kserve_listen == "0.0.0.0:8001"
+    assert topology_of("--host", "::1").router.http_listen == "[::1]:8000"
+    assert topology_of("--host", "::1").router.kserve_listen == ""
+
+
+def test_api_keys_become_digests_of_one_tenant():
+    tenants = topology_of("--api-key", "one", "two", "--api-key", "three").router.tenants
+
+    digests = tuple(sha256(key).hexdigest() for key in (b"one", b"two", b"three"))
+    assert tenants == {KEYS_TENANT: TenantSettings(api_key_sha256=digests)}
+
+
+def test_api_keys_leave_tenants_of_the_file_alone(tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_text("[router.tenants.acme]\nweight = 2\n")
+    assert set(topology_of("--config", str(file), "--api-key", "k").router.tenants) == {"acme", KEYS_TENANT}
+
+    file.write_text(f"[router.tenants.{KEYS_TENANT}]\nweight = 2\n")
+    with pytest.raises(ConfigurationRefused, match="--api-key: the topology has a tenant"):
+        topology_of("--config", str(file), "--api-key", "k")
+    with pytest.raises(ConfigurationRefused, match="--api-key: a key is empty"):
+        topology_of("--api-key", "")
+
+
+@pytest.mark.parametrize("option", ["--tensor-parallel-size", "--tp-size", "--tp", "-tp"])
+def test_tensor_parallel_size_reaches_every_pool(option):
+    for pool in topology_of(option, "2").pools:
+        assert pool.vllm.extra_args == {"tensor_parallel_size": 2}
+    for pool in topology_of(option, "2", "--engine", "simulated").pools:
+        assert pool.simulated.tensor_parallel == 2
+
+
+def test_ranks_that_the_simulated_engine_lacks_are_refused():
+    with pytest.raises(ConfigurationRefused, match="--tensor-parallel-size: 3: the simulated engine has 1, 2, 4 ranks"):
+        topology_of("--tp", "3", "--engine", "simulated")
+
+
+@pytest.mark.parametrize("argv", [["--host", ""], ["--host", "a/b"], ["--max-model-len", "0"], ["--tp", "many"]])
+def test_misspelt_values_of_options_are_refused(argv, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        topology_of(*argv)
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_chat_template_replaces_that_of_the_model(tmp_path):
+    model, runtime = tmp_path / "model", tmp_path / "run"
+    for folder in (model, runtime):
+        folder.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("old")
+    (tmp_path / "new.jinja").write_text("new")
+
+    folder = with_chat_template(model, "new.jinja", tmp_path, runtime)
+
+    assert {each.name: each.read_text() for each in folder.iterdir()} == {
+        "config.json": "{}",
+        "chat_template.jinja": "new",
+    }
+    assert (model / "chat_template.jinja").read_text() == "old"
+    assert with_chat_template(model, "", tmp_path, runtime) == model
+    with pytest.raises(ConfigurationRefused, match=r"cluster.chat_template: .*none.jinja: No such file"):
+        with_chat_template(model, "none.jinja", tmp_path, runtime)
+
+
+def test_chat_template_of_the_command_line_starts_from_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    assert topology_of("--chat-template", "a.jinja").cluster.chat_template == str(Path(tmp_path / "a.jinja"))

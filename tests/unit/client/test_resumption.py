@@ -134,6 +134,13 @@ def test_request_of_which_nothing_arrived_is_sent_as_it_was():
     assert not message.HasField("resume")
 
 
+def test_begun_answer_without_a_resume_token_is_not_sent_again():
+    """Its first tokens would come twice."""
+    answer = Received(pb.GenerateResponse(admitted=pb.Admitted(request_id="mine", model="tiny")), a_delta("Hel", 1, 2))
+    with pytest.raises(Unavailable, match="prompt_secret"):
+        tries().request(answer)
+
+
 def test_resumed_answer_keeps_the_id_of_the_first_request():
     again = pb.GenerateResponse(admitted=pb.Admitted(request_id="mine.r1", model="tiny", resume_token="third"))
     answer = Received(ADMITTED, a_delta("a", 1), again)

@@ -196,6 +196,30 @@ async def test_impossible_tokens_of_an_answer_are_refused(open_generation, codec
     assert refused.field == "resume.token_ids"
 
 
+async def test_event_ids_are_refused_by_a_router_without_tokens(codec):
+    """Ids without tokens would look as if the stream could be resumed."""
+    router, threads = FakeRouter(token_ids(codec.encode(TEXT))[1:]), TokenizerThreads()
+    generation = Generation(
+        router,
+        {MODEL: codec},
+        clock=SystemClock(),
+        tenants=Tenants({}, 0),
+        tenant_secret=b"",
+        metrics=RouterProcessMetrics(CollectorRegistry()),
+        threads=threads,
+    )
+    request = a_request(sampling=GREEDY, resumable=True)
+
+    refused = await refusal_of(generation, structs.replace(request, journaled=True))
+    by_library = await events_of(generation, request)
+    threads.close()
+
+    assert (refused.reason, refused.field) == (Reason.INVALID_ARGUMENT, "resumable")
+    assert "prompt_secret" in refused.message
+    assert received(by_library)[::2] == (TEXT, "")
+    assert len(router.submitted) == 1
+
+
 async def test_ordinary_stream_has_no_resume_tokens(open_generation, codec):
     generation = open_generation(FakeRouter(token_ids(codec.encode(TEXT))[1:]))
     assert received(await events_of(generation, a_request(sampling=GREEDY)))[2] == ""

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from msgspec import structs
 
+from fleet.config import load
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import ModelName
 from fleet.core.roles import KvPath, Role
@@ -17,6 +18,7 @@ from fleet.planner.connectors.virtual import Intent, PoolIntent
 from fleet.planner.messages import PlanId, PoolGapReason, PoolName
 from fleet.planner.ports import ConnectorUnreachable
 from fleet.router.settings.router import RouterSettings
+from fleet.router.tenants import TenantSettings
 from kvstore.security.credentials import Credentials
 from tests.support.waiting import until
 from workers.settings import SimulatedSettings, WorkerSettings
@@ -239,3 +241,21 @@ def test_simulated_loading_time_extends_the_limit_of_a_start(tmp_path):
     quick, slow = plan(topology, folder=tmp_path, model_dir=tmp_path, model=ModelName("tiny")).pools
 
     assert slow.ready_within == quick.ready_within + 600 * SECOND
+
+
+@pytest.mark.parametrize(
+    ("router", "makes_one"),
+    [
+        (RouterSettings(tenants={"acme": TenantSettings(api_key_sha256=("0" * 64,))}), True),
+        (RouterSettings(tenants={"acme": TenantSettings(api_key_sha256=("0" * 64,))}, tenant_secret="mine"), False),
+        (RouterSettings(tenants={"acme": TenantSettings()}), False),
+    ],
+)
+def test_router_with_keys_gets_a_secret_of_its_cluster(tmp_path, router, makes_one):
+    """Its streams can be resumed then, also after the router was started again."""
+    (tmp_path / "config.json").write_text("{}")
+    router = structs.replace(router, http_listen="127.0.0.1:0", grpc_listen="127.0.0.1:0")
+    topology = Topology(cluster=ClusterSection(engine="simulated"), router=router)
+    plan(topology, folder=tmp_path, model_dir=tmp_path, model=ModelName("tiny"))
+    written = load(tmp_path / "router.json", RouterSettings)
+    assert (len(written.prompt_secret) == 64) is makes_one

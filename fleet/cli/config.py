@@ -1,0 +1,71 @@
+"""`fleet config`: lists the keys of all settings files with meaning, unit and default, and checks a settings file."""
+
+import argparse
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from fleet.app.settings_reference import KINDS, SettingsKey, command_of, described_schema, settings_keys
+from fleet.cli.console.exits import DONE
+from fleet.config import load, read_file
+
+WIDTH = 110  # characters of a line of meaning
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "part",
+        nargs="?",
+        metavar="PART",
+        choices=tuple(KINDS),
+        help=f"list the file of one part only: {', '.join(KINDS)}; `up` is the topology of fleet up",
+    )
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="check a settings file instead; without PART, as the file of the part that has most of its keys",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object: a JSON schema by part")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.check is not None:
+        return _check(arguments.check, arguments.part, arguments.json)
+    parts = KINDS if arguments.part is None else {arguments.part: KINDS[arguments.part]}
+    if arguments.json:
+        print(msgspec.json.encode({part: described_schema(kind) for part, kind in parts.items()}).decode())
+        return DONE
+    for part, kind in parts.items():
+        print(f"# {command_of(part)} --config\n")
+        for key in settings_keys(kind):
+            print("\n".join(_lines(key)))
+        print()
+    return DONE
+
+
+def _check(file: Path, part: str | None, as_json: bool) -> int:
+    """Check a settings file; a file that cannot be used raises ConfigurationRefused."""
+    part = part or _most_likely_part(file)
+    load(file, KINDS[part])
+    if as_json:
+        print(msgspec.json.encode({"file": str(file), "part": part, "valid": True}).decode())
+    else:
+        print(f"{file}: a valid settings file of {command_of(part)}")
+    return DONE
+
+
+def _most_likely_part(file: Path) -> str:
+    """Return the part whose settings have most of the file's keys; a file without any key is a topology."""
+    given = read_file(file).keys()
+    known = {part: {field.encode_name for field in structs.fields(kind)} for part, kind in KINDS.items()}
+    return max(("up", *KINDS), key=lambda part: len(given & known[part]))
+
+
+def _lines(key: SettingsKey) -> Iterator[str]:
+    unit = f"  [{key.unit}]" if key.unit else ""
+    yield f"{key.path}  default: {key.default}{unit}" if key.default != "required" else f"{key.path}  required{unit}"
+    yield from textwrap.wrap(key.meaning, WIDTH, initial_indent="    ", subsequent_indent="    ")

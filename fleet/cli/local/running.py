@@ -1,0 +1,46 @@
+"""The cluster of `fleet up` on this machine that a command is about."""
+
+import argparse
+
+from fleet.cli.console.address import router_address
+from fleet.core.errors import ConfigurationRefused
+from fleet.local.runs import LocalRun, local_runs
+
+
+def add_local_address(parser: argparse.ArgumentParser) -> None:
+    """Add the option that chooses one of several clusters."""
+    parser.add_argument(
+        "--address",
+        type=router_address,
+        metavar="HOST:PORT",
+        help="gRPC address of the cluster on this machine, if several run",
+    )
+
+
+def local_cluster(address: str | None, *, killed: bool = False) -> LocalRun:
+    """Return the only cluster on this machine, or that with a router at this address, even while it loads.
+
+    Args:
+        address: The address; None: there must be one cluster.
+        killed: Take clusters that were killed and are not cleaned up yet, too.
+
+    Raises:
+        ConfigurationRefused: There is none, or several.
+    """
+    found = [run for run in local_runs() if run.supervisor() is not None or (killed and run.killed)]
+    if address is not None:
+        found = [run for run in found if run.answers_at(address)]
+    alive = [run for run in found if not run.killed] or found
+    if len(alive) > 1:
+        lines = [f"  {grpc_address(run):<24} {run.folder}" for run in alive]
+        raise ConfigurationRefused("\n".join(["several clusters run on this machine: --address names one of", *lines]))
+    if not alive:
+        place = "no cluster of fleet up runs on this machine"
+        raise ConfigurationRefused(place if address is None else f"--address: {place} with the router {address}")
+    return alive[0]
+
+
+def grpc_address(run: LocalRun) -> str:
+    """Return the address of a cluster's router for clients; ``?`` if it cannot be read."""
+    addresses = run.addresses()
+    return (addresses and addresses.grpc_listen) or "?"

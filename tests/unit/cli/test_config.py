@@ -1,0 +1,107 @@
+"""`fleet config`: the list of all settings, their schemas, and checks of files."""
+
+import json
+
+import jsonschema
+import msgspec
+import pytest
+
+from fleet.app.settings_reference import KINDS
+from fleet.cli.main import run
+
+
+def printed(capsys, *argv, status=0):
+    assert run(["config", *argv]) == status
+    return capsys.readouterr()
+
+
+@pytest.mark.parametrize("part", KINDS)
+def test_list_has_every_key_of_a_part(part, capsys):
+    out = printed(capsys, part).out
+
+    for field in msgspec.structs.fields(KINDS[part]):
+        assert f"\n{field.encode_name}  " in out
+
+
+def test_list_gives_meaning_unit_and_default(capsys):
+    lines = printed(capsys, "router").out.splitlines()
+
+    at = lines.index("max_queue_seconds  default: 10.0  [seconds]")
+    assert lines[at + 1].startswith("    A request that would wait longer is rejected at once.")
+    assert "tenants.NAME.requests_per_minute  default: 0.0  [per minute]" in lines
+
+
+def test_list_shows_sections_inside_arrays(capsys):
+    out = printed(capsys, "up").out
+
+    assert "\npools[].role  required\n" in out
+    assert "\nrouter.http.max_body_bytes  " in out
+
+
+def test_schemas_accept_what_the_loader_accepts(capsys):
+    schemas = json.loads(printed(capsys, "--json").out)
+
+    assert list(schemas) == list(KINDS)
+    router = schemas["router"]
+    jsonschema.validate({"max_queue_seconds": 3.0, "tenants": {"acme": {"weight": 2}}}, router)
+    with pytest.raises(jsonschema.ValidationError, match="max_queue_secs"):
+        jsonschema.validate({"max_queue_secs": 3.0}, router)
+    key = router["$defs"]["RouterSettings"]["properties"]["max_queue_seconds"]
+    assert key["description"].startswith("A request that would wait longer")
+    assert (key["default"], key["x-unit"]) == (10.0, "seconds")
+
+
+@pytest.mark.parametrize(
+    ("content", "command"),
+    [
+        ("max_queued = 3\nhttp_listen = '127.0.0.1:0'\n", "fleet serve router"),
+        ("[cluster]\nengine = 'simulated'\n", "fleet up"),
+        ("", "fleet up"),
+    ],
+)
+def test_check_finds_the_part_by_the_keys(content, command, tmp_path, capsys):
+    file = tmp_path / "settings.toml"
+    file.write_text(content)
+
+    assert printed(capsys, "--check", str(file)).out == f"{file}: a valid settings file of {command}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "content", "cause"),
+    [
+        ([], "max_queued = 3\nhttp_lisen = 'x'\n", "http_lisen: is not a known key"),
+        (["router"], "[cluster]\n", "cluster: is not a known key"),
+        ([], "max_queued = -1\n", "max_queued: "),
+        ([], "max_queued = \n", "Invalid value"),
+        ([], "[cluster]\n[[pools]]\nrole = 'prefill'\n", "pools: prefill workers need workers of role decode"),
+    ],
+)
+def test_check_refuses_a_file_with_the_path_of_the_key(argv, content, cause, tmp_path, capsys):
+    file = tmp_path / "settings.toml"
+    file.write_text(content)
+
+    out, err = printed(capsys, *argv, "--check", str(file), status=3)
+
+    assert out == ""
+    assert err.startswith(f"fleet: {file}: ")
+    assert cause in err
+    assert err.count("\n") == 1
+
+
+def test_check_refuses_a_file_that_is_no_object(tmp_path, capsys):
+    file = tmp_path / "settings.json"
+    file.write_text("[1]")
+
+    assert printed(capsys, "--check", str(file), status=3).err == f"fleet: {file}: is not an object with keys\n"
+    assert "No such file" in printed(capsys, "--check", str(tmp_path / "none.toml"), status=3).err
+
+
+def test_check_as_json_names_file_and_part(tmp_path, capsys):
+    file = tmp_path / "store.toml"
+    file.write_text("store_id = 's'\nlisten = ['unix:/x']\ncapacity_bytes = 1048576\n")
+
+    assert json.loads(printed(capsys, "--json", "--check", str(file)).out) == {
+        "file": str(file),
+        "part": "kvstore",
+        "valid": True,
+    }

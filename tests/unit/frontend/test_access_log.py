@@ -1,0 +1,19 @@
+"""The access log's treatment of names that clients choose."""
+
+import pytest
+
+from fleet.frontend.access_log import quoted
+
+
+@pytest.mark.parametrize("name", ["tiny", "org/model-7b@main", ""])
+def test_plain_names_stay_as_they_are(name):
+    assert quoted(name) == name
+
+
+@pytest.mark.parametrize("name", ["a b", "x=1", "line\nbreak", "\x1b[31mred", "ünïcode"])
+def test_names_that_could_forge_a_field_are_quoted(name):
+    assert quoted(name) == repr(name)
+
+
+def test_long_names_are_cut():
+    assert len(quoted("m" * 10_000)) == 128

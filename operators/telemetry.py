@@ -1,4 +1,4 @@
-"""Metrics of the operator. All labels have a fixed number of values."""
+"""Metrics of the operator; those of the planner are in `operators.planner.metrics`. All labels have a fixed number of values."""
 
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum

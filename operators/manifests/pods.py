@@ -1,5 +1,8 @@
 """Pod templates of a deployment, merged with the user's templates.
 
+Kubernetes ends a pod with SIGTERM, which begins the drain of the worker (`workers.machine`). The grace period of a pod
+is the drain timeout of its role plus `GRACE_SECONDS`. The readiness and liveness probes of all pods are set here, too.
+
 `operators.manifests.workloads` makes the workloads that contain them.
 """
 

@@ -1,4 +1,4 @@
-"""Reconcile keys: what the controller handles in one piece. Pure."""
+"""Reconcile keys: the units of the controller's work. Pure."""
 
 from msgspec import Struct
 

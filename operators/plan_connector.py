@@ -1,4 +1,4 @@
-"""Kubernetes connector: plans as numbers in RoleScalers, which the operator executes.
+"""Kubernetes connector: writes plans as numbers of replicas into RoleScalers, which the operator executes.
 
 Rules:
 
@@ -126,7 +126,7 @@ class _RoleStatus(Struct, frozen=True):
 
 
 class _Status(Struct, frozen=True, rename="camel"):
-    """Status of a DisaggDeployment, as far as it is read here; unknown fields of later operators are ignored."""
+    """The fields of a DisaggDeployment's status that the connector reads; unknown fields of later operators are ignored."""
 
     observed_generation: int = 0
     roles: tuple[_RoleStatus, ...] = ()

@@ -85,7 +85,8 @@ PLANNER_ACCESS: tuple[RoleRule, ...] = (
     _of(kinds.SERVING_PLAN, READ),
     _of(kinds.SERVING_PLAN, ("patch",), "status"),
     _of(kinds.POD, READ),
-    _of(kinds.LEASE, ("create",), own_namespace=True),  # names of what is to be made cannot be prescribed
+    # without names, because RBAC cannot restrict the name of an object that is created
+    _of(kinds.LEASE, ("create",), own_namespace=True),
     _of(kinds.LEASE, ("get", "update"), own_namespace=True, names=(LEASE_NAME,)),
     _of(kinds.EVENT, ("create",), own_namespace=True),  # of the leader election
     _of(kinds.DEPLOYMENT, ("get",), own_namespace=True, names=(LEASE_NAME,)),  # of the Lease's name, and its owner

@@ -32,7 +32,7 @@ from msgspec import Struct
 
 
 class PairSide(StrEnum):
-    """The part of a role in pairs of prefill and decode workers."""
+    """Side of a role in pairs of prefill and decode workers."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -72,7 +72,7 @@ class RevisionReplicas(Struct, frozen=True, kw_only=True):
 
 
 class ScaledRole(Struct, frozen=True, kw_only=True):
-    """A role as it is, and as it should be."""
+    """Observed and wanted replicas of one role."""
 
     name: str
     side: PairSide
@@ -117,7 +117,7 @@ class ScalingBounds(Struct, frozen=True, kw_only=True):
 
 
 class ReplicaChange(Struct, frozen=True, order=True):
-    """A request for this number of replicas of a role's revision."""
+    """The next step: set the replicas of one role and revision to this number."""
 
     role: str
     revision: str

@@ -59,7 +59,7 @@ SELECTORS = {kinds.POD: "app.kubernetes.io/managed-by=fleet-operator", kinds.LEA
 
 
 class Operator:
-    """All loops of one operator process."""
+    """Runs all loops of one operator process: informers, leader election, and the controller."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Metrics of the operator. All labels have a fixed number of values."""
+"""Metrics of the operator; those of the planner are in `operators.planner.metrics`. All labels have a fixed number of values."""
 
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
@@ -10,7 +10,7 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class ReconcileOutcome(StrEnum):
-    """How the reconcile of a deployment ended."""
+    """Outcome of one reconcile of a deployment."""
 
     SETTLED = "settled"
     ACTED = "acted"

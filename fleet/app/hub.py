@@ -183,12 +183,12 @@ class _ModelDownload:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment() | self._environment(),
-            start_new_session=True,  # Ctrl-C is for the parent
+            start_new_session=True,  # Ctrl-C must reach only the parent, which then ends this process
         )
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with suppress(ConnectionError):  # it has ended, and its status says why
+            with suppress(ConnectionError):  # the process has ended, and its exit status gives the reason
                 process.stdin.write(msgspec.json.encode(request) + b"\n")
                 await process.stdin.drain()
             while line := await process.stdout.readline():

@@ -30,9 +30,9 @@ from msgspec import Struct
 
 from fleet.core.hub import Repository
 
-SPARE_BYTES = 16 << 20  # for links, locks and file lists beside the files
+SPARE_BYTES = 16 << 20  # free bytes that are needed beside the files, for links, locks and file lists
 TELL_SECONDS = 1.0
-ASK_SECONDS = 20.0  # for the list of a repository's files
+ASK_SECONDS = 20.0  # seconds to wait for the list of a repository's files
 DOWNLOAD_THREADS = 8  # files at a time, the client's default
 
 TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -64,8 +64,8 @@ class DownloadFailure(StrEnum):
     TOKEN = "token"  # noqa: S105 - the token is refused
     INCOMPLETE = "incomplete"  # a file that a model needs is missing
     SPACE = "space"
-    CACHE = "cache"  # cannot be written
-    UNREACHABLE = "unreachable"  # may work later
+    CACHE = "cache"  # the cache folder cannot be written
+    UNREACHABLE = "unreachable"  # the hub cannot be reached; a retry may succeed
 
 
 class DownloadProgress(Struct, frozen=True, tag="progress"):
@@ -283,7 +283,7 @@ def _tell_progress(storage: Path, whole: int, tell: ReportEvent, ended: threadin
     """Report progress until the snapshot is complete; downloads of other processes count too."""
     while not ended.wait(TELL_SECONDS):
         there = 0
-        with suppress(OSError):  # before the first file
+        with suppress(OSError):  # the folder does not exist before the first file
             there = sum(_size(file) for file in (storage / "blobs").iterdir())
         tell(DownloadProgress(there, whole))
 
@@ -291,7 +291,7 @@ def _tell_progress(storage: Path, whole: int, tell: ReportEvent, ended: threadin
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
-    except OSError:  # it was just renamed
+    except OSError:  # the file was renamed just now, because it is complete
         return 0
 
 

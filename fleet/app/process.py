@@ -13,7 +13,7 @@ Announce = Callable[[Mapping[str, str]], None]
 
 
 class ServiceDefinition(Struct, frozen=True):
-    """One kind of process, found by the entry points `fleet.services`."""
+    """Definition of one kind of process; `fleet.app.serving` finds it by the entry points `fleet.services`."""
 
     settings: type[Struct]
     run: Callable[[Any, Announce], Coroutine[Any, Any, None]]

@@ -41,7 +41,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 LEAST_REQUESTS = 20
 MOST_REQUESTS = 3000
-HORIZON = 60.0  # seconds
+HORIZON = 60.0  # simulated seconds of a rehearsal (rule 1)
 BLOCK_TOKENS = 32
 NICE = 10
 LINK = 10e9

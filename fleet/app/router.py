@@ -75,8 +75,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RESERVED_DESCRIPTORS = 512  # for worker streams, health and control ports, peer routers, and files
-GC_THRESHOLD = 5_000  # new objects, a millisecond or two; with Python's 700 a router spends 5 % on collections
+# file descriptors that clients cannot take: for worker streams, health and control ports, peer routers, and files
+RESERVED_DESCRIPTORS = 512
+# new objects between two collections, which take 1 to 2 ms; with Python's default of 700 a router spends 5 % of its time on them
+GC_THRESHOLD = 5_000
 
 
 async def run_router(settings: RouterSettings, announce: Announce) -> None:
@@ -136,7 +138,7 @@ class _Shared(Struct, frozen=True, kw_only=True):
     secret_keys: SecretBlockKeys
     control_access: ControlAccess
     journal: AnswerJournal
-    certificates: ServerCertificates | None  # of the ports for clients; None if they do not speak TLS
+    certificates: ServerCertificates | None  # certificates of the ports for clients; None if these do not speak TLS
 
     @classmethod
     def build(cls, settings: RouterSettings) -> "_Shared":
@@ -167,7 +169,7 @@ class _Backends(Struct, frozen=True, kw_only=True):
     """Everything that the router sends attempts to, and the registry of workers."""
 
     registry: RegistryServer
-    codecs: dict[ModelName, TextCodec]  # of models that own workers serve
+    codecs: dict[ModelName, TextCodec]  # tokenizers and templates of the models that own workers serve
     external_codecs: dict[ModelName, TextCodec]
     check: TokenizerCheck
     own: WorkerStreams
@@ -477,7 +479,7 @@ async def _serve(settings: RouterSettings, parts: _Parts, announce: Announce) ->
         async with stop_signal() as stop:
             frontends = early if early is not None else await opened.enter_async_context(ports)
             announce(frontends.endpoints())
-            gc.freeze()  # what exists now stays, so no collection needs to visit it
+            gc.freeze()  # the objects that exist now stay for good, so no collection needs to visit them
             gc.set_threshold(GC_THRESHOLD)
             await stop.wait()
             parts.core.selection.drain()
@@ -548,7 +550,7 @@ class _Frontends(Struct, frozen=True, kw_only=True):
 
     http: HttpFrontend
     grpc: GrpcFrontend
-    control: str  # address
+    control: str  # address of the control port
     kserve: "KserveFrontend | None"
     picker: "EndpointPicker | None"
 

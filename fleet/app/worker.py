@@ -1,4 +1,8 @@
-"""Worker process: an engine with its services, or a further rank of an engine that spans several hosts."""
+"""Worker process: an engine with its services, or a further rank of an engine that spans several hosts.
+
+The engine is found by its name among the entry points `workers.engines`, whose function starts it. For vLLM,
+`workers.engines.vllm.launch` makes the arguments. SIGTERM begins a drain (`workers.machine`, rule 1).
+"""
 
 import asyncio
 import faulthandler
@@ -109,7 +113,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             )
         await held.enter_async_context(presence.kept())
         async with asyncio.TaskGroup() as tasks, stop_signal() as stop:
-            serving = tasks.create_task(worker.run())  # ends with a drain or with the engine
+            serving = tasks.create_task(worker.run())  # this task ends after a drain, or with the engine
             serving.add_done_callback(lambda _: stop.set())
             serving.add_done_callback(lambda ended: _force_exit_after_hang(ended, END_SECONDS))
             presence.when_replaced(stop.set)
@@ -224,7 +228,7 @@ def _patience(facts: EngineFacts) -> float | None:
 
 def _open_engine(settings: WorkerSettings) -> AbstractAsyncContextManager[Engine]:
     if settings.group is not None:
-        _rank_opener(settings.engine)  # the other hosts need it
+        _rank_opener(settings.engine)  # called only for its error: the engine must be able to span hosts
     open_engine: Callable[[WorkerSettings], AbstractAsyncContextManager[Engine]] = _engine(settings.engine).load()
     return open_engine(settings)
 

@@ -24,10 +24,10 @@ from fleet.config import child_environment
 from fleet.core.errors import install_command
 from fleet.local.settings import Topology
 
-PROBE_SECONDS = 60.0  # an import of vLLM takes about ten on two busy cores
+PROBE_SECONDS = 60.0  # time limit of a probe in seconds; an import of vLLM takes about ten on two busy cores
 CONNECT_SECONDS = 0.5
 GIB = 1 << 30
-ENGINE_MEMORY_GIB = 3.0  # one vLLM engine on the CPU, measured with the tiny model and 1 GiB of KV cache
+ENGINE_MEMORY_GIB = 3.0  # memory of one vLLM engine on the CPU, measured with the tiny model and 1 GiB of KV cache
 UNUSED = "this version of Fleet makes no use of it"
 
 

@@ -241,7 +241,7 @@ def _read(path: Path) -> list[Any]:
         documents = [each for each in yaml.safe_load_all(text) if each is not None]
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: an invalid date
         raise ConfigurationRefused(f"{path}: {_error_text(error)}") from error
-    except (AttributeError, KeyError) as error:  # raised inside the library
+    except (AttributeError, KeyError) as error:  # errors of the YAML library itself
         raise ConfigurationRefused(f"{path}: a value is not of the type that its tag says") from error
     _check_values(documents, path)
     return documents

@@ -1,4 +1,4 @@
-"""The command `fleet`.
+"""Command `fleet`: parses the command line, and runs the module of the chosen sub-command.
 
 Rules:
 
@@ -24,7 +24,7 @@ from fleet.cli.console.exits import CONFIGURATION_REFUSED, DONE, FAILED, MISUSED
 from fleet.cli.console.stopping import raise_interrupt_on
 from fleet.core.errors import ConfigurationRefused
 
-SUMMARIES = {  # of our own sub-commands, in the order of the help
+SUMMARIES = {  # help texts of our own sub-commands, in the order in which the help lists them
     "up": "start a whole cluster on this machine",
     "generate": "stream an answer from a running cluster",
     "status": "show pools, workers, load and caches of a running cluster",
@@ -111,10 +111,10 @@ def run(argv: Sequence[str]) -> int:
         return CONFIGURATION_REFUSED
     except KeyboardInterrupt:
         return FAILED
-    except BrokenPipeError:  # nobody reads the output any more, so nothing may be flushed at exit
+    except BrokenPipeError:  # the reader of the output has gone, so nothing may be flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except OSError as error:  # a full disk; without a file name it is that of the output
+    except OSError as error:  # for example a full disk; an error without a file name concerns the output
         if error.errno != errno.ENOSPC:
             raise
         if error.filename is None:

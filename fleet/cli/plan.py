@@ -1,4 +1,4 @@
-"""`fleet plan`: what sizes of pools a planner decides, would decide, or would have decided, and what a load needs."""
+"""`fleet plan`: shows the pool sizes that a planner decides, replays its decisions, and computes the pools that a load needs."""
 
 import argparse
 

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _scale(target: Target, wanted: dict[PoolName, int], within_seconds: float, place: str) -> int:
     this = asyncio.current_task()
     assert this is not None
-    if wanted and threading.current_thread() is threading.main_thread():  # signals reach the main thread only
+    if wanted and threading.current_thread() is threading.main_thread():  # only the main thread can receive signals
         for number in INTERRUPT_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, this.cancel)
     async with connector_of(target, PlanWriter.PERSON) as connector:

@@ -19,7 +19,7 @@ from fleet.local.process_group import die_with_parent
 
 PARTS = ("router", "worker", "kvstore", "operator", "planner")
 MAX_PROCESSES = 64
-MIN_OPEN_FILES = 64  # an idle router opens about 30
+MIN_OPEN_FILES = 64  # fewest open files that the limit must allow; an idle router opens about 30
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationRefused("--heartbeat: needs --ready-fd, where it is written")
 
     _require_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    if arguments.part == "router":  # a stream needs two; the usual limit of 1024 would leave none for workers
+    # raises the limit of open files, because a stream needs two; the usual 1024 would leave none for workers
+    if arguments.part == "router":
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if arguments.processes > 1:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fleet.sim.scenario import Scenario
 
 COMPARED_SEEDS = tuple(range(1, 6))
-MOST_DIGITS = 40  # of seeds
+MOST_DIGITS = 40  # most digits of a seed
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

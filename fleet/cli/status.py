@@ -122,7 +122,7 @@ async def _scaling(address: str) -> list[str]:
     try:
         async with connector_of(FolderTarget(folder=str(run_.plans)), PlanWriter.PERSON) as connector:
             return list(unfinished(await connector.observe(), f" --plans {run_.plans}"))
-    except ConnectorError:  # it has just ended, or is not ready yet
+    except ConnectorError:  # the run has just ended, or is not ready yet
         return []
 
 

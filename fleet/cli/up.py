@@ -25,10 +25,10 @@ from workers.settings import SimulatedSettings
 
 DEMO_TOKENS = 48
 DEMO_SECONDS = 120.0
-KEYS_TENANT = "api-key"  # of the keys of --api-key
+KEYS_TENANT = "api-key"  # tenant that the keys of --api-key belong to
 SIMULATED_RANKS = get_args(get_type_hints(SimulatedSettings)["tensor_parallel"])
 MOST = 1 << 31
-OWN_TENANT = "fleet-up"  # of the requests of --demo and --check, where clients need a key
+OWN_TENANT = "fleet-up"  # tenant for the requests of --demo and --check, if clients need a key
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _stay(cluster: LocalCluster, arguments: argparse.Namespace, api_key: str) -> None:
     """Show the addresses, and keep the pools as large as plans say, until cancelled."""
-    cluster.pools.step()  # before the cluster is announced, so that its pools can be shown at once
+    cluster.pools.step()  # done before the cluster is announced, so that `fleet scale` can show its pools at once
     for line in addresses(cluster.plan):
         print(line)
     print("ready; Ctrl-C stops it", flush=True)

@@ -1,4 +1,7 @@
-"""Client errors, grouped by what the caller can do: correct the request, retry, or give up."""
+"""Client errors, grouped by what the caller can do: correct the request, retry, or give up.
+
+The client itself retries only with `resume_seconds` (`fleet.client.resumption`).
+"""
 
 from collections.abc import Mapping
 

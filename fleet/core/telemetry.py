@@ -1,4 +1,7 @@
-"""Telemetry of a router process: its request metrics and its log format."""
+"""Telemetry of a router process: its request metrics and its log format.
+
+Metrics of the router itself, its workers, relays and hosted endpoints are in `fleet.frontend.metrics`.
+"""
 
 import logging
 import sys

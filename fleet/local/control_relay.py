@@ -76,7 +76,7 @@ def _bound(path: str) -> socket.socket:
 
 
 class _ControlRelay:
-    """Relays connections to the processes in turn, and keeps the open ones."""
+    """Relays each connection to one of the processes, which take turns; `close` ends all open connections."""
 
     def __init__(self, targets: Sequence[str]) -> None:
         self._targets = targets

@@ -67,7 +67,7 @@ class SupervisorWatch:
     def nothing_heard(self) -> None:
         """Note that the supervisor has not written for one look; report the hang once."""
         if process_field(self._supervisor, "TracerPid") not in ("", "0"):
-            return  # a debugger has stopped the supervisor, so it does not hang
+            return  # a debugger traces the supervisor and may have stopped it, so its silence is no hang
         self._looks += 1
         if self._looks == SILENT_LOOKS:
             stopped = process_field(self._supervisor, "State").startswith("T")

@@ -39,10 +39,10 @@ from fleet.v1 import worker_pb2_grpc as pb_grpc
 
 LOOK_EVERY = 0.2  # seconds between two reads of the plan
 DRAIN = Nanos(300 * SECOND)  # time limit of a drain; on Kubernetes, `drain.timeoutSeconds` of a role sets it
-GRACE_SECONDS = 10.0  # seconds to wait for the answer to a drain request
+GRACE_SECONDS = 10.0  # seconds beyond the time limit of a drain in which the worker must answer that it has ended
 
 
-# seconds to wait for the router's answer about cache values; without it, the plan is carried out anyway
+# seconds to wait for the router to answer what caches are worth; without an answer, the plan is carried out anyway
 WORTH_SECONDS = 1.0
 
 AskWorth = Callable[[], Awaitable[Mapping[WorkerId, float]]]

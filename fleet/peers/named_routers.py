@@ -21,7 +21,7 @@ from kvstore.net.addresses import host_port, unix_path
 
 log = logging.getLogger(__name__)
 
-RESOLVE_SECONDS = 2.0  # between two resolutions, and for an answer
+RESOLVE_SECONDS = 2.0  # seconds between two resolutions, and for the answer to one
 
 
 class NamedRouters:

@@ -98,12 +98,15 @@ log = logging.getLogger(__name__)
 SEND_INTERVAL_SECONDS = 0.002
 FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
-DIAL_SECONDS = 1.0  # for an answer, and between two later attempts
-FIRST_PAUSE_SECONDS = 0.05  # after the first attempt; short, because processes of one host start at the same time
-SETTLE_SECONDS = 0.25  # about a hundred times the answer time of idle processes
-ANSWER_SECONDS = 1.0  # for a router's answer to an operator's question
-MAX_MESSAGE_BYTES = 16 << 20  # a worker needs about 50 bytes
-MAX_WAITING_BYTES = 2 * MAX_MESSAGE_BYTES  # unsent bytes for one router; after that it is dialled again
+DIAL_SECONDS = 1.0  # seconds to wait for a connection, and between two later attempts to connect
+# seconds after the first failed attempt; short, because processes of one host start at the same time
+FIRST_PAUSE_SECONDS = 0.05
+# seconds to wait for the answers of peers about limits; idle processes answer a hundred times as fast
+SETTLE_SECONDS = 0.25
+ANSWER_SECONDS = 1.0  # seconds to wait for a peer's answer to an operator's question
+MAX_MESSAGE_BYTES = 16 << 20  # longest message; the reservations on a worker need about 50 bytes of it
+# most unsent bytes for one router; with more, the connection ends and the router is dialled again
+MAX_WAITING_BYTES = 2 * MAX_MESSAGE_BYTES
 
 
 UNSECURED = "that router proves no secret: set replicas_credentials.secret_file there as well"
@@ -185,8 +188,8 @@ class PeerRouters:
         self._metrics = metrics
         self._private = private
         self._now_unix_ns = now_unix_ns
-        self._tuned: PeerThresholds | None = None  # the latest change
-        self.links: dict[str, _PeerConnection] = {}  # by address
+        self._tuned: PeerThresholds | None = None  # thresholds of the latest change
+        self.links: dict[str, _PeerConnection] = {}  # connections by address
         self._timer: asyncio.TimerHandle | None = None
         self._told: Mapping[WorkerId, ReservationTotals] = {}
         self._heard_of: set[str] = set()
@@ -345,7 +348,8 @@ class PeerRouters:
 
     def _tell_changes(self) -> None:
         self._timer = None
-        self._tell_news()  # first, because reservations of a prompt delay no request with the same prompt
+        # prompts come before reservations, because a reservation does not delay requests that share the known prompt
+        self._tell_news()
         self._tell_taken()
         if self._router.booked() != self._told:
             self._tell_bookings()
@@ -372,7 +376,7 @@ class PeerRouters:
         assert self._limits is not None
         if self._settling is not None:
             await self._settling.wait()
-            return True  # a part may still be on its way, but the next round covers it
+            return True  # a part may still be on its way; the next round covers it
         self._settling = settling = asyncio.Event()
         tenants = self._limits.tenants
         try:
@@ -429,7 +433,7 @@ class PeerRouters:
                         send_limit=MAX_WAITING_BYTES,
                     )
             except OSError as error:
-                if (why := _cause(error)) != cause:  # log a repeated cause once
+                if (why := _cause(error)) != cause:  # a cause that repeats is logged once
                     cause = why
                     log.warning("peer router unreachable", extra={"address": address, "cause": cause})
                 await asyncio.sleep(pause)
@@ -440,7 +444,7 @@ class PeerRouters:
             hello = pb.ReplicaHello(router_id=self._settings.router_id, unix_ms=self._now_unix_ns() // MILLISECOND)
             link.send(pb.ReplicaMessage(hello=hello).SerializeToString())
             router = self._router
-            self._tell_taken()  # before what is left, so that it is not counted twice
+            self._tell_taken()  # the usage is sent before the levels, so that peers do not count it twice
             for message in (
                 *encode_members(self._registry.registrations()),
                 *self._left(),
@@ -495,11 +499,12 @@ class _PeerConnection:
     def __init__(self, address: str, answers_again: Callable[[], None]) -> None:
         self.address = address
         self.over = asyncio.Event()
-        self.cause = ""  # cause of the end
-        self.deaf = False  # it left a question about limits unanswered
+        self.cause = ""  # cause for which the connection ended
+        self.deaf = False  # True if the peer left a question about limits unanswered
         self._answers_again = answers_again
         self._questions = 0
-        self._asked: dict[int, asyncio.Future[pb.ReplicaAnswer]] = {}  # by number; each has a deadline
+        # open questions by their number; each has a deadline
+        self._asked: dict[int, asyncio.Future[pb.ReplicaAnswer]] = {}
 
     def accept(self, connection: FrameConnection) -> "_PeerConnection":  # noqa: ARG002 - a frame receiver's signature
         return self
@@ -533,7 +538,7 @@ class _PeerConnection:
             self.deaf = False
             self._answers_again()
         asked = self._asked.get(answer.number)
-        if asked is not None and not asked.done():  # else the answer is late
+        if asked is not None and not asked.done():  # without an open question, the answer came too late
             asked.set_result(answer)
 
     def resumed(self) -> None:
@@ -580,7 +585,8 @@ class _IncomingPeer:
         match kind:
             case "hello":
                 self._router_id = message.hello.router_id
-                self._replica = f"{self._router_id}@{id(self)}"  # the name of this connection's reservations; each connection has its own
+                # name under which the reservations of this connection are kept; it is unique for each connection
+                self._replica = f"{self._router_id}@{id(self)}"
                 self._router.hear(SessionsBound(clock=decode_instant(message.hello.unix_ms * MILLISECOND)))
             case "bookings":
                 self._router.hear(PeerReserved(replica=self._replica, booked=decode_booked(message.bookings)))

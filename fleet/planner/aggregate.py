@@ -29,7 +29,7 @@ from fleet.planner.messages import PoolName, worker_prefix
 
 STALE_AFTER = Nanos(5 * SECOND)  # the time of five missed reports
 SAMPLED = 512
-"""Most recent requests that are kept as the sample for rehearsals."""
+"""Greatest number of requests in the sample for rehearsals; a newer request replaces the oldest one."""
 
 _COUNTERS = (
     *("arrivals", "refused", "abandoned", "invalid", "prompt_tokens", "uncounted_tokens"),
@@ -93,7 +93,7 @@ class DemandAggregator:
         self._sample: deque[RecentRequest] = deque(maxlen=SAMPLED)
 
     def hear(self, source: str, report: DemandReport, now: Nanos) -> None:
-        """Add a report to the window; ignore it if a later report of the same process is known.
+        """Add a report to the window; ignore it if another source has sent a later report of the same process.
 
         Args:
             source: The source that sent it.
@@ -218,7 +218,7 @@ class DemandAggregator:
         return window
 
     def _replaced(self, process: _Process) -> bool:
-        """Return whether the source of a process now reports another process."""
+        """Return whether the source of a process was removed, or now reports another process."""
         heard = self._heard.get(process.source)
         return heard is None or heard > process.heard
 

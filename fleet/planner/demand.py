@@ -33,7 +33,7 @@ class WorkerDemand(Struct, frozen=True, kw_only=True):
 
 
 class RecentRequest(Struct, frozen=True, kw_only=True):
-    """A recent request that rehearsals send again."""
+    """A recent request, which a rehearsal repeats in the simulator."""
 
     arrived: Nanos
     """Instant of arrival on the planner's clock."""

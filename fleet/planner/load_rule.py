@@ -32,7 +32,7 @@ from fleet.planner.settings import LoadRuleSettings
 
 
 class LoadRule:
-    """Scaling rule that keeps the number of requests per replica constant."""
+    """Scaling rule that sizes each pool so that a replica has at most a set number of requests."""
 
     def __init__(self, settings: LoadRuleSettings, pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
         self.interval = Nanos(round(settings.interval_seconds * SECOND))

@@ -302,7 +302,7 @@ class PlannerLoop:
         return decision if replicas == decision.replicas else structs.replace(decision, replicas=replicas)
 
     def _changes(self, decision: PlanDecision, seen: Observation) -> dict[PoolName, int]:
-        """Return the pools that a decision changes, with their numbers; a decision to hold changes nothing, even outside the bounds."""
+        """Return the pools that a decision changes, with their numbers; nothing for the reason `NO_SIGNAL`, even outside the bounds."""
         if decision.reason is DecisionReason.NO_SIGNAL:
             return {}
         return {

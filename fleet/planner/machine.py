@@ -5,8 +5,8 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
 1. **Doubt holds.** If demand is stale, a number is missing or impossible, a clock jumps, or a pool is not reported, the wanted numbers
    stay as they are, and a condition names the field or the source. History that was taken in before stays.
 2. **Demand.** The arrival rate and the mean lengths of prompts and answers are levels (`fleet.planner.forecasting.level`): steady while the load is, and new
-   after a change that chance does not explain. Bursts raise the dispersion of arrivals, for which capacity is reserved. Nobody has arrived and
-   nothing waits or runs for the cool-down, and for `forecasting.history.QUIET_GAPS` times the mean time between arrivals: the rate is 0.
+   after a change that chance does not explain. Bursts raise the dispersion of arrivals, for which capacity is reserved. The
+   rate is 0 when no request waits or runs, and none has arrived for the cool-down and for `forecasting.history.QUIET_GAPS` mean gaps.
 3. **Two speeds.** The rate to serve is the larger of the present level (seconds) and the forecast at the time that a replica takes to start
    (minutes). All needs follow from that rate by the capacity model and the solver, for prefill, decode and all GPU types at once.
 4. **Growth** happens at once, if replicas that serve or start do not suffice. Replicas that start count as there, so no plan wants more
@@ -25,6 +25,8 @@ Rules, in the order in which `PlannerMachine.decide` applies them:
 9. **Pinned** pools keep their number, and the others are planned around them. Pools that find no room, whose replicas fail, or whose numbers were rolled
    back, do not grow for `retry_seconds`; the others take their part.
 10. **Goals out of reach**: the planner sizes for the best that can be reached, says so, and does not shrink below what there is unless the load ends.
+
+`fleet.planner.loop` carries the decisions out. On Kubernetes, `operators.controller.reconcile` (rule 5) chooses which pods end.
 """
 
 from collections import deque

@@ -40,7 +40,7 @@ class PlanState(StrEnum):
     UNDER_WAY = "under_way"
     SETTLED = "settled"
     ROLLED_BACK = "rolled_back"
-    UNSETTLED = "unsettled"  # at the deadline, replicas were unfinished that could not be rolled back
+    UNSETTLED = "unsettled"  # unfinished at the deadline, and the roll-back changed nothing
     SUPERSEDED = "superseded"
     HELD_BACK = "held_back"  # the rehearsal missed a goal that the present pools keep
     CONFLICT = "conflict"  # another writer changed a pool at the same time

@@ -34,22 +34,23 @@ from fleet.router.queueing.admission_queue import OrderedRequests, queue_positio
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import Attempt, LiveRequest, attempt_id
 
-MEMORY_SECONDS = 20.0  # memory in seconds of computing; a prompt of 100,000 tokens takes about as long
-EVIDENCE = 3  # prompts before the rate is used; the first may include a compilation
+# seconds of computing after which a measurement weighs 1/e; a prompt of 100,000 tokens takes about as long
+MEMORY_SECONDS = 20.0
+EVIDENCE = 3  # fewest measured prompts before the rate is used; the first one may include a compilation
 
 _PREFILL, _DECODE = Phase.PREFILL, Phase.DECODE  # module variables are ten times as fast as enum attributes
 
 
 class Attempts:
-    """All attempts of one router."""
+    """Keeps all attempts of one router, and the prefill queues of its workers."""
 
     def __init__(self, settings: RouterSettings):
         self.settings = settings
         self._queues = PrefillQueues(settings.prefill_window_tokens)
         self._attempts: dict[RequestId, Attempt] = {}
-        self._rates: dict[WorkerId, PrefillRate] = {}  # by worker that was sent a prompt
+        self._rates: dict[WorkerId, PrefillRate] = {}  # rates of the workers that were sent a prompt
         self._begun = 0
-        self.opened = self._queues.opened  # `move` may send something while it is not empty
+        self.opened = self._queues.opened  # while it is not empty, `move` may have prompts to send
         self.get = self._attempts.get
         """Return the attempt with this id, or None."""
 
@@ -88,7 +89,7 @@ class Attempts:
             self._rates[worker_id].idle()
 
     def seconds_to_wait(self, live: LiveRequest, placed: Decision, now: Nanos) -> float | None:
-        """Return about how long a prompt would wait for the chosen worker to compute it.
+        """Return the estimated seconds that a prompt would wait until the chosen worker computes it.
 
         The result is None if the prompt would not wait in the prefill queue, or if too little was measured.
         """
@@ -133,7 +134,7 @@ class Attempts:
         """Return whether a prompt is sent to its worker now; else `move` sends it later."""
         arrived, settings = live.arrived, self.settings
         if arrived.only_end or arrived.external:
-            return True  # the router may never hear when this prompt is computed
+            return True  # sent at once, because the router may never learn when this prompt is computed
         assert live.placed is not None
         tokens = live.placed.prefill_tokens
         if self._queues.enter(live.id, worker_id, tokens):
@@ -187,8 +188,8 @@ class Attempts:
 
 class _QueuedPrompt(Struct):
     worker_id: WorkerId
-    tokens: int  # to compute
-    rank: int = 0  # this and the next two are set for prompts that have waited
+    tokens: int  # tokens that the worker has to compute
+    rank: int = 0  # this field and the next two are set only for prompts that have waited
     seq: int = 0
     priority: int = 0
     sent: bool = True
@@ -204,8 +205,8 @@ class PrefillQueues:
             window_tokens: The prompt tokens that a worker gets ahead; 0: all prompts are sent at once.
         """
         self._window = window_tokens
-        self._tokens: dict[WorkerId, int] = {}  # tokens sent and not computed
-        self._held: dict[WorkerId, OrderedRequests] = {}  # workers with waiting prompts
+        self._tokens: dict[WorkerId, int] = {}  # for each worker, the tokens that it was sent and has not computed
+        self._held: dict[WorkerId, OrderedRequests] = {}  # waiting prompts of each worker that has any
         self._prompts: dict[RequestId, _QueuedPrompt] = {}
         self.opened: dict[WorkerId, None] = {}
         """Workers that may have room since a prompt left; `next` may return a request while there is one."""
@@ -244,7 +245,7 @@ class PrefillQueues:
         """Remove a prompt that is computed or given up; nothing happens if it is unknown.
 
         Returns:
-            The tokens that its worker was sent to compute; 0 if the prompt was not sent.
+            The number of tokens that its worker was sent to compute; 0 if the prompt was not sent.
         """
         if (prompt := self._prompts.pop(request_id, None)) is None:
             return 0
@@ -327,21 +328,22 @@ class PrefillQueues:
 
 
 class PrefillRate:
-    """The prefill rate of one worker."""
+    """Measures the prefill rate of one worker, in tokens per second."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
         self._computed = 0
-        self._since: Nanos | None = None  # when the worker began with its current prompts; None: it has none
+        # instant at which the worker began to compute its current prompts; None: it has none
+        self._since: Nanos | None = None
 
     def busy(self, now: Nanos) -> None:
-        """Note that the worker has something to compute."""
+        """Note that the worker has tokens to compute."""
         if self._since is None:
             self._since = now
 
     def idle(self) -> None:
-        """Note that the worker has nothing to compute."""
+        """Note that the worker has no tokens to compute."""
         self._since = None
 
     def computed(self, tokens: int, now: Nanos) -> None:
@@ -356,7 +358,7 @@ class PrefillRate:
         self._since = now
 
     def seconds_to_wait(self, sent: int, held: int, now: Nanos) -> float | None:
-        """Return about how long a prompt would wait until it is computed; None if too little was measured.
+        """Return the estimated seconds until a prompt is computed; None if too little was measured.
 
         Args:
             sent: Tokens that the worker was sent and has not reported as computed.

@@ -69,7 +69,7 @@ class WorkerProfile(Struct, frozen=True, kw_only=True):
 
 
 class DecisionSource(Protocol):
-    """The part of the machine that is needed here."""
+    """Port to the router machine: returns the decision for a request."""
 
     def decision(self, request_id: RequestId, /) -> Decision | None: ...
 
@@ -90,22 +90,22 @@ class LatencyDriftAlarm(Struct, frozen=True, kw_only=True):
 
 
 class PredictionAccuracy(Struct, frozen=True, kw_only=True):
-    """The accuracy of one kind of prediction for one worker. Errors are relative, over the last thousand predictions."""
+    """The accuracy of one kind of prediction for one worker. Errors are relative, and cover the last thousand predictions."""
 
     worker_id: WorkerId
     kind: PredictionKind
     predictions: int
     close: float  # share of predictions with an error of at most a fifth
     error: float  # median error
-    profile_close: float  # the same for the profile alone
+    profile_close: float  # the same share for predictions by the profile alone
     profile_error: float
-    factor: float  # learned: seconds = added + factor x profile
+    factor: float  # learned correction: seconds = added + factor x seconds by the profile
     added_ms: float
     alarms: int
 
 
 class LatencyPredictions:
-    """The predictions for all workers of a router; implements `fleet.router.observer.Observer`."""
+    """Predicts latencies of all workers of a router, and learns from measurements. Implements `fleet.router.observer.Observer`."""
 
     def __init__(self, profile_of: Callable[[WorkerDescription], WorkerProfile | None]):
         """Start without workers; set `machine` before the first event.
@@ -194,9 +194,9 @@ class _PredictedPrompt(Struct):
     tokens: int
     to_compute: int
     sent: Nanos
-    queued: bool  # sent while other prompts were waiting
+    queued: bool  # True if the prompt was sent while others were waiting
     finds_room: bool
-    profile: float  # its own seconds, by the profile alone
+    profile: float  # seconds for this prompt alone, by the profile
     expected: float  # seconds from sending it to its first token
     expected_by_profile: float
 
@@ -209,7 +209,7 @@ class _PredictedStream(Struct):
 
 
 class _PredictedWorker:
-    """The current attempts of one worker, and what was learned about it."""
+    """The current attempts of one worker, and the corrections that were learned about it."""
 
     def __init__(self, profile: WorkerProfile, description: WorkerDescription):
         self.errors = {kind: _PredictionErrors() for kind in PredictionKind}
@@ -217,10 +217,10 @@ class _PredictedWorker:
         self._profile = profile
         self._most_running = description.max_running
         self._most_tokens = description.kv_blocks * description.block_tokens
-        self._prompts: dict[RequestId, _PredictedPrompt] = {}  # in the order of sending
+        self._prompts: dict[RequestId, _PredictedPrompt] = {}  # prompts in the order in which they were sent
         self._streams: dict[RequestId, _PredictedStream] = {}
-        self._since = Nanos(0)  # when the first prompt could begin
-        self._computed = Nanos(-1)  # when the last prompt was computed
+        self._since = Nanos(0)  # instant from which the first prompt could be computed
+        self._computed = Nanos(-1)  # instant at which the last prompt was computed
 
     def send(self, now: Nanos, work_id: RequestId, tokens: int, to_compute: int) -> None:
         if not self._prompts:
@@ -253,7 +253,7 @@ class _PredictedWorker:
             if next(iter(self._prompts)) == work_id:
                 self._since = now
             del self._prompts[work_id]
-            self._computed = now  # the part that was computed so far
+            self._computed = now  # the worker has computed a part of the dropped prompt until now
 
     def expected(self, worker_id: WorkerId) -> list[PredictionAccuracy]:
         return [errors.expected(worker_id, kind) for kind, errors in self.errors.items() if errors.predictions]

@@ -94,13 +94,15 @@ _NOT_THE_REQUESTS_FAULT = frozenset(
         Reason.DRAINING,
         Reason.WORKER_LOST,
         Reason.KV_MISMATCH,
-        Reason.INTERNAL,  # an engine failure; the next attempt shows whether the request caused it
+        Reason.INTERNAL,  # the engine failed; the next attempt shows whether the request caused this
     }
 )
 _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
 
-OTHER_WORKERS_TRIED = 2  # other workers that are tried for a request that would wait too long; each try is a placement
-SHORT_WAIT_SHARE = 0.25  # share of the allowed wait; below it another prefill queue is worth more than blocks that are cached elsewhere
+# most other workers that are tried for a request that would wait too long; each try is a placement
+OTHER_WORKERS_TRIED = 2
+# another worker is taken if its predicted wait is at most this share of the allowed one, although it caches fewer blocks
+SHORT_WAIT_SHARE = 0.25
 
 # A request needs about ten of these; looking up an enum member takes 65 ns, and a module variable 5.
 _AGGREGATED, _PREFILL, _DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
@@ -117,7 +119,7 @@ class _Hindrance(NamedTuple):
 
 
 class RouterMachine:
-    """All requests of one router."""
+    """The machine of one router: takes events, and returns commands (rules 1 to 6)."""
 
     def __init__(
         self,
@@ -381,7 +383,7 @@ class RouterMachine:
                 live.note_kv_report(attempt, progress.kv)
             if (
                 progress.finish is _GIVEN_UP
-            ):  # the worker cancelled it; attempts that the router cancels are forgotten at once
+            ):  # the worker cancelled the attempt itself: attempts that the router cancels are forgotten at once
                 self._failed(live, Reason.WORKER_LOST, "the worker cancelled the request", now, out)
             elif attempt.phase is _PREFILL:
                 self._prefilled(live, attempt, progress, now, out)
@@ -393,7 +395,7 @@ class RouterMachine:
         if attempt is None or attempt.worker_id != event.worker_id or not event.prompt_tokens:
             return
         live = self.live_requests[attempt.request_id]
-        share = event.cached_tokens / event.prompt_tokens  # the server may count tokens differently
+        share = event.cached_tokens / event.prompt_tokens  # a share, because the server may count tokens differently
         self._compare(live, attempt, round(share * live.prompt_tokens), out)
 
     def _compare(self, live: LiveRequest, attempt: Attempt, reported_tokens: int, out: list[Command]) -> None:
@@ -427,7 +429,7 @@ class RouterMachine:
         self, live: LiveRequest, attempt: Attempt, progress: Progress, now: Nanos, out: list[Command]
     ) -> None:
         if progress.finish is None:
-            return  # the token is repeated with the finish
+            return  # the prefill worker repeats this token with its finish
         self.registry[attempt.worker_id].reservations.computed(live.id, None if live.arrived.external else now)
         self.attempts.computed(live, now)
         assert live.placed is not None
@@ -493,7 +495,8 @@ class RouterMachine:
     # Failures.
 
     def _joined(self, event: WorkerJoined, now: Nanos, out: list[Command]) -> None:
-        if self.registry.get(event.description.worker_id) is not None:  # a new incarnation replaces the old one
+        # the new incarnation replaces the known one
+        if self.registry.get(event.description.worker_id) is not None:
             self._left(event.description.worker_id, now, out)
         self.registry.join(event.description, event.address, event.knowledge, event.believed_for)
         self._admission.worker_joined(event.description.model)
@@ -541,7 +544,7 @@ class RouterMachine:
     def _undelivered(self, event: Undelivered, now: Nanos, out: list[Command]) -> None:
         attempt = self.attempts.get(event.request_id)
         if attempt is None or attempt.worker_id != event.worker_id:
-            return  # the worker has left in the meantime
+            return  # the worker has left in the meantime, so its attempts are known to be lost
         self._failed(
             self.live_requests[attempt.request_id],
             Reason.WORKER_LOST,
@@ -570,7 +573,7 @@ class RouterMachine:
         if live.sent and live.remaining_tokens <= 0 and not live.arrived.only_end:
             self._complete(
                 live, Finish.LENGTH, now, out
-            )  # the client has the whole answer; only the worker's last message is missing
+            )  # the client has the whole answer, and only the last message of the worker is missing
         elif hindrance and not live.arrived.whole:
             self._end_begun(live, hindrance.cause, f"{message}; {hindrance.message},", out)
         elif live.failures >= self.settings.max_attempts:
@@ -624,7 +627,7 @@ class RouterMachine:
     def _cancelled(self, request_id: RequestId, now: Nanos, out: list[Command]) -> None:
         live = self.live_requests.get(request_id)
         if live is None:
-            return  # the request ended just before
+            return  # the request has ended just before its client cancelled it
         self.attempts.stop(live, out)
         self.demand.ended(live, now)
         self._end(live)

@@ -130,7 +130,7 @@ class PeerPlaced(Struct, frozen=True, kw_only=True):
 
     replica: str
     placed: tuple[PlacedPrompt, ...] = ()
-    over: tuple[int, ...] = ()  # numbers of the prompts
+    over: tuple[int, ...] = ()  # numbers of the prompts that are finished
 
 
 class PeerLeft(Struct, frozen=True, kw_only=True):
@@ -172,7 +172,8 @@ WorkerEvent = (
 
 
 @final
-class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_hand"}):  # recordings keep the old name
+# `rename`: recordings keep the old name of the field
+class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_hand"}):
     """A request that has been validated and tokenized."""
 
     request_id: RequestId
@@ -197,11 +198,12 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     whole: bool = False  # the client gets the answer in one piece, so it has seen nothing before the end
     needs: tuple[str, ...] = ()  # `fleet.core.requests.ENGINE_FIELDS` that the sampling parameters use
     most_wait: Nanos | None = (
-        None  # a longer predicted wait rejects it, because a hosted endpoint then takes it; None: the usual one
+        # a longer predicted wait rejects the request, because a hosted endpoint then takes it; None: the usual limit
+        None
     )
     parsing: ParsingTask | None = None  # what workers need to parse the answer; None: they do not parse it
-    answered: tuple[int, ...] = ()  # tokens of the answer that another router has sent; fewer than the most tokens
-    fingerprint: str = ""  # the fingerprint of the worker that sent the first of them; empty: unknown
+    answered: tuple[int, ...] = ()  # tokens of the answer that another router has sent already; fewer than `max_tokens`
+    fingerprint: str = ""  # fingerprint of the worker that sent the first of these tokens; empty: unknown
 
 
 class RequestCancelled(Struct, frozen=True, kw_only=True):

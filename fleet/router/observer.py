@@ -23,7 +23,7 @@ class Observer(Protocol):
 
 
 class ObservedMachine(RouterMachine):
-    """A machine with an observer; a machine without one pays nothing for it."""
+    """A machine that calls an observer after each event; a machine without an observer has no extra cost."""
 
     def __init__(self, *arguments: Any, observer: Observer, **named: Any):
         super().__init__(*arguments, **named)

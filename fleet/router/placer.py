@@ -30,7 +30,7 @@ from fleet.router.state.snapshot import BreakEvenSnapshot, RemotePrefillSnapshot
 
 
 class Placer:
-    """Placement of one router's requests."""
+    """Places the live requests of one router."""
 
     def __init__(self, settings: RouterSettings, policy: PlacementPolicy, rng: RandomSource) -> None:
         self.settings = settings

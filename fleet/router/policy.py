@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Rows = NDArray[np.intp]
 
-# Kept between requests.
+# Rows that are kept between requests.
 BACKLOG_TOKENS = 0  # reserved prompt tokens that are not computed yet
 ACTIVE_BLOCKS = 1  # unique blocks of live requests; an answer near its expected end counts less
 REQUESTS = 2  # reserved requests
@@ -41,7 +41,7 @@ BLOCK_TOKENS = 6
 PREFILL_SPEED = 7  # relative speed of this hardware
 DECODE_SPEED = 8
 TOKEN_SECONDS = 9  # recent seconds per prompt token, including the wait for other prompts; 0: unknown
-# Computed for one request.
+# Rows that are computed for one request.
 LIVE_BLOCKS = 10  # leading blocks of the prompt that live requests hold there or will soon compute
 NEW_BLOCKS = 11  # unique blocks that the prompt would add
 ENGINE_BLOCKS = 12  # leading blocks of the prompt in the engine's cache
@@ -59,10 +59,10 @@ class RandomSource(Protocol):
 
 
 class PlacementRequest(Struct, frozen=True, kw_only=True, gc=False):
-    """The properties of a request that placement needs."""
+    """The properties of one request that placement needs."""
 
     prompt_tokens: int
-    answer_tokens: int = 1  # at most
+    answer_tokens: int = 1  # most tokens of the answer
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
     session: str = ""
@@ -98,10 +98,10 @@ class Candidates(Struct, frozen=True, eq=False):
     """Workers that may be chosen for one request. A policy must not write to the arrays."""
 
     everybody: Sequence[WorkerId]
-    columns: Floats  # QUANTITIES x workers
+    columns: Floats  # shape: QUANTITIES x workers
     rows: Rows | None = None  # rows of the candidates in `everybody`; None: all
-    warm: bool = True  # a worker may hold a part of the prompt
-    even: bool = False  # all speeds are 1
+    warm: bool = True  # True if a worker may hold a part of the prompt
+    even: bool = False  # True if all speeds are 1
 
     def __len__(self) -> int:
         count: int = self.columns.shape[1]
@@ -244,7 +244,7 @@ class Picker(Protocol):
 
 
 class PlacementPolicy(Protocol):
-    """The way in which one router chooses workers; it may remember what it chose."""
+    """Chooses the workers of one router's requests; a policy may remember its choices."""
 
     @property
     def name(self) -> str: ...
@@ -256,7 +256,7 @@ class PlacementPolicy(Protocol):
         ...
 
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
-        """Return the parts of each candidate's cost by name. They are computed for an explanation, when somebody asks for one."""
+        """Return the parts of each candidate's cost by name. They are computed only when an explanation is requested."""
         ...
 
 

@@ -128,7 +128,7 @@ class RequestStream:
 
 
 class RouterServer:
-    """One router. Call `run` once; `submit` requests from any number of frontends in the same event loop."""
+    """The server of one router. Call `run` once; any number of frontends in the same event loop may `submit` requests."""
 
     def __init__(self, machine: RouterMachine, workers: Workers, clock: Clock):
         self._machine = machine
@@ -137,10 +137,10 @@ class RouterServer:
         self._streams: dict[RequestId, RequestListener] = {}
         self._events: deque[RouterEvent] = deque()
         self._processing = False
-        self._bug: Exception | None = None  # a bug that interrupted a decision
+        self._bug: Exception | None = None  # the error that interrupted a decision; `run` raises it
         self._bug_met = asyncio.Event()
-        self.on_change: Callable[[], None] | None = None  # called after each event, for readers of `booked`
-        self._closed = False  # no more requests are accepted
+        self.on_change: Callable[[], None] | None = None  # called after each event, for objects that read `booked`
+        self._closed = False  # True: no more requests are accepted
         self._idle = asyncio.Event()
         self._idle.set()
         self._armed: Nanos | None = None  # the instant that `_keep_time` waits for
@@ -238,7 +238,8 @@ class RouterServer:
         except TimeoutError:
             log.warning("requests not finished before the drain timeout", extra={"requests": len(self._streams)})
         late = len(self._streams)
-        self._reject_all()  # before the workers' streams end, because their loss has another reason
+        # rejected here, before the workers' streams end, because a lost worker would be given as the reason
+        self._reject_all()
         return late
 
     def _reject_all(self) -> None:
@@ -282,7 +283,7 @@ class RouterServer:
                 self._process(RouterTicked())
 
     def _process(self, event: RouterEvent) -> None:
-        """Let the machine process an event, and perform its commands; an undeliverable command is another event.
+        """Let the machine process an event, and perform its commands. A command that cannot be performed causes another event.
 
         A bug on the way is raised and ends `run`: no further decision of the machine can be trusted, and the caller (a socket's reader,
         or a client's call) can do nothing about it.
@@ -291,7 +292,7 @@ class RouterServer:
             return
         events = self._events
         events.append(event)
-        if self._processing:  # a command has caused this event; the other commands go first
+        if self._processing:  # a command caused this event; it waits until all other commands are performed
             return
         self._processing = True
         try:

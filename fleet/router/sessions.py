@@ -28,7 +28,7 @@ from fleet.core.ids import WorkerId
 SessionKey = tuple[str, str]
 """Tenant and session; two tenants may use the same session names."""
 
-MAX_SESSION_NEWS = 10_000  # in one message: about 1 MB
+MAX_SESSION_NEWS = 10_000  # most bindings in one announcement, which then has about 1 MB
 
 
 class SessionBinding(Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class SessionBinding(Struct, frozen=True, kw_only=True):
 
 
 class SessionTable:
-    """The session bindings of one router, the last used ones at the end."""
+    """Keeps the session bindings of one router, ordered by their last use; the latest is at the end."""
 
     def __init__(self, ttl_seconds: float, capacity: int, *, telling: bool = False):
         """Start empty.
@@ -53,12 +53,13 @@ class SessionTable:
         self._ttl = int(ttl_seconds * SECOND)
         self._capacity = capacity
         self._telling = telling
-        self._bindings: OrderedDict[SessionKey, tuple[WorkerId, Nanos, int]] = OrderedDict()  # worker, last use, stamp
-        self._news: dict[SessionKey, tuple[WorkerId | None, int]] = {}  # worker, stamp
+        # values: worker, instant of the last use, stamp
+        self._bindings: OrderedDict[SessionKey, tuple[WorkerId, Nanos, int]] = OrderedDict()
+        self._news: dict[SessionKey, tuple[WorkerId | None, int]] = {}  # values: worker (None: forgotten), stamp
         self.dropped: list[SessionKey] = []
         """The sessions that rules 1 and 2 ended, until `take_dropped` returns them."""
         self._ahead = 0  # nanoseconds by which the common clock is ahead of this router's clock
-        self._stamp = 0  # the latest stamp
+        self._stamp = 0  # the latest stamp that this router gave or heard
 
     def __len__(self) -> int:
         return len(self._bindings)

@@ -41,12 +41,13 @@ _PREFILL_LOST = PlacementReason.PREFILL_LOST  # a module variable is ten times a
 
 
 class RouterStatistics:
-    """Statistics of one router since its start."""
+    """Counts the decisions and ends of one router's requests since its start, and keeps recent explanations."""
 
     def __init__(self, explained_requests: int) -> None:
         self.counters = RouterCounters()
         self._most_explained = explained_requests
-        self._explained: OrderedDict[RequestId, tuple[Decision, ...]] = OrderedDict()  # finds its first key fast
+        # `OrderedDict`, because it finds its first key fast
+        self._explained: OrderedDict[RequestId, tuple[Decision, ...]] = OrderedDict()
         self._compared = dict.fromkeys(Knowledge, CacheComparison())
         self._prompts_compared = dict.fromkeys(Knowledge, 0)
 
@@ -178,7 +179,7 @@ class _ModelCounters(Struct):
 
 
 class RouterDemand:
-    """Counters of one router since its start."""
+    """Counts the demand of each model since the start of one router (rules 3 to 6)."""
 
     def __init__(self) -> None:
         self._models: dict[ModelName, _ModelCounters] = {}

@@ -27,7 +27,8 @@ from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected, inv
 from fleet.core.requests import RateLimitStatus, RemainingLimit
 
 MINUTE_SECONDS = 60
-ROUNDS = 100  # each round admits at least an equal share of what is left
+# most exchanges with peers for one request; each of them lets at least an equal share of what is left be admitted
+ROUNDS = 100
 
 PerMinute = Annotated[float, Meta(ge=0, le=1e12)]
 Sha256Hex = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -115,8 +116,8 @@ class _TenantLimits:
         self.taken_tokens = 0.0
         self.told = TenantUsageDelta(
             requests=0.0, tokens=0.0
-        )  # total taken here that peers have to hear of; it only grows
-        self.heard = self.told  # the part of it that all peers have confirmed
+        )  # total that was taken here and must be sent to the peers; it only grows
+        self.heard = self.told  # the part of this total that all peers have confirmed
 
     @property
     def unheard_requests(self) -> float:
@@ -128,7 +129,7 @@ class _TenantLimits:
 
 
 class Tenants:
-    """All tenants that the settings name; other tenants have neither keys nor limits."""
+    """Checks API keys and rate limits of the tenants that the settings name; other tenants have neither."""
 
     def __init__(self, settings: Mapping[str, TenantSettings], now: Nanos) -> None:
         """Start with full buckets.
@@ -171,7 +172,8 @@ class Tenants:
         if not self._by_key:
             return named
         scheme, _, key = authorization.partition(" ")
-        sent = key.strip(" \t").encode("latin-1", "replace")  # the header's bytes, which frontends decode as Latin-1
+        # the bytes of the header, because frontends decode headers as Latin-1
+        sent = key.strip(" \t").encode("latin-1", "replace")
         known = self._by_key.get(sha256(sent).hexdigest())
         if scheme.lower() != "bearer" or known is None:
             missing = "is missing" if not authorization else "has no known key"
@@ -330,7 +332,7 @@ async def await_settle(settle: SettleWithPeers) -> bool:
 def _exceeds_share(bucket: TokenBucket | None, unheard: float, more: float, routers: int, now: Nanos) -> bool:
     """Return whether a router should ask its peers first, if `routers` routers share what is left."""
     if bucket is None or not unheard or (level := bucket.level(now)) < 1:
-        return False  # below one the request is rejected, whatever the peers took
+        return False  # with less than one, the request is rejected, whatever the peers took
     return unheard + more > max(1.0, (level + unheard) / routers)
 
 

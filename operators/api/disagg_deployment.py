@@ -272,7 +272,7 @@ class Balance(Resource, frozen=True):
 
 
 class WatchdogSpec(Resource, frozen=True):
-    """When a worker whose engine makes no progress is ended and started again."""
+    """Limits after which a worker whose engine makes no progress is ended and started again."""
 
     enabled: bool = True
     """End such a worker. Off: its requests fail by their deadlines."""

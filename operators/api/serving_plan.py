@@ -36,7 +36,7 @@ class RoleBounds(Resource, frozen=True):
     """Name of the role."""
 
     least: Count = 1
-    """Fewest replicas. With 0, which `scaling.least` must allow too, the role has no replica while nobody asks."""
+    """Fewest replicas. With 0, which `scaling.least` must allow too, the role has no replica while there are no requests."""
 
     most: Count = 64
     """Most replicas; `scaling.most` of the role may be lower."""
@@ -108,7 +108,7 @@ class Recommendation(Resource, frozen=True):
 
 
 class MadePlan(Resource, frozen=True):
-    """One plan, and what became of it."""
+    """One plan, and its state or outcome."""
 
     id: Annotated[str, Meta(max_length=128)]
     """Identity of the plan, for `fleet explain --plan`."""
@@ -133,7 +133,7 @@ class ServingPlanStatus(Resource, frozen=True):
     """The `metadata.generation` of the specification that the status is about."""
 
     planner: Annotated[str, Meta(max_length=253)] = ""
-    """The planner that obeys the plan: the pod that leads; `none` if no planner is installed."""
+    """The planner that carries out the plan: the pod that leads; `none` if no planner is installed."""
 
     recommendations: Annotated[tuple[Recommendation, ...], Meta(max_length=16)] = ()
     """Replicas that the last decision wants, by role."""

@@ -140,7 +140,7 @@ class ProposalFigure(Resource, frozen=True):
 
 
 class ServingRequestStatus(Resource, frozen=True):
-    """The proposal, and what became of it."""
+    """The proposal, and its state."""
 
     observed_generation: int = 0
     """The `metadata.generation` of the specification that the status is about."""

@@ -32,15 +32,16 @@ from operators.observed.observe import DELETION_COST
 from operators.observed.state import ApiRefusal
 from operators.telemetry import OperatorMetrics
 
-MOST_SECRETS = 100_000  # created Secrets that are remembered; a forgotten one is requested again
+# most created Secrets that are remembered; a forgotten one is created again, which changes nothing
+MOST_SECRETS = 100_000
 
 
 class NotLeading(Exception):
-    """Another process acts, or may soon."""
+    """A write is not made, because this process does not lead, or may soon not lead any more."""
 
 
 class Applier:
-    """Writes to the API server."""
+    """Performs the actions of `reconcile` as writes to the API server."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Applier:
         self._leads = leads
         self._metrics = metrics
         self._identity = identity
-        self._secrets: dict[tuple[str, str, str], None] = {}  # created Secrets, the latest last
+        self._secrets: dict[tuple[str, str, str], None] = {}  # created Secrets in the order of their creation
 
     async def perform(self, actions: Sequence[Action], namespace: str) -> tuple[ApiRefusal, ...]:
         """Perform actions; return the refusals.
@@ -94,7 +95,8 @@ class Applier:
         self._permit("create")
         try:
             await self._cluster.create(kinds.SECRET, NamedObject, metadata["namespace"], manifest)
-        except NameTaken:  # not remembered: it may belong to a former deployment of the same name, and go with that
+        # not remembered, because this Secret may belong to a former deployment of the same name and be deleted with it
+        except NameTaken:
             return ()
         except RequestDenied as error:
             return (ApiRefusal(kinds.SECRET.name, metadata["name"], error.reason, str(error)),)

@@ -1,4 +1,4 @@
-"""Control secrets: what routers of a deployment demand of workers and of the operator at their control ports.
+"""Control secrets: the secrets by which workers and the operator prove themselves at the control ports of routers.
 
 Rules:
 
@@ -31,7 +31,7 @@ MASTER_BYTES = 32
 
 
 class ControlSecrets:
-    """The operator's own secret, and the secrets derived from it."""
+    """Derives the control secret of each deployment from the operator's own secret."""
 
     def __init__(self, cluster: KubernetesApi, namespace: str, name: str, owner: str = "") -> None:
         """Create it without reading anything.
@@ -87,7 +87,7 @@ class ControlSecrets:
                 "immutable": True,
                 "data": {CONTROL_SECRET_KEY: drawn},
             }
-            with suppress(NameTaken):  # another operator was faster
+            with suppress(NameTaken):  # another operator has created the Secret first
                 await self._cluster.create(kinds.SECRET, SecretData, self._namespace, made)
             found = await self._cluster.get(kinds.SECRET, SecretData, self._namespace, self._name)
         self._master = _read(found.data, f"{self._namespace}/{self._name}")

@@ -25,7 +25,7 @@ MOST_TOLD = 4
 
 
 class PlacedGroup(Struct, frozen=True):
-    """A group that was given a domain."""
+    """A group of pods, and the domain that was chosen for it."""
 
     name: str
     demand: GroupDemand

@@ -1,4 +1,4 @@
-"""Controller: reconciles one key, from the caches to a decision, to writes, and to the time of the next reconcile."""
+"""Controller: reconciles one key. It reads the caches, decides, writes, and sets the time of the next reconcile."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -168,7 +168,8 @@ class Controller:
             # Last, because no cache shows whether it exists. Pods wait for it, and ready pods have it.
             denied = await self._applier.make_secret(secret.manifest(desired), again=afresh)
             refusals = (*refusals, *denied)
-            if not _is_ready(decided.status):  # an existing Secret may belong to a predecessor and be deleted soon
+            # checked again soon, because an existing Secret may belong to a deleted deployment of this name and go with it
+            if not _is_ready(decided.status):
                 self._enqueue(key, TROUBLE_RECHECK)
         status, wanted = decided.status, decided.wanted
         if passed or decided.actions or denied:  # they may have changed readiness

@@ -1,4 +1,4 @@
-"""Refusals: which write the API server has refused, and why. Pure.
+"""Refusals: remembers which write the API server has refused, and why. Pure.
 
 The cause is often a field of a user's `podTemplate`, so the path of that field is looked for. `operators.status.deployment` shows
 refusals in conditions.

@@ -1,4 +1,4 @@
-"""ServingRequest: the DisaggDeployment that is made for it, and its status. Pure.
+"""ServingRequest: makes the DisaggDeployment for a request, and the status of the request. Pure.
 
 Rules:
 

@@ -30,7 +30,8 @@ class WorkQueue(Generic[Key]):
 
         self._most = most
         self._due: dict[Key, Nanos] = {}
-        self._order: list[tuple[Nanos, int, Key]] = []  # a heap; entries that differ from `_due` are skipped
+        # a heap by due instant; entries that `_due` no longer has are skipped
+        self._order: list[tuple[Nanos, int, Key]] = []
         self._in_progress: dict[Key, Nanos | None] = {}  # keys in progress, with the instant of a further request
         self._failures: dict[Key, int] = {}
         self._not_before: dict[Key, Nanos] = {}

@@ -38,7 +38,7 @@ class Imported(Struct, frozen=True):
 
 
 class Names:
-    """Gives each name of one kind once, in the shape that our objects require."""
+    """Makes names of objects unique and valid: each name of one kind is used once."""
 
     def __init__(self, otherwise: str) -> None:
         self._otherwise = otherwise

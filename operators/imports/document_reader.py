@@ -20,7 +20,7 @@ NO_EQUAL = "has no equal here and is left out"
 
 
 class Note(Struct, frozen=True):
-    """A remark that a person has to read."""
+    """A remark about an import, for the person who runs it."""
 
     path: str
     """The field, as in ``spec.services.Frontend.ingress``; empty: no field."""
@@ -32,7 +32,7 @@ class Note(Struct, frozen=True):
 
 
 class DocumentReader:
-    """One object. Every field that is read counts as taken over."""
+    """Reads one object, and notes every field that is read, so that unread fields can be reported."""
 
     def __init__(self, fields: Mapping[str, Any], path: str, notes: list[Note]) -> None:
         self._fields = fields

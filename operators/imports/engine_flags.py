@@ -1,4 +1,4 @@
-"""Engine flags: command lines of other projects' engines as settings of our workers.
+"""Engine flags: converts command lines of other projects' engines to settings of our workers.
 
 Rules:
 

@@ -1,4 +1,4 @@
-"""Pod templates of other projects: the parts that can stand in ours.
+"""Pod templates of other projects: takes over the parts that our pod templates may have.
 
 Rules:
 

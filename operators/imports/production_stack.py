@@ -135,7 +135,7 @@ def imported(values: Mapping[str, Any], name: str = "", namespace: str = "") -> 
     suspend = not engines.flag("enableEngine", default=True)
     if suspend:
         engines.note("enableEngine", "is false: the deployment is suspended, its router too")
-    engines.skip("runtimeClassName", "schedulerName")  # entries without their own have read them
+    engines.skip("runtimeClassName", "schedulerName")  # entries without own values have used these values already
     keys = "keys of clients are a setting of the router (`tenants`)"
     engines.rest(OWN_OF_ENGINES | {"serviceMonitor": MONITORED, "vllmApiKey": keys})
     _beside(root)
@@ -284,7 +284,7 @@ def _entry(reader: DocumentReader, engines: DocumentReader, splitting: _Splittin
             **dict.fromkeys(("pvcAccessMode", "pvcAnnotations", "pvcLabels", "pvcMatchLabels", "storageClass"), ""),
         }
     )
-    served = flags.get("served-model-name").partition(" ")[0]  # others are aliases
+    served = flags.get("served-model-name").partition(" ")[0]  # further names are aliases
     return _ModelSpecEntry(
         model=model, served=served, name=name, role=role, secret=secret, direct=direct, store_gigabytes=gigabytes
     )
@@ -334,7 +334,7 @@ def _engine(reader: DocumentReader, template: PodTemplate) -> tuple[Flags, bool]
     if config.any("enableChunkedPrefill") is False:
         config.note("enableChunkedPrefill", "stays on")
     config.note_if("maxLoras", ADAPTERS)
-    config.skip("v0", "v1")  # vLLM has one engine now
+    config.skip("v0", "v1")  # ignored, because vLLM has only one engine now
     for name in ("runner", "convert"):
         config.note_if(name, "workers generate text and nothing else")
     config.rest()

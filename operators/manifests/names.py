@@ -57,7 +57,7 @@ LEADER, RANK = "LWS_LEADER_ADDRESS", "LWS_WORKER_INDEX"
 
 
 class GroupPlacement(Struct, frozen=True, kw_only=True):
-    """Where the pods of a group may go."""
+    """Domain and nodes on which the pods of a group may run."""
 
     domain: str = ""
     """The value of the role's `topology.domain`; empty: the scheduler chooses one."""

@@ -1,4 +1,4 @@
-"""Objects: the frame of each child object's manifest."""
+"""Objects: makes the common part (metadata, labels, owner) of each child object's manifest."""
 
 import hashlib
 from collections.abc import Mapping

@@ -1,5 +1,8 @@
 """Pod templates of a deployment, merged with the user's templates.
 
+Kubernetes ends a pod with SIGTERM, which begins the drain of the worker (`workers.machine`). The grace period of a pod
+is the drain timeout of its role plus `GRACE_SECONDS`. The readiness and liveness probes of all pods are set here, too.
+
 `operators.manifests.workloads` makes the workloads that contain them.
 """
 
@@ -283,6 +286,6 @@ def merged(ours: Any, theirs: Any, key: str = "") -> Any:
                 named[name] = merged(named.get(name), item)
                 seen.add(name)
             else:
-                faulty.append(item)  # without a name, or with that of another one; the API server reports it
+                faulty.append(item)  # an item without a name or with a repeated name; the API server reports it
         return [*named.values(), *faulty]
     return theirs

@@ -37,7 +37,7 @@ REPELLING = frozenset({"NoSchedule", "NoExecute"})
 
 
 class _Part(Struct, frozen=True, rename="camel"):
-    """A part of an object, with the API's spelling."""
+    """Base of types that read a part of a Kubernetes object; field names are spelled as in the API."""
 
 
 class Taint(_Part, frozen=True):
@@ -76,7 +76,7 @@ class PlacedPodStatus(_Part, frozen=True):
 
 
 class PlacedPod(NamedObject, frozen=True, kw_only=True, rename="camel"):
-    """A pod of anybody, with what it requests."""
+    """Any pod of the cluster, with the resources that it requests on its node."""
 
     spec: PlacedPodSpec = PlacedPodSpec()
     status: PlacedPodStatus = PlacedPodStatus()
@@ -95,7 +95,7 @@ class GroupDemand(Struct, frozen=True):
 
 
 class NodeRoom(Struct, frozen=True):
-    """The room on a node."""
+    """Resources of a node that no pod requests."""
 
     labels: Mapping[str, str]
     taints: tuple[Taint, ...]
@@ -103,7 +103,7 @@ class NodeRoom(Struct, frozen=True):
 
 
 class ClusterRoom(Struct, frozen=True):
-    """The room on all nodes; None: the operator may not read them."""
+    """Free resources of all nodes; None: the operator may not read nodes."""
 
     nodes: tuple[NodeRoom, ...] | None = None
 

@@ -1,4 +1,4 @@
-"""Drift: which children somebody else has changed since our last write. Pure.
+"""Drift: detects which child objects others have changed since our last write. Pure.
 
 Rules:
 

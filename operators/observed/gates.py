@@ -12,7 +12,7 @@ from operators.manifests.names import GATE, GATED
 
 
 class GatedGroup(Struct, frozen=True):
-    """A group of pods that were made with a gate, and all of which exist."""
+    """A group whose pods were created with a scheduling gate and all exist."""
 
     name: str
     """Its StatefulSet."""

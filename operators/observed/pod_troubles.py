@@ -160,7 +160,8 @@ def _of_container(pod: str, container: ContainerStatus, *, ready: bool) -> PodTr
     said = next((line for line in reversed(ended.message.splitlines()) if line.startswith(OURS)), "")
     said = said.removeprefix(OURS)
     runs = waiting is None and container.state.terminated is None
-    if said.startswith("hub.endpoint:") and not (runs and ready):  # the restarted container tries again just as long
+    # the restarted container tries again for the same time
+    if said.startswith("hub.endpoint:") and not (runs and ready):
         return PodTrouble(TroubleReason.HubUnreachable, pod, _short(said))
     if runs:  # the container has recovered
         return None

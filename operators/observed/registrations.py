@@ -32,7 +32,7 @@ SKEW_SECONDS = 5
 
 
 class WorkerRegistration(Struct, frozen=True, kw_only=True):
-    """The knowledge about one worker."""
+    """Facts about one worker, as Leases and routers report them."""
 
     pod: str
     warm_blocks: int | None = None
@@ -44,7 +44,7 @@ ReportedWorkers = Mapping[str, tuple[WorkerRegistration, ...]]
 
 
 class WorkerLease(Struct, frozen=True, kw_only=True):
-    """The fields of a worker's Lease that are needed here."""
+    """The fields of a worker's Lease from which registrations are computed."""
 
     holder: str
     renewed: datetime

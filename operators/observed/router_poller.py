@@ -20,7 +20,7 @@ ROUNDS_BETWEEN_READY_POLLS = 6
 
 
 class RouterReports(Protocol):
-    """Asks the routers of deployments about their workers."""
+    """Port that asks the routers of deployments about their workers."""
 
     async def workers(self, address: str, secret: bytes) -> tuple[WorkerRegistration, ...] | None:
         """Return the workers to which the router at a host:port sends requests; None if it does not answer.

@@ -15,7 +15,7 @@ from operators.replica_steps import RevisionReplicas
 
 
 class ObservedChild(Struct, frozen=True, kw_only=True):
-    """The child of one role and revision as it is."""
+    """The observed workload of one role and revision."""
 
     kind: str
     """Empty: it has no controller any more, and only pods are left."""
@@ -76,7 +76,7 @@ class ObservedRouter(Struct, frozen=True, kw_only=True):
 
 
 class PodDeletionCost(Struct, frozen=True, kw_only=True):
-    """The cost of losing a pod."""
+    """Deletion cost of a pod: its number of warm blocks."""
 
     pod: str
     blocks: int | None
@@ -96,7 +96,7 @@ class ApiRefusal(Struct, frozen=True, order=True):
 
 
 class ObservedState(Struct, frozen=True, kw_only=True):
-    """The objects of a deployment in the cluster."""
+    """All observed objects of one deployment, as `reconcile` reads them."""
 
     children: tuple[ObservedChild, ...] = ()
     digests: Mapping[tuple[str, str], str] = {}

@@ -20,7 +20,7 @@ from fleet.planner.sources.routers import RouterDemandSource
 
 
 class FollowedRouter(Struct, frozen=True, order=True):
-    """A router pod."""
+    """A router pod whose demand reports are read."""
 
     name: str
     address: str

@@ -30,7 +30,7 @@ AGAIN_SECONDS = 5.0
 
 
 class PlannerParts(Protocol):
-    """Maker of a planner's rule and rehearsal; the composition root knows the engines and the simulator."""
+    """Port that makes the rule and the rehearsal of a planner; the composition root implements it with engines and simulator."""
 
     def rule(self, settings: PlannerSettings) -> ScalingRule:
         """Return the rule of the settings.
@@ -50,7 +50,7 @@ class PlannerParts(Protocol):
 
 
 class PlannerTask(Struct, frozen=True):
-    """Everything that a deployment's planner depends on; another planner is started when it differs."""
+    """All inputs of a deployment's planner; when one of them changes, another planner is started."""
 
     settings: PlannerSettings
     secret: bytes
@@ -61,7 +61,7 @@ class PlannerTask(Struct, frozen=True):
 
 
 class DeploymentPlanner:
-    """The planner of one deployment; `run` it."""
+    """Runs the planner of one deployment, and starts it again after a failure."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Server of the cluster's planner: follows plans, deployments and routers, and runs a planner for each plan that can be obeyed.
+"""Server of the cluster's planner: watches plans, deployments and routers, and runs a planner for each usable ServingPlan.
 
 Rules:
 
@@ -93,8 +93,9 @@ class KubePlanner:
         self._changed = asyncio.Event()
         self._running: dict[Place, _RunningPlanner] = {}
         self._refused: dict[Place, PlanNotObeyed] = {}
-        self._unusable: dict[Place, tuple[PlannerTask, PlanNotObeyed]] = {}  # settings of which no rule can be made
-        self._written: dict[Place, Nanos] = {}  # when statuses were written last
+        # tasks from which no rule can be made, with the reason
+        self._unusable: dict[Place, tuple[PlannerTask, PlanNotObeyed]] = {}
+        self._written: dict[Place, Nanos] = {}  # instant at which each status was last written
         self._secret_trouble = "not read yet" if settings.control_secret else ""
         for kind in FOLLOWED:
             for namespace in settings.namespaces or ("",):
@@ -183,7 +184,7 @@ class KubePlanner:
                 if self.leader.leads():
                     for plan in self._plans():
                         await self._tell(plan)
-            except Exception:  # supervisor: the planners that run go on, and the next round begins afresh
+            except Exception:  # supervisor: running planners continue, and the next round starts again
                 log.exception("plans not arranged, will retry")
 
     def _heard(self, _: ApiKind, __: Sequence[NamedObject]) -> None:
@@ -198,7 +199,7 @@ class KubePlanner:
     async def _arrange(self, tasks: asyncio.TaskGroup) -> None:
         wanted: dict[Place, PlannerTask] = {}
         refused: dict[Place, PlanNotObeyed] = {}
-        taken: dict[Place, str] = {}  # deployments with the plan that is obeyed
+        taken: dict[Place, str] = {}  # name of the plan that is carried out, by deployment
         for plan in self._plans():
             place = _place_of(plan)
             try:
@@ -315,7 +316,7 @@ class KubePlanner:
             return refused_status(refusal or unknown, before, generation, self._settings.identity, now)
         try:
             modes = planned_roles(self._deployment(*self._place(running.planner)))
-        except PlanNotObeyed as error:  # it went a moment ago
+        except PlanNotObeyed as error:  # the plan is no longer usable since a moment ago
             return refused_status(error, before, generation, self._settings.identity, now)
         return obeyed_status(running.planner.loop.status(), modes, before, generation, now)
 
@@ -328,7 +329,7 @@ class KubePlanner:
         try:
             self.store.of(kind, CustomObject).put(await self._cluster.apply(kind, CustomObject, manifest, "status"))
         except (ObjectConflict, ObjectMissing):
-            return  # it was replaced or removed meanwhile, and the watch says so
+            return  # the plan was replaced or removed meanwhile, which the watch reports
         except KubernetesError as error:
             log.warning("status of a plan not written", extra={"plan": "/".join(place), "cause": str(error)})
 

@@ -1,4 +1,4 @@
-"""Status of a ServingPlan: what its planner sees, decides and does. Pure.
+"""Status of a ServingPlan: the demand, decision and plans of its planner. Pure.
 
 Rules:
 

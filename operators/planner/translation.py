@@ -144,7 +144,7 @@ def _pool(role: RoleSpec, bounds: RoleBounds) -> PlannedPool:
     scaling, gpu = role.scaling, _gpu(role, bounds)
     planned = scaling.mode is ScalingMode.PLANNER
     least, most = max(bounds.least, scaling.least), min(bounds.most, scaling.most)
-    if not planned:  # nobody plans it, so no bound of a plan concerns it
+    if not planned:  # no plan sizes this role, so no bounds of a plan apply
         least, most = 0, max(scaling.most, role.replicas)
     if least > most:
         text = f"spec.roles: {role.name} needs at least {least} replicas, and its bounds allow for {most}"

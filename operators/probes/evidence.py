@@ -100,14 +100,14 @@ class Probe(Struct, frozen=True, kw_only=True):
 
 
 class ProbeCompletion(Struct, frozen=True):
-    """A completion."""
+    """The completion that a probe got."""
 
     handed: bool | None = None
     """True if the prompt's blocks came from another worker; None: unknown, or not demanded."""
 
 
 class ProbeFailure(Struct, frozen=True):
-    """A probe without a completion."""
+    """The failure of a probe that got no completion."""
 
     status: int
     """HTTP status; 0: no answer."""

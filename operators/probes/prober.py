@@ -31,7 +31,7 @@ FIRST_PAUSE_SECONDS = 0.5
 
 
 class ProbeSender(Protocol):
-    """Sends requests to the routers of deployments like any client."""
+    """Port that sends requests to the routers of deployments, as clients do."""
 
     async def ask(self, probe: Probe) -> ProbeCompletion | ProbeFailure:
         """Send a request for one token. It has a deadline, and raises nothing."""
@@ -69,7 +69,7 @@ class Prober:
             self._end(key)
             return
         if self._subjects.get(key) == wanted.subject:
-            return  # the probes run already, or are done
+            return  # the probes of this subject run already, or have ended
         self._end(key)
         self._subjects[key] = wanted.subject
         self._shown[key] = wanted.evidence
@@ -105,7 +105,7 @@ class Prober:
         while targets := probing.wanted(subject, self.of(key)):
             async with self._asking_again if self.of(key).failures else nullcontext(), self._asking:
                 if not self._leads():
-                    self._subjects.pop(key, None)  # the next leader begins again
+                    self._subjects.pop(key, None)  # forgotten, because the next leader probes again
                     return
                 answer = await self._clients.ask(_probe(key, subject, targets[0], asked))
             asked += 1

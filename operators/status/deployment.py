@@ -1,4 +1,4 @@
-"""Status of a DisaggDeployment. Pure.
+"""Status of a DisaggDeployment: computes conditions such as Ready, and the replicas of each role. Pure.
 
 Rules:
 

@@ -32,8 +32,8 @@ MOST = 4096
 class StatusRateLimiter(Generic[Key]):
     def __init__(self) -> None:
         self._written: dict[Key, Nanos] = {}
-        self._brief: dict[Key, Nanos] = {}  # the begin of a state that usually lasts a moment
-        self._passing: set[Key] = set()  # keys with progress to write
+        self._brief: dict[Key, Nanos] = {}  # instant at which a state began that usually lasts only a moment
+        self._passing: set[Key] = set()  # keys whose progress must still be written
 
     def due(self, key: Key, now: Nanos, *, urgent: bool, brief: bool = False) -> Nanos:
         """Return when a changed status may be written; `urgent`: rule 1; `brief`: rule 3."""
@@ -53,7 +53,7 @@ class StatusRateLimiter(Generic[Key]):
         self._passing.discard(key)
         self._brief.pop(key, None)
         self._written[key] = now
-        if len(self._written) > MOST:  # many of the objects may be gone
+        if len(self._written) > MOST:  # then forget, because many of the objects may no longer exist
             self._written = {key: at for key, at in self._written.items() if now < at + LONG}
 
     def rests(self, key: Key) -> None:

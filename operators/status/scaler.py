@@ -1,4 +1,4 @@
-"""Status of RoleScalers, and of ServingPlans while no planner obeys them. Pure."""
+"""Status of RoleScalers, and of ServingPlans while no planner carries them out. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -37,11 +37,11 @@ from fleet.sim.workload.clients import Traffic, start_clients
 from fleet.sim.world import World
 
 LOOK_EVERY = 100 * MILLISECOND
-PATIENCE = 600 * SECOND  # longest time between two ends of requests
+PATIENCE = 600 * SECOND  # longest virtual time in which no request ends
 
 
 class RequestStuck(ConfigurationRefused):
-    """A request is never over, or takes too long."""
+    """A request did not end, or took too long."""
 
 
 class LoggedRun(Struct, frozen=True):
@@ -82,7 +82,7 @@ def serve(plan: RunPlan, traffic: Traffic, machine: RouterMachine) -> list[Ended
         kernel.run(until=Nanos(-1))
         kernel.skip(Nanos(0))
         _drive(kernel, world, plan, traffic, ended.append, over=world.close)
-    except BaseException:  # Ctrl-C included: no task may outlive the run
+    except BaseException:  # also Ctrl-C, because no task may outlive the run
         world.abandon()
         raise
     return ended

@@ -26,7 +26,7 @@ class HostedEngine:
         execute: Callable[[Dispatch | CancelAttempt], None],
         load: Callable[[], LoadReport],
     ):
-        """Begin as a ready engine, which gives commands to `execute` and reports `load`."""
+        """Begin as a ready engine, which passes commands to `execute` and reports `load`."""
         self.facts = EngineFacts(
             name=description.engine,
             model=description.model,
@@ -87,7 +87,7 @@ class HostedEngine:
 
     def cache_changed(self, event: CacheAssumed) -> None:
         changes: list[KvEvent] = []
-        if event.removed:  # first, because removals make the room
+        if event.removed:  # removals come first, because they make room for the additions
             changes.append(KvRemoved(hashes_of(event.removed)))
         if event.stored:
             changes.append(KvStored(hashes_of(event.stored)))

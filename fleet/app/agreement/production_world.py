@@ -63,7 +63,7 @@ APART = 10_000
 """Nanoseconds between the starts of two first workers, so that the router knows them in this order."""
 
 DRAIN = 3600 * SECOND
-WORD = np.dtype("<u4")  # a token id
+WORD = np.dtype("<u4")  # a token id has 4 bytes
 KEY = np.dtype("<u8")
 
 
@@ -81,7 +81,8 @@ class ProductionWorld(World):
         self._serving: dict[RequestId, asyncio.Task[None]] = {}
         self._next_start: int | None = 0  # time to the next start of a first worker; None: all have started
         self._closed = False
-        super().__init__(*arguments, message_delay=Nanos(0), **named)  # the loop delays messages
+        # no delay here, because the virtual loop delays messages
+        super().__init__(*arguments, message_delay=Nanos(0), **named)
         self._machine = machine
         self._cluster.cut = self._cut
         self._next_start = None
@@ -116,9 +117,9 @@ class ProductionWorld(World):
             case WorkerDraining():
                 self._running.append(self._loop.begin(self._processes[event.worker_id].drain()))
             case WorkerLeft():
-                self._loop.turn()  # deliver what it sent before
+                self._loop.turn()  # delivers the messages that were sent before
                 self._processes.pop(event.worker_id).kill()
-            case _:  # events that do not come through workers' streams
+            case _:  # other events, which do not come through workers' streams
                 self._loop.call_later(self._loop.delay / SECOND, self._router.hear, event)
 
     def _cut(self, worker: SimulatedWorker, lasting: Nanos) -> None:
@@ -197,7 +198,7 @@ class _WorkerProcess:
             address=settings.listen,
         )
         self._tasks: list[asyncio.Task[None]] = []
-        self._held = False  # whether its network is cut
+        self._held = False  # True if the network of the process is cut
 
     def start(self) -> None:
         loop, server = self._loop, self._server

@@ -78,7 +78,7 @@ def answer(prompt: TokenBytes, sampling: Sampling) -> tuple[int, ...]:
 
 
 class BlockTruth:
-    """The bytes of all blocks that a run may see, by name."""
+    """Knows the right bytes of all blocks of a run, by block name."""
 
     def __init__(self) -> None:
         self._blocks: dict[BlockHash, bytes] = {}

@@ -12,7 +12,7 @@ from fleet.app.fault_simulation.seed_run import SeedOutcome, run_seed
 from fleet.core.errors import ConfigurationRefused
 from fleet.sim.experiments.process_pool import process_pool
 
-MOST_FAILURES = 8  # failing seeds that are shrunk and reported in full
+MOST_FAILURES = 8  # most failing seeds that are shrunk and reported in full
 MOST_SHRINKING_RUNS = 400
 BATCH = 25  # seeds that a process runs before it reports
 
@@ -23,9 +23,9 @@ class FailingSeed(Struct, kw_only=True):
     seed: int
     promise: str
     detail: str
-    keep: tuple[int, ...]  # indices of the happenings that are left
+    keep: tuple[int, ...]  # indices of the happenings that remain after shrinking
     happenings: tuple[str, ...]
-    replay: str  # the command that runs them again
+    replay: str  # command that runs these happenings again
 
 
 class CampaignResult(Struct, kw_only=True):
@@ -118,7 +118,7 @@ def _outcomes(first_seed: int, seeds: int, processes: int) -> Iterator[Sequence[
 
 
 def _run_batch(seeds: range) -> list[SeedOutcome]:
-    logging.disable(logging.WARNING)  # in processes of the pool; every fault would leave a line
+    logging.disable(logging.WARNING)  # off in the processes of the pool, because every fault would write a line
     return [run_seed(seed, draw(seed)) for seed in seeds]
 
 

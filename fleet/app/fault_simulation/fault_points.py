@@ -80,7 +80,7 @@ class FaultPoint(StrEnum):
 
 
 class FaultPoints:
-    """Counts of reached fault points."""
+    """Counts how often each fault point is reached."""
 
     def __init__(self) -> None:
         self.counts: Counter[FaultPoint] = Counter()

@@ -36,7 +36,7 @@ LEASE = Nanos(1000)
 BOUNDS = ((1, 3), (2, 1))
 """Handoffs and faults of each exploration: one handoff with three faults, and two with one."""
 
-OTHER_WORK = 1  # times that other work overwrites what it can
+OTHER_WORK = 1  # number of times that other work overwrites all blocks that it can take
 ENDED = (LoanState.RECEIVED, LoanState.NEEDLESS, LoanState.COMPUTING)
 
 Action = tuple[str, int]
@@ -50,11 +50,11 @@ class HandoffExploration(Struct, kw_only=True):
     ends: int  # states in which nothing can happen any more but faults
     deaths: int  # steps that end a lender or a borrower
     violation: str = ""
-    path: tuple[str, ...] = ()  # the steps to the violation
+    path: tuple[str, ...] = ()  # steps that lead to the violation; empty: none was found
 
 
 class HandoffViolation(Exception):
-    """A state breaks a rule."""
+    """A state breaks one of the rules 1 to 3."""
 
 
 def _content(name: BlockHash) -> bytes:
@@ -79,10 +79,10 @@ class _HandoffCase:
         self.borrower: BlockBorrower | None = None
         self.received: tuple[bytes, ...] = ()
         self.dead = False
-        self.connected = False  # as the borrower sees it
+        self.connected = False  # True if the borrower believes that the connection is open
         self.to_lender: list[BlockRequest] = []
         self.to_borrower: list[BlockLoan] = []
-        self.is_returned = False  # the lender has read that
+        self.is_returned = False  # True if the lender has read that the lease was returned
 
     def copy(self) -> "_HandoffCase":
         """Return a copy that shares only what no step changes."""
@@ -248,7 +248,8 @@ class _HandoffWorld:
         lender.blocks.name(attempt, names, len(names))
         for evicted in lender.blocks.changes()[1]:
             if evicted in lender.contents:
-                lender.contents.pop(evicted)[:] = b"!" * len(_content(evicted))  # others write there now
+                # the evicted block now belongs to others, who overwrite it
+                lender.contents.pop(evicted)[:] = b"!" * len(_content(evicted))
         for name in names:
             lender.contents.setdefault(name, bytearray(_content(name)))
         lender.blocks.free(attempt)

@@ -1,7 +1,7 @@
 """Router process: production's router machine and membership machine behind virtual connections.
 
-It follows the rules of `fleet.backends.workers.streams`: one stream to each member, opened again while it is a member. What a worker
-says of itself is believed; a stream ends because of silence, a malformed message or missing KV events.
+It follows the rules of `fleet.backends.workers.streams`: one stream to each member, opened again while it is a member. Descriptions by
+workers are believed. A stream ends because of silence, a malformed message or missing KV events.
 """
 
 from collections.abc import Callable
@@ -89,7 +89,7 @@ class RegistrationAnswer(Struct, frozen=True):
 
 
 class RouterClients(Protocol):
-    """The clients of a router."""
+    """Port to the clients of a router, which receive its answers."""
 
     def answered(self, command: Emit | StartedOver | Complete | Reject) -> None: ...
 
@@ -122,7 +122,7 @@ class RouterProcess(VirtualProcess):
         self._store = store
         self._pending: list[RouterEvent] = []
         self._processing = False
-        self.registry_away = False  # a fault: registrations get no answer
+        self.registry_away = False  # fault: True while registrations get no answer
         network.listeners[ROUTER] = Listener(process=self, accept=lambda end: end.close(), handle=self._serve)
         self.after(MEMBERSHIP_TICK, self._tick_membership)
         self._watch_store()
@@ -163,7 +163,7 @@ class RouterProcess(VirtualProcess):
             case Emit() | StartedOver() | Complete() | Reject():
                 self._clients.answered(command)
             case _:
-                pass  # only for metrics
+                pass  # ignored, because these commands only change metrics
 
     def placements(self, request_id: RequestId) -> int:
         """Return how often a request was placed."""
@@ -350,7 +350,7 @@ class WorkerLink:
         self._heard = True
         self._silent_slices = 0
         self._over = False
-        self.is_full = False  # a fault: the worker has not read for long
+        self.is_full = False  # fault: True while the worker does not read, so that the send buffer is full
         end.received = self._received
         end.ended = self.close
         end.send(RouterHello(router_id=router.settings.router_id))

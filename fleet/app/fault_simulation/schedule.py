@@ -23,7 +23,7 @@ ARRIVALS = (Nanos(1_200 * MILLISECOND), Nanos(6 * SECOND))
 FAULTS = (Nanos(1 * SECOND), Nanos(7 * SECOND))
 WELL_FROM = Nanos(10 * SECOND)
 STAGES = ("prefill", "decode", "lend", "pull", "write", "read")
-"""Things that a worker may be doing at the moment of its death; see `FaultKind.KILL_WORKER_AT`."""
+"""Activities of a worker during which `FaultKind.KILL_WORKER_AT` kills it."""
 
 FOR_GOOD = Nanos(3600 * SECOND)
 """Duration of a fault that ends only with all others."""
@@ -66,8 +66,8 @@ class RequestDrawn(Struct, frozen=True, kw_only=True, tag="request"):
     sampling: Sampling
     placement: Placement
     kv_path: KvPath | None
-    whole: bool  # the client gets the answer in one piece
-    deadline: Nanos | None  # time that it is given
+    whole: bool  # True if the client gets the answer in one piece
+    deadline: Nanos | None  # time until the deadline of the request; None: no deadline
     leaves_after: Nanos | None
     session: str
 
@@ -160,12 +160,14 @@ def _fault(chance: Random) -> FaultDrawn:
         case FaultKind.KILL_WORKER_AT:
             other = chance.choice((*STAGES, "lend", "pull"))
         case FaultKind.FREEZE_WORKER_AT:
-            other = chance.choice(("lend", "write", "pull", "pull", "read", "read", "read"))  # leases end meanwhile
+            # leases end during this fault
+            other = chance.choice(("lend", "write", "pull", "pull", "read", "read", "read"))
             lasting = _span(chance, 0.6, 1.5)
         case FaultKind.DRAIN_WORKER:
             lasting = _span(chance, 0.05, 1.5)
         case FaultKind.TWIN_WORKER:
-            lasting, other = _span(chance, 3, 8), chance.choice(("", "router"))  # the worker may be cut off meanwhile
+            # the worker may be cut off from the router during this fault
+            lasting, other = _span(chance, 3, 8), chance.choice(("", "router"))
         case FaultKind.HALF_CLOSE | FaultKind.FILL_BUFFER:
             other = "router"
         case FaultKind.CUT | FaultKind.RESET:

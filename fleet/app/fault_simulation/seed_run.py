@@ -54,7 +54,7 @@ MAX_ATTEMPTS = 3
 HEARTBEAT_TIMEOUT = Nanos(2 * SECOND)
 
 ORDINARY = {Reason.QUEUE_FULL, Reason.NO_WORKER, Reason.DEADLINE_PASSED}
-"""Reasons that need no failed attempt."""
+"""Reasons for a rejection that are allowed although no attempt failed."""
 
 CANCEL_POINTS = {
     RequestStage.QUEUED: FaultPoint.CANCELLED_IN_QUEUE,
@@ -69,8 +69,8 @@ class SeedOutcome(Struct, kw_only=True):
 
     seed: int
     requests: int = 0
-    ends: dict[str, int] = {}  # requests by how they ended
-    tokens: int = 0  # compared with the expected ones
+    ends: dict[str, int] = {}  # number of requests, by their end
+    tokens: int = 0  # number of tokens that were compared with the expected ones
     events: int = 0
     recovery_seconds: float = 0.0  # virtual time from the end of the faults until everything was well
     points: dict[str, int] = {}  # fault points reached, by name
@@ -182,7 +182,7 @@ class SeedRun:
         self._wait_for(bound, Promise.NOTHING_HELD, self._leftovers)
 
     def _wait_for(self, bound: Nanos, promise: Promise, missing: Callable[[], Sequence[str]]) -> None:
-        """Run until nothing is missing; a bound that is reached breaks the promise."""
+        """Run until nothing is missing; the promise is broken if that takes longer than the bound."""
         while found := missing():
             if self._kernel.instant >= bound:
                 raise PromiseBroken(promise, "; ".join(found))
@@ -289,7 +289,7 @@ class SeedRun:
             router.run(lambda: router.hear(RequestCancelled(request_id=request_id)))
 
     def answered(self, command: Emit | StartedOver | Complete | Reject) -> None:
-        """Take what the router tells a client."""
+        """Handle an answer of the router to a client."""
         client = self._open.get(command.request_id)
         if client is None:
             number = int(command.request_id.partition(".")[0])
@@ -335,7 +335,7 @@ class SeedRun:
         continues = request.sampling.stateless or request.whole or not client.received
         placements = self._router.placements(client.request_id)
         if request.session and self._settings.session_affinity == "hard" and reason is Reason.WORKER_LOST:
-            continues = False  # such a session ends with its worker
+            continues = False  # a session that is bound to its worker ("hard") cannot be continued on another one
         wrong = (
             (reason is Reason.DEADLINE_PASSED and request.deadline is None)
             or (reason is Reason.QUEUE_FULL and bool(client.received))
@@ -428,7 +428,7 @@ class SeedRun:
             case FaultKind.FREEZE_STORE if self._store.alive:
                 self._freeze(self._store, fault)
             case FaultKind.KILL_STORE | FaultKind.FREEZE_STORE:
-                pass  # it is down already
+                pass  # the process is down already
             case FaultKind.FAIL_DISK | FaultKind.HANG_DISK | FaultKind.FULL_DISK | FaultKind.CORRUPT_DISK:
                 self._fail_disk(fault)
             case FaultKind.FLIP_BITS:
@@ -527,7 +527,7 @@ class SeedRun:
             if worker.hangs and not worker.batch.sequences:
                 worker.hangs = False  # without work, a hang shows neither to the watchdog nor to anybody else
             if worker.frozen:
-                worker.kill()  # for good: its supervisor's liveness probe ends it
+                worker.kill()  # it stands still for good, so the liveness probe of its supervisor ends it
 
 
 def _kill(worker: WorkerProcess) -> None:

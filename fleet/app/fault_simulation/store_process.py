@@ -1,7 +1,7 @@
 """Store process: production's pool machine and tier hierarchy over a virtual pool and a virtual disk.
 
-The disk outlives the process. It is asked by threads in production; here each transfer takes a drawn time, may fail, and may miss
-its deadline, upon which the hierarchy is told as `kvstore.service.transfer_executor` tells it.
+The disk outlives the process. In production, threads read and write it. Here each transfer takes a drawn time, may fail, and may miss
+its deadline, which is reported to the hierarchy in the same way as by `kvstore.service.transfer_executor`.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ STORE = "store"
 POOL_BLOCKS = 16
 TICK = Nanos(500 * MILLISECOND)
 DISK_TIME = Nanos(4 * MILLISECOND)
-READ_TIME = Nanos(3 * MILLISECOND)  # bytes on the way to a client
+READ_TIME = Nanos(3 * MILLISECOND)  # time that the bytes of a read take to a client
 HUNG_DISK = Nanos(8 * SECOND)
 
 
@@ -91,7 +91,7 @@ class CondemnCall(Struct, frozen=True):
 
 
 class Refused(Struct, frozen=True):
-    """Answer of a node that has too many leases open."""
+    """A node refuses a lease, because it has too many open ones."""
 
 
 StoreCall = MatchCall | ReadCall | ReleaseCall | ReserveCall | WriteCall | PublishCall | CondemnCall
@@ -105,7 +105,7 @@ class VirtualDisk:
         self.fails = False
         self.full = False
         self.hangs = False
-        self.corrupts = 0  # records that will be damaged when they are written
+        self.corrupts = 0  # number of next records that are damaged when they are written
 
     def write(self, key: BlockKey, content: bytes, checksum: int) -> bool:
         if self.full:
@@ -150,7 +150,7 @@ class StoreProcess(VirtualProcess):
         self.calls = 0
         self._network, self._points, self._truth, self._disk = network, points, truth, disk
         self._random = chance.random
-        self._places: dict[int, _Place] = {}  # by offset
+        self._places: dict[int, _Place] = {}  # places of the pool by offset
         self._writing: dict[int, tuple[int, ...]] = {}  # offsets by reservation
         self._watchers: list[ConnectionEnd] = []
         network.listeners[STORE] = Listener(process=self, accept=self._accept, handle=self._serve)

@@ -37,11 +37,11 @@ class ConnectionEnd:
         self.received: Received = lambda _: None
         self.ended: Ended = lambda: None
         self.open = True
-        self.deaf = False  # nothing of the peer arrives any more
+        self.deaf = False  # True if nothing from the peer arrives any more
         self._network = network
-        self._under_way: deque[Any] = deque()  # sent by the peer
+        self._under_way: deque[Any] = deque()  # messages that the peer has sent and that have not arrived
         self._due = 0
-        self._blocked = 0  # messages that have arrived in a cut
+        self._blocked = 0  # number of messages that would have arrived, but wait for the end of a cut
 
     def send(self, message: object) -> None:
         if self.open:
@@ -73,7 +73,7 @@ class ConnectionEnd:
             self._hand_over()
 
     def restore(self) -> None:
-        """Deliver what a cut held back."""
+        """Deliver the messages that a cut held back."""
         blocked, self._blocked = self._blocked, 0
         for _ in range(min(blocked, len(self._under_way))):
             self._hand_over()

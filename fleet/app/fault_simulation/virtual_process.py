@@ -43,7 +43,7 @@ class VirtualProcess:
         self.frozen = True
 
     def thaw(self) -> None:
-        """Run what was held back, in order."""
+        """Run everything that was held back while the process was frozen, in order."""
         self.frozen = False
         while self._held and self.alive and not self.frozen:
             held, self._held = self._held, deque()

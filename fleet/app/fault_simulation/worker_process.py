@@ -121,7 +121,7 @@ class _StreamOutlet:
 
     def put(self, message: WorkerMessage) -> None:
         if self._worker.skips and isinstance(message, KvEvents) and message.sequence:
-            self._worker.skips -= 1  # the message is lost
+            self._worker.skips -= 1  # this message is lost on its way
         elif self._worker.spoils and not isinstance(message, WorkerDescription):
             self._worker.spoils -= 1
             self._end.send(Malformed())
@@ -157,13 +157,13 @@ class WorkerProcess(VirtualProcess):
         self.machine = WorkerMachine(role=role, facts=facts, capacity=CAPACITY)
         self.batch = Batch(LIMITS, loads=lambda _: True)
         self.lender = BlockLender(self.batch.blocks, HANDOFF_LEASE)
-        self.hangs = False  # faults, from here on
-        self.fails = 0  # attempts that the engine will fail
-        self.spoils = 0  # messages to the router that will be malformed
-        self.skips = 0  # messages with KV events that will get lost
-        self.dies_at: set[str] = set()  # the next stages at which it is killed; see `schedule.STAGES`
-        self.stops_at: dict[str, Nanos] = {}  # the next stages at which it stands still, and for how long
-        self.damages = 0  # lent blocks that will be damaged on the way
+        self.hangs = False  # the following fields are faults; True while the engine hangs
+        self.fails = 0  # number of next attempts that the engine will fail
+        self.spoils = 0  # number of next messages to the router that will be malformed
+        self.skips = 0  # number of next messages with KV events that will get lost
+        self.dies_at: set[str] = set()  # next stages at which this process is killed (`schedule.STAGES`)
+        self.stops_at: dict[str, Nanos] = {}  # next stages at which this process stands still, with the durations
+        self.damages = 0  # number of next lent blocks that will be damaged on the way
         self._points, self._truth, self._network = points, truth, network
         self._random = chance.random
         self._exited = exited
@@ -375,7 +375,7 @@ class WorkerProcess(VirtualProcess):
         self._stage("prefill" if plan.prompt_tokens else "decode")
 
         def end() -> None:
-            if self.hangs:  # the step never ends
+            if self.hangs:  # a hung engine never ends its step
                 return
             self._stepping = False
             for outcome in self.batch.perform(plan):
@@ -428,7 +428,7 @@ class WorkerProcess(VirtualProcess):
     def _hand_off(self, sequence: Running, last: Progress, params: bytes) -> None:
         start = sequence.start
         if self.batch.sequences.get(start.request_id) is not sequence:
-            return  # it was cancelled meanwhile
+            return  # the attempt was cancelled meanwhile
         self.batch.remove(start.request_id)
         assert start.kv_path is not None
         handoff = Handoff(
@@ -616,7 +616,7 @@ class WorkerProcess(VirtualProcess):
     # Ends.
 
     def _stage(self, name: str) -> None:
-        """Die soon, if that fault was drawn."""
+        """Kill or freeze this process soon, if that fault was drawn for this stage."""
         if name in self.dies_at:
             self.dies_at.discard(name)
             self.kernel.after(round(self._random() * DEATH_WITHIN), self._die)
@@ -634,7 +634,7 @@ class WorkerProcess(VirtualProcess):
         self._exited(self)
 
     def kill(self) -> None:
-        """End at once, and count what was under way."""
+        """End at once, and count the fault points that this reaches."""
         reach = self._points.reach
         computing = any(not each.generated for each in self.batch.sequences.values())
         reach(FaultPoint.KILLED_WHILE_PREFILLING, computing)

@@ -88,14 +88,16 @@ TRIPS = 5  # failures in a row, like Envoy's outlier detection (5 answers of 5xx
 MISSES = 3  # health checks in a row without an answer
 FIRST_PAUSE_SECONDS = 1.0  # first pause of a server that failed too many requests
 LONGEST_PAUSE_SECONDS = 30.0
-SEARCH_SECONDS = 0.25  # between two health checks of a server that is away
-IDLE_SECONDS = 60.0  # of idle connections that a burst has left; servers close them earlier or never
-OUT_OF_SOCKETS_SECONDS = 0.05  # between two attempts to get a socket (rule 8)
+SEARCH_SECONDS = 0.25  # seconds between two health checks of a server that is away
+# seconds after which an idle connection is closed; a burst leaves some, and a server may never close them
+IDLE_SECONDS = 60.0
+OUT_OF_SOCKETS_SECONDS = 0.05  # seconds between two attempts to get a socket (rule 8)
 RETRY_AFTER_MS = 1000
 NO_SOCKET = "this router has no socket left for it; raise its limit of open files, or retry later"
 TOKEN = 0  # stands for each unknown token id
-PROBE_INTERVAL = MILLISECOND // 2  # between two checks, for each of its requests; a check takes 2 µs per request
-PROBE_INTERVAL_WHILE_HEARD = SECOND  # while some requests make progress
+# shortest time between two checks, for each running request; a check takes 2 µs per request
+PROBE_INTERVAL = MILLISECOND // 2
+PROBE_INTERVAL_WHILE_HEARD = SECOND  # time between two checks while some requests make progress
 
 _STOP = Finish.STOP  # a module variable is three times as fast as the enum attribute
 
@@ -178,16 +180,16 @@ class ExternalBackend:
         self._clock = clock
         self._hear: Hear
         self._tasks: asyncio.TaskGroup
-        self._taking = False  # whether it takes new requests
+        self._taking = False  # True if the server takes new requests
         self._incarnations = 0
         self._works: dict[RequestId, Upstream | asyncio.Task[None]] = {}
         self._idle: list[Upstream] = []
-        self._heard = False  # since the last health check
+        self._heard = False  # True if the server has sent anything since the last health check
         self._looked_at = Nanos(0)  # time of the last check of all its requests
-        self._failures = 0  # in a row
+        self._failures = 0  # failed requests in a row
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._not_before = Nanos(0)
-        self._look = asyncio.Event()  # check its health now instead of at the next turn
+        self._look = asyncio.Event()  # set to check the health now, without waiting for the next regular check
         self._cache = KvEventFollower(settings, clock)
         self._tells_cached = False
         self._address = ServerAddress.of(settings.url, settings.api_key)
@@ -216,7 +218,7 @@ class ExternalBackend:
 
     @property
     def running(self) -> int:
-        """The number of placed requests that run here."""
+        """The number of placed requests that run on this server."""
         return len(self._works)
 
     # Calls of the router
@@ -556,12 +558,12 @@ class ExternalBackend:
                     await self._health.compare_tokenizers()
                     self._join()
             elif heard:
-                misses = 0  # its running requests go on
+                misses = 0  # a failed health check alone does not end running requests
             elif healthy is not None:
                 misses += 1
                 if self.joined and misses >= MISSES:
                     self._lose()
-                elif misses == MISSES:  # once: it may be started later, or its url be wrong
+                elif misses == MISSES:  # logged once: the server may start later, or the setting `url` may be wrong
                     told = {"worker": self.worker_id, "url": self.settings.url, "cause": self._health.cause}
                     log.warning("worker does not answer; it joins when it does", extra=told)
             self.asked.set()
@@ -588,7 +590,8 @@ class ExternalBackend:
             max_model_len=UNKNOWN_MODEL_LENGTH,
             kv_blocks=settings.compared_blocks,
             max_running=settings.max_running,
-            fingerprint=f"openai/{self.worker_id}",  # nobody shares blocks with it
+            # no worker shares blocks with this server, so its fingerprint is unique
+            fingerprint=f"openai/{self.worker_id}",
             engine="openai",
             adapters=tuple(LoraAdapter(name) for name in settings.adapters),
         )
@@ -609,7 +612,7 @@ class ExternalBackend:
     def _count_failure(self) -> None:
         self._failures += 1
         if self._failures >= TRIPS and self._taking and self._can_spare(self):
-            self._failures = TRIPS - 1  # see rule 2
+            self._failures = TRIPS - 1  # one more failure takes the server out again (rule 2)
             self._not_before = Nanos(self._clock.now() + int(self._pause_seconds * SECOND))
             self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
             self._suspend()
@@ -622,7 +625,7 @@ class ExternalBackend:
     def _stop_taking(self, why: str) -> None:
         told = {"worker": self.worker_id, "running": len(self._works), "cause": why}
         log.warning("worker suspended", extra=told)
-        if self._taking:  # else it is held back
+        if self._taking:  # a server that does not take requests is known to the router as draining already
             self._taking = False
             self._hear(WorkerDraining(worker_id=self.worker_id))
 

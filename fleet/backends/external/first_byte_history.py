@@ -10,24 +10,23 @@ from math import isqrt
 from fleet.core.clock import Nanos
 
 REMEMBERED = 512
-BEYOND = 0.05  # share of times above the expected one
-CAUTION = (
-    8.0  # caution with few times: with one known time nine times as much is expected, with eight times twice as much
-)
+BEYOND = 0.05  # share of all times that are longer than the expected time
+# margin while few times are known: with one time the expectation is nine times as long, with eight twice as long
+CAUTION = 8.0
 MAX_FACTOR = 4
 
-_BUCKETS = 130  # twice the bits of an instant
+_BUCKETS = 130  # two buckets for each bit of an instant, which is half an octave for a bucket
 
 
 class FirstByteHistory:
-    """The first bytes of one server for one kind of answer."""
+    """Measures how long one server takes until its first bytes, for one kind of answer."""
 
     def __init__(self) -> None:
         self.count = 0
         self._times = [0] * _BUCKETS
         self._rates = [0] * _BUCKETS
-        self._most_time = self._most_rate = 1 << 62  # the largest accepted values
-        self._time = self._rate = 0  # expected values
+        self._most_time = self._most_rate = 1 << 62  # measurements above these values count as these values
+        self._time = self._rate = 0  # expected time of the first byte, and expected time for each KiB, in nanoseconds
         self._stale = False
 
     def add(self, waited: int, kib: int) -> None:

@@ -16,18 +16,19 @@ from fleet.router.settings.router import OpenAiWorkerSettings
 
 log = logging.getLogger(__name__)
 
-EVENT_PATIENCE = Nanos(10 * SECOND)  # from a prompt's end to the event of its blocks; vLLM needs a step and 0.1 s
-LONG_PROMPT_BLOCKS = 4  # some blocks are full, even if only the bytes of a prompt were counted
-REMEMBERED_PROMPTS = 4096  # for finding out whether a prompt is new
+# longest time from a computed prompt to the event with its blocks; vLLM needs a step and 0.1 s
+EVENT_PATIENCE = Nanos(10 * SECOND)
+LONG_PROMPT_BLOCKS = 4  # from this many blocks on, some blocks are full, even if a prompt was only counted in bytes
+REMEMBERED_PROMPTS = 4096  # prompts that are remembered, to find out whether another one is new
 
 
 class KvEventFollower:
-    """KV events of one server while it is there."""
+    """Follows the KV events of one server from its joining to its leaving."""
 
     def __init__(self, settings: OpenAiWorkerSettings, clock: Clock) -> None:
         """Prepare; `follow` connects."""
         self.followed = False
-        self.alert: KvEventAlert | None = None  # what is wrong with the events
+        self.alert: KvEventAlert | None = None  # the present problem with the events; None: no problem
         self._settings = settings
         self._clock = clock
         self._worker_id = WorkerId(settings.worker_id)

@@ -42,7 +42,7 @@ _MODEL_LIST = msgspec.json.Decoder(ModelList)
 
 
 class ServerHealth:
-    """Health of one server."""
+    """Checks the health of one server."""
 
     def __init__(
         self,

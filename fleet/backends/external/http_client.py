@@ -18,7 +18,7 @@ OUT_OF_SOCKETS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENO
 """Error numbers of a process without a free socket."""
 
 MAX_ANSWER_BYTES = 1 << 20
-FIRST_FINAL_STATUS = 200  # lower ones announce an answer
+FIRST_FINAL_STATUS = 200  # lower statuses (1xx) only announce that an answer follows
 FIRST_SERVER_ERROR = 500
 
 

@@ -45,7 +45,8 @@ class ServerPassage:
         self._limit = asyncio.timeout(None)
         self._switched = asyncio.Event()
         self._complete = False
-        self._content: list[bytes] = []  # decoded, for clients without chunked encoding
+        # decoded parts of the answer, for clients that do not understand chunked encoding
+        self._content: list[bytes] = []
 
     async def run(self, connect_seconds: float, *, may_move: bool) -> bool:
         """Pass the request and its answer on.
@@ -59,7 +60,7 @@ class ServerPassage:
 
         Raises:
             OSError: The server cannot be reached, or does not take the connection in time; nothing was sent.
-            ServerLost: See there.
+            ServerLost: The server sent no answer, or only a part of one.
             RequestRejected: The client's body does not arrive.
             ClientDisconnected: The client has gone.
         """
@@ -100,7 +101,7 @@ class ServerPassage:
                 writer.write_eof()
             await writer.drain()
         except ConnectionError:
-            pass  # the server may have answered before; the reader finds out
+            pass  # ignored: the server may have answered early, and then the reader finds the answer
 
     async def _receive(self, reader: asyncio.StreamReader, *, may_move: bool) -> bool:
         try:

@@ -14,7 +14,7 @@ Only the excess is left out, so a sleep counts for this long. It has to be well 
 
 
 class RunningTime:
-    """The clock; call `tick` regularly."""
+    """A clock that leaves out the time in which this process did not run; call `tick` regularly."""
 
     def __init__(self) -> None:
         self.lost = 0

@@ -39,21 +39,23 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId
 from fleet.router.settings.router import OpenAiWorkerSettings
 
-SUSPECT_FACTOR = 2.0  # multiple of the expected time; a needless trial request costs little
+SUSPECT_FACTOR = 2.0  # multiple of the expected time; it is low, because a needless trial request costs little
 MIN_ANSWERS = 8  # answers after which a server is judged by its own past alone
-MAX_SILENT_REQUESTS = 3.0  # like Envoy's ejection after a number of failures; each answer removes a fifth of them
+# silent requests that are enough (rule 4), like the failures before Envoy ejects; each answer removes a fifth of them
+MAX_SILENT_REQUESTS = 3.0
 KEPT_BY_AN_ANSWER = 0.8
 BACK_WITH = 2.0  # silent requests that a returning server starts with
-OVERTAKEN = 4  # later requests that were answered first: too many for chance or for the order within a batch
-OVERTAKES = 3  # overtakings after which a server is known to answer some requests while it computes others
+OVERTAKEN = 4  # so many later requests answered first cannot be chance or the order within a batch
+OVERTAKES = 3  # after this many overtaken requests, a server is known to answer some requests while it computes others
 
-FREE_KIB = 4  # KiB of a prompt; more of it may take longer than the past says, because the past may have been cached
+# KiB of a prompt without extra time; further KiB get extra time, because past prompts may have been cached
+FREE_KIB = 4
 KIB_SECONDS = 0.25  # time per KiB of prompt (about 250 tokens) for the slowest expected prefill: 1,000 tokens a second
 
-FIRST_PAUSE = 1 * SECOND  # between trial requests, and before a server returns
+FIRST_PAUSE = 1 * SECOND  # first pause between two trial requests, and first pause before a server returns
 MAX_TRIAL_PAUSE = 10 * SECOND
 MAX_OUT_PAUSE = 30 * SECOND
-CALM = 60 * SECOND  # time without trouble after which the pauses start again from the first
+CALM = 60 * SECOND  # after this time without silence, the pauses start again at `FIRST_PAUSE`
 
 _UNSEEN = Nanos(-1)
 
@@ -63,21 +65,21 @@ class OutstandingRequest(Struct, frozen=True, kw_only=True):
 
     work_id: RequestId
     sent_at: Nanos
-    size: int  # bytes of its body
+    size: int  # size of the request body in bytes
     streams: bool  # True if the answer is streamed, so that its first byte does not wait for its last token
-    begun: bool  # content of its answer came; comments and events without content do not count
-    heard: bool  # a part of its answer came since the last look
-    quiet_for: Nanos  # time since the last part
-    overtaken: int  # later requests that were answered meanwhile
-    moved: bool  # another server was abandoned for it because of silence
-    passed_on: bool = False  # a part of its answer was passed on, so no other server can answer it
+    begun: bool  # True if content of the answer has come; comments and events without content do not count
+    heard: bool  # True if a part of the answer has come since the last check
+    quiet_for: Nanos  # time since the last part of the answer
+    overtaken: int  # number of later requests that were answered before this one
+    moved: bool  # True if the request was taken from another server because of silence
+    passed_on: bool = False  # True if a part of the answer was passed on, so that no other server can answer
 
 
 class TrialOutcome(Enum):
     """The outcome of a trial request."""
 
     ANSWERED = auto()
-    REFUSED = auto()  # refused before the engine, which says nothing about the engine
+    REFUSED = auto()  # refused before the request reached the engine, so nothing is known about the engine
     FAILED = auto()  # failed, or not answered at all
 
 
@@ -133,11 +135,12 @@ class SilenceDetector:
         self._ceiling = settings.silence_timeout_seconds * SECOND
         self._cut = settings.silence_cut_seconds * SECOND
         self._asks = settings.trial_requests
-        self.past = (FirstByteHistory(), FirstByteHistory())  # histories of answers in one piece, and of streams
+        # first-byte histories: of answers in one piece, and of streams
+        self.past = (FirstByteHistory(), FirstByteHistory())
         self.answers = 0
         self._heard_at = Nanos(0)
-        self._latest_sent = _UNSEEN  # when the latest of the answered requests was sent
-        self._silent = 0.0  # silent requests, less what answers made up for
+        self._latest_sent = _UNSEEN  # instant at which the latest of the answered requests was sent
+        self._silent = 0.0  # number of silent requests, reduced by later answers (rule 4)
         self._overtakes = 0
         self._siblings: Sequence[SilenceDetector] = ()
         self._known: dict[tuple[bool, int], float | None] = {}  # results of `_limit` until the next look
@@ -145,7 +148,7 @@ class SilenceDetector:
         self._counted: set[RequestId] = set()  # outstanding requests that are counted in `_silent`
         self._left: _AbandonedRequest | None = None
         self._left_at = Nanos(0)
-        self._owed = 0  # nanoseconds in which it owed a byte to clients that left, since it was last heard
+        self._owed = 0  # since the last byte: nanoseconds in which clients that then left waited for a byte
         self._left_kib = [
             0,
             0,
@@ -154,14 +157,14 @@ class SilenceDetector:
         self._out = False
         self._suspect = False
         self._held = False
-        self._unresponsive = False  # the trial request was not answered either
-        self._asked_at: Nanos | None = None  # when the current trial request was sent
+        self._unresponsive = False  # True if the trial request was not answered either
+        self._asked_at: Nanos | None = None  # instant at which the open trial request was sent; None: none is open
         self._ask_from = Nanos(0)
         self._ask_pause = FIRST_PAUSE
-        self._mute_until = Nanos(0)  # until then trial requests say nothing
+        self._mute_until = Nanos(0)  # until this instant trial requests count as impossible, because one was refused
         self._back_from = Nanos(0)
         self._out_pause = FIRST_PAUSE
-        self._passed = False  # the trial request was answered while out of rotation
+        self._passed = False  # True if the trial request was answered while the server was out of rotation
 
     @property
     def out(self) -> bool:
@@ -341,7 +344,8 @@ class SilenceDetector:
         self._out, self._held, self._passed = True, False, False
         self._back_from = Nanos(now + self._out_pause)
         self._out_pause = min(2 * self._out_pause, MAX_OUT_PAUSE)
-        self._ask_pause, self._ask_from = FIRST_PAUSE, now  # the alarm was right
+        # the silence was real, so the pauses start again at the first one
+        self._ask_pause, self._ask_from = FIRST_PAUSE, now
         if self._unresponsive:
             why = f"no byte came for {silence / SECOND:.1f} s, and no answer to a trial request"
         else:
@@ -434,7 +438,7 @@ class SilenceDetector:
         return not each.moved and (each.streams or self._overtakes >= OVERTAKES or not self.answers)
 
     def _silent_since(self, limits: tuple[float, float] | None) -> Nanos | None:
-        """Return since when the server owes a byte and has sent none; None if it owes nothing.
+        """Return the instant since which the server owes a byte and has sent none; None if it owes nothing.
 
         A request whose client has left counts like a waiting one if it has waited suspiciously long. If several clients left one after
         the other, their waits count together. A client that left earlier does not count, because it may just have changed its mind.
@@ -496,7 +500,7 @@ class SilenceDetector:
 
 
 def _kib(size: int) -> int:
-    """Return the started KiB."""
+    """Return the number of KiB, rounded up."""
     return (size >> 10) + 1
 
 

@@ -39,30 +39,31 @@ from fleet.core.ids import RequestId
 from fleet.frontend.openai.relay import RelayedRequest
 from fleet.net.http.exchange import ClientDisconnected
 
-MAX_HEAD_BYTES = 64 << 10  # of an answer
-MAX_KNOWN_HEADS = 256  # cached heads of answers; a head with a date is valid for a second
-SMALL_BODY_BYTES = 16 << 10  # up to here copying is cheaper than a second buffer
-MAX_INTERIM_HEADS = 16  # usual is one
+MAX_HEAD_BYTES = 64 << 10  # most bytes of the head of an answer
+MAX_KNOWN_HEADS = 256  # most cached heads of answers; a head with a date can be reused for a second
+SMALL_BODY_BYTES = 16 << 10  # bodies up to this size are copied behind the head, which is cheaper than a second buffer
+MAX_INTERIM_HEADS = 16  # most interim heads before an answer; one is usual
 NOT_IMPLEMENTED = 501
 UNAVAILABLE = frozenset({502, 503, 504})
 EXCERPT_BYTES = 200
 UNFINISHED = "the stream ended before its last event"
 LEARNED_FIRST_BYTES = 16  # kept between two checks, which come ten times a second: enough to know a server's speed
-USAGE_BYTES = 4096  # at the end of an answer, which holds the usage
+USAGE_BYTES = 4096  # last bytes of an answer in which the usage is searched
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*([0-9]{1,12})')
 _COMPLETION_TOKENS = re.compile(
     rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})(?![0-9])'
-)  # more digits are no count
+)  # a number with more digits is not accepted as a count
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
 
 _BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}(?:;[^\r\n]*)?\r\n")
 _INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1(?!01)[0-9]{2}(?=[ \r]).*?\r\n\r\n", re.DOTALL)
 _ONE_CONNECTION = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"x-fleet-request-id"})
-_BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # an event and a chunk end here
+_BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # bytes at which both an event and a chunk end
 _PLAIN_BOUNDARIES = (b"\n\n", b"\n\r\n\r\n")
 _LAST_EVENT = re.compile(rb'\[DONE\]|"message_stop"|"response\.(?:completed|incomplete|failed)"')
 _LAST_CHUNK = b"0\r\n\r\n"
-_USUAL_END = b"data: [DONE]\n\n\r\n" + _LAST_CHUNK  # of a stream, so that most streams need no search
+# usual end of a stream; it is compared first, so that most streams need no search
+_USUAL_END = b"data: [DONE]\n\n\r\n" + _LAST_CHUNK
 _DATA_LINE = re.compile(rb"^data:[ \t]*([^\r\n]*)", re.MULTILINE)
 _COMMENT_LINE = re.compile(rb"^:", re.MULTILINE)
 
@@ -70,14 +71,14 @@ _COMMENT_LINE = re.compile(rb"^:", re.MULTILINE)
 class AnswerHead(Struct, frozen=True):
     """The head of an answer, prepared for clients."""
 
-    start: bytes  # status line and headers, without the empty line
+    start: bytes  # status line and headers for the client, without the empty line
     plain_start: bytes  # the same for clients without chunked encoding
     chunked: bool
-    until_close: bool  # the connection's end is the answer's end
-    streams: bool  # the answer is an event stream
-    reusable: bool  # the connection can be reused
-    named: bool  # the server sent its own request id
-    limits: bool  # the server sent its own rate limits
+    until_close: bool  # True if the end of the connection ends the answer
+    streams: bool  # True if the answer is an event stream
+    reusable: bool  # True if the connection can be reused
+    named: bool  # True if the server sent a request id of its own
+    limits: bool  # True if the server sent rate limits of its own
 
 
 class AnswerHeads:
@@ -152,24 +153,24 @@ class Upstream(asyncio.Protocol):
         self.transport: asyncio.Transport
         self._work_id = RequestId("")
         self._relayed: RelayedRequest | None = None
-        self._path = ""  # of the request
-        self._client: asyncio.Transport | None = None  # set when the head was passed on
-        self._complete = False  # the answer is complete, and the report is pending
+        self._path = ""  # path of the running request
+        self._client: asyncio.Transport | None = None  # transport to the client; set when the head was passed on
+        self._complete = False  # True if the answer is complete and not reported yet
         self._head: AnswerHead | None = None
-        self._held = b""  # bytes of the head
-        # until the end of the turn: the request, or a part of the answer once there is a client
+        self._held = b""  # bytes of the head that is not complete yet
+        # bytes that wait for the end of the turn: of the request, or of the answer once `_client` is set
         self._unsent: list[bytes] = []
         self.latest = b""  # bytes since the latest read in which an event began; of long ones the end
-        self.earlier = b""  # the read before
-        self._interim_heads = 0  # before the answer
-        self._served = 0  # requests served
-        self._events = 0  # not reported yet
-        self._keep_alive = False  # keep the client's connection
+        self.earlier = b""  # the bytes of the read before `latest`
+        self._interim_heads = 0  # number of interim heads before the present answer
+        self._served = 0  # number of requests that this connection has served
+        self._events = 0  # number of events that were not reported yet
+        self._keep_alive = False  # True if the connection to the client stays open after the answer
         self._bodies: list[bytes] | None = None  # decoded, for clients without chunked encoding
         self.sent_at = Nanos(0)  # set by the backend, like `turn`: when and as which one the request was sent
         self.turn = 0
-        self.spoke = False  # content of the answer came (rule 7)
-        self.quiet = True  # no content came since the last check
+        self.spoke = False  # True if content of the answer has come (rule 7)
+        self.quiet = True  # True if no content has come since the last check
         self._quiet_since: Nanos | None = None  # time of the first check without content; None: no check yet
 
     # Calls of the backend
@@ -245,7 +246,8 @@ class Upstream(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
-        if self._relayed is None or self._complete or (self._unsent and self._client is None):  # nothing was asked
+        # bytes without an open request: the connection ends (rule 2)
+        if self._relayed is None or self._complete or (self._unsent and self._client is None):
             self.transport.abort()
             return
         try:
@@ -287,7 +289,7 @@ class Upstream(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._send_answer()
         relayed, self._relayed = self._relayed, None
-        del self._parser  # it refers back to this object
+        del self._parser  # deleted, because the parser refers back to this object
         if relayed is None:
             self._owner.closed(self)
         elif self._complete or (self._ends_with_connection and exc is None and not self._cut_short(b"")):
@@ -328,7 +330,7 @@ class Upstream(asyncio.Protocol):
         self._unsent = []
         receiver = self._client or self.transport
         if receiver.is_closing():
-            return  # its receiver learns of that by itself
+            return  # the client's connection reports its end by itself
         if len(unsent) == 1:
             receiver.write(unsent[0])
         else:
@@ -384,7 +386,7 @@ class Upstream(asyncio.Protocol):
         try:
             self._client = relayed.begin(self.transport, self)
         except ClientDisconnected:
-            self._held = data  # until the client's connection reports it
+            self._held = data  # kept until the client's connection reports its end
             return
         if complete or not head.streams or has_content(content):
             self.spoke, self.quiet = True, False
@@ -439,7 +441,7 @@ class Upstream(asyncio.Protocol):
         if head is None or not head.streams:
             return False
         if (
-            b"[DONE]" in data  # found a hundred times faster than by the pattern
+            b"[DONE]" in data  # this test is a hundred times as fast as the pattern
             or _LAST_EVENT.search(data)
             or _LAST_EVENT.search(_BETWEEN_CHUNKS.sub(b"", self.latest[-USAGE_BYTES:] + data))
         ):
@@ -461,7 +463,7 @@ class Upstream(asyncio.Protocol):
         relayed = self._relayed
         events, self._events = self._events, 0
         if relayed is None or not events:
-            return  # dropped or reported meanwhile
+            return  # the answer was dropped or reported meanwhile
         relayed.answer_tokens += events
         self._owner.advanced(self._work_id, events)
 
@@ -489,14 +491,15 @@ class Upstream(asyncio.Protocol):
     def _finish(self) -> None:
         relayed, self._relayed = self._relayed, None
         if relayed is None:
-            return  # dropped meanwhile
+            return  # the answer was dropped meanwhile
         usable = self._head is not None and self._head.reusable and self._bodies is None
         reusable = usable and not self.transport.is_closing()
-        keep_alive = self._keep_alive  # before the next request may be sent
+        keep_alive = self._keep_alive  # read now, because the next request may be sent by the calls below
         if not reusable:
             self.transport.close()
         relayed.answer_tokens += self._events
-        if relayed.tenant and (told := _COMPLETION_TOKENS.findall(self._end())):  # the tenant is charged for them
+        # the tenant is charged for the tokens that the server reports
+        if relayed.tenant and (told := _COMPLETION_TOKENS.findall(self._end())):
             relayed.answer_tokens = int(told[-1])
         self._owner.finished(self, self._work_id, self._events, reusable=reusable)
         relayed.end(keep_alive=keep_alive)
@@ -586,7 +589,7 @@ def read_usage(content: bytes) -> UpstreamUsage | None:
 
     A JSON string cannot contain one, because its quotes are escaped.
     """
-    if b"_tokens" not in content:  # most answers, found faster than by the pattern
+    if b"_tokens" not in content:  # most pieces have no usage, and this test is faster than the pattern
         return None
     prompt = _PROMPT_TOKENS.findall(content)
     if not prompt:

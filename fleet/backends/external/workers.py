@@ -27,8 +27,8 @@ from fleet.router.state.live_requests import request_of
 log = logging.getLogger(__name__)
 
 NOBODY = "no external server takes requests now"
-LISTED_SECONDS = 5.0  # a newly loaded adapter is listed after so long
-PROBE_SECONDS = 0.1  # between two silence checks; a tenth of the shortest silence that counts
+LISTED_SECONDS = 5.0  # seconds for which a list of models is kept; a newly loaded adapter appears after this time
+PROBE_SECONDS = 0.1  # seconds between two silence checks: a tenth of the shortest silence that counts
 
 
 class ExternalBackends:
@@ -87,15 +87,16 @@ class ExternalBackends:
         self._pending.pop(relayed.request_id, None)
 
     async def model_objects(self) -> Mapping[ModelName, ListedModel]:
-        """Return the models that the servers list, by name; what they said is kept for `LISTED_SECONDS`."""
-        async with self._listing:  # one caller asks for all
+        """Return the models that the servers list, by name; the answers are kept for `LISTED_SECONDS`."""
+        async with self._listing:  # one caller asks the servers, and the others wait for the result
             now = self._clock.now()
             if now >= self._list_again_at:
                 async with asyncio.TaskGroup() as tasks:
                     asked = [tasks.create_task(worker.model_objects()) for worker in self._workers.values()]
                 self._listed = {
                     ModelName(name): listed
-                    for each in reversed(asked)  # of equal names the first server's
+                    # of models with equal names, the first server's is used, because it is entered last
+                    for each in reversed(asked)
                     for listed in each.result()
                     if isinstance(name := listed.get("id"), str)
                 }

@@ -16,7 +16,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-MAX_BATCHED_MESSAGES = 16  # a few milliseconds, with the longest prompts that are tokenized in the event loop
+# most messages that wait; they take a few milliseconds, even if their long prompts are tokenized on the event loop
+MAX_BATCHED_MESSAGES = 16
 
 
 class WriteBatcher:
@@ -25,8 +26,8 @@ class WriteBatcher:
     def __init__(self) -> None:
         self._sending: deque[Callable[[], None]] = deque()
         self._afterwards: deque[Callable[[], None]] = deque()
-        self._messages = 0  # in this turn
-        self._several = False  # in the latest turn with messages
+        self._messages = 0  # number of messages in this turn
+        self._several = False  # True if the latest turn with messages had several
         self._due = False
 
     def send(self, send: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Exit statuses of the command `fleet`."""
+"""Exit statuses of the command `fleet`, besides 0 (done) and 1 (failed)."""
 
 DONE = 0
 FAILED = 1

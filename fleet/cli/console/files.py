@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all."""
+"""Output files of commands: each is written completely or not at all."""
 
 import os
 from collections.abc import Iterator

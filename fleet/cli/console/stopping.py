@@ -32,7 +32,7 @@ def raise_interrupt_on(stopping: Sequence[signal.Signals] = INTERRUPT_SIGNALS) -
         asked = True
         if not _in_unsafe_frame(frame):
             raise KeyboardInterrupt
-        signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)  # tries again
+        signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)  # tries again a moment later
 
     before = {number: signal.getsignal(number) for number in (*stopping, signal.SIGALRM)}
     try:

@@ -29,26 +29,27 @@ from fleet.frontend.text.codec import load_codec
 from fleet.local.processes import ClusterFailed
 from fleet.local.settings import PoolSection, StorePlace, Topology
 
-LONGEST = 3000  # tokens of a prompt
-SHARED = 512  # common tokens
-FEWEST = 20  # prompts
+LONGEST = 3000  # most tokens of a prompt
+SHARED = 512  # number of tokens that the prompts share
+FEWEST = 20  # fewest prompts
 _LENGTHS = (40, 48, 63, 64, 65, 96, 128, 200, 333, 777, 1024, 1500, 2049)
 _LONG = 2
 _SHARING = 6
 
 ANSWER_TOKENS = 56
 AT_A_TIME = 8
-WITHIN = {  # for a prompt with seven others beside it
+WITHIN = {  # time limit of one prompt, while seven others run beside it
     KvPath.STORE: Nanos(180 * SECOND),
-    KvPath.DIRECT: Nanos(600 * SECOND),  # on CPUs a NIXL transfer can stall for half a minute
+    KvPath.DIRECT: Nanos(600 * SECOND),  # long, because a NIXL transfer can stall for half a minute on CPUs
 }
-SILENCE_SECONDS = 60.0  # two engines with NIXL's spinning threads can starve other processes of a small machine
-QUEUE_SECONDS = 600.0  # one stalled transfer makes a router predict a long wait and reject; the check waits instead
+# long, because the busy threads of two engines with NIXL can starve other processes of a small machine
+SILENCE_SECONDS = 60.0
+QUEUE_SECONDS = 600.0  # long, because one stalled transfer makes a router predict a long wait and reject requests
 MOVED_BY = {KvPath.STORE: Source.STORE, KvPath.DIRECT: Source.DIRECT}
 
 
 class Interrupted(ClusterFailed):
-    """A stop was requested, so there is no verdict."""
+    """The check was stopped before it had a verdict."""
 
     def __init__(self) -> None:
         super().__init__("interrupted")
@@ -60,7 +61,7 @@ class CheckedCompletion(Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     kv: tuple[KvPhase, ...]
     ttft: Nanos
-    rest: Nanos  # from the first token to the last
+    rest: Nanos  # time from the first token to the last
 
 
 class CheckVerdict(Struct, frozen=True, kw_only=True):
@@ -311,7 +312,7 @@ def reference_prompts(model_dir: Path, *, max_tokens: int) -> list[TokenBytes]:
     codec = load_codec(model_dir)
     text = codec.encode("\n".join(topics[name] for name in sorted(topics)))
     prompts = list(_cut(text, max_tokens))
-    prompts.append(prompts[-1])  # a repeated prompt
+    prompts.append(prompts[-1])  # one prompt is repeated, to see a cache hit
     assert len(prompts) >= FEWEST
     return prompts
 

@@ -39,14 +39,14 @@ from kvstore.clock import nanos
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
 
-CERTIFICATE, KEY = "router.pem", "router.key"  # files of a certificate that is made on the spot
+CERTIFICATE, KEY = "router.pem", "router.key"  # names of the files of a certificate that `fleet up` makes
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 WORKERS_VISIBLE_SECONDS = 30.0  # seconds until the router sees the last ready worker; less than one is usual
 STATUS_POLL_SECONDS = 0.05
 
 
 class LocalCluster(Struct, frozen=True):
-    """A cluster that is ready."""
+    """A local cluster that is ready: its addresses and its processes."""
 
     plan: LocalPlan
     pids: dict[str, int]
@@ -225,7 +225,7 @@ def with_certificate(topology: Topology, folder: Path) -> Topology:
     _write_private(folder / CERTIFICATE, b"".join(blob.bytes() for blob in issued.cert_chain_pems))
     _write_private(folder / KEY, issued.private_key_pem.bytes())
     tls = structs.replace(router.tls, certificate=str(folder / CERTIFICATE), key=str(folder / KEY))
-    cluster = structs.replace(topology.cluster, tls=False)  # it is done
+    cluster = structs.replace(topology.cluster, tls=False)  # switched off, because the certificate exists now
     return structs.replace(topology, cluster=cluster, router=structs.replace(router, tls=tls))
 
 

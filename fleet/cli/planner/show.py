@@ -1,4 +1,4 @@
-"""`fleet plan` and `fleet plan watch`: what a running planner would do now, and why."""
+"""`fleet plan` and `fleet plan watch`: show what a running planner decides now, and the reasons."""
 
 import argparse
 import sys
@@ -90,7 +90,7 @@ def watch(arguments: argparse.Namespace) -> int:
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    """Show one plan: why it was made, what was expected of it, and what happened."""
+    """Show one plan: its reason, its predicted effects, and its outcome."""
     try:
         with planner(arguments) as stub:
             asked = pb.ExplainPlanRequest(plan_id=arguments.plan, deployment=arguments.deployment)

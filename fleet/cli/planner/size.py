@@ -1,4 +1,4 @@
-"""`fleet plan size`: the cheapest pools for a load, their cost, and when a hosted endpoint is cheaper."""
+"""`fleet plan size`: computes the cheapest pools for a load and their cost, and from which load on they beat a hosted endpoint."""
 
 import argparse
 from pathlib import Path

@@ -13,7 +13,7 @@ from typing import Any
 from fleet.cli.console.exits import DONE, FAILED
 from fleet.cli.simulator.outputs import SimulationOutputs, say
 
-SHOWN = 3  # lines of each log, from the first difference
+SHOWN = 3  # lines of each log that are shown, from the first difference on
 
 
 def run(arguments: argparse.Namespace) -> int:

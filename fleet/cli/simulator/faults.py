@@ -106,7 +106,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Progress:
-    """Tells on standard error how far a campaign is."""
+    """Shows the progress of a campaign on standard error."""
 
     def __init__(self, seeds: int):
         self._seeds = seeds

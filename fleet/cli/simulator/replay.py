@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fleet.router.latency_predictions import WorkerProfile
     from fleet.sim.replay import RecordingReplayResult, ReplayDifference
 
-MOST_SHOWN = 12  # commands per event
+MOST_SHOWN = 12  # most commands that are shown for an event
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 BELADY = "belady"
 ADMISSIONS = ("all", "second-sighting")
-TOKEN_BYTES = 131_072  # of KV per token: Llama-3-8B in bf16
+TOKEN_BYTES = 131_072  # bytes of KV for each token, as of Llama-3-8B in bf16
 MOST_BLOCKS = 1 << 40
 PAUSES = ("nothing", "hold", "adapt")
 BELOW = 10
-HELD_SHARE = 0.8  # share of memory that sessions may hold
+HELD_SHARE = 0.8  # largest share of memory that waiting sessions may keep
 LONGEST_HOLD_SECONDS = 120
 MEMORY_PACE = 50e9  # bytes per second from memory to the engine: PCIe 5
 BELOW_PACE = 6e9  # bytes per second: one NVMe drive
-COMPUTE_PACE = 10_000  # prompt tokens per second
+COMPUTE_PACE = 10_000  # prompt tokens that the engine computes per second
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,9 @@
 
 The head and the first event of a stream leave in one write after the first token. Until then a failure has its own HTTP
 status. A later failure is an event with an ``error`` object, and no ``[DONE]`` follows.
+
+``/health`` (readiness) has status 200 while a live worker serves a model and the router does not drain, and 503 otherwise.
+``/live`` (liveness) has status 200 as long as the process responds.
 """
 
 from collections.abc import AsyncIterator, Mapping

@@ -5,7 +5,7 @@ Rules:
 1. A file is written under another name and then renamed, so that readers never see an incomplete file.
 2. A writer of the plan holds a lock on the file `.lock` (flock, which network file systems support since NFS 4). The lock ends with
    its holder.
-3. A file with invalid content is treated as unreadable (`ConnectorUnreachable`), and it is not overwritten.
+3. A file with invalid content is treated as unreadable (`ConnectorUnreachable`). No plan is written over such a plan file.
 4. An orchestrator may hold a lock on the file `.orchestrator` while it runs. If that file exists and is not locked, the orchestrator was
    killed, and its report is out of date.
 """

@@ -1,6 +1,7 @@
 """File election: the candidate that holds the lock of a file (flock) leads. The kernel releases the lock however its holder ends.
 
-If the file at the path was replaced, because the folder was created again, the leader stops leading and tries to lock the new file.
+If the file at the path was replaced, because the folder was created again, a candidate closes its file, which ends its leadership, and
+tries to lock the new file.
 """
 
 import asyncio

@@ -5,7 +5,7 @@ from typing import Never, Protocol
 
 
 class PlanElection(Protocol):
-    """A planner's membership in an election."""
+    """A planner as a candidate in an election."""
 
     def leads(self) -> bool:
         """Return whether this planner may apply plans now."""

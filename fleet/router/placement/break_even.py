@@ -17,8 +17,8 @@ Rules:
 from fleet.core.clock import SECOND, Nanos
 
 MIN_SAMPLES = 8
-WEIGHT = 0.1  # weight of the newest handoff: mostly the last ten count
-MIN_TOKENS = 64  # below that a handoff moves only a block or two
+WEIGHT = 0.1  # weight of the newest handoff, with which mostly the last ten count
+MIN_TOKENS = 64  # with fewer tokens, a handoff moves only one or two blocks
 MAX_TOKENS = 16_384
 
 

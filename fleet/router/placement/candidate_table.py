@@ -34,12 +34,12 @@ class PrefillPartners(Struct, frozen=True):
     """The prefill workers of one decode worker."""
 
     pool: Rows  # prefill workers of its pool, compatible or not
-    rows: Rows  # the compatible ones among them
-    paths: Mapping[int, KvPath]  # KV path by row
+    rows: Rows  # the prefill workers of `pool` that are compatible
+    paths: Mapping[int, KvPath]  # KV path to the decode worker, by the row of the prefill worker
 
 
 class WorkerSizes(Struct, frozen=True):
-    """The different limits of some workers in tokens, sorted."""
+    """The different limits of a group of workers, in tokens and in ascending order."""
 
     lengths: tuple[int, ...] = ()  # longest context
     capacities: tuple[int, ...] = ()  # tokens in the KV cache
@@ -183,7 +183,7 @@ class ServingWorkers(Struct, frozen=True):
     """The workers that take requests, until the next one drains or resumes."""
 
     draining: Flags
-    able: Flags  # not draining
+    able: Flags  # workers that do not drain
     answering: Flags  # the able workers that decode
     rows: Rows  # the indices of these workers in the table
 
@@ -200,7 +200,7 @@ class CandidateTable(Struct, frozen=True, eq=False, gc=False):
     columns: Floats  # the quantities of `fleet.router.policy`
     serving: ServingWorkers
     failed: Flags | None = None  # workers that failed this request in this incarnation; None: none
-    warm: bool = True  # a worker may hold a part of the prompt
+    warm: bool = True  # True if a worker may hold a part of the prompt
     lora_groups: Sequence[
         Flags
     ] = ()  # groups of workers for the request's LoRA adapter, the best first (`fleet.router.state.lora`)
@@ -230,7 +230,7 @@ class CandidateTable(Struct, frozen=True, eq=False, gc=False):
 
 
 class IneligibleReason(StrEnum):
-    """Why a worker was no candidate."""
+    """Reason for which a worker was no candidate."""
 
     NOT_PINNED = "not_pinned"  # the client named another worker
     NOT_AMONG = "not_among"  # the worker is not in the list of allowed workers
@@ -377,5 +377,5 @@ def ineligible_reasons(
             causes[worker_id] = IneligibleReason.ADAPTER_ELSEWHERE
         else:
             assert columns[REQUESTS, row] >= columns[LIMIT, row] or request.placement is Placement.DISAGGREGATED
-            causes[worker_id] = IneligibleReason.AT_LIMIT  # its prefill worker may be the one at the limit
+            causes[worker_id] = IneligibleReason.AT_LIMIT  # the prefill worker of its pair may be at the limit
     return causes

@@ -13,8 +13,8 @@ Rules:
 4. Two workers pair when their blocks hold the same values (equal fingerprints), they are of one generation, and they share a KV
    path: one store, which takes any layout and number of ranks, or the direct path, where these must be equal too. The store
    comes first unless the settings prefer the direct path.
-5. A decision keeps the data that it was made on. The cost terms of all candidates are computed from it when somebody asks, by the
-   same functions.
+5. A decision keeps the data that it was made on. When an explanation is requested, the same functions compute the cost terms of all
+   candidates from this data.
 6. A demand that no worker can ever satisfy leads to a rejection with a field and a cause; one that cannot be satisfied *now* leads to
    a wait (`fleet.router.placement.wait_or_reject`).
 """

@@ -90,7 +90,7 @@ def _is_ours(settings: RouterSettings, known: PolicyCatalog) -> bool:
 
 
 class GuardedPolicy:
-    """A plug-in policy, with a built-in one that decides when the plug-in fails."""
+    """Asks a plug-in policy within a time budget; when the plug-in fails, a built-in policy decides (rule 2)."""
 
     def __init__(self, guarded: PlacementPolicy, fallback: PlacementPolicy, budget_seconds: float):
         """Guard a policy.
@@ -105,7 +105,7 @@ class GuardedPolicy:
         self._budget = budget_seconds
         self._calls: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[tuple[Any, Exception | None]]]] = SimpleQueue()
         self._busy = threading.Event()
-        self.fallbacks: dict[str, int] = {}  # by cause
+        self.fallbacks: dict[str, int] = {}  # number of decisions of the fallback, by cause
         threading.Thread(target=self._work, name="policy", daemon=True).start()
 
     @property
@@ -116,7 +116,8 @@ class GuardedPolicy:
         self, request: PlacementRequest, candidates: Candidates, phase: Phase, rng: RandomSource, /
     ) -> tuple[int, PlacementPolicy]:
         copied = candidates.copy()
-        own_rng = Random(rng.randrange(1 << 63))  # a late plug-in must not draw from the router's source
+        # a copy, because a late plug-in must not draw from the router's source
+        own_rng = Random(rng.randrange(1 << 63))
         chosen, cause = self._ask(lambda: self._guarded.choose(request, copied, phase, own_rng)[0], self._budget)
         if not cause and not (isinstance(chosen, (int, np.integer)) and 0 <= chosen < len(candidates)):
             cause = "nobody"

@@ -20,7 +20,7 @@ from fleet.router.policy import PlacementRequest
 
 
 class RejectionCause(StrEnum):
-    """Why no worker can serve a request. Public and stable like `Reason`, but more detailed."""
+    """Cause for which no worker can serve a request. The values are public and stable like `Reason`, but more detailed."""
 
     NO_WORKER = "no_worker"
     ALL_DRAINING = "all_draining"

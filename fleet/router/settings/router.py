@@ -242,7 +242,7 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_fields=True):
     router_id: Annotated[str, Meta(min_length=1)] = "router"
-    """Name that workers are told; two routers of one cluster must differ."""
+    """Name of this router at workers and peers; two routers of one cluster must have different names."""
 
     http_listen: str = "127.0.0.1:8000"
     """host:port of the OpenAI API, health and metrics; port 0 takes a free one."""
@@ -296,7 +296,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     removing a router from that address and ending it, no client meets a router that ends. 0: no limit."""
 
     drain_timeout_ms: Annotated[int, Meta(ge=0, le=86_400_000)] = 10_000
-    """How long running streams may go on after SIGTERM."""
+    """Milliseconds for which running streams may continue after SIGTERM."""
 
     control_listen: str = ""
     """Control port: ``unix:/path``, or host:port with `control_credentials`. Workers register here, and operators use it (the registry,
@@ -375,7 +375,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Retry hint of rejections after which a retry may succeed."""
 
     max_attempts: PositiveInt = 3
-    """Placements of one request: more than two failures in a row are the fault of the request, not of the workers."""
+    """Most placements of one request: after three failures in a row, the request is probably at fault, not the workers."""
 
     running_request_blocks: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Cost of a request on a worker besides its blocks, in blocks: its share of each decode step."""
@@ -430,10 +430,10 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Sessions that are remembered, about 300 bytes each; the one that was idle longest is forgotten first."""
 
     max_store_blocks: PositiveInt = 2_000_000
-    """Blocks of a store namespace that the index follows in each tier, about 250 bytes each; further blocks are usable but not known."""
+    """Blocks of a store namespace that the index follows in each tier, about 250 bytes each. Placement does not know of further blocks."""
 
     explained_requests: PositiveInt = 1024
-    """Latest requests whose placement can be explained, about 150 bytes for each worker."""
+    """Number of latest requests whose placement can be explained; each takes about 150 bytes for each worker."""
 
     profiles: dict[str, ProfileSettings] = {}
     """Profiles of workers, by the beginning of their names ("" for all): first tokens and token gaps are then predicted,
@@ -452,7 +452,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     8,000 and 200."""
 
     heartbeat_timeout_seconds: PositiveSeconds = 3.0
-    """A worker that sends nothing for so long is lost; workers report their load each second."""
+    """A worker is lost when it sends nothing for this time; workers report their load each second."""
 
     connect_timeout_seconds: PositiveSeconds = 5.0
     """Time from dialling a worker to receiving its description."""

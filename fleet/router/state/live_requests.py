@@ -35,7 +35,7 @@ def hash_prompt(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int
 
 
 class RequestStage(IntEnum):  # IntEnum hashes fast, and `advance` is called on every path
-    QUEUED = auto()  # on no worker
+    QUEUED = auto()  # the request is on no worker
     PREFILLING = auto()  # a prefill worker or the aggregated worker computes the prompt
     HANDED_OVER = auto()  # the decode worker has been sent the handoff
     DECODING = auto()  # the answering worker generates tokens
@@ -100,12 +100,12 @@ class LiveRequest(Struct):
     """The state of one request until it ends."""
 
     arrived: Arrived
-    seq: int  # order of arrival
+    seq: int  # number of the request in the order of arrival
     since: Nanos
     hasher: PromptHasher = hash_prompt
     handed_over_at: Nanos = Nanos(0)
-    sent_at: Nanos = Nanos(0)  # when a worker was first sent an attempt; 0: not yet
-    first_token_at: Nanos = Nanos(0)  # 0: no token yet
+    sent_at: Nanos = Nanos(0)  # instant at which a worker was first sent an attempt; 0: not yet
+    first_token_at: Nanos = Nanos(0)  # instant of the first token; 0: no token yet
     stage: RequestStage = RequestStage.QUEUED
     failures: int = 0
     failed_on: dict[tuple[WorkerId, Incarnation], None] = {}
@@ -118,7 +118,7 @@ class LiveRequest(Struct):
     cached_tokens: int = 0  # tokens of the prompt; 0 also while no worker has reported
     kv_reports: dict[RequestId, KvPhase] = {}  # the KV report of each attempt, by the attempt's id
     chains: dict[int, tuple[int, ...]] = {}  # block keys of the prompt, by block size
-    id: RequestId = RequestId("")  # this and `own_tokens` repeat `arrived`, because they are read often
+    id: RequestId = RequestId("")  # `id` and `own_tokens` repeat fields of `arrived`, because they are read often
     own_tokens: int = 0  # tokens of the prompt
 
     def __post_init__(self) -> None:
@@ -198,7 +198,8 @@ class LiveRequest(Struct):
         if max_tokens == sampling.max_tokens:
             return sampling
         min_tokens = max(0, min(max_tokens, sampling.min_tokens - len(self.sent)))
-        prompt_logprobs = None if self.sent else sampling.prompt_logprobs  # the client got them with the first tokens
+        # the client got the log probabilities of the prompt with the first tokens
+        prompt_logprobs = None if self.sent else sampling.prompt_logprobs
         return structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=prompt_logprobs)
 
     def keys(self, block_tokens: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from fleet.router.policy import MAX_RUNNING, REQUESTS, Flags, Floats
 
 
 class LoraWorker(Protocol):
-    """The properties of a worker that matter here."""
+    """The properties of a worker that the choice by LoRA adapter needs."""
 
     @property
     def description(self) -> WorkerDescription: ...

@@ -75,7 +75,7 @@ class KnowledgeSnapshot(Struct, frozen=True, kw_only=True):
     workers: int
     drifting: int  # workers whose caches drift
     prompts: int  # prompts compared since the start
-    total: CacheComparison  # since start
+    total: CacheComparison  # comparisons since the start
     recent: CacheComparison  # the latest comparisons of each present worker
 
 
@@ -84,7 +84,7 @@ class RouterSnapshot(Struct, frozen=True, kw_only=True):
     stores: tuple[StoreSnapshot, ...]
     active: int  # requests, including the queued ones
     queued: int  # requests in the admission queue and in prefill queues
-    index_blocks: int  # distinct blocks
+    index_blocks: int  # number of distinct blocks in the prefix index
     index_overflowed: int  # blocks that were not added because their holder was full
     counters: RouterCounters
     knowledge: tuple[KnowledgeSnapshot, ...] = ()

@@ -33,19 +33,20 @@ UNKNOWN_PACE = 1e-6
 
 
 class WorkerRegistry:
-    """All known workers and stores. Their order is always that of joining, so that histories replay."""
+    """Keeps all known workers and stores in the order in which they joined, so that a replay gives the same decisions."""
 
     def __init__(self, settings: RouterSettings):
         self._settings = settings
         self.workers: dict[WorkerId, RegisteredWorker] = {}  # other objects read it and must not change it
         self.tables: dict[ModelName, WorkerTable] = {}
-        self._stores: dict[StoreNamespace, list[str]] = {}  # tiers that hold blocks
-        self._by_peer: dict[str, Mapping[WorkerId, ReservationTotals]] = {}  # reservations of peer routers
+        self._stores: dict[StoreNamespace, list[str]] = {}  # tiers that hold blocks, by store namespace
+        # reservations on each worker, by peer router
+        self._by_peer: dict[str, Mapping[WorkerId, ReservationTotals]] = {}
         self._cards: tuple[ModelCard, ...] | None = (
             None  # None until it is computed again after a worker joins, drains or leaves; each request needs it
         )
         self.index = PrefixIndex()
-        self.prompts = PromptAnnouncements()  # prompts that peer routers are told, if there are peers
+        self.prompts = PromptAnnouncements()  # prompts that are announced to the peer routers, if there are any
         self._announced_prompts = self.prompts if settings.replicas_listen else None
         self._peer_prompts: dict[str, dict[int, WorkerId]] = {}  # worker by peer router and prompt number
         self._no_workers = WorkerTable(settings, self.index)
@@ -147,7 +148,7 @@ class WorkerRegistry:
 
     def cache_assumed(self, worker_id: WorkerId, stored: Iterable[int], removed: Collection[int]) -> None:
         holder = engine_cache_holder(worker_id)
-        if removed:  # first, because it makes room
+        if removed:  # removals come first, because they make room for the additions
             self.index.removed(holder, removed)
         self.index.stored(holder, stored)
 
@@ -288,7 +289,7 @@ class WorkerRegistry:
                 )
             )
             card = cards[-1]
-            for name, (parent, adapter) in adapters.items():  # except adapters that have the name of a model
+            for name, (parent, adapter) in adapters.items():  # adapters are left out if they have the name of a model
                 workers = sum(adapter in description.adapters for description in answering)
                 if parent == model and workers and name not in self.tables:
                     cards.append(

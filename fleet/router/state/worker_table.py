@@ -71,8 +71,10 @@ from fleet.router.state.snapshot import WorkerSnapshot
 from kvstore.block import blocks_for
 from kvstore.messages import POOL_TIER
 
-TOKEN_SECONDS_WEIGHT = 0.25  # weight of the newest prefill in the seconds per token: mostly the last four count
-MIN_MEASURED_TOKENS = 64  # the time of shorter prefills depends on the engine's step more than on their tokens
+# weight of the newest prefill in the seconds per token, with which mostly the last four count
+TOKEN_SECONDS_WEIGHT = 0.25
+# fewest tokens of a prefill that is measured: shorter ones depend more on the engine's step than on their tokens
+MIN_MEASURED_TOKENS = 64
 
 
 class Reservation(Struct, kw_only=True):
@@ -81,7 +83,7 @@ class Reservation(Struct, kw_only=True):
     chain: Chain  # the prompt's full blocks
     prompt_tokens: int
     prefill_tokens: int  # prompt tokens that are not computed yet
-    own_blocks: int  # besides the full blocks of the prompt
+    own_blocks: int  # blocks besides the full blocks of the prompt
     counted_blocks: int  # own blocks that count for placement
     answer_tokens: int = 0
     expected_tokens: int = 0  # expected length of the answer; 0: unknown
@@ -90,7 +92,7 @@ class Reservation(Struct, kw_only=True):
 
 
 class WorkerReservations:
-    """All reservations on one worker."""
+    """Sums all reservations on one worker, and writes the sums to its column of the table."""
 
     def __init__(self, block_tokens: int, chains: RadixTree, bit: int):
         """Start without reservations.
@@ -279,7 +281,7 @@ class RegisteredWorker:
         self.accuracy = CacheAccuracy(knowledge)
         self.address = address
         self.request_limit = request_limit
-        self.draining = False  # changed only by `WorkerTable`
+        self.draining = False  # only `WorkerTable` changes this value
         self.load = LoadReport(running=0, waiting=0, kv_blocks_used=0)
         self.bit = pool.take_bit()
         self.reservations = self._reservations(pool, assumed_for)
@@ -316,7 +318,8 @@ class RegisteredWorker:
 
     def _reservations(self, pool: "WorkerTable", assumed_for: Nanos | None) -> WorkerReservations:
         size = self.description.block_tokens
-        if pool.prompts is None or assumed_for is not None:  # peers assume the cache of such a worker from its prompts
+        # not announced while they are computed, because `assume` sends the prompts of such a worker to the peers
+        if pool.prompts is None or assumed_for is not None:
             return WorkerReservations(size, pool.chains, self.bit)
         return AnnouncedReservations(size, pool.chains, self.bit, self.description.worker_id, pool.prompts)
 
@@ -343,8 +346,8 @@ class BlockSizeGroup(Struct, frozen=True, kw_only=True):
 
     block_tokens: int
     rows: Rows | None  # rows of the workers; None: all
-    engines: Rows  # row by bit position in the prefix index; -1: another holder
-    live: Rows  # row by bit position in the table's radix trees
+    engines: Rows  # row of the worker by its bit position in the prefix index; -1: the bit of another holder
+    live: Rows  # row of the worker by its bit position in the table's radix trees
 
 
 class WorkerTable:
@@ -365,7 +368,7 @@ class WorkerTable:
         self.chains = RadixTree()  # prompts of live requests
         self.assumed = RadixTree()  # prompts that are assumed to be cached
         self.peer_prompts = RadixTree()  # marks of prompts that peer routers' requests will compute
-        self._bits = 0  # in use
+        self._bits = 0  # bits of `chains` that are in use
         self._peer_reservations: Sequence[Mapping[WorkerId, ReservationTotals]] = ()  # reservations of peer routers
         self._arrange()
 

@@ -11,39 +11,40 @@ from fleet.core.roles import Phase
 from fleet.router.placement.policies.pipeline import InTurn, Pipeline, TwoChoices
 from fleet.router.policy import Candidates, Flags, Floats, PlacementRequest, RandomSource
 
-RING_POINTS = 64  # points of each worker; the shares of the key space then differ by about an eighth
+# points of each worker on the ring, with which the workers' shares of the keys differ by about an eighth
+RING_POINTS = 64
 
 
 class RequestsScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The number of reserved requests."""
+    """Scorer whose cost is the number of reserved requests."""
 
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
         return candidates.requests.copy()
 
 
 class RoundRobin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One worker after the other."""
+    """Picks the workers in turn."""
 
     def policy(self) -> Pipeline:
         return Pipeline("round_robin", picker=InTurn())
 
 
 class Uniform(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A random worker, all equally likely."""
+    """Picks a random worker; all are equally likely."""
 
     def policy(self) -> Pipeline:
         return Pipeline("random")
 
 
 class PowerOfTwo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The worker with fewer requests of two that are drawn at random."""
+    """Picks two workers at random, and takes the one with fewer requests."""
 
     def policy(self) -> Pipeline:
         return Pipeline("p2c", scorers=[("requests", 1.0, RequestsScorer())], picker=TwoChoices())
 
 
 class LeastLoaded(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The worker with the fewest requests."""
+    """Picks the worker with the fewest requests."""
 
     def policy(self) -> Pipeline:
         return Pipeline("least_loaded", scorers=[("requests", 1.0, RequestsScorer())])
@@ -58,9 +59,10 @@ class BoundedRing:
 
     def __init__(self, load_factor: float):
         self._load_factor = load_factor
-        self._members: tuple[str, ...] = ()  # all workers, candidates or not, so that the ring is seldom rebuilt
+        # all workers, also those that are no candidates, so that the ring is seldom rebuilt
+        self._members: tuple[str, ...] = ()
         self._points: list[int] = []
-        self._owners: list[int] = []  # rows in `_members`
+        self._owners: list[int] = []  # owner of each point of the ring, as an index in `_members`
 
     def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
         members = tuple(candidates.everybody)

@@ -34,7 +34,7 @@ class PolicyPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Composed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Filters, weighted scorers and a picker of your choice."""
+    """Policy that consists of the filters, weighted scorers and picker that the settings name."""
 
     filters: tuple[PolicyPart, ...] = ()
     scorers: tuple[PolicyPart, ...] = ()

@@ -58,7 +58,7 @@ _PREFILL = Phase.PREFILL  # a module variable is ten times as fast as the enum a
 
 
 class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The formula above."""
+    """Scorer that computes the cost formula of this module (items 1 to 8)."""
 
     engine_hit_credit: float = 1.0
     """Credit for a block in the engine's own cache, in blocks of prefill."""
@@ -171,7 +171,7 @@ class HeadroomFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Fleet(FleetCost, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The least blocks of prefill and decoding, with hits by tier, siblings, sessions, speeds and a goal for the first token."""
+    """The default policy: takes the worker with the lowest `FleetCost`, among workers that should keep the goal for the first token."""
 
     ttft_goal_seconds: float = 0.0
     """Goal for the first token; 0: only a request's own deadline counts."""

@@ -30,7 +30,7 @@ REMEMBERED = 10_000
 
 
 class PriceScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The formula above."""
+    """Scorer that computes the cost formula of this module."""
 
     prompt: Annotated[dict[str, Amount], Meta(min_length=1)]
     """Price of a prompt token, by the beginning of workers' names."""

@@ -27,7 +27,7 @@ _STEPS = 1 << 53  # number of different random floats between 0 and 1
 
 
 class Pipeline:
-    """A policy made of parts."""
+    """Policy that applies filters, then weighted scorers, then a picker."""
 
     def __init__(
         self,

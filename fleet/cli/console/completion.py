@@ -4,6 +4,7 @@ import argparse
 
 import shtab
 
+from fleet.cli.console.command_line import command_parser
 from fleet.cli.console.exits import DONE
 
 SHELLS = ("bash", "zsh", "fish")
@@ -14,8 +15,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fleet.cli.main import command_parser  # noqa: PLC0415 - it imports this module
-
     parser, _ = command_parser(lambda _name: True)
     print(shtab.complete(parser, shell=arguments.shell))
     return DONE

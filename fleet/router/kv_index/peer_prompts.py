@@ -31,7 +31,7 @@ from fleet.core.ids import WorkerId
 from fleet.router.kv_index.radix_tree import Chain, ChainHolder, Keys, RadixTree
 
 MIN_ANNOUNCED_TOKENS = 512  # about 30 ms of a large GPU; announcing to and hearing from three peers takes about 10 us
-MAX_ANNOUNCED_KEYS = 512  # most block keys in one announcement: 4 KB, for prompts of 32,768 tokens or more
+MAX_ANNOUNCED_KEYS = 512  # most block keys of a prompt that is announced by rule 3: 4 KB, for at least 32,768 tokens
 MAX_ANNOUNCED_PROMPTS = 10_000  # for one router; the marks of each take about 2 KB in its peers
 MAX_SENT_PROMPTS = 1000
 

@@ -56,15 +56,15 @@ class StoreNamespace(NamedTuple):
     fingerprint: str
 
 
-SAMPLED_BLOCKS = 256  # of a holder whose worth is asked for; the error of a share is then below 0.07 in 95 % of cases
-WORTH_BISECTING = 64  # keys; fewer keys are looked up as fast as they are bisected
+SAMPLED_BLOCKS = 256  # most blocks that estimate the worth of a holder; a share is then wrong by less than 0.07 in 95 %
+WORTH_BISECTING = 64  # number of keys; up to this many are looked up one by one as fast as they are bisected
 KEY_BYTES = 8  # bytes of the block hash; the store compares all of them, since a collision would do harm there
 
 # Cache accuracy (rule 7)
 WINDOW = 64  # number of latest comparisons that count for each worker
 ENOUGH = 16  # number of comparisons that are needed before a cache can drift
-DRIFTS = 0.8  # one evicted block in ten, or a guessed chat template, is no reason to worry
-RECOVERED = 0.9
+DRIFTS = 0.8  # a cache drifts below this precision or recall; one evicted block in ten is still normal
+RECOVERED = 0.9  # drift ends when precision and recall are at least this
 
 
 def engine_cache_holder(worker_id: WorkerId) -> Holder:

@@ -91,7 +91,7 @@ class QueueAdmission:
         return None
 
     def too_many(self) -> RequestId | None:
-        """Return the request to reject because too many wait (rule 2); None: the queue is not too long."""
+        """Return the request to reject because too many wait (rule 2); None: no more wait than allowed, or all must stay."""
         return self.queue.request_to_drop() if len(self.queue) > self.settings.max_queued else None
 
     def retry_after_ms(self, arrived: Arrived, now: Nanos) -> int:
@@ -136,7 +136,10 @@ class QueueAdmission:
             self.queue.may_move.setdefault(model, False)
 
     def move(self, place: TryPlace) -> None:
-        """Place all queued requests that can be placed after the latest changes."""
+        """Place or reject queued requests after the latest changes, until none can be placed or too many tries have failed.
+
+        After a worker has gone, the number of failed tries is not limited (rule 5).
+        """
         while self.queue.may_move:
             model = next(iter(self.queue.may_move))
             gone = self.queue.may_move.pop(model)

@@ -33,9 +33,10 @@ from fleet.router.sessions import SessionKey
 RATE_MEMORY_SECONDS = 10.0  # memory of the departure rate: longer than a burst, short enough to notice a change of load
 EVIDENCE = 8  # number of departures that are needed before the rate is used
 MAX_SECONDS = 1e9  # longest predicted wait, about thirty years; infinity cannot be used in sums
-# Most first tries after a change; they take about 35 ms, and need as many newly arrived requests.
+# Most untried wait groups that are tried after a change, besides the limited number of failed tries; they take about 35 ms.
 MAX_FIRST_TRIES = 1024
-MAX_IDLE_CLOCKS = 64  # most clocks of tenants without waiting requests; above it, old clocks are removed
+# Number of clocks of tenants without waiting requests, above which the clocks that no longer matter are removed.
+MAX_IDLE_CLOCKS = 64
 
 QueuePosition = tuple[int, int, RequestId]
 """Rank, order of arrival and request id."""
@@ -85,7 +86,7 @@ class OrderedRequests:
 
     @property
     def lowest(self) -> int | None:
-        """The rank of the first entry; the list must not be empty."""
+        """The rank of the first entry; None if the list is empty."""
         return self._entries[0][0] if self._entries else None
 
     def before(self, rank: int) -> int:
@@ -138,13 +139,13 @@ def queue_position(arrived: Nanos, priority: int, tokens: int, *, priority_secon
 
 
 class DepartureRate:
-    """Measures the prompt tokens per second that leave the queue while requests wait; recent departures count more."""
+    """Measures the prompt tokens per second that leave for workers while requests wait; recent departures count more."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
         self._departures = 0
-        self._since: Nanos | None = None  # since when requests have been waiting without a break; None: none waits
+        self._since: Nanos | None = None  # instant up to which `_seconds` counts the time; None: no request waits
 
     def busy(self, now: Nanos) -> None:
         """Record that a request waits from now on."""
@@ -221,7 +222,7 @@ class _TenantQueue:
         return OrderedRequests()
 
     def _note_head(self, group: WaitGroup, queue: OrderedRequests, was: QueuePosition | None) -> None:
-        """Update the head of a wait group."""
+        """Update the head of a wait group, which was at `was` before the change (None: the group was empty)."""
         if queue and queue.place == was:
             return
         if was is not None:
@@ -382,11 +383,12 @@ class FairQueue:
 
 
 class QueueSearch:
-    """The search for queued requests of one model that need not wait any longer, after something has changed; the next one comes first.
+    """Searches the queue of one model, after a change, for requests that need not wait any longer, in the order of the queue.
 
-    Each try takes time, so only `most` may fail after a change. Half of these are for the first wait groups. The others are for groups
-    that had no turn since all had one, so that no group is skipped for ever. Besides, up to `MAX_FIRST_TRIES` untried groups
-    (`fleet.router.queueing.wait_groups`, rule 3) are tried: the worker that has room now may be theirs alone.
+    Each try takes time, so at most `most` tries may fail after a change. Half of these tries are for the groups at the front. The other
+    half is for groups that had no turn since all groups had one, so that no group is skipped for ever. In addition, up to
+    `MAX_FIRST_TRIES` untried groups (`fleet.router.queueing.wait_groups`, rule 3) are tried, because the worker that has room now may be
+    one that only they can use.
     """
 
     def __init__(self, queue: FairQueue, most: int | None, has_room: HasRoom) -> None:
@@ -505,7 +507,7 @@ class AdmissionQueue:
             queue.groups.changed(worker_id, gone=True)
 
     def session_moved(self, session: SessionKey) -> list[ModelName]:
-        """Note that a session's requests may go to another worker; return the models whose queues hold some of them."""
+        """Record that a session's requests may go to another worker; return the models whose queues contain some."""
         return [model for model, queue in self.queues.items() if queue.groups.session_moved(session)]
 
     def all_changed(self, *models: ModelName) -> None:
@@ -528,7 +530,7 @@ class AdmissionQueue:
         return waiting
 
     def served(self, request_id: RequestId, model: ModelName, tokens: int, computed: int, now: Nanos) -> None:
-        """Note that a worker gets a prompt and computes some of its tokens; the request leaves the queue if it was queued."""
+        """Record that a worker gets a prompt and computes some of its tokens; remove the request if it was queued."""
         if (queue := self.queues.get(model)) is None:
             return
         queue.departed(tokens, now)

@@ -27,7 +27,7 @@ HasRoom = Callable[[WorkerId], bool]
 
 
 class BlockedOn:
-    """The workers that some wait groups wait for."""
+    """The workers that some wait groups wait for; while `closed`, nothing has changed at any of them (rule 2)."""
 
     __slots__ = ("busy", "changed", "closed", "groups", "lost")
 
@@ -61,9 +61,9 @@ class WaitGroups:
         self.blockages: dict[BusyWorkers, BlockedOn] = {}
         self._unblocked = BlockedOn(UNKNOWN_WORKERS)  # never closed
         self._by_session: dict[SessionKey, set[WaitGroup]] = {}
-        self.open = 0  # groups that are not blocked
+        self.open = 0  # number of groups that are not blocked
         self.turn = 1  # used by `QueueSearch`
-        self.had_turn = 0  # groups that were tried in this turn
+        self.had_turn = 0  # number of groups that were tried in this turn
         self.searches = 1
         self.untried = 0  # number of untried groups
 
@@ -95,7 +95,7 @@ class WaitGroups:
                 del self._by_session[group.session]
 
     def mark_rejected(self, group: WaitGroup, busy: BusyWorkers) -> None:
-        """Note that a request of a group was tried and still waits for these workers."""
+        """Record that a request of a group was tried and still waits for these workers."""
         self.untried -= not group.rejected_in
         group.rejected_in = self.searches
         if group.blocked_on.busy != busy:
@@ -144,7 +144,7 @@ class WaitGroups:
             del self.blockages[blocked_on.busy]
 
     def changed(self, worker_id: WorkerId, *, gone: bool = False) -> None:
-        """Note that a worker may have room again, or takes no more requests."""
+        """Record that a worker may have room again, or (`gone`) that it takes no more requests."""
         for blocked_on in self.blockages.values():
             if worker_id in blocked_on.busy:
                 blocked_on.changed.add(worker_id)
@@ -169,7 +169,7 @@ class WaitGroups:
         return iter(self._by_value.values())
 
     def check(self) -> None:
-        """Assert that groups and blocks agree."""
+        """Assert that the wait groups agree with the workers that they are blocked on."""
         blockages = [self._unblocked, *self.blockages.values()]
         assert all(group.waiting > 0 for group in self)
         assert all(

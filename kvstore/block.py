@@ -35,7 +35,7 @@ try:
 
     BUILT = True
     """True if the native module (`chain.c`) runs."""
-except ImportError:  # the native module is not built, or the processor has no SHA instructions
+except ImportError:  # either the native module is not built, or the processor has no SHA instructions
     BUILT = False
 
 TOKEN_BYTES = 4
@@ -50,8 +50,8 @@ salt."""
 
 class HashAlgorithm(StrEnum):
     SHA256_128 = "sha256-128"
-    # six times faster than SHA-256 on short blocks; only for deployments that trust every client not to construct
-    # collisions
+    # XXH3 is six times faster than SHA-256 on short blocks. It is only for deployments that trust every client not to
+    # construct collisions.
     XXH3_128 = "xxh3-128"
 
 

@@ -37,7 +37,7 @@ from kvstore.security.credentials import Credentials
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
 CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),  # clients do not share a broken connection
+    ("grpc.use_local_subchannel_pool", 1),  # each client has its own connection, so clients do not share a broken one
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),  # a restarted node is found again within this time
@@ -215,7 +215,7 @@ class NodeConnection:
                     reported = failure
                     self._log_not_joined(failure)
                 self.closed.wait(JOIN_PAUSE_SECONDS)
-            except ValueError:  # the channel was closed
+            except ValueError:  # a call on a closed channel raises this
                 return
             else:
                 with self._handshake:
@@ -233,9 +233,9 @@ class NodeConnection:
         )
 
     def _explain(self, error: Exception) -> tuple[str, str]:
-        """Return the message of a failed join, and its part that names the cause.
+        """Return the message of a failed join, and the part of the message that names the cause.
 
-        The part is empty if the node just does not answer.
+        That part is empty if nothing more is known than that the node does not answer.
         """
         if not isinstance(error, StoreUnreachable) or self.closed.is_set():
             return str(error), str(error)
@@ -348,5 +348,5 @@ class NodeConnection:
 
 
 def earlier(deadline: Nanos | None, other: Nanos) -> Nanos:
-    """Return the earlier one of the caller's deadline, which may be None, and `other`."""
+    """Return the earlier instant of the caller's deadline and `other`; `other` if the caller has no deadline (None)."""
     return other if deadline is None else min(deadline, other)

@@ -56,8 +56,8 @@ SLOWEST_BYTES_PER_SECOND = 100_000_000
 # Pause between two look-ups of blocks that are being promoted. Reading a batch from any disk takes longer than this.
 LOOK_AGAIN_SECONDS = 0.002
 
-LEAST_BATCH = 32  # smallest batch, in blocks
-BATCH_BYTES = 16 << 20  # size of a batch; a batch of small blocks has more blocks, because each batch has a fixed cost
+LEAST_BATCH = 32  # blocks in the smallest batch
+BATCH_BYTES = 16 << 20  # bytes of a batch; a batch of small blocks has more blocks, because each batch has a fixed cost
 
 MOVED, CORRUPT = BlockOutcome.MOVED, BlockOutcome.CORRUPT
 """Members of `BlockOutcome`. They are constants of this module because an enum look-up for each block is slow."""

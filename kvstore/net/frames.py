@@ -2,15 +2,16 @@
 
 Rules:
 
-1. A payload has at most `limit` bytes. A peer that announces more is cut before memory is taken for the payload: `lost`
-   gets a `FrameTooLong` after the frames that came before. A stream that ends within a frame gives a `FrameTorn`.
+1. A payload has at most `limit` bytes. If a peer announces a longer one, its connection is closed before memory is
+   allocated for the payload. `lost` then gets a `FrameTooLong`, after the frames that came before. If a stream ends
+   within a frame, `lost` gets a `FrameTorn`.
 2. An incoming payload is copied at most once, however the stream was split. It takes no more memory than has arrived.
-3. Sending never waits. All frames of one turn of the event loop leave in one write at the end of the turn. Bytes that
-   the peer does not take are kept up to `send_limit`; then `send` raises. A sender that checks `full` first, and
-   continues at the receiver's `resumed`, never reaches the limit.
-4. One turn of the event loop handles one piece of the stream, at most a few hundred KiB, then other connections get
-   their turn. With `turn_frames`, they get it after that many frames of a piece. `pause_reading` takes effect after the
-   piece, or the frames, that are being received.
+3. Sending never waits. All frames of one iteration of the event loop leave in one write at its end. Bytes that the peer
+   does not read are kept up to `send_limit`; then `send` raises. A sender that checks `full` first, and continues when
+   the receiver's `resumed` is called, never reaches the limit.
+4. One iteration of the event loop handles one piece of the stream, at most a few hundred KiB. Then other connections
+   are served. With `turn_frames`, they are served after that many frames of a piece. `pause_reading` takes effect after
+   the piece, or the frames, that are being received.
 5. `lost` is called once for each accepted connection, as its last call. It is the only sign that the connection is
    over.
 
@@ -36,19 +37,19 @@ from kvstore.net.addresses import host_port, unix_path
 from kvstore.net.listeners import stop_listening
 from kvstore.net.unix_sockets import BACKLOG
 
-HEAD = struct.Struct("<I")  # number of bytes of the payload
+HEAD = struct.Struct("<I")  # head of a frame: the length of the payload in bytes
 
 FRAME_BYTES = 64 << 20
-"""Default of the longest payload; a prompt of a million tokens has 4 MiB."""
+"""Default length of the longest payload in bytes; a prompt of a million tokens has 4 MiB."""
 
 SEND_BYTES = 2 * FRAME_BYTES
-"""Default of the bytes that may wait to be sent."""
+"""Default number of bytes that may wait to be sent on one connection."""
 
 HIGH_WATER_BYTES = 256 << 10
-"""A connection with more bytes to send is `full`: as many as travel between hosts in a millisecond at 2 Gbit/s."""
+"""A connection with more bytes than this to send is `full`. A network of 2 Gbit/s moves this many in a millisecond."""
 
-TURN_BYTES = 64 << 10  # after a larger piece, other connections get their turn
-JOINED_BYTES = 32 << 10  # up to here, joining the pieces costs less than a vectored write
+TURN_BYTES = 64 << 10  # after a received piece of more bytes than this, other connections are served first
+JOINED_BYTES = 32 << 10  # up to this many bytes, joining the parts and one write cost less than a vectored write
 
 TCP_OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -58,15 +59,15 @@ TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
-"""These options detect within ten seconds a host that is gone, or a peer that takes no bytes. A hanging process on a quiet
-connection is only detected by heartbeats.
+"""With these options, the system detects within ten seconds a host that is gone, or a peer that reads no bytes. A hanging
+process at the other end of a quiet connection is only detected by heartbeats.
 """
 
 TLS_BEGINS = 0x0316
 """The first two bytes of a TLS handshake, 0x16 and 3, read as the low half of a length."""
 
 HANDSHAKE_SECONDS = 5.0
-"""Longest TLS handshake: some round trips, and signatures on a busy machine."""
+"""Longest duration of a TLS handshake, which needs some round trips, and signatures on a busy machine."""
 
 STOP_SECONDS = 2  # longest time to send waiting bytes when a server stops
 
@@ -174,10 +175,10 @@ class FrameReceiver(Protocol):
         """Handle the next frame. An exception ends the connection."""
 
     def resumed(self) -> None:
-        """Note that the connection was `full` and is not any more."""
+        """Continue to send: the connection was `full` and is not any more."""
 
     def lost(self, cause: Exception | None) -> None:
-        """Note that the connection is over. `cause` is None if one end has closed it in an orderly way."""
+        """Handle the end of the connection. `cause` is None if one end has closed it in an orderly way."""
 
 
 class FrameConnection(asyncio.Protocol):
@@ -195,13 +196,14 @@ class FrameConnection(asyncio.Protocol):
         self._limit = limit
         self._send_limit = send_limit
         self._turn_frames = turn_frames
-        self._waiting: deque[bytes] = deque()  # frames for the next turns; reading is paused meanwhile
+        # Frames that are handled in the next iterations of the event loop; reading is paused meanwhile.
+        self._waiting: deque[bytes] = deque()
         self._decoder = FrameDecoder(limit)
-        self._leaving: list[bytes] = []  # parts to send in this turn of the event loop
+        self._leaving: list[bytes] = []  # parts to send at the end of this iteration of the event loop
         self._leaving_bytes = 0
-        self._paused = False  # the transport's buffer is full
-        self._reading = True  # whether the receiver wants frames
-        self._over = False  # or about to end
+        self._paused = False  # True if the transport's buffer is full
+        self._reading = True  # True if the receiver wants frames
+        self._over = False  # True if the connection has ended or is being closed
         self._cause: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self.transport: asyncio.Transport
@@ -209,7 +211,7 @@ class FrameConnection(asyncio.Protocol):
 
     @property
     def full(self) -> bool:
-        """True if nothing more should be sent before `resumed`."""
+        """True if nothing more should be sent before `FrameReceiver.resumed` is called."""
         return self._paused
 
     @property
@@ -237,7 +239,7 @@ class FrameConnection(asyncio.Protocol):
         self._leaving += parts
         self._leaving_bytes += HEAD.size + size
         if self._leaving_bytes > HIGH_WATER_BYTES:
-            self._flush()  # update `full` now
+            self._flush()  # the write updates `full` at once
 
     def flush(self) -> None:
         """Send the queued frames now, for a server whose client waits for each answer."""
@@ -249,12 +251,12 @@ class FrameConnection(asyncio.Protocol):
         self._decoder.allow(limit)
 
     def hand_over(self, receiver: "FrameReceiver", limit: int) -> None:
-        """Give everything from the next piece of the stream on to another receiver with this limit."""
+        """Pass all frames from the next piece of the stream on to another receiver, with this limit of a payload."""
         self._receiver = receiver
         self.allow(limit)
 
     def pause_reading(self) -> None:
-        """Stop reading from the socket, so that the peer's connection becomes `full` after a while."""
+        """Stop reading from the socket; the peer's end of the connection becomes `full` after a while."""
         self._reading = False
         self.transport.pause_reading()
 
@@ -266,7 +268,7 @@ class FrameConnection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def close(self, cause: Exception | None = None) -> None:
-        """Send what waits to be sent, then end; `lost` gets `cause` unless another cause comes first."""
+        """Send the waiting bytes, then close the connection; `lost` gets `cause` unless another cause comes first."""
         if not self._over:
             self._flush()
             self._over = True
@@ -274,7 +276,7 @@ class FrameConnection(asyncio.Protocol):
             self.transport.close()
 
     def abort(self, cause: Exception | None = None) -> None:
-        """End now."""
+        """Close the connection at once, without sending the waiting bytes."""
         if not self._over:
             self._over = True
             self._cause = cause
@@ -329,14 +331,14 @@ class FrameConnection(asyncio.Protocol):
         self._receiver.lost(self._cause or exc)
 
     def _receive_waiting(self) -> None:
-        """Receive the frames of one turn; other connections get their turn before the next."""
+        """Pass on up to `turn_frames` waiting frames; other connections are served before the next ones."""
         try:
             for _ in range(min(self._turn_frames, len(self._waiting))):
                 if self._over or not self._reading:
                     return
                 self._receiver.received(self._waiting.popleft())
         except Exception as error:
-            self.abort(error)  # as the transport does for an exception
+            self.abort(error)  # an asyncio transport does the same if its protocol raises
             raise
         if self._waiting:
             self._loop.call_soon(self._receive_waiting)
@@ -352,7 +354,7 @@ class FrameConnection(asyncio.Protocol):
     def _flush(self) -> None:
         leaving, size = self._leaving, self._leaving_bytes
         if not leaving:
-            return  # flushed already, or the connection is over
+            return  # the parts were sent already, or the connection has ended
         self._leaving, self._leaving_bytes = [], 0
         if size <= JOINED_BYTES:
             self.transport.write(b"".join(leaving))
@@ -361,7 +363,7 @@ class FrameConnection(asyncio.Protocol):
 
 
 Accept = Callable[[FrameConnection], FrameReceiver]
-"""Returns the receiver of a new connection."""
+"""A function that returns the receiver of a new connection."""
 
 
 async def connect(
@@ -375,8 +377,8 @@ async def connect(
 ) -> FrameConnection:
     """Open a connection to ``unix:/path`` or ``host:port``; `accept` is called before anything is received.
 
-    It waits as long as the system does, so put a deadline around it. Raise OSError if nobody listens or the TLS
-    handshake fails, and ValueError if the address is invalid.
+    The call waits as long as the system allows, so put a deadline around it. Raise OSError if no process listens at the
+    address or the TLS handshake fails, and ValueError if the address is invalid.
     """
 
     def made() -> FrameConnection:
@@ -402,8 +404,8 @@ class ConnectionGuard(Protocol):
 
         Args:
             listener: The listening socket.
-            made: Makes the protocol of a connection. Its argument returns the connection's first receiver.
-            accept: Returns the receiver of a connection that was admitted.
+            made: Function that makes the protocol of a connection; its argument returns the connection's first receiver.
+            accept: Function that returns the receiver of a connection that was admitted.
         """
 
 
@@ -459,13 +461,14 @@ async def _open_to_all(
         yield
     finally:
         if path:
-            Path(path).unlink(missing_ok=True)  # noqa: ASYNC240 - first, because another process may take it as soon as nobody listens
+            # The file is removed before the socket is closed. Afterwards it might be the socket of another process.
+            Path(path).unlink(missing_ok=True)  # noqa: ASYNC240 - this call does not block
         stop_listening(server)
         await asyncio.sleep(0)
 
 
 async def _end(connections: set["_AcceptedConnection"], ended: asyncio.Event) -> None:
-    """Let connections send what waits, for `STOP_SECONDS` at most."""
+    """Let connections send their waiting bytes for at most `STOP_SECONDS`, then abort them."""
     for connection in list(connections):
         connection.close()
     with suppress(TimeoutError):

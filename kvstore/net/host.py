@@ -16,6 +16,6 @@ def host_id() -> str:
     """
     try:
         kernel = BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:  # not Linux
+    except OSError:  # the system is not Linux
         kernel = platform.node()
     return hashlib.sha256(f"{kernel}:{os.getuid()}".encode()).hexdigest()[:32]

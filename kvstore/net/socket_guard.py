@@ -1,18 +1,19 @@
 """Socket guard: limits the connections of a gRPC server's TCP port.
 
-gRPC's own server accepts connections without a limit, and tells nobody of a connection before its first call. So the
-guard reads the sockets of its own process, and shuts those down that must give way.
+gRPC's own server accepts connections without a limit, and does not report a connection before its first call. Therefore
+the guard finds the connections among the sockets of its own process, and shuts down the ones that exceed a limit.
 
 Rules:
 
-1. A connection is busy while one of its calls is served. A busy connection never gives way. Calls of the services in
+1. A connection is busy while one of its calls is served. A busy connection is never shut down. Calls of the services in
    `UNPROVEN_SERVICES` do not count, because they need no proof.
-2. One address may have a share of the connections. The others of that address give way, and never those of another one.
-3. In a full port the address with the most connections gives way.
-4. Connections that never had a call of rule 1 go first, then idle ones; among equals the one that was seen first. So a
-   caller that comes with its call is served, however many silent connections there are.
-5. Sockets are read only when the process has more open files than the port may have connections. In steady state a
-   look costs one `stat` call.
+2. One address may have a share of the connections. If it has more, connections of that address are shut down, and never
+   those of another address.
+3. If the port has too many connections, the address with the most connections loses some.
+4. Connections that never had a call by rule 1 are shut down first, then idle ones; among equals the one that was seen
+   first. Therefore a caller that sends a call at once is served, however many silent connections there are.
+5. The sockets are examined only when the process has more open files than the port may have connections. Otherwise a
+   check costs one `stat` call.
 """
 
 import asyncio
@@ -37,12 +38,13 @@ from msgspec import Struct
 UNPROVEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 LOOK_SECONDS = 0.1
 SURVEY_SECONDS = 10.0
-"""Longest time between two readings of the sockets while many files are open: other files may have been closed since."""
+"""Longest time between two surveys of the sockets while many files are open. Files other than connections may have been
+closed since the last survey, so that more connections fit under the same number of files."""
 
 LOG_SECONDS = 10.0
-MAX_CONNECTIONS = 4096  # as the ports for clients
-DESCRIPTOR_SHARE = 0.25  # of the files that the process may open
-ADDRESS_SHARE = 0.9  # as the ports for clients
+MAX_CONNECTIONS = 4096  # most connections of the port, as for the ports of clients
+DESCRIPTOR_SHARE = 0.25  # largest share of the files that the process may open
+ADDRESS_SHARE = 0.9  # largest share of the connections for one address, as for the ports of clients
 
 DESCRIPTORS = "/proc/self/fd"
 LAST_RECEIVED = 52  # offset in the kernel's `tcp_info` of the milliseconds since bytes arrived
@@ -117,7 +119,7 @@ class SocketGuard(grpc.aio.ServerInterceptor):
         self._calls: Counter[Peer] = Counter()
         self._called: set[Peer] = set()
         self._seen_at: dict[Peer, float] = {}
-        self._other_files = 0  # open files at the last reading that are not connections of the port
+        self._other_files = 0  # number of open files at the last survey that are not connections of the port
 
     async def intercept_service(
         self,
@@ -136,7 +138,7 @@ class SocketGuard(grpc.aio.ServerInterceptor):
         return cast("AnyHandler", counted)
 
     async def run(self, port: int) -> Never:
-        """Guard that TCP port of this process until cancelled."""
+        """Limit the connections of this TCP port of the process, until cancelled."""
         loop = asyncio.get_running_loop()
         surveyed_at, logged_at, logged = loop.time(), float("-inf"), 0
         while True:
@@ -215,11 +217,11 @@ def _key(host: str, port: int) -> Peer:
 
 def _open_files() -> int:
     """Return the number of open files of this process."""
-    return os.stat(DESCRIPTORS).st_size or len(os.listdir(DESCRIPTORS))  # noqa: PTH116, PTH208 - 0 before Linux 6.2
+    return os.stat(DESCRIPTORS).st_size or len(os.listdir(DESCRIPTORS))  # noqa: PTH116, PTH208 - the size is 0 before Linux 6.2
 
 
 def _connections(port: int) -> Iterator[tuple[Peer, tuple[int, int]]]:
-    """Yield the connections of a port: the caller, the descriptor, and the milliseconds without bytes."""
+    """Yield the connections of a port: the caller, the descriptor, and the milliseconds since bytes last arrived."""
     for name in os.listdir(DESCRIPTORS):  # noqa: PTH208 - only names are needed
         with _duplicate(int(name)) as found:
             if found is None or found.family not in (socket.AF_INET, socket.AF_INET6):
@@ -227,7 +229,7 @@ def _connections(port: int) -> Iterator[tuple[Peer, tuple[int, int]]]:
             try:
                 if found.getsockname()[1] != port:
                     continue
-                host, its_port = found.getpeername()[:2]  # fails for the listener
+                host, its_port = found.getpeername()[:2]  # raises OSError for the listening socket
                 info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
             except OSError:
                 continue
@@ -249,7 +251,7 @@ def _shut_down(descriptor: int, peer: Peer) -> bool:
 
 @contextmanager
 def _duplicate(descriptor: int) -> Iterator[socket.socket | None]:
-    """Open the socket of a descriptor a second time; None if it is none. gRPC may close its own at any time."""
+    """Open the socket of a descriptor a second time, because gRPC may close its own at any time; None if it is no socket."""
     copy = -1
     try:
         copy = os.dup(descriptor)

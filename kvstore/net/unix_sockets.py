@@ -33,18 +33,18 @@ Identity = tuple[int, int, int]
 def folder_lock(field: str, path: str) -> Iterator[None]:
     """Lock the folder of a socket while the path is cleared and until the socket listens.
 
-    Otherwise, one of two nodes that start at once could take the other's socket for one that was left behind, and
-    remove it. The lock is on the folder itself, so a killed process leaves nothing behind.
+    Without the lock, if two nodes start at once, one could take the socket of the other for an abandoned one, and remove
+    it. The folder itself is locked, so a killed process leaves no lock file behind.
 
     Raises:
-        StoreNotStarted: The folder does not exist, or others keep it locked.
+        StoreNotStarted: The folder does not exist, or other processes keep it locked.
     """
     folder, waiting = Path(path).absolute().parent, threading.Event()
     try:
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise StoreNotStarted(f"{field}: {folder} is not a directory") from error
-    except OSError:  # the folder cannot be read, so nobody can lock it
+    except OSError:  # the folder cannot be read, so no process can lock it
         yield
         return
     try:
@@ -54,7 +54,7 @@ def folder_lock(field: str, path: str) -> Iterator[None]:
             except BlockingIOError:
                 waiting.wait(ALONE_AGAIN_SECONDS)
             except OSError:
-                break  # a file system without locks: continue without one
+                break  # the file system has no locks: continue without a lock
             else:
                 break
         else:
@@ -65,20 +65,20 @@ def folder_lock(field: str, path: str) -> Iterator[None]:
 
 
 def identity(path: str) -> Identity:
-    """Return the identity of the file at that path, for `remove`; the file must not change any more."""
+    """Return the identity of the file at this path, for `remove`; the file must not change any more."""
     found = Path(path).lstat()
     return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
 def remove(path: str, own: Identity) -> None:
-    """Remove the socket at that path unless it belongs to another process by now."""
+    """Remove the socket at this path, unless another process has put its own socket there meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         if identity(path) == own:
             Path(path).unlink()
 
 
 def clear_path(field: str, path: str) -> None:
-    """Remove a socket at `path` that nobody listens on.
+    """Remove a socket at `path` on which no process listens.
 
     Raises:
         StoreNotStarted: The path cannot be used; the message begins with `field`.
@@ -99,7 +99,7 @@ def clear_path(field: str, path: str) -> None:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            file.unlink()  # left behind by a killed process
+            file.unlink()  # a killed process has left this socket behind
             return
         except OSError as error:
             raise StoreNotStarted(f"{field}: {path} cannot be used: {reason(error)}") from error
@@ -125,11 +125,11 @@ def listen(field: str, path: str) -> socket.socket:
 def connect(path: str, timeout_seconds: float) -> socket.socket:
     """Connect to a Unix socket; the timeout covers the connection only.
 
-    If the queue of the listener is full, the call waits for its turn. A timeout of Python makes the socket
-    non-blocking, and such a connection would be refused at once. Therefore the socket gets the system's timeout.
+    If the listener's queue of connections is full, the call waits for a place in it. Python's own timeout makes a socket
+    non-blocking, and a non-blocking socket would be refused at once. Therefore the timeout is set in the system.
 
     Raises:
-        OSError: Nobody listens there. BlockingIOError: its turn has not come in time.
+        OSError: No process listens there. BlockingIOError: There was no place in the queue in time.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -1,8 +1,8 @@
-"""Unproven connections: limits the connections that have not proven the secret yet, and chooses which one gives way.
+"""Unproven connections: limits the connections that have not proven the secret yet, and chooses which one to close.
 
-A connection leaves the list when it is proven, so silent connections without a proof cost proven clients nothing. When the list is full,
-the oldest connection of the address with the most connections gives way. A host with many silent connections therefore
-displaces its own first, and a new client always gets its turn.
+A connection leaves the list when it has proven the secret, so silent connections cost proven clients nothing. When the
+list is full, the oldest connection of the address with the most connections is closed. A host with many silent
+connections therefore displaces its own connections first, and a new client is always served.
 """
 
 from collections.abc import Hashable
@@ -12,12 +12,12 @@ Connection = TypeVar("Connection", bound=Hashable)
 
 
 class UnprovenConnections(Generic[Connection]):
-    """Unproven connections of one port."""
+    """Bounded list of the unproven connections of one port."""
 
     def __init__(self, limit: int):
         assert limit >= 1, limit
         self._limit = limit
-        self._by_address: dict[str, dict[Connection, None]] = {}  # oldest first
+        self._by_address: dict[str, dict[Connection, None]] = {}  # the oldest connection of each address first
         self._addresses: dict[Connection, str] = {}
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ class UnprovenConnections(Generic[Connection]):
         return gone
 
     def discard(self, connection: Connection) -> None:
-        """Remove a connection that is proven or closed; it may be missing."""
+        """Remove a connection that is proven or closed; do nothing if it is not in the list."""
         address = self._addresses.pop(connection, None)
         if address is None:
             return

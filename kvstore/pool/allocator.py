@@ -33,7 +33,8 @@ class PoolAllocator:
         self._eviction = eviction
         self._by_offset: dict[int, StoredBlock] = {}
         self._commands: list[TierCommand] = []
-        self._changed: dict[bytes, dict[BlockHash, bool]] = {}  # namespace -> name -> stored (else removed)
+        # Changes for the watchers, by namespace digest and block hash: True if stored, False if removed.
+        self._changed: dict[bytes, dict[BlockHash, bool]] = {}
         self.evicted_blocks = 0
         self.namespaces = OpenNamespaces(self._extents.capacity_bytes, max_namespaces, table_key)
 
@@ -60,10 +61,10 @@ class PoolAllocator:
         account: TenantAccount | None,
         next_id: Callable[[], int],
     ) -> tuple[dict[int, StoredBlock], list[ReservedSlot], int]:
-        """Find places for those blocks of a chain that are neither readable nor being written.
+        """Find places for the blocks of a chain that are neither readable nor being written.
 
-        Return the new blocks by index, from the start of the chain as far as there is space; the same blocks as clients
-        see them; and the number of blocks that found no space.
+        Return the new blocks by their index in the chain, from its start as far as there is space; the same blocks in the
+        form for clients; and the number of blocks for which there was no space.
         """
         blocks: dict[int, StoredBlock] = {}
         reserved: list[ReservedSlot] = []
@@ -95,8 +96,8 @@ class PoolAllocator:
         return blocks, reserved, refused
 
     def publish(self, opened: OpenNamespace, written: Iterable[tuple[StoredBlock, int]]) -> None:
-        """Make written blocks readable, given with their checksums. The eviction policy does not know them yet."""
-        published = advance(RESERVED, BlockTransition.PUBLISH)  # looked up once: the blocks are reserved
+        """Make written blocks, given with their checksums, readable; the caller admits them to the eviction policy later."""
+        published = advance(RESERVED, BlockTransition.PUBLISH)  # one look-up for all blocks, because each is RESERVED
         writing, put = opened.writing, opened.readable.put
         changed = self._changed.setdefault(opened.digest, {})
         for block, crc32c in written:
@@ -135,7 +136,7 @@ class PoolAllocator:
             block.account.eviction.admit(block.key, block.length, now)
 
     def readmit(self, block: StoredBlock, now: Nanos) -> None:
-        """Admit a block again to those policies that chose it while it was pinned."""
+        """Admit a block again to the policies that chose it while it was pinned."""
         for policy in self._policies(block):
             if block.key not in policy:
                 policy.admit(block.key, block.length, now)
@@ -233,7 +234,7 @@ class PoolAllocator:
             assert block is not None, "the policy knows a block that does not exist"
             if not block.pins:
                 return block
-            policy.withdraw(key)  # admitted again with its last pin (rule 8)
+            policy.withdraw(key)  # the block is pinned; it is admitted again when its last pin ends (rule 8)
         return None
 
     def _evict(self, block: StoredBlock) -> int:

@@ -15,15 +15,16 @@ PAGE_BYTES = 4096
 
 
 class FreeExtents:
-    """The free part of a byte range."""
+    """Records which extents of a byte range are free, and allocates extents from them."""
 
     def __init__(self, capacity_bytes: int):
         pages = capacity_bytes // PAGE_BYTES
         self._pages = pages
         self._free_pages = 0
-        self._starts: dict[int, int] = {}  # first page of a free extent -> pages
-        self._ends: dict[int, int] = {}  # first page after a free extent -> its first page
-        self._by_size: dict[int, dict[int, None]] = {}  # pages -> first pages, an ordered set
+        self._starts: dict[int, int] = {}  # first page of each free extent -> number of its pages
+        self._ends: dict[int, int] = {}  # first page after each free extent -> first page of the extent
+        # Number of pages -> first pages of the free extents of that size; a dict, because it keeps the order of insertion.
+        self._by_size: dict[int, dict[int, None]] = {}
         self._sizes: list[int] = []  # keys of _by_size, ascending
         if pages:
             self._add(0, pages)
@@ -37,7 +38,7 @@ class FreeExtents:
         return self._free_pages * PAGE_BYTES
 
     def take(self, length: int) -> int | None:
-        """Return the offset of a free extent of `length` bytes; None when no free extent is that large."""
+        """Allocate an extent of `length` bytes and return its offset; None if no free extent is large enough."""
         pages = pages_for(length)
         if self._free_pages < pages:
             return None
@@ -52,7 +53,7 @@ class FreeExtents:
         return first * PAGE_BYTES
 
     def take_several(self, length: int, count: int) -> list[int]:
-        """Return the offsets of up to `count` extents, equal to those of as many calls of `take`."""
+        """Allocate up to `count` extents as repeated calls of `take` would, and return their offsets."""
         pages = pages_for(length)
         offsets: list[int] = []
         while len(offsets) < count and (place := bisect_left(self._sizes, pages)) < len(self._sizes):
@@ -82,7 +83,7 @@ class FreeExtents:
         self._add(first, pages)
 
     def check(self) -> None:
-        """Assert the rules, comparing all structures with `_starts`."""
+        """Assert that all structures agree with `_starts` and that no neighbouring free extents are separate; for tests."""
         assert sum(self._starts.values()) == self._free_pages
         assert self._ends == {first + size: first for first, size in self._starts.items()}
         assert self._sizes == sorted(set(self._starts.values()))

@@ -17,14 +17,14 @@ from kvstore.clock import Nanos
 from kvstore.errors import Exhausted
 from kvstore.pool.open_namespaces import OpenNamespace, StoredBlock
 
-SLACK = 64  # number of ended entries in the heap that are tolerated before a sweep
+SLACK = 64  # number of ended entries that may stay in the heap before they are swept out
 
 
 class BlockLease:
-    """A lease on blocks. They are not evicted before it ends.
+    """A lease on blocks, which keeps the blocks from being evicted until it ends.
 
     Attributes:
-        is_use: Whether the end of the lease counts as a use of the blocks for the eviction policy.
+        is_use: True if the end of the lease counts as a use of the blocks for the eviction policy.
     """
 
     __slots__ = ("blocks", "hold", "is_use")
@@ -32,7 +32,7 @@ class BlockLease:
     def __init__(self, blocks: list[StoredBlock], *, is_use: bool, hold: tuple[bytes, str] | None = None):
         self.blocks = blocks
         self.is_use = is_use
-        self.hold = hold  # key of the session pin, if this lease is one
+        self.hold = hold  # key of the session pin, if this lease is a session pin
 
 
 class PendingWrite:
@@ -63,12 +63,12 @@ class LeaseTable:
         return self._last_id
 
     def require_room(self) -> None:
-        """Raise Exhausted if clients have as many leases and reservations as they may."""
+        """Raise Exhausted if clients already have the largest allowed number of leases and reservations."""
         if len(self._open) - len(self._unending) >= self._limit:
             raise Exhausted(f"{self._limit} leases and reservations are open (max_leases)")
 
     def grant(self, entry: BlockLease | PendingWrite, until: Nanos | None) -> int:
-        """Open a lease or a reservation and return its id. Without `until` it stays open until `end`."""
+        """Open a lease or a reservation and return its id. If `until` is None, it stays open until `end` is called."""
         granted = self.next_id()
         self._open[granted] = entry
         self.reservations += isinstance(entry, PendingWrite)
@@ -79,7 +79,7 @@ class LeaseTable:
         return granted
 
     def lease(self, granted: int) -> BlockLease | None:
-        """Return the open lease with that id, or None."""
+        """Return the open lease with this id; None if there is none."""
         found = self._open.get(granted)
         return found if isinstance(found, BlockLease) else None
 
@@ -88,7 +88,7 @@ class LeaseTable:
         return granted in self._unending
 
     def writing(self, granted: int) -> PendingWrite | None:
-        """Return the open reservation with that id, or None."""
+        """Return the open reservation with this id; None if there is none."""
         found = self._open.get(granted)
         return found if isinstance(found, PendingWrite) else None
 
@@ -107,7 +107,7 @@ class LeaseTable:
             self.deadlines.keep(self._open.keys())
 
     def check(self) -> None:
-        """Assert the rules."""
+        """Assert that ids, deadlines and counts agree with the rules of this module; for tests."""
         assert self._unending <= self._open.keys()
         assert all(granted in self.deadlines or granted in self._unending for granted in self._open), (
             "a lease has no deadline"

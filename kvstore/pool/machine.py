@@ -5,11 +5,11 @@ The machine does no I/O; the server performs its commands. Rules:
 1. A writer reserves a block and publishes it with its checksum. A published block is readable. A match under a lease
    pins it. It leaves by eviction, or because its bytes were found wrong. `kvstore.pool.lifecycle` has the table of
    transitions.
-2. Each reservation and each lease has an owner and a deadline. The machine reclaims whatever has not been published or
-   released by then, so a dead process holds nothing for longer. Only the owner of a reservation can publish it. Anybody
-   who knows the id of a lease may release it, because the reader is often another process than the one that matched.
-   Only the node's own reservations and pins may have no deadline: its threads copy bytes there and report when they are
-   done.
+2. Each reservation and each lease has an owner and a deadline. The machine ends a reservation or lease that was not
+   published or released by then, so a dead process occupies no block for longer. Only the owner of a reservation can
+   publish it. Any process that knows the id of a lease may release it, because the reader is often another process than
+   the one that matched. Only the node's own reservations and pins may have no deadline: its threads copy bytes there
+   and report when they are done.
 3. A publication ends its reservation. The places of blocks that it does not name become free.
 4. A place gets a new slot generation each time it is given to a block. Generations and ids start at a number that
    differs between two starts of a node, so those of an earlier start never match.
@@ -59,12 +59,12 @@ from kvstore.pool.quotas import TenantQuotas
 from kvstore.pool.session_pins import SessionPins
 
 KNOWN_KEY = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
-"""Hash key of the block table in replays and tests, where nobody forges colliding hashes and equal histories must give
-equal orders.
+"""Hash key of the block table in replays and tests. It is fixed, because equal histories must give equal orders there, and
+no client forges colliding hashes.
 """
 
 PINNED, CONDEMNED, GONE = BlockState.PINNED, BlockState.CONDEMNED, BlockState.GONE
-"""Enum members, looked up once as in `kvstore.pool.allocator`."""
+"""Members of `BlockState`, as constants of this module for the same reason as in `kvstore.pool.allocator`."""
 
 
 class BlockMachine:
@@ -115,11 +115,11 @@ class BlockMachine:
         self._namespaces.open(namespace, now)
 
     def namespace(self, digest: bytes) -> KvNamespace:
-        """Return the namespace with that digest; raise NamespaceUnknown if it is not open."""
+        """Return the namespace with this digest; raise NamespaceUnknown if it is not open."""
         return self._namespaces.get(digest).namespace
 
     def block_bytes(self, digest: bytes) -> int:
-        """Return the size of the namespace's blocks. Raises as `namespace` does."""
+        """Return the size of the namespace's blocks in bytes; raise NamespaceUnknown if the namespace is not open."""
         return self.namespace(digest).block_bytes
 
     # Reading
@@ -148,11 +148,11 @@ class BlockMachine:
         return LeasedSlots(lease_id=self._lease(BlockLease(found, is_use=True), Nanos(now + lease)), slots=slots)
 
     def release(self, lease_ids: Iterable[LeaseId], now: Nanos) -> None:
-        """End leases early. Ignores leases that have ended, and the node's own pins."""
+        """End leases early. Ignore leases that have ended, session pins, and the node's own pins."""
         self.expire(now)
         for lease_id in lease_ids:
             if self._leases.is_unending(lease_id):
-                continue  # ids can be guessed, and the node's threads may be copying there
+                continue  # a client may guess the id of a node's pin, whose blocks a thread may be copying
             if (lease := self._leases.lease(lease_id)) is not None and lease.hold is None:
                 self._leases.end(lease_id)
                 self._end(lease, now)
@@ -169,8 +169,8 @@ class BlockMachine:
     ) -> SessionPinResult:
         """Pin the longest readable prefix for a waiting session, as far as the limit of session pins allows.
 
-        The session's former pin in that namespace ends. Raise NamespaceUnknown or Exhausted (too many leases) without
-        pinning.
+        The session's former pin in that namespace ends first, even if this call fails. Raise NamespaceUnknown or Exhausted
+        (too many leases) without pinning.
         """
         assert span > 0, span
         self.release_hold(digest, session, now)
@@ -187,7 +187,7 @@ class BlockMachine:
         return SessionPinResult(blocks=len(found), refused=refused)
 
     def release_hold(self, digest: bytes, session: str, now: Nanos) -> int:
-        """End a session's pin early; return the number of its blocks, or 0 when it has ended already."""
+        """End a session's pin early; return the number of its blocks, or 0 if the session has no pin."""
         self.expire(now)
         lease_id = self._pins.lease_of((digest, session))
         if lease_id is None:
@@ -210,10 +210,13 @@ class BlockMachine:
         now: Nanos,
         tenant: bytes = b"",
     ) -> WriteReservation:
-        """Reserve places for those blocks of a chain that nobody holds or writes, while there is space (rule 6).
+        """Reserve places for the missing blocks of a chain, which are neither readable nor being written (rule 6).
 
-        `lease` is the longest duration; None, for the node only, means until it publishes. The quota of `tenant` pays
-        for the blocks. Raise NamespaceUnknown or Exhausted (too many reservations) without reserving anything.
+        If space ends, the blocks at the end of the chain get no place.
+
+        `lease` is the longest duration in nanoseconds; None, for the node only, means until it publishes. The blocks are
+        charged to the quota of `tenant`. Raise NamespaceUnknown or Exhausted (too many reservations) without reserving
+        anything.
         """
         assert lease is None or lease > 0, lease
         self.expire(now)
@@ -224,7 +227,7 @@ class BlockMachine:
             self._leases.require_room()
         account = self._quotas.account(tenant) if self._quotas is not None else None
         held = [block for block in map(opened.readable.get, names) if block is not None]
-        self._pin(held)  # the rest of the chain must not evict its own beginning
+        self._pin(held)  # pinned meanwhile, so that the new blocks of a chain do not evict its earlier blocks
         blocks, reserved, refused = self._allocator.place_missing(opened, names, account, self._leases.next_id)
         self._unpin(held, now, is_use=False)
         self._refused += refused
@@ -254,7 +257,7 @@ class BlockMachine:
                 if index not in checksums:
                     self._allocator.abandon(opened, block)
         find, admit = opened.readable.get, self._allocator.admit
-        for name in reversed(writing.names):  # includes blocks that were there before: this is a use (rule 6)
+        for name in reversed(writing.names):  # blocks that were stored before are included: this is a use (rule 6)
             there = find(name)
             if there is not None and not there.pins:
                 admit(there, now)
@@ -270,7 +273,7 @@ class BlockMachine:
     # Used by the node itself
 
     def pin(self, keys: Sequence[BlockKey], now: Nanos) -> PinnedBlocks:
-        """Keep the readable ones among these blocks in place until `unpin`. The policy does not count it as a use."""
+        """Pin the blocks among `keys` that are readable, until `unpin`. The eviction policy does not count this as a use."""
         self.expire(now)
         found = [block for key in keys if (block := self._namespaces.find(key)) is not None]
         pin_id = self._lease(BlockLease(found, is_use=False), None)
@@ -293,7 +296,7 @@ class BlockMachine:
     # Upkeep
 
     def condemn(self, digest: bytes, name: BlockHash, generation: int, now: Nanos) -> bool:
-        """Drop a block whose bytes are wrong; return False when it has another generation by now."""
+        """Remove a block whose bytes are wrong; return False if its place has another slot generation by now."""
         self.expire(now)
         opened = self._namespaces.get(digest)
         block = opened.readable.get(name)
@@ -314,17 +317,17 @@ class BlockMachine:
         return block.unpacked if block is not None else None
 
     def expire(self, now: Nanos) -> None:
-        """Reclaim what leases and reservations that ended by `now` were holding."""
+        """End the leases and reservations whose deadline is not after `now`, and free their blocks and places."""
         for ended in self._leases.due(now):
             self._end(ended, now)
             self._expired += 1
 
     def commands(self) -> list[TierCommand]:
-        """Return the commands for the pool's memory, in order; each is handed out once."""
+        """Return the commands for the pool's memory, in order. Each command is returned only once."""
         return self._allocator.commands()
 
     def changes(self) -> list[BlockChanges]:
-        """Return the changes that watchers have to learn; each is handed out once."""
+        """Return the changes that watchers must receive. Each change is returned only once."""
         return self._allocator.changes()
 
     def held(self) -> list[BlockChanges]:
@@ -355,7 +358,7 @@ class BlockMachine:
         )
 
     def check(self) -> None:
-        """Assert the rules over the whole state. This is slow: call it in tests and when the node is idle."""
+        """Assert that the whole state keeps the rules. This is slow: call it in tests and when the node is idle."""
         self._leases.check()
         pins: dict[int, int] = {}
         reserved: set[int] = set()
@@ -382,7 +385,7 @@ class BlockMachine:
         return LeaseId(self._leases.grant(lease, until))
 
     def _end(self, entry: BlockLease | PendingWrite, now: Nanos) -> None:
-        """Free what an ended lease or reservation held."""
+        """Unpin the blocks of an ended lease, or free the places of an ended reservation."""
         if isinstance(entry, PendingWrite):
             for block in entry.blocks.values():
                 self._allocator.abandon(entry.opened, block)
@@ -404,7 +407,7 @@ class BlockMachine:
 
     def _unpin(self, blocks: Sequence[StoredBlock], now: Nanos, *, is_use: bool) -> None:
         """Unpin blocks from the end of the chain on (rule 6)."""
-        unpinned = advance(PINNED, BlockTransition.UNPIN)  # looked up once
+        unpinned = advance(PINNED, BlockTransition.UNPIN)  # one look-up for all blocks
         for block in reversed(blocks):
             block.pins -= 1
             if not block.pins:

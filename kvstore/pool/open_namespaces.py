@@ -14,22 +14,22 @@ from kvstore.pool.lifecycle import BlockState
 from kvstore.pool.quotas import TenantAccount
 
 NAMESPACE_IDLE = Nanos(60 * SECOND)
-"""A namespace that was unused for this long no longer blocks another layout of its weights. The time covers a worker's
-restart.
+"""If a namespace was unused for this long, the same weights may be opened in another layout. The time is longer than the
+restart of a worker.
 """
 
 
 class StoredBlock(Struct, gc=False, eq=False):
-    """One block from its reservation to its end. Only the machine changes it.
+    """One block, from the reservation of its place until it leaves the pool. Only the pool machine changes it.
 
-    A node has millions of blocks. Therefore the slot is one string in its wire form, and the garbage collector skips
-    these objects: a block refers to no other block, so there are no cycles.
+    A node has millions of blocks. Therefore the slot is one byte string in its wire form, and Python's cyclic garbage
+    collection is off for these objects (`gc=False`): a block refers to no other block, so there are no cycles.
     """
 
     key: BlockKey
-    slot: bytes  # `kvstore.messages.SLOT`
-    length: int  # bytes
-    account: TenantAccount | None  # of the tenant whose quota pays for the block
+    slot: bytes  # place, generation and checksum in the format `kvstore.messages.SLOT`
+    length: int  # size of the block in bytes
+    account: TenantAccount | None  # account of the tenant whose quota is charged for the block; None: no quota
     state: BlockState = BlockState.RESERVED
     pins: int = 0
 
@@ -47,7 +47,7 @@ class StoredBlock(Struct, gc=False, eq=False):
         return Address(key=self.key, offset=offset, length=self.length, generation=generation)
 
     def has_bytes(self, crc32c: int) -> None:
-        """Record the checksum of the block's bytes, which are written now."""
+        """Record the checksum of the block's bytes, because they have been written."""
         self.slot = self.slot[:-4] + crc32c.to_bytes(4, "little")
 
 
@@ -100,7 +100,7 @@ class OpenNamespaces:
         self._opened[digest] = OpenNamespace(namespace, now, self._table_key)
 
     def get(self, digest: bytes) -> OpenNamespace:
-        """Return the namespace with that digest; raise NamespaceUnknown if it is not open."""
+        """Return the namespace with this digest; raise NamespaceUnknown if it is not open."""
         opened = self._opened.get(digest)
         if opened is None:
             raise NamespaceUnknown(digest)
@@ -113,12 +113,12 @@ class OpenNamespaces:
         return opened
 
     def find(self, key: BlockKey) -> StoredBlock | None:
-        """Return the readable block of that hash, or None."""
+        """Return the readable block with the hash of `key`; None if there is none."""
         opened = self._opened.get(key.digest)
         return opened.readable.get(key.name) if opened is not None else None
 
     def written(self, key: BlockKey) -> StoredBlock | None:
-        """Return the block of that hash that is being written, or None."""
+        """Return the block with the hash of `key` if it is being written, otherwise None."""
         opened = self._opened.get(key.digest)
         return opened.writing.get(key.name) if opened is not None else None
 

@@ -6,7 +6,7 @@ Rules:
 2. Space is charged in whole pages from the reservation on, and credited when the place is free again.
 3. Each account has its own eviction policy of the node's kind, over the tenant's blocks only. A tenant above its quota
    evicts its own blocks, in the order in which the node would evict them. The node's policy knows these blocks too: in
-   a full pool the owner of the oldest block loses it.
+   a full pool it evicts the oldest block, whichever tenant it belongs to.
 4. When there are too many accounts, those without blocks are forgotten with their counters, the longest unused first.
 """
 
@@ -17,7 +17,8 @@ from kvstore.eviction.policy import EvictionPolicy
 from kvstore.messages import BlockKey, TenantStats
 
 MAX_ACCOUNTS = 1024
-"""Most accounts without blocks that are remembered for their counters. Accounts with blocks are never forgotten."""
+"""If there are at least this many accounts, accounts without blocks are forgotten before another account is made.
+Accounts with blocks are never forgotten."""
 
 
 class TenantAccount:
@@ -58,7 +59,7 @@ class TenantQuotas:
         self._make_eviction = make_eviction
         self._default_bytes = default_bytes
         self._by_tenant = dict(by_tenant or {})
-        self._accounts: dict[bytes, TenantAccount] = {}  # longest unused first
+        self._accounts: dict[bytes, TenantAccount] = {}  # by the tenant's salt, the longest unused account first
 
     def account(self, tenant: bytes) -> TenantAccount | None:
         """Return the account of a tenant and mark it as used; None when the tenant has no quota."""
@@ -78,5 +79,5 @@ class TenantQuotas:
         if len(self._accounts) < MAX_ACCOUNTS:
             return
         empty = [tenant for tenant, account in self._accounts.items() if not account.bytes]
-        for tenant in empty[: MAX_ACCOUNTS // 2]:  # half of them at once, so that not every new tenant costs a search
+        for tenant in empty[: MAX_ACCOUNTS // 2]:  # many at once, so that not every new tenant costs a search
             del self._accounts[tenant]

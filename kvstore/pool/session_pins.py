@@ -1,11 +1,12 @@
-"""Session pins: blocks that waiting sessions keep in the pool, within a limit.
+"""Session pins: record which blocks waiting sessions keep in the pool, and limit their size.
 
 Rules:
 
 1. A session has one pin in each namespace; a new one replaces it.
 2. A block is charged once, in whole pages, however many sessions pin it. All pins together have a limit. Blocks that
    would exceed it are refused from the end of the chain, because every continuation needs the start.
-3. A pin is a lease of the machine: it has a deadline, and its blocks are pinned until then. Condemned blocks leave it.
+3. A pin is a lease of the pool machine: it has a deadline, and its blocks are pinned until then. A block that is
+   condemned is removed from all session pins.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,13 +48,13 @@ class SessionPins:
             self._holders[block] = self._holders.get(block, 0) + 1
 
     def end(self, key: SessionPinKey, blocks: Sequence[StoredBlock]) -> None:
-        """Record that a session's lease is over."""
+        """Record that the lease of a session has ended."""
         del self._by_session[key]
         for block in blocks:
             self.let_go(block)
 
     def let_go(self, block: StoredBlock) -> None:
-        """Remove one holder of a block."""
+        """Record that one session pin has ended for this block."""
         if self._holders[block] > 1:
             self._holders[block] -= 1
             return

@@ -10,8 +10,8 @@ Rules:
 2. A request is a method (1 byte) and its message. An answer is a status (1 byte, a gRPC code) and the message. If the
    status is not 0, the message is replaced by the offending field, a zero byte, and the reason.
 3. Answers have the order of the requests. This client makes one call at a time on a connection, and has as many
-   connections as threads that call at the same time. Nobody waits for the answer to a release: it is read before the
-   next request is sent.
+   connections as threads that call at the same time. A release does not wait for its answer: the answer is read before
+   the next request is sent.
 4. A peer that violates these rules, or misses a deadline within a call, loses the connection. Nothing else is affected.
 5. Calls use gRPC when no such connection is possible: containers that share a host but no sockets, or a node that is
    full, away or of another version. A client notices an ended connection before it sends a request, so no request is
@@ -42,14 +42,14 @@ TAKEN = HEAD.pack(0)
 FRAME_BYTES = 2 << 20
 """Longest frame: the slots of `wire.MAX_HASHES` blocks take 1.3 MiB."""
 
-REQUEST = struct.Struct("<IB")  # bytes of the frame, method
-ANSWER = struct.Struct("<IB")  # bytes of the frame, status
+REQUEST = struct.Struct("<IB")  # head of a request: bytes of the frame, method
+ANSWER = struct.Struct("<IB")  # head of an answer: bytes of the frame, status
 OK = 0
 
-ROOM_BYTES = 64 << 10  # buffer for answers; longer ones are rare
-AT_ONCE_BYTES = 32 << 10  # bytes that fit into the socket's buffer, so that sending them does not block
+ROOM_BYTES = 64 << 10  # size of the buffer for answers; a longer answer, which is rare, gets a buffer of its own
+AT_ONCE_BYTES = 32 << 10  # a message of up to this many bytes fits into the socket's buffer, so that sending does not block
 GOODBYE_SECONDS = 0.1  # longest wait for pending releases when a client closes
-IDLE_CONNECTIONS = 8  # idle connections that are kept; more threads at a time are rare
+IDLE_CONNECTIONS = 8  # largest number of idle connections that are kept; more threads that call at a time are rare
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -76,7 +76,7 @@ class CallRefused(grpc.RpcError):
     def details(self) -> str:
         return self._details
 
-    def trailing_metadata(self) -> Any:  # pairs, as in gRPC
+    def trailing_metadata(self) -> Any:  # a tuple of (key, value) pairs, as gRPC's errors have it
         return ((wire.FIELD_KEY, self._field),) if self._field else ()
 
 
@@ -113,7 +113,7 @@ class NodeCalls:
         return self._ask(Method.RELEASE, request, pb.ReleaseResponse, self._stub.Release, timeout_seconds)
 
     def release_soon(self, request: pb.ReleaseRequest, timeout_seconds: float) -> None:
-        """Release leases without waiting for the node, if possible; `settle` waits for it."""
+        """Release leases without waiting for the node's answer, if possible; `settle` waits for it."""
         deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
         connection = self._connection(deadline) if self.path else None
         if connection is None:
@@ -129,7 +129,7 @@ class NodeCalls:
             self._give_back(connection, whole=whole)
 
     def settle(self, timeout_seconds: float) -> None:
-        """Wait until the node has released what `release_soon` sent, or the time is over."""
+        """Wait until the node has released the leases that `release_soon` sent, or until the time has passed."""
         deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
         with self._lock:
             owing = [connection for connection in self.idle if connection.is_owed]
@@ -144,7 +144,7 @@ class NodeCalls:
         return self._ask(Method.PUBLISH, request, pb.PublishResponse, self._stub.Publish, timeout_seconds)
 
     def retire(self) -> None:
-        """Close the connections; those in use are closed after their calls."""
+        """Close the idle connections now, and the connections in use after their calls."""
         self.settle(GOODBYE_SECONDS)
         with self._lock:
             self._over = True
@@ -234,7 +234,7 @@ class _CallConnection:
         """Connect; raise TimeoutError at the deadline, or OSError if the node refuses the connection or is not there."""
         self._clock = clock
         self._room = memoryview(bytearray(ROOM_BYTES))
-        self.is_owed = False  # an answer is pending that nobody has waited for
+        self.is_owed = False  # True if the answer to the latest `tell` was not read yet
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._hurry(deadline)
@@ -249,14 +249,14 @@ class _CallConnection:
         self._events.register(self._socket, select.POLLIN)
 
     def is_silent(self) -> bool:
-        """Return whether nothing has come since the last answer, not even the end of the stream."""
+        """Return True if neither bytes nor the end of the stream have arrived since the last answer."""
         return not self._events.poll(0)
 
     def exchange(self, method: Method, message: bytes, deadline: Nanos) -> tuple[int, bytes]:
         """Send a request; return status and body of the answer.
 
-        Raise TimeoutError at the deadline, or OSError if the connection is over or the answer invalid. Then only close
-        it.
+        Raise TimeoutError at the deadline, or OSError if the connection has ended or the answer is invalid. After an
+        error, only `close` may be called.
         """
         self._send(method, message, deadline)
         if len(message) > AT_ONCE_BYTES:
@@ -264,12 +264,12 @@ class _CallConnection:
         return self._answer(deadline)
 
     def tell(self, method: Method, message: bytes, deadline: Nanos) -> None:
-        """Send a request for whose answer nobody waits. Raises as `exchange` does."""
+        """Send a request without waiting for its answer, which `settle` reads; raise the errors of `exchange`."""
         self._send(method, message, deadline)
         self.is_owed = True
 
     def settle(self, deadline: Nanos) -> bool:
-        """Read the answer that nobody has waited for; return whether the connection can still be used."""
+        """Read the pending answer to `tell`, if there is one; return whether the connection can still be used."""
         try:
             if self.is_owed:
                 self._hurry(deadline)
@@ -312,7 +312,7 @@ class _CallConnection:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # the node has closed it, or the call is over
+            return  # the node has closed the connection, or the call has ended
 
     def close(self) -> None:
         self._socket.close()

@@ -1,6 +1,7 @@
 """Decoding interceptor: refuses requests that are not valid messages, logs each in one line, and counts them.
 
-gRPC itself would log a traceback for each and answer UNKNOWN, so anybody who reaches a port could fill the node's log.
+Without this interceptor, gRPC would log a traceback for each such request and answer UNKNOWN. Any program that reaches a
+port could then fill the node's log.
 """
 
 import inspect
@@ -81,7 +82,7 @@ class DecodingInterceptor(grpc.aio.ServerInterceptor):
         self.refused += 1
         log.warning("request refused: not a valid message", extra={"method": method, "peer": context.peer()})
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, CAUSE, ((FIELD_KEY, FIELD),))
-        raise AssertionError  # abort raises
+        raise AssertionError  # `abort` has raised an exception
 
 
 def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

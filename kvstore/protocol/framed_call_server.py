@@ -3,12 +3,12 @@
 Rules:
 
 1. Each request is answered at once, in the order of arrival; no request is stored, and none waits.
-2. When many requests arrive together, a connection has `TURN_REQUESTS` of them answered; then other connections get
-   their turn.
-3. Answers that a client does not take are kept up to `SEND_BYTES`; nothing more is read from that client meanwhile.
-4. A client that stops within a request, or does not take its answers, for `STALLED` is cut. Quiet connections only cost
-   a descriptor. There are at most `CONNECTIONS`.
-5. Bytes that are not a request end their connection, and no other one. They are counted.
+2. If many requests arrive together on a connection, `TURN_REQUESTS` of them are answered; then other connections are
+   served first.
+3. Answers that a client does not read are kept, up to `SEND_BYTES`. No further request of this client is read meanwhile.
+4. If a client stops within a request, or does not read its answers, for `STALLED`, its connection is closed. Quiet
+   connections only cost a file descriptor. There are at most `CONNECTIONS` connections.
+5. If a client sends bytes that are not a request, its connection is closed and counted. Other connections go on.
 """
 
 import asyncio
@@ -27,10 +27,12 @@ from kvstore.protocol.calls import FRAME_BYTES, OK, Method, refusal_message
 CONNECTIONS = 1024
 SEND_BYTES = 4 * FRAME_BYTES
 STALLED = Nanos(10 * SECOND)
-TURN_REQUESTS = 8  # half a millisecond for look-ups of the usual size
+TURN_REQUESTS = 8  # requests of one connection that are answered at a time: half a millisecond for usual look-ups
 
 CallHandler = Callable[[bytes], Message]
-"""Turns the bytes of a request into its answer; raises `StoreError`, or `DecodeError` if they are not a request."""
+"""A function that turns the bytes of a request into the answer. It raises `StoreError`, or `DecodeError` if the bytes are
+not a request.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ class FramedCallServer:
     def _accept(self, connection: FrameConnection) -> "_CallerConnection":
         caller = _CallerConnection(self, connection)
         self.callers.add(caller)
-        connection.send()  # the empty frame accepts the connection
+        connection.send()  # an empty frame tells the client that the connection is accepted
         return caller
 
     def count_invalid(self, error: Exception) -> None:
@@ -105,14 +107,14 @@ class _CallerConnection:
     def __init__(self, server: FramedCallServer, connection: FrameConnection):
         self.connection = connection
         self._server = server
-        self._held_up = False  # reading is paused until the client has taken its answers
+        self._held_up = False  # True while reading is paused, until the client has read its answers
         self._stuck_since: Nanos | None = None
 
     def received(self, payload: bytes) -> None:
         self._stuck_since = None
         try:
             self.connection.send(*self._server.answer(payload))
-            self.connection.flush()  # before the uses are counted, which takes longer than the answer
+            self.connection.flush()  # sent before the uses are counted, because counting takes longer than the answer
         except DecodeError as error:
             self._server.count_invalid(error)
             self.connection.abort()
@@ -134,7 +136,7 @@ class _CallerConnection:
     def lost(self, cause: Exception | None) -> None:
         if isinstance(cause, FrameTooLong):
             self._server.count_invalid(cause)
-        self._server.forget(self)  # a client may leave at any time
+        self._server.forget(self)  # a client may close its connection at any time
 
     def cut_if_stalled(self, now: Nanos) -> None:
         if not (self.connection.full or self.connection.torn):

@@ -1,4 +1,4 @@
-"""Recent map: a map of bounded size that forgets the key that was noted the longest ago."""
+"""Recent map: a map of bounded size. When it is full, it forgets the key that was set the longest time ago."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
@@ -14,7 +14,7 @@ class RecentMap(Generic[K, V]):
     def __init__(self, most: int):
         assert most >= 0, most
         self._most = most
-        self._values: OrderedDict[K, V] = OrderedDict()  # the key noted longest ago is first
+        self._values: OrderedDict[K, V] = OrderedDict()  # ordered by the time at which a key was set, the oldest key first
 
     def note(self, key: K, value: V) -> None:
         """Set the value of a key and make it the newest."""
@@ -37,5 +37,5 @@ class RecentMap(Generic[K, V]):
         return len(self._values)
 
     def __iter__(self) -> Iterator[K]:
-        """Iterate over the keys, the one noted longest ago first."""
+        """Iterate over the keys, beginning with the one that was set the longest time ago."""
         return iter(self._values)

@@ -47,7 +47,7 @@ ANSWER = struct.Struct("<IB")  # head of an answer: bytes of the frame, status
 OK = 0
 
 ROOM_BYTES = 64 << 10  # size of the buffer for answers; a longer answer, which is rare, gets a buffer of its own
-AT_ONCE_BYTES = 32 << 10  # a message of up to this many bytes fits into the socket's buffer, so that sending does not block
+AT_ONCE_BYTES = 32 << 10  # a message of at most this size fits into the socket buffer, so that sending does not block
 GOODBYE_SECONDS = 0.1  # longest wait for pending releases when a client closes
 IDLE_CONNECTIONS = 8  # largest number of idle connections that are kept; more threads that call at a time are rare
 

@@ -122,10 +122,11 @@ class CallProof(Struct, frozen=True, kw_only=True):
 
 
 class OutdatedProof(ValueError):
-    """Proof of a caller whose software is older than proofs that cover the request."""
+    """The caller's proof has the format of an older version, whose proofs did not cover the request."""
 
 
-OUTDATED = re.compile(rf"\d+\.[0-9a-f]{{{2 * NONCE_BYTES}}}\.[0-9a-f]{{{2 * PROOF_BYTES}}}")  # time, nonce, proof
+# Format of a proof of an older version: time, nonce, proof.
+OUTDATED = re.compile(rf"\d+\.[0-9a-f]{{{2 * NONCE_BYTES}}}\.[0-9a-f]{{{2 * PROOF_BYTES}}}")
 
 
 def _words(method: str, request: bytes, unix_seconds: int, caller: bytes, number: int) -> tuple[bytes, ...]:

@@ -30,7 +30,7 @@ OUTDATED = "this proof does not cover the request, as those of older versions: u
 STREAMED = "this port asks for a proof, and a call that streams requests cannot be proven: use its Unix socket"
 
 Calendar = Callable[[], int]
-"""Returns the seconds since 1970."""
+"""A function that returns the seconds since 1970."""
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")

@@ -16,7 +16,8 @@ WINDOW = 1024
 """Number of later calls of the same caller that may overtake a call."""
 
 CALLERS = 1 << 16
-"""Channels that called within the last ten minutes: 110 new ones per second. This many take 20 MB of memory."""
+"""Most callers that are remembered, which are the channels that called within the last ten minutes. It is enough for 110
+new channels per second, and takes 20 MB of memory."""
 
 SWEEP_SECONDS = 1  # least time between two searches for callers that can be forgotten
 
@@ -30,7 +31,7 @@ class _CallerWindow:
 
     def __init__(self, number: int, expires: int):
         self.highest = number
-        self.seen = 1  # bit n: whether `highest - n` came
+        self.seen = 1  # bit n is set if the call with the number `highest - n` came
         self.expires = expires  # seconds since 1970 after which no accepted proof is valid any more
 
 
@@ -46,7 +47,7 @@ class CallReplays:
         return len(self._callers)
 
     def refusal(self, name: bytes, number: int, unix_seconds: int, now: int) -> str:
-        """Note a call whose proof is valid; return why it is refused, or an empty string."""
+        """Record a call whose proof is valid. Return why the call is refused; an empty string means that it is accepted."""
         expires = unix_seconds + SKEW_SECONDS
         caller = self._callers.get(name)
         if caller is None:

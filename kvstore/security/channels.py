@@ -50,7 +50,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
     """Purpose of the proofs on calls: a proof for one kind of port is useless at another."""
 
     def __repr__(self) -> str:
-        return "LoadedCredentials(…)"  # secrets are not for logs
+        return "LoadedCredentials(…)"  # the real contents, which are secrets, must not appear in logs
 
     @property
     def data_key(self) -> AuthenticationKey | None:
@@ -130,7 +130,7 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
 
 
 OPEN = LoadedCredentials()
-"""Neither secret nor certificate."""
+"""Credentials without secret and certificate, for nodes and clients that need no protection."""
 
 
 def load(credentials: Credentials, purpose: Purpose = Purpose.CONTROL) -> LoadedCredentials:

@@ -1,4 +1,4 @@
-"""Settings of the credentials that a node or a client shows; `kvstore.security.channels` loads them."""
+"""Settings that name the credential files of a node or a client; `kvstore.security.channels` loads the files."""
 
 from msgspec import Struct
 

@@ -97,7 +97,7 @@ def diagnose(
     try:
         return asked.cause()
     except _Unconnected:
-        return ""  # TLS is not the cause
+        return ""  # the address does not answer at all, so TLS is not the cause
 
 
 def fault_of_own(credentials: Credentials, *, field: str = "credentials") -> str:
@@ -115,11 +115,11 @@ def fault_of_own(credentials: Credentials, *, field: str = "credentials") -> str
 
 
 class _Unconnected(Exception):
-    """Nobody listens at the address, or nobody answers."""
+    """No process listens at the address, or the process does not answer."""
 
 
 class _TlsProbe:
-    """One diagnosis."""
+    """Makes one diagnosis: connects with different TLS contexts and finds out at which step a connection fails."""
 
     def __init__(
         self,
@@ -312,7 +312,7 @@ def _refusal_of_own(files: Credentials) -> ssl.SSLCertVerificationError | None:
     return None
 
 
-FLIGHTS = 4  # a handshake takes two or three
+FLIGHTS = 4  # largest number of message exchanges in a handshake, which takes two or three
 
 
 def _step(act: Callable[[], None]) -> None:

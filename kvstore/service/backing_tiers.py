@@ -27,12 +27,12 @@ from kvstore.tiers.settings import KeepPolicy, TierSettings
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
 
-HOURS = 24  # per day; a budget holds at most the share of one hour
+HOURS = 24  # hours of a day; a write budget holds at most the bytes of one hour
 LEAST_BURST_BYTES = 1 << 30
 
 
 class _SharedBudget(WriteBudget):
-    """Write budget that the event loop and the threads of a tier share."""
+    """Write budget that the event loop and the threads of a tier share; a lock guards it."""
 
     def __init__(self, bytes_per_day: int, burst_bytes: int, *, now: Nanos):
         super().__init__(bytes_per_day, burst_bytes, now=now)
@@ -116,7 +116,7 @@ class BackingTiers:
         return next((index for index in fitting if not is_given_up(index)), next(iter(fitting), None))
 
     def begin_evacuation(self, tier: int) -> None:
-        """Note that blocks are evacuated to this tier. A node that evacuates to its peers leaves their group."""
+        """Prepare a tier for an evacuation: the peer tier pushes all demoted blocks to other nodes from now on."""
         evacuation_tier = self.tiers[tier]
         if isinstance(evacuation_tier, RemoteTier) and isinstance(evacuation_tier.backend, PeerBackend):
             evacuation_tier.backend.leave()

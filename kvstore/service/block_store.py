@@ -51,14 +51,17 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 CONDEMNED_BYTES = 8 << 20
-"""Bytes that are checked in one turn of the event loop when a client condemns blocks: a millisecond."""
+"""Bytes whose checksums are computed in one iteration of the event loop when a client condemns blocks; this takes a
+millisecond.
+"""
 
-CONDEMNED_NAMES = 64  # most blocks that are checked in one turn
+CONDEMNED_NAMES = 64  # most blocks that are checked in one iteration of the event loop
 
-USES_PER_TURN = 64  # uses that are counted in one turn of the event loop
+USES_PER_TURN = 64  # most uses of chains that are counted in one iteration of the event loop
 
 MAX_UNCOUNTED_USES = 4096
-"""Most uses that wait to be counted. Only an overloaded node loses some, and they only influence which blocks are demoted.
+"""Most uses of chains that wait to be counted. An overloaded node does not count further uses. They only influence which
+blocks are demoted.
 """
 
 
@@ -112,7 +115,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._max_reservation = nanos(settings.reservation_seconds)
         self._max_hold = nanos(settings.max_hold_seconds)
         self._watchers = Watchers(settings.watch_queue)
-        self._condemning = asyncio.Lock()  # one client at a time, because each takes whole turns of the event loop
+        self._condemning = asyncio.Lock()  # lets one client at a time condemn blocks, because the checks occupy the event loop
         self._mismatches = 0
 
     def attach(self, executor: TransferExecutor) -> None:
@@ -192,7 +195,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         async with self._condemning:
             for batch in await self._answer(context, lambda _: self._condemned_batches(request)):
                 dropped += await self._answer(context, partial(self._condemn, request.digest, batch))
-                await asyncio.sleep(0)  # other clients get their turn
+                await asyncio.sleep(0)  # serve other clients between two batches
         return pb.CondemnResponse(dropped=dropped)
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:  # noqa: ARG002 - gRPC passes it
@@ -303,7 +306,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         return [blocks[start : start + step] for start in range(0, len(blocks), step)]
 
     def _condemn(self, digest: bytes, blocks: Sequence[tuple[BlockHash, int]], now: Nanos) -> int:
-        """Drop those of the blocks that are really corrupt; return their number."""
+        """Remove the blocks of a batch that are really corrupt; return their number."""
         return sum(
             self._machine.condemn(digest, name, generation, now)
             for name, generation in blocks
@@ -314,7 +317,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         return wire.stats_message(self.stats(), self._identity.store_id)
 
     def _is_corrupt(self, digest: bytes, name: BlockHash, generation: int) -> bool:
-        """Return whether a block is corrupt. A client that misread or lies must not cost others a good block."""
+        """Return whether a block is corrupt: a client may have misread it, and others would lose an intact block."""
         slot = self._machine.find(digest, name)
         if slot is None or slot.generation != generation:
             return False
@@ -337,7 +340,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             await context.abort(code, str(error), ((wire.FIELD_KEY, field),) if field else ())
 
     def _act_and_settle(self, act: Callable[[Nanos], Answer]) -> Answer:
-        """Return the answer after everything that was decided on the way has been performed."""
+        """Call `act` and perform all decisions that follow from it, then return its result as the answer."""
         try:
             return act(self._clock.now())
         finally:

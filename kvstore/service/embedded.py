@@ -2,14 +2,14 @@
 
 Rules:
 
-1. It is a normal node with the same settings, sockets, metrics and health. Its clients may run in any process of the
-   host. It shares only the process with its host.
-2. Nothing of the node runs on the host's event loop, and nothing of the host on the node's. An engine that computes for
-   long delays no look-up. A busy node slows its host only as threads of one interpreter slow each other
-   (docs/kvstore.md has figures).
-3. It serves from the beginning of the context to its end. Its clients must be closed before the context ends.
-4. A node that ends by itself, which is a bug, ends its host: the context is cancelled and raises `NodeEnded`. Otherwise
-   the process would be a worker whose blocks nobody gets, unnoticed.
+1. An embedded node is a normal node with the same settings, sockets, metrics and health. Its clients may run in any
+   process of the machine. Only the process is shared with the host program, such as a worker.
+2. The node and the host program have separate event loops. An engine that computes for a long time therefore delays no
+   look-up. A busy node slows the host program only as threads of one interpreter slow each other (docs/kvstore.md has
+   figures).
+3. The node serves from the beginning of the context to its end. Its clients must be closed before the context ends.
+4. If the node ends by itself, which is a bug, the context is cancelled and raises `NodeEnded`, which ends the host
+   program. Otherwise a worker would go on without a store, and its blocks would be lost unnoticed.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from kvstore.messages import StoreEndpoints
 from kvstore.service.server import serve
 from kvstore.service.settings import StoreSettings
 
-STOP_SECONDS = 15.0  # limit for a node to stop; an SSD tier with pending writes takes the longest
+STOP_SECONDS = 15.0  # longest time for a node to stop; an SSD tier with pending writes needs most of it
 
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
@@ -58,13 +58,13 @@ async def open_embedded(
         node.stop()
         await asyncio.wait([ended], timeout=STOP_SECONDS)
         if ended.done():
-            node.thread.join()  # setting `ended` was its last step
+            node.thread.join()  # the thread ends at once, because setting `ended` was its last step
         else:
             log.error("store node does not stop; its thread is left behind", extra={"store": settings.store_id})
 
 
 class _EmbeddedNode:
-    """Thread of the node, as its host sees it. Its futures only get results, which nobody has to read."""
+    """Thread of the node, for use by the host program. Its futures never get exceptions, so none has to be awaited."""
 
     def __init__(self, settings: StoreSettings, clock: Clock, loop: asyncio.AbstractEventLoop):
         self._settings = settings
@@ -75,7 +75,7 @@ class _EmbeddedNode:
         self.thread = threading.Thread(target=self._run, name="kvstore-node", daemon=True)
         self.ready: Future[StoreEndpoints] = Future()
         self.ended: Future[BaseException | None] = Future()
-        """Exception with which the node ended, or None if it was asked to stop. It is set last."""
+        """Exception with which the node ended, or None if it was asked to stop. Setting it is the thread's last step."""
 
     def start(self) -> None:
         """Start the thread; nothing is left if no thread can be started."""
@@ -87,7 +87,7 @@ class _EmbeddedNode:
 
     def stop(self) -> None:
         """Stop the node if it still runs."""
-        with contextlib.suppress(RuntimeError):  # the event loop is closed already
+        with contextlib.suppress(RuntimeError):  # raised if the event loop is closed already
             self._loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
@@ -100,9 +100,9 @@ class _EmbeddedNode:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
-        except BaseException as error:  # noqa: BLE001 - supervisor: given to the host, which ends with it
+        except BaseException as error:  # noqa: BLE001 - supervisor: the host program gets it and ends
             cause = None if self._asked_to_stop and isinstance(error, asyncio.CancelledError) else error
-        gc.collect()  # the parts of a node refer to each other, so without this its pool would stay for an unknown time
+        gc.collect()  # frees the pool now: the parts of a node refer to each other, so reference counts do not free them
         self.ended.set_result(cause)
 
     async def _serve(self) -> None:
@@ -129,4 +129,4 @@ async def _cancelled_with(ended: "asyncio.Future[BaseException | None]") -> Asyn
     except BaseExceptionGroup as group:
         if len(group.exceptions) > 1:
             raise
-        raise group.exceptions[0] from group.exceptions[0].__cause__  # with its original cause
+        raise group.exceptions[0] from group.exceptions[0].__cause__  # the single exception, with its original cause

@@ -1,11 +1,11 @@
-"""Evacuation: copies blocks of a node's pool to where other nodes find them, because their worker goes.
+"""Evacuation: copies blocks of a node's pool to where other nodes find them, because their worker ends.
 
 Rules:
 
-1. Blocks go to the first tier that other nodes read: Redis, then S3. A node that stays needs nothing else, because its
-   memory and its disk stay too. A node that goes as well writes to its peers' memory (`PeerBackend.leave`), otherwise
-   to its disk for its successor. A tier with `keep = "none"` is never written, and the write budget applies. If a tier
-   fails repeatedly, the next one is used.
+1. Blocks are copied to the first tier that other nodes read: Redis, then S3. A node that goes on running needs nothing
+   else, because its memory and its disk stay. A node that ends too copies them to its peers' memory
+   (`PeerBackend.leave`), otherwise to its disk, where its successor finds them. A tier with `keep = "none"` is never
+   written, and the write budget applies. If a tier fails repeatedly, the next tier is used.
 2. Blocks are demoted as usual (`kvstore.hierarchy.machine`): through the tier's bounded queue, its circuit breaker and
    its checksums, with the same events for watchers. Only the admission has been decided by the requester.
 3. Only the requester waits, until its deadline. Blocks that are not in the pool, or that the tier has, are skipped. A
@@ -28,16 +28,16 @@ from kvstore.messages import BlockKey, EvacuationResult
 from kvstore.pool.machine import BlockMachine
 from kvstore.service.backing_tiers import BackingTiers
 
-LOOK_AGAIN_SECONDS = 0.01  # between two looks at a tier that writes; a batch takes longer
+LOOK_AGAIN_SECONDS = 0.01  # pause between two checks of the results of a tier; a tier needs longer to write a batch
 ASKED_AT_ONCE = (
     256  # blocks in one confirmation: one round trip to Redis, or half a second of requests to an object store
 )
-STRIKES = 3
-GIVEN_UP_AFTER = 3  # failed writes in a row; a third of a second if each fails at once
+STRIKES = 3  # failures of a block, while other blocks arrive, after which the block is given up (rule 4)
+GIVEN_UP_AFTER = 3  # failed writes in a row after which the next tier is used; a third of a second if each fails at once
 
 
 class Evacuations:
-    """Evacuations of one node. Several may run at a time: they share the tier's queue and the transfers under way.
+    """Performs the evacuations of one node. Several may run at a time: they share the tier's queue and its transfers.
 
     `settle` performs the hierarchy's decisions.
     """
@@ -61,7 +61,7 @@ class Evacuations:
     ) -> EvacuationResult:
         """Evacuate those of these blocks that are in the pool, in this order, and answer by the deadline.
 
-        The most valuable blocks come first in `names`; `leaving` says whether the node goes as well. Raise
+        The most valuable blocks come first in `names`; `leaving` is True if the node will end too. Raise
         NamespaceUnknown if the namespace was never opened.
         """
         block_bytes = self._machine.block_bytes(digest)
@@ -102,7 +102,7 @@ class Evacuations:
 
 
 class Evacuation:
-    """Evacuation of blocks to one tier. Each block is being confirmed, or waits, or is under way, or is done."""
+    """Evacuation of blocks to one tier. Each block is unsure, being confirmed, waiting, being demoted, or done."""
 
     def __init__(
         self,
@@ -113,24 +113,24 @@ class Evacuation:
         charge: Callable[[], bool],
         failures: Callable[[], int],
     ):
-        """Start; nothing is copied yet.
+        """Sort the blocks by whether the tier should have them; nothing is copied yet.
 
-        `pay` charges one write and returns False if the budget is used up. `failures` returns the failures of the tier
+        `charge` charges one write and returns False if the budget is used up. `failures` returns the failures of the tier
         since it was opened.
         """
-        self.moved = self.there = self.refused = 0  # finished blocks
+        self.moved = self.there = self.refused = 0  # numbers of blocks that are done, by result
         self.hierarchy = hierarchy
         self._tier = evacuation_tier
         self._keys = keys
         self._charge = charge
         self._failures = failures
         # The fields below hold the indices of blocks in `keys`.
-        self._unsure: list[int] = []  # blocks that the tier should have and was not asked about
+        self._unsure: list[int] = []  # blocks that the tier should have, and about which it was not asked yet
         self._confirming: list[int] = []  # blocks that are being confirmed
         self._waiting: list[int] = []
-        self._under_way: dict[int, int] = {}  # blocks under way, with the tier's failures before their demotion
+        self._under_way: dict[int, int] = {}  # blocks being demoted, each with the tier's failures before that
         self._paid: set[int] = set()
-        self._failed_at: dict[int, int] = {}  # number of moved blocks at a block's first failure
+        self._failed_at: dict[int, int] = {}  # for each block that failed: number of moved blocks at its first failure
         self._strikes: dict[int, int] = {}
         for index, key in enumerate(keys):
             if not hierarchy.has(evacuation_tier, key):
@@ -152,7 +152,7 @@ class Evacuation:
         """Confirm blocks that the tier should have, and demote those that it lacks, as far as its queue has room."""
         can_be_asked = self._ask(now)
         unclear = [*self._confirming[:1], *self._unsure[:1]] if can_be_asked else []
-        until = min(unclear, default=len(self._keys))  # a more valuable block may have to be copied first
+        until = min(unclear, default=len(self._keys))  # blocks after the first unclear one wait, because that one is more valuable and may have to be copied first
         due = [index for index in self._waiting[: self.hierarchy.room(self._tier)] if index < until]
         del self._waiting[: len(due)]
         failures = self._failures()
@@ -172,7 +172,7 @@ class Evacuation:
         self.hierarchy.demote_now(self._tier, handed, now)
 
     def collect(self) -> None:
-        """Note the results of confirmations and demotions."""
+        """Record the results of confirmations and demotions that have ended."""
         confirming, self._confirming = self._confirming, []
         for index in confirming:
             if self.hierarchy.is_being_confirmed(self._tier, self._keys[index]):
@@ -182,7 +182,7 @@ class Evacuation:
             else:
                 insort(self._waiting, index)
         failures = self._failures()
-        # Demotions end in the order in which they began, so a look costs no more than the new results.
+        # Demotions end in the order in which they began, so this check costs no more than the number of new results.
         back = list(takewhile(lambda index: not self._is_going_down(index), self._under_way))
         arrived = {index for index in back if self.hierarchy.has(self._tier, self._keys[index])}
         for index in back:
@@ -191,18 +191,18 @@ class Evacuation:
                 continue
             if has_failed and not self._gives_up(index):
                 insort(self._waiting, index)
-            else:  # the tier refuses it, or it is not in the pool any more
+            else:  # the tier refuses the block, or the block is not in the pool any more
                 self.refused += 1
         self.moved += len(arrived)
 
     def _gives_up(self, index: int) -> bool:
-        """Count a failure of a block; return whether the block fails although others arrive."""
+        """Count a failure of a block; return True if the block has failed too often while other blocks arrived."""
         others_arrived = self.moved > self._failed_at.setdefault(index, self.moved)
         self._strikes[index] = self._strikes.get(index, 0) + others_arrived
         return self._strikes[index] >= STRIKES
 
     def _ask(self, now: Nanos) -> bool:
-        """Confirm the next blocks that the tier should have; return False if it cannot be asked now."""
+        """Ask the tier about the next blocks that it should have; return False if the tier cannot be asked now."""
         if self._confirming or not self._unsure:
             return True
         asked = self._unsure[:ASKED_AT_ONCE]

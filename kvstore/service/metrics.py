@@ -28,16 +28,16 @@ class NodeSnapshot(Struct, frozen=True, kw_only=True):
     """State of a node at one moment."""
 
     stats: Stats
-    transfers: tuple[TierCounters, ...]  # of the backing tiers, in the order of `stats.tiers`
+    transfers: tuple[TierCounters, ...]  # counters of each backing tier, in the order of `stats.tiers`
     refused_loads: int
     ghost_caches: tuple[NamespaceEstimates, ...]
-    mismatches: int = 0  # clients refused because of incompatible blocks
-    undecodable: int = 0  # requests refused because they were not valid messages
-    unproven: int = 0  # data plane connections that could not prove the secret
-    crowded_out: int = 0  # silent data plane connections that gave way to new ones
+    mismatches: int = 0  # number of clients that were refused because of incompatible blocks
+    undecodable: int = 0  # number of requests that were refused because they were not valid messages
+    unproven: int = 0  # number of data plane connections that could not prove the secret
+    crowded_out: int = 0  # number of silent data plane connections that were closed for new ones
 
 
-# Seconds, three steps per decade: from a look-up in memory to a hanging disk.
+# Upper bounds of the histogram's buckets in seconds, three per decade: from a look-up in memory to a hanging disk.
 LATENCY_BUCKETS = (
     0.0001,
     0.00025,
@@ -81,7 +81,7 @@ class NodeMetrics:
     """All metrics of one node process."""
 
     def __init__(self, registry: CollectorRegistry, look: Callable[[], NodeSnapshot]):
-        """Register all metrics; `look` is called from a scrape's thread and raises TimeoutError if the node has no time."""
+        """Register all metrics. Each scrape calls `look` in its own thread; `look` raises TimeoutError if the node is busy."""
         disable_created_metrics()
         self.registry = registry
         self._seconds = Histogram(

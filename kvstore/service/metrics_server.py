@@ -1,8 +1,8 @@
 """HTTP server of a node's metrics with a bounded number of connections.
 
-Each connection has a thread, and there are at most `CONNECTIONS`. When another one comes, the oldest of the address
-with the most connections gives way (`kvstore.net.unproven_connections`), so a scrape always gets its turn. The port has
-no authentication and serves only counters.
+Each connection has a thread, and there are at most `CONNECTIONS`. When another connection comes, the oldest one of the
+address with the most connections is closed (`kvstore.net.unproven_connections`), so a scrape is always served. The port
+has no authentication and serves only counters.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from kvstore.net.unproven_connections import UnprovenConnections
 
 CONNECTIONS = 16
-SILENT_SECONDS = 5.0  # a client that sends or takes nothing for this long is cut
+SILENT_SECONDS = 5.0  # the connection of a client that sends or reads nothing for this long is closed
 
 
 class MetricsServer:
-    """Serves from `open` on in its own threads."""
+    """Serves the metrics in its own threads, from `open` until `close`."""
 
     def __init__(self, server: "_MetricsHttpServer"):
         self._server = server
@@ -65,7 +65,7 @@ class _MetricsHttpServer(WSGIServer):
         with self._guard:
             gone = self._open.add(request, client_address[0])
             if gone is not None:
-                with contextlib.suppress(OSError):  # the connection has ended by itself
+                with contextlib.suppress(OSError):  # raised if the connection has ended by itself
                     gone.shutdown(socket.SHUT_RDWR)  # its thread notices this and closes it
         try:
             threading.Thread(target=self._serve, args=(request, client_address), daemon=True).start()
@@ -80,7 +80,7 @@ class _MetricsHttpServer(WSGIServer):
         except OSError:
             pass  # the client has left or was silent for too long
         finally:
-            with self._guard:  # so that nobody shuts down another socket with the same number
+            with self._guard:  # under the lock, so that no other thread shuts down a new socket with the same descriptor
                 self._open.discard(request)
                 self.shutdown_request(request)
 

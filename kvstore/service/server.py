@@ -50,13 +50,14 @@ from kvstore.transports.tcp_server import DataPlaneServer
 from kvstore.v1 import blocks_pb2
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
-TICK_SECONDS = 0.25  # largest delay of an expiry when nobody calls
-BATCHES_A_POOL = 16  # least number; transfers must leave most of a small pool to its clients
+TICK_SECONDS = 0.25  # seconds between two runs of the periodic work, such as the end of leases
+BATCHES_A_POOL = 16  # least number of transfers that fill a pool, so that transfers leave most of a small pool to clients
 SNAPSHOT_SECONDS = 2.0  # longest wait of a scrape for the event loop
-GRACE_SECONDS = 0.5  # for calls in progress when the node stops
+GRACE_SECONDS = 0.5  # time for calls in progress to end when the node stops
 MIN_PING_MS = 1000
-"""Least time between two pings of a quiet connection; a client that pings more often is cut off. Routers ping every 4.5 s to
-notice a hanging node, and on a busy machine two pings may be read shortly after each other. gRPC's default limit is 5 minutes.
+"""Least time between two pings of a quiet connection; the connection of a client that pings more often is closed. Routers
+ping every 4.5 s to notice a hanging node, and on a busy machine two pings may be read shortly after each other. gRPC's
+default limit is 5 minutes.
 """
 
 HANDSHAKE_MS = 5000
@@ -129,7 +130,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             shm_socket = _absolute(settings.shm_socket)
             listener = sockets.listen("shm_socket", shm_socket)
             stack.callback(listener.close)
-            # Called while no other process can take the path.
+            # Called before the listener is closed, so while no other process can take the path.
             stack.callback(sockets.remove, shm_socket, sockets.identity(shm_socket))
         identity = NodeIdentity(
             store_id=settings.store_id,
@@ -193,7 +194,7 @@ async def _in_thread(act: Callable[[], Result], give_up: Callable[[], None] = la
     except asyncio.CancelledError:
         give_up()
         await asyncio.wait([calling])
-        calling.exception()  # the caller was cancelled and cannot get the exception
+        calling.exception()  # marks the exception as retrieved, because the cancelled caller cannot get it
         raise
 
 
@@ -242,7 +243,7 @@ async def _control_plane(
         options=[
             ("grpc.so_reuseport", 0),  # two nodes on one port would each get half of the calls
             ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS),
-            ("grpc.keepalive_permit_without_calls", 1),  # or the third ping of a client without a call cuts it off
+            ("grpc.keepalive_permit_without_calls", 1),  # without this, the third ping without a call ends a connection
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -279,14 +280,14 @@ async def _start(nixl: NixlNode, use: NixlUse) -> None:
     except StoreNotStarted as error:
         if use is NixlUse.REQUIRE:
             raise
-        log.warning("nixl not started", extra={"reason": str(error)})  # tried again periodically
+        log.warning("nixl not started", extra={"reason": str(error)})  # the start is tried again periodically
 
 
 def _bind(server: grpc.aio.Server, field: str, address: str, access: LoadedCredentials) -> str:
     path = unix_path(address)
     with sockets.folder_lock(field, path) if path else contextlib.nullcontext():
         if path:
-            sockets.clear_path(field, path)  # gRPC would take it from a living process too
+            sockets.clear_path(field, path)  # without this check, gRPC would also take the path from a living process
         try:
             port = access.bind(server, address)
         except RuntimeError as error:

@@ -3,7 +3,7 @@
 Rules:
 
 1. There is no `await` between an answer of a tier and the hierarchy's decision on it.
-2. A transfer that is late counts as a failure of its tier, and nobody waits for it any longer. The places in the pool
+2. A transfer that is late counts as a failure of its tier, and no promotion waits for it any longer. The places in the pool
    that it reads or writes stay in use until its thread returns (rule 1 of `kvstore.hierarchy.machine`). A transfer that
    no thread has begun by then never begins, so a hanging tier keeps only the places that its threads use.
 """
@@ -25,11 +25,11 @@ from kvstore.messages import Address, BlockChanges, TierStatus
 from kvstore.ports import BackingTier, MemoryTier
 from kvstore.tiers.daemon_threads import DaemonThreads
 
-THREADS_PER_TIER = 4  # threads for each tier
-LATE_SECONDS = 0.5  # a call that has not returned this long after its deadline is late
+THREADS_PER_TIER = 4  # number of threads for each tier
+LATE_SECONDS = 0.5  # a call is late if it has not returned this long after its deadline
 
 Tell = Callable[[Nanos], None]
-"""Reports the result of a transfer to the hierarchy at the given time."""
+"""A function that reports the result of a transfer to the hierarchy; its argument is the current instant."""
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ class TransferExecutor:
         self._on_answer = on_answer
         self._on_moved = on_moved
         self._threads_by_tier = [DaemonThreads(f"kvstore-{tier.name}", THREADS_PER_TIER) for tier in tiers]
-        self._failing: set[tuple[int, bool]] = set()  # failing tiers, with whether writing fails, for the log
+        # For the log: indices of the tiers that fail now; the second item is True if writing fails, False if reading.
+        self._failing: set[tuple[int, bool]] = set()
         self._running: set[asyncio.Task[None]] = set()
 
     def settle(self) -> None:
@@ -126,7 +127,7 @@ class TransferExecutor:
             log.exception("tier raised an unexpected error")
             self._hierarchy.failed(transfer, started, self._clock.now())
         finally:
-            call.cancel()  # if the node stops
+            call.cancel()  # has an effect only if the node stops before a thread has begun the call
             outcome.cancel()
         self._on_answer()
 
@@ -155,7 +156,7 @@ class TransferExecutor:
         if gone := tier.gone():
             self._hierarchy.gone(transfer.tier, gone)
         if (isinstance(transfer, Find) and tier.finds_in_memory) or self._clock.now() >= transfer.deadline:
-            return  # a look-up in memory, or a late answer, does not show that the tier works
+            return  # the success of a look-up in memory, or of a late call, does not show that the tier works
         if (direction := _direction(transfer)) in self._failing:
             self._failing.discard(direction)
             log.info("tier works again", extra={"tier": tier.name, "writing": direction[1]})

@@ -1,7 +1,7 @@
 """Watchers: streams of block changes to clients that watch, each with a bounded queue.
 
-A watcher first gets a dump and then each change. A watcher that is too slow is cut, because a stream with a gap is
-worse than none: it watches again and gets a new dump.
+A watcher first gets a cache dump and then each change. The stream of a watcher that is too slow is closed, because a
+stream with a gap would be worse than none. The watcher then opens a new stream and gets a new dump.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvstore.messages import BlockChanges
 
-NAMES_A_MESSAGE = 4096  # 64 KiB
+NAMES_A_MESSAGE = 4096  # most block hashes in one message: 64 KiB
 
 
 class WatcherTooSlow(Exception):
@@ -64,7 +64,7 @@ class _WatcherStream:
 
 
 def _cut(changes: BlockChanges) -> list[BlockChanges]:
-    """Divide changes into messages of limited size; at least one, because an empty one also carries information."""
+    """Divide changes into messages of limited size; at least one, because even an empty dump is information."""
     stored, removed = changes.stored, changes.removed
     if len(stored) + len(removed) <= NAMES_A_MESSAGE:
         return [changes]

@@ -14,7 +14,8 @@ class RecentMap(Generic[K, V]):
     def __init__(self, most: int):
         assert most >= 0, most
         self._most = most
-        self._values: OrderedDict[K, V] = OrderedDict()  # ordered by the time at which a key was set, the oldest key first
+        # Ordered by the time at which a key was set, the oldest key first.
+        self._values: OrderedDict[K, V] = OrderedDict()
 
     def note(self, key: K, value: V) -> None:
         """Set the value of a key and make it the newest."""

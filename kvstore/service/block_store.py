@@ -115,7 +115,8 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._max_reservation = nanos(settings.reservation_seconds)
         self._max_hold = nanos(settings.max_hold_seconds)
         self._watchers = Watchers(settings.watch_queue)
-        self._condemning = asyncio.Lock()  # lets one client at a time condemn blocks, because the checks occupy the event loop
+        # Lets one client at a time condemn blocks, because the checks occupy the event loop.
+        self._condemning = asyncio.Lock()
         self._mismatches = 0
 
     def attach(self, executor: TransferExecutor) -> None:

@@ -102,7 +102,8 @@ class _EmbeddedNode:
                 runner.run(self._serve())
         except BaseException as error:  # noqa: BLE001 - supervisor: the host program gets it and ends
             cause = None if self._asked_to_stop and isinstance(error, asyncio.CancelledError) else error
-        gc.collect()  # frees the pool now: the parts of a node refer to each other, so reference counts do not free them
+        # Frees the pool now: the parts of a node refer to each other, so reference counts do not free them.
+        gc.collect()
         self.ended.set_result(cause)
 
     async def _serve(self) -> None:

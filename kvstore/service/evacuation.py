@@ -33,7 +33,8 @@ ASKED_AT_ONCE = (
     256  # blocks in one confirmation: one round trip to Redis, or half a second of requests to an object store
 )
 STRIKES = 3  # failures of a block, while other blocks arrive, after which the block is given up (rule 4)
-GIVEN_UP_AFTER = 3  # failed writes in a row after which the next tier is used; a third of a second if each fails at once
+# Failed writes in a row after which the next tier is used; a third of a second if each fails at once.
+GIVEN_UP_AFTER = 3
 
 
 class Evacuations:
@@ -152,7 +153,8 @@ class Evacuation:
         """Confirm blocks that the tier should have, and demote those that it lacks, as far as its queue has room."""
         can_be_asked = self._ask(now)
         unclear = [*self._confirming[:1], *self._unsure[:1]] if can_be_asked else []
-        until = min(unclear, default=len(self._keys))  # blocks after the first unclear one wait, because that one is more valuable and may have to be copied first
+        # Blocks after the first unclear one wait, because that one is more valuable and may have to be copied first.
+        until = min(unclear, default=len(self._keys))
         due = [index for index in self._waiting[: self.hierarchy.room(self._tier)] if index < until]
         del self._waiting[: len(due)]
         failures = self._failures()

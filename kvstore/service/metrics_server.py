@@ -80,7 +80,8 @@ class _MetricsHttpServer(WSGIServer):
         except OSError:
             pass  # the client has left or was silent for too long
         finally:
-            with self._guard:  # under the lock, so that no other thread shuts down a new socket with the same descriptor
+            with self._guard:
+                # Under the lock, so that no other thread shuts down a new socket with the same descriptor.
                 self._open.discard(request)
                 self.shutdown_request(request)
 

@@ -51,7 +51,8 @@ from kvstore.v1 import blocks_pb2
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
 TICK_SECONDS = 0.25  # seconds between two runs of the periodic work, such as the end of leases
-BATCHES_A_POOL = 16  # least number of transfers that fill a pool, so that transfers leave most of a small pool to clients
+# Least number of transfers that fill a pool, so that transfers leave most of a small pool to clients.
+BATCHES_A_POOL = 16
 SNAPSHOT_SECONDS = 2.0  # longest wait of a scrape for the event loop
 GRACE_SECONDS = 0.5  # time for calls in progress to end when the node stops
 MIN_PING_MS = 1000

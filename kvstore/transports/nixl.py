@@ -5,11 +5,12 @@ Rules:
 1. A block that was read is MOVED if its checksum is right and the stamp of its place is still the slot's generation. The
    stamp is read after the bytes. Generations are never reused, so the place belonged to the block during the whole read.
    A wrong checksum with the right stamp is CORRUPT; everything else is GONE.
-2. A block is written only if the stamp is the slot's generation before the write, and is MOVED if it still is after it. A
-   writer whose reservation ends in between may damage the next block there, whose readers then see a wrong checksum.
-3. NIXL has no deadlines, and a late transfer may write to its destination at any time. So the first failure or missed
-   deadline closes the agent, which ends all its transfers, before the call returns. The caller can then reuse its buffers.
-   Calls stop waiting `CLOSING` before their deadline, to leave time for that.
+2. A block is written only if the stamp of its place is the slot's generation before the write. It is MOVED if the stamp
+   is still the same after the write. A writer whose reservation ends in between may damage the next block in that place;
+   the readers of that block then find a wrong checksum.
+3. NIXL has no deadlines, and a late transfer may write to its destination at any time. After the first failure or missed
+   deadline, the agent is therefore closed before the call returns, which ends all its transfers. The caller can then
+   reuse its buffers. Calls stop waiting `CLOSING` before their deadline, because closing the agent takes time.
 4. A new agent is opened in the background, when a circuit breaker allows it; until then every block is GONE at once. The
    node is asked for its offer again, since it may have another agent by then.
 5. UCX has no authentication: every program that reaches its ports and knows an agent's metadata can read and write the
@@ -37,9 +38,9 @@ from kvstore.transports.nixl_agent import NixlAgent, NixlAgentFailed, TransferDi
 from kvstore.transports.put_summing import put_with_checksums
 
 CHUNK_BYTES = 8 << 20
-"""Size of one transfer. The checksums of one transfer are taken while the next one runs."""
+"""Bytes of one transfer. The checksums of one transfer are computed while the next transfer runs."""
 
-BATCH = 1024  # blocks whose stamps are read together
+BATCH = 1024  # number of blocks whose stamps are read by one transfer
 STAMP_BYTES = 8
 
 CLOSING = Nanos(300 * MILLISECOND)
@@ -47,9 +48,9 @@ SHORTEST = Nanos(50 * MILLISECOND)  # shortest wait of a call, unless its deadli
 
 REOPENING = Nanos(10 * SECOND)
 
-SPINS = 200  # polls of a transfer without a pause; small transfers are done by then
+SPINS = 200  # number of polls of a transfer before the first pause; small transfers need no more
 PAUSE_SECONDS = 50e-6
-PAUSE = threading.Event()  # never set
+PAUSE = threading.Event()  # never set: waiting for it is a pause
 HAND_OVER_SECONDS = 0.002
 """Longest time to wait until the checksum thread has begun. NIXL holds Python's lock while it copies, so without this
 wait the checksum thread would begin only after the next copy."""
@@ -149,7 +150,7 @@ class NixlTransport:
         except NixlAgentFailed:
             self._breaker.failed(started, self._clock.now())
         finally:
-            del connection  # a reference here would keep the agent alive after `close`
+            del connection  # the reference of this function would keep the agent alive after `close`
             if not in_order:
                 self._drop()
 
@@ -165,7 +166,7 @@ class NixlTransport:
         try:
             offer = self._renew(deadline)
             connection = None if offer is None else _NixlConnection(offer, self._make_agent, self._clock, deadline)
-        except (NixlAgentFailed, StoreError, ValueError):  # a closed control plane raises ValueError
+        except (NixlAgentFailed, StoreError, ValueError):  # ValueError: the client has closed the control plane
             connection = None
         with self._turn:
             self._opening = False
@@ -194,16 +195,16 @@ class _NixlTransfer:
     def __init__(self, slots: AnySlots, blocks: list[list[ByteArray]]):
         self.slots = slots
         self.blocks = blocks
-        self.is_sound = [False] * len(slots)  # whether each checksum is right
+        self.is_sound = [False] * len(slots)  # for each block: True if its checksum is right
         self.outcomes = [BlockOutcome.GONE] * len(slots)
         parts = [part for parts in blocks for part in parts]
         self.starts = [0, *itertools.accumulate(len(parts) for parts in blocks)]  # index of each block's first part
         self.local = spans([(int(part.__array_interface__["data"][0]), part.nbytes) for part in parts])
         block_bytes = size_of(blocks[0])
-        inside = np.cumsum(self.local[:, 1]) - self.local[:, 1]  # offset of each part among all bytes
+        inside = np.cumsum(self.local[:, 1]) - self.local[:, 1]  # offset of each part within the bytes of all blocks
         of = np.repeat(np.arange(len(blocks)), [len(parts) for parts in blocks])
         offsets = np.array([slot.offset for slot in slots], dtype=np.uint64)
-        self.remote = self.local.copy()  # with offsets in the pool instead of addresses
+        self.remote = self.local.copy()  # as `local`, but with offsets in the pool instead of addresses
         self.remote[:, 0] = offsets[of] + inside - of.astype(np.uint64) * np.uint64(block_bytes)
 
     def __len__(self) -> int:
@@ -231,7 +232,10 @@ _Act = Callable[["_NixlConnection", _NixlTransfer, Nanos], None]
 
 
 class _NixlConnection:
-    """An agent and its peer. All methods raise `NixlAgentFailed`; after that, only `close` may be called."""
+    """A client's agent, connected to the node's agent.
+
+    All methods may raise `NixlAgentFailed`; after that, only `close` may be called.
+    """
 
     def __init__(self, offer: NixlOffer, make_agent: Callable[[str], NixlAgent], clock: Clock, deadline: Nanos):
         self._offer = offer
@@ -243,7 +247,7 @@ class _NixlConnection:
             self._agent.register(spans([(address, self._stamps.nbytes)]))
             self._into = spans([(address + index * STAMP_BYTES, STAMP_BYTES) for index in range(BATCH)])
             self._peer = self._agent.add_peer(offer.metadata)
-            self.holds([Slot(0, 0)], deadline)  # proves that a transfer works
+            self.holds([Slot(0, 0)], deadline)  # reads one stamp, to find out whether transfers work
         except BaseException:
             self._agent.close()
             raise
@@ -261,7 +265,7 @@ class _NixlConnection:
         return self._agent.start(direction, work.local[parts], remote, self._peer)
 
     def holds(self, slots: AnySlots, until: Nanos) -> list[bool]:
-        """Return which of these places belong to their slots' blocks now."""
+        """Return for each slot whether its place still belongs to the slot's block."""
         pages = np.array([slot.offset // PAGE_BYTES for slot in slots], dtype=np.uint64)
         remote = np.full((len(slots), 3), (0, STAMP_BYTES, 0), dtype=np.uint64)
         remote[:, 0] = np.uint64(self._offer.stamps) + pages * np.uint64(STAMP_BYTES)
@@ -294,7 +298,7 @@ def _get(connection: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None
     registered = connection.register(work)
     with ThreadPoolExecutor(
         1, "kvstore-checksums"
-    ) as checksum_thread:  # on one host, this thread itself copies the bytes
+    ) as checksum_thread:  # needed because within one host the current thread itself copies the bytes
         for arrived in _moved(connection, TransferDirection.READ, work, until):
             if arrived.stop < len(work):
                 begun = threading.Event()
@@ -325,7 +329,7 @@ def _put(connection: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None
 def _moved(
     connection: _NixlConnection, direction: TransferDirection, work: _NixlTransfer, until: Nanos
 ) -> Iterator[range]:
-    """Yield chunks as they arrive; the next chunk is already being moved."""
+    """Move the blocks chunk by chunk; yield each chunk that has arrived, while the next one is being moved."""
     before: tuple[int, range] | None = None
     for chunk in work.chunks():
         transfer = connection.start(direction, work, chunk)

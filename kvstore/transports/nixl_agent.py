@@ -74,7 +74,8 @@ class NixlAgent:
             kind for _, kind in inspect.getmembers(bindings, inspect.isclass) if issubclass(kind, Exception)
         )
         with self._translated():
-            config = api.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])  # that thread would spin
+            # NIXL's progress thread is off, because it would occupy a core.
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])
             self._agent = api.nixl_agent(name, config)
         if BACKEND not in self._agent.backends:
             raise NixlAgentFailed("nixl has no UCX plugin here; `fleet doctor` says more")
@@ -147,14 +148,14 @@ class NixlAgent:
             self._agent.send_notif(peer, b"nudge")
 
     def attend(self) -> bool:
-        """Let peers connect, and make progress with transfers; return whether a peer has called `nudge`."""
+        """Serve peers that connect, and make progress with transfers; return whether a peer has called `nudge`."""
         with self._translated():
             return bool(self._agent.get_new_notifs())
 
     def close(self) -> None:
         """End all transfers; afterwards nothing writes to this process's memory. Takes 0.2 s."""
         for transfer in self._transfers.values():
-            with contextlib.suppress(*self._failures):  # a transfer that cannot be cancelled ends with the agent
+            with contextlib.suppress(*self._failures):  # if a transfer cannot be cancelled, it ends with the agent
                 transfer.release()
         self._transfers.clear()
         self._registered.clear()

@@ -9,13 +9,13 @@ from kvstore.buffers import Block, crc32c, pieces
 from kvstore.clock import Nanos
 from kvstore.messages import GONE, AnySlots, BlockOutcome, FetchResult, Slot
 
-MOVED = BlockOutcome.MOVED  # the look-up of an enum member is slow for each block
+MOVED = BlockOutcome.MOVED  # a constant of this module, because an enum look-up for each block is slow
 
 Put = Callable[[AnySlots, Sequence[Block], Nanos], list[BlockOutcome]]
 
 
 def put_with_checksums(put: Put, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
-    """Implement `Transport.put_summing` by taking the checksums and then calling `Transport.put`."""
+    """Implement `Transport.put_summing`: compute the checksums, then call `Transport.put`."""
     summed = [
         Slot(slot.offset, slot.generation, crc32c(pieces(block))) for slot, block in zip(slots, blocks, strict=True)
     ]

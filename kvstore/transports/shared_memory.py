@@ -33,16 +33,19 @@ ANSWER = struct.Struct(">4sB3xQ")
 GRANTED, REFUSED = 0, 1
 
 POPULATE_BYTES = 1 << 30
-"""Bytes of a pool that a client enters into its page tables at the start: 0.3 s for each GiB, but no page faults later."""
+"""Most bytes of a pool that a client enters into its page tables at the start. This takes 0.3 s for each GiB, and saves page
+faults later.
+"""
 
-BATCH_BYTES = 16 << 20  # copied between two checks of the clock: one to two milliseconds
+BATCH_BYTES = 16 << 20  # bytes that are copied between two checks of the deadline: one to two milliseconds
 
-OUTCOMES = (BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRUPT)  # indexed by the native code's numbers
+# Index: the number of an outcome in native code.
+OUTCOMES = (BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRUPT)
 
-HANDOUT_SECONDS = 2.0  # time for a client to send its request
-HANDOUTS = 32  # connections that have not sent a request yet; a further one replaces the oldest
+HANDOUT_SECONDS = 2.0  # longest time for a client to send its request
+HANDOUTS = 32  # most connections that have not sent a request yet; a further connection replaces the oldest
 QUEUE_SECONDS = 1.0  # longest wait of a client for a full node; then it uses another data path
-OUT_OF_FILES_SECONDS = 0.1  # pause before the next try to accept
+OUT_OF_FILES_SECONDS = 0.1  # pause before the next `accept` if the process has no free file descriptor
 
 
 Answer = TypeVar("Answer")
@@ -101,7 +104,8 @@ class SharedMemoryTransport:
     ) -> list[int | None]:
         """Write one rank's shard of each block into reserved slots; return what each shard adds to its block's checksum.
 
-        The result is None for a block that was not written: its place belongs to another block, or it is too late.
+        The result is None for a block that was not written, because its place belongs to another block or the deadline
+        has passed.
         """
         assert len(slots) == len(blocks), (len(slots), len(blocks))
         return [
@@ -128,7 +132,7 @@ class SharedMemoryTransport:
         return added if self.mapping.holds(slot) else None
 
     def _place(self, slot: Slot, deadline: Nanos) -> ByteArray | None:
-        """Return a view of a block's bytes; None if the place belongs to another block, or it is too late."""
+        """Return a view of a block's bytes; None if the place belongs to another block, or the deadline has passed."""
         if self._clock.now() >= deadline or slot.offset + self._block_bytes > self.mapping.bytes.nbytes:
             return None
         return self.mapping.block(slot.offset, self._block_bytes) if self.mapping.holds(slot) else None
@@ -193,14 +197,15 @@ class MemoryHandout:
         Args:
             listener: A listening, non-blocking Unix socket; the caller closes it.
             tier: The pool.
-            knows: Returns whether the namespace with that digest is open.
-            take_caller: Takes over a connection for calls; None if calls are not served here.
+            knows: Function that returns whether the namespace with a digest is open.
+            take_caller: Function that takes over a connection for calls; None if calls are not served here.
         """
         self._listener = listener
         self._tier = tier
         self._knows = knows
         self._take_caller = take_caller
-        self._waiting: dict[int, asyncio.Task[None]] = {}  # connections without a request, by number; oldest first
+        # Tasks of the connections that have not sent their request yet, by number, the oldest first.
+        self._waiting: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -211,7 +216,7 @@ class MemoryHandout:
                 if len(self._waiting) >= HANDOUTS:
                     self._waiting.pop(next(iter(self._waiting))).cancel()
                 self._waiting[number] = tasks.create_task(self._serve(number, connection))
-                await asyncio.sleep(0)  # lets the task read a request that is already there
+                await asyncio.sleep(0)  # lets the task start, and read a request that has already arrived
 
     async def _accepted(self, loop: asyncio.AbstractEventLoop) -> socket.socket:
         while True:
@@ -225,7 +230,7 @@ class MemoryHandout:
                 return connection
 
     async def _serve(self, number: int, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, TimeoutError):  # the client left, or is silent
+        with connection, contextlib.suppress(OSError, TimeoutError):  # raised if the client leaves or stays silent
             try:
                 request = await _read_request(connection)
             finally:

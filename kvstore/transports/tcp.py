@@ -33,9 +33,9 @@ from kvstore.transports.tcp_frames import (
 )
 
 CONNECTIONS = 4
-"""Connections of one client: that many threads move bytes at a time, and further threads wait."""
+"""Most connections of one client. As many threads move bytes at a time, and further threads wait."""
 
-CHUNK_BYTES = 4 << 20  # received at a time; their checksum is taken while they are in the processor's cache
+CHUNK_BYTES = 4 << 20  # bytes received at a time; the checksum is computed while they are in the processor's cache
 
 OUTCOMES = {
     DataPlaneStatus.DONE: BlockOutcome.MOVED,
@@ -79,7 +79,7 @@ class TcpTransport:
         self._key = key
         self._breaker = CircuitBreaker()
         self._room = threading.Semaphore(CONNECTIONS)
-        self._guard = threading.Lock()  # guards the breaker and the following fields
+        self._guard = threading.Lock()  # lock of the circuit breaker and of the following fields
         self._closed = False
         self.busy: set[socket.socket] = set()
         self._idle = [self._open(deadline)]
@@ -94,11 +94,11 @@ class TcpTransport:
         return put_with_checksums(self.put, slots, blocks, deadline)
 
     def close(self) -> None:
-        """Close all connections; running calls of other threads end with misses."""
+        """Close all connections; in running calls of other threads, the remaining blocks count as GONE."""
         with self._guard:
             self._closed = True
             for connection in self.busy:
-                with contextlib.suppress(OSError):  # already broken
+                with contextlib.suppress(OSError):  # raised if the connection is broken already
                     connection.shutdown(socket.SHUT_RDWR)
             while self._idle:
                 self._idle.pop().close()
@@ -119,7 +119,10 @@ class TcpTransport:
 
     @contextlib.contextmanager
     def _connection(self, deadline: Nanos) -> Iterator[socket.socket | None]:
-        """Give a connection for exclusive use; None if there is none. A failure closes it, and counts for the breaker."""
+        """Yield a connection for exclusive use; None if there is none.
+
+        A failure closes the connection, and counts as a failure for the circuit breaker.
+        """
         started = self._clock.now()
         connection = self._take(started, deadline)
         if connection is None:
@@ -132,7 +135,7 @@ class TcpTransport:
         except (OSError, ValueError):
             with self._guard:
                 self._breaker.failed(started, self._clock.now())
-                while self._idle:  # they lead to the same node
+                while self._idle:  # the idle connections lead to the same node, so they are probably broken too
                     self._idle.pop().close()
         finally:
             with self._guard:
@@ -140,7 +143,7 @@ class TcpTransport:
                 if in_step and not self._closed:
                     self._breaker.succeeded()
                     self._idle.append(connection)
-                else:  # unread replies would be taken for replies to the next requests
+                else:  # unread replies on this connection would be taken for replies to the next requests
                     connection.close()
 
     def _take(self, now: Nanos, deadline: Nanos) -> socket.socket | None:
@@ -155,7 +158,8 @@ class TcpTransport:
                 return None
         try:
             connection = self._open(deadline)
-        except (StoreUnreachable, NamespaceUnknown):  # the control connection finds the cause and repairs it
+        except (StoreUnreachable, NamespaceUnknown):
+            # The client's control connection finds the cause and renews its session.
             with self._guard:
                 self._breaker.failed(now, self._clock.now())
             return None
@@ -208,7 +212,7 @@ class TcpTransport:
 
 
 class _BlockTransfer:
-    """One block to move, and its outcome."""
+    """One block that is being moved, with its outcome so far."""
 
     def __init__(self, slot: Slot, parts: list[ByteArray]):
         self.slot = slot
@@ -254,11 +258,11 @@ class _DataPlaneSocket:
 
 
 def _pipeline(operation: DataPlaneOperation, work: list[_BlockTransfer], channel: _DataPlaneSocket) -> None:
-    """Move blocks, and note the outcome of each one; blocks after a broken connection keep their first outcome."""
+    """Move blocks, and record the outcome of each one; if the connection breaks, the remaining blocks stay GONE."""
     waiting: list[_BlockTransfer] = []
     for window in _batches(work, WINDOW):
         _send_request(operation, window, channel)
-        if waiting:  # keeps one request ahead of the replies
+        if waiting:  # read the reply to the previous request, while the node works on the one that was just sent
             _read_reply(operation, waiting, channel)
         waiting = window
     _read_reply(operation, waiting, channel)
@@ -288,7 +292,7 @@ def _read_reply(operation: DataPlaneOperation, window: list[_BlockTransfer], cha
     after = [_status(each) for each in channel.read(len(window))]
     for each, *held in zip(window, statuses, after, strict=True):
         if each.outcome is not BlockOutcome.MOVED and held == [DataPlaneStatus.DONE, DataPlaneStatus.DONE]:
-            each.outcome = BlockOutcome.CORRUPT  # the place still belonged to the block
+            each.outcome = BlockOutcome.CORRUPT  # the place still belonged to the block, so the bytes are wrong
 
 
 def _status(value: int) -> DataPlaneStatus:

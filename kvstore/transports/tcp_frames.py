@@ -6,9 +6,9 @@ Rules:
    If the challenge asks for a proof, the client sends one (32 bytes) and gets a VERDICT with the node's own proof
    (`kvstore.security.authentication`). All blocks of a connection have its namespace's block size.
 2. A request is a REQUEST, its number of ENTRY structures (at most `WINDOW`), and for PUT the bytes of all blocks in order.
-   A reply is a REPLY and one status byte for each block. For GET follow the bytes of the DONE blocks in order, and again
-   one status byte for each block: whether the slot still belonged to the block after its last byte was read.
-3. Replies come in the order of the requests. A client may send one more request before it reads a reply; then it has to
+   A reply is a REPLY and one status byte for each block. In a reply to GET, the bytes of the DONE blocks follow in order,
+   and then a second status byte for each block: whether the slot still belonged to the block after its last byte was read.
+3. Replies come in the order of the requests. A client may send one more request before it reads a reply. Then it has to
    read, because the node reads nothing while a reply waits to be sent.
 4. Each block has a CRC-32C, in the entry or in the client's match. The side that receives the block verifies it.
 5. A violation of these rules ends the connection at once.
@@ -27,7 +27,7 @@ ENTRY = struct.Struct(">QQI")  # offset, generation, crc32c
 REPLY = struct.Struct(">4sI")  # magic, blocks
 
 WINDOW = 64
-"""Most blocks of a request: enough to hide a round trip, and few enough for one gathering write."""
+"""Most blocks of a request: enough to hide the time of a round trip, and few enough for one vectored write."""
 
 
 class DataPlaneOperation(IntEnum):

@@ -43,7 +43,7 @@ from kvstore.transports.tcp_frames import (
 )
 
 STALLED = Nanos(10 * SECOND)
-"""A connection that has moved no byte for this long in the middle of an exchange is closed."""
+"""A connection is closed if it has moved no byte for this long in the middle of an exchange."""
 
 CONNECTIONS = 512
 """Most proven connections at a time. A client keeps at most four."""
@@ -54,7 +54,7 @@ MAX_UNPROVEN = 64
 BACKLOG = 128
 TURN_BYTES = 2 << 20
 SCRATCH_BYTES = 1 << 18
-LOW_WATER_BYTES = 1 << 18  # least bytes of a body to receive at a time, if that many are outstanding
+LOW_WATER_BYTES = 1 << 18  # least number of bytes of a body to wait for at a time, if so many have still to arrive
 
 
 class SocketReadiness(Enum):
@@ -77,7 +77,7 @@ class DataPlaneServer:
         Args:
             machine: Decides which places may be read and written.
             tier: The pool with the bytes.
-            clock: Finds stalled connections.
+            clock: The clock by which stalled connections are found.
             key: The key that clients and the node prove to each other. None: every client is served.
         """
         self.machine = machine
@@ -85,8 +85,8 @@ class DataPlaneServer:
         self.clock = clock
         self.key = key
         self.connections: set[DataPlaneConnection] = set()
-        self.refused = 0  # clients that could not prove the key
-        self.crowded_out = 0  # unproven connections that were replaced by a new one
+        self.refused = 0  # number of clients that could not prove the key
+        self.crowded_out = 0  # number of unproven connections that were closed for a new one
         self._unproven: UnprovenConnections[DataPlaneConnection] = UnprovenConnections(MAX_UNPROVEN)
         self._listener: socket.socket | None = None
         self._accepts = False
@@ -138,9 +138,9 @@ class DataPlaneServer:
         assert self._listener is not None
         try:
             accepted, address = self._listener.accept()
-        except OSError as error:  # mostly a client that has left again
+        except OSError as error:  # raised mostly if a client has left before its connection was accepted
             if error.errno in OUT_OF_FILES:
-                self._stop_accepting()  # until the next `cut_stalled`
+                self._stop_accepting()  # `cut_stalled` starts accepting again
             return
         accepted.setblocking(False)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -153,7 +153,7 @@ class DataPlaneServer:
         connection.proceed()
 
     def admit(self, connection: "DataPlaneConnection") -> bool:
-        """Move a connection to the proven ones; return False if there is no place."""
+        """Count a connection as proven; return False if there are too many proven connections."""
         if len(self.connections) - len(self._unproven) >= CONNECTIONS:
             return False
         self._unproven.discard(connection)
@@ -174,10 +174,10 @@ class DataPlaneConnection:
         self._loop = loop
         self._conversation = self._serve()
         self._waits_for: SocketReadiness | None = None
-        self._turn = 0  # bytes moved in this turn (rule 3)
+        self._turn = 0  # bytes moved since other connections were served (rule 3)
         self._scratch: bytearray | None = None
         self._low_water = 1
-        self.busy = True  # in the middle of an exchange
+        self.busy = True  # True in the middle of an exchange
         self.moved_at = plane.clock.now()
 
     def proceed(self) -> None:
@@ -378,5 +378,5 @@ class _IncomingBlock:
 
     def __init__(self, slot: Slot):
         self.slot = slot
-        self.filled = 0  # bytes received
-        self.whole = True  # whether all bytes so far went to the block's place
+        self.filled = 0  # number of bytes received so far
+        self.whole = True  # True if all bytes so far were written to the block's place

@@ -1,7 +1,8 @@
 """Daemon threads: a fixed number of threads for calls that may hang.
 
-A disk that hangs, or a server that sends the head of a response byte by byte, can hold a thread for any time. So the threads of one
-tier hold up no other tier, and they do not keep the process from ending, unlike those of `concurrent.futures`.
+A disk that hangs, or a server that sends the head of a response byte by byte, can keep a thread busy for any time.
+Therefore each tier has its own threads. Unlike the threads of `concurrent.futures`, they do not keep the process from
+ending.
 """
 
 import queue
@@ -54,7 +55,7 @@ class DaemonThreads:
     def _work(self) -> None:
         while (waiting := self.waiting.get()) is not None:
             _run(*waiting)
-            del waiting  # it holds the buffers of a finished call
+            del waiting  # releases the buffers of the finished call before the thread waits for the next one
 
 
 def _run(future: Future[Any], act: Callable[[], Any]) -> None:
@@ -62,6 +63,6 @@ def _run(future: Future[Any], act: Callable[[], Any]) -> None:
         return
     try:
         future.set_result(act())
-    except BaseException as error:  # noqa: BLE001 - passed to the waiting thread
+    except BaseException as error:  # noqa: BLE001 - the exception is passed to the waiting thread
         future.set_exception(error)
-        del future, act  # breaks a reference cycle that would keep the library's sockets open
+        del future, act  # breaks a reference cycle that would keep the sockets of a client library open

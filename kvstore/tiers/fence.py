@@ -2,9 +2,9 @@
 
 Rules:
 
-1. A score rises by `DAMAGE` for each damaged block and falls by one for each undamaged block, but never below zero. The fence
-   closes when the score reaches `LIMIT`. So four damaged blocks in a row close it, and a server stays in use while less
-   than one block in seventeen is damaged.
+1. A score rises by `DAMAGE` for each damaged block and falls by one for each undamaged block, but never below zero. The
+   fence closes when the score reaches `LIMIT`. Four damaged blocks in a row therefore close it, and a server stays in use
+   while less than one block in seventeen is damaged. While the fence is closed, the server is not used.
 2. A closed fence opens after a pause. One more damaged block then brings the score to the limit again.
 3. The pause doubles, up to `LONGEST_PAUSE`, when the fence closes again before the score has fallen to zero.
 """
@@ -22,7 +22,7 @@ class Fence:
 
     def __init__(self) -> None:
         self._score = 0
-        self._pause = Nanos(0)  # the last pause; zero once the score has fallen to zero
+        self._pause = Nanos(0)  # length of the last pause; zero if the score has fallen to zero since then
         self._closed_until: Nanos | None = None
 
     @property

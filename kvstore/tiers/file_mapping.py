@@ -32,7 +32,8 @@ import numpy as np
 from kvstore.buffers import ByteArray
 from kvstore.errors import StoreNotStarted
 
-TAKING_THREADS = 8  # at most; so many threads already use the memory's whole bandwidth
+# Most threads that allocate pages; more would gain nothing, because eight use the memory's whole bandwidth.
+TAKING_THREADS = 8
 CHUNK_BYTES = 64 << 20
 ZEROS_BYTES = 1 << 20
 
@@ -41,9 +42,10 @@ MADV_HUGEPAGE = 14
 
 MEMINFO = Path("/proc/meminfo")
 SMAPS = Path("/proc/self/smaps")
-CGROUP = Path("/sys/fs/cgroup")  # version 2, as a container sees its own group
+CGROUP = Path("/sys/fs/cgroup")  # folder of this process's control group (version 2) within a container
 
-_libc = ctypes.CDLL(None, use_errno=True)  # mmap.madvise holds Python's lock, so other threads would wait
+# Used instead of `mmap.madvise`, which keeps Python's lock, so that other threads would wait.
+_libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
@@ -89,7 +91,7 @@ class FileMapping:
         in_chunks(end, take, cancelled)
 
     def ask_for_huge_pages(self) -> None:
-        with contextlib.suppress(OSError):  # a system without huge pages
+        with contextlib.suppress(OSError):  # raised on a system without huge pages
             self._advise(0, self.bytes.nbytes, MADV_HUGEPAGE)
 
     @property
@@ -114,7 +116,8 @@ def allocate(size: int, huge_pages: HugePages, cancelled: Event | None = None) -
         if not lack:
             try:
                 return _allocate(_round_up(size, huge_page_bytes()), os.MFD_HUGETLB, cancelled)
-            except OSError as error:  # a control group may have less than the machine
+            except OSError as error:
+                # The memory may be short although the machine has enough, because of a control group's limit.
                 lack = error.strerror or str(error)
         if huge_pages is HugePages.REQUIRE:
             raise StoreNotStarted(
@@ -141,7 +144,7 @@ def huge_page_bytes() -> int:
 def available_memory_bytes() -> int:
     """Return the memory that is free on the machine, or in this process's control group if that is less."""
     limits = [_meminfo("MemAvailable") or sys.maxsize]
-    with contextlib.suppress(OSError, ValueError):  # without a limit, the file is missing or holds "max"
+    with contextlib.suppress(OSError, ValueError):  # without a limit, the file is missing or contains "max"
         limits.append(int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text()))
     return min(limits)
 
@@ -167,7 +170,7 @@ def _allocate(size: int, flags: int, cancelled: Event | None, *, ask: bool = Fal
         except OSError as error:
             if error.errno != errno.EINVAL or flags:
                 raise
-            _write_zeros(file, size, cancelled)  # the kernel is older, or is not Linux
+            _write_zeros(file, size, cancelled)  # the kernel does not know the call, because it is older or not Linux
         if hasattr(os, "memfd_create"):
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except (OSError, StoreNotStarted):
@@ -215,8 +218,8 @@ def _round_up(size: int, page_bytes: int) -> int:
 
 
 def _meminfo(name: str) -> int:
-    """Return a value of /proc/meminfo in bytes, or as a number of pages; 0 if the system does not report it."""
-    with contextlib.suppress(OSError):  # not Linux
+    """Return a value of /proc/meminfo, in bytes or, for huge pages, as a number; 0 if the system does not report it."""
+    with contextlib.suppress(OSError):  # raised if the system is not Linux
         for line in MEMINFO.read_text(encoding="ascii").splitlines():
             if line.startswith(f"{name}:"):
                 _, number, *unit = line.split()

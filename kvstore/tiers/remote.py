@@ -34,10 +34,10 @@ from kvstore.tiers.statistics import TierStatistics
 REMOVE_WITHIN = Nanos(1 * SECOND)
 
 EXAMINE_WITHIN = Nanos(5 * SECOND)
-"""The longest time for second readings after a call, if its deadline allows it. The call returns only afterwards."""
+"""Longest time for second readings at the end of a call; the call's deadline limits it too. The call returns afterwards."""
 
 EXAMINED = 4
-"""Bad blocks that are read again after a call. Further bad blocks wait for the next call that reads them."""
+"""Most bad blocks that are read again after a call. Further bad blocks wait for the next call that reads them."""
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class BlockWrite(Struct, frozen=True):
     """A block to write."""
 
     block: ByteArray
-    crc32c: int  # published with the block
+    crc32c: int  # CRC-32C with which the block was published
 
 
 class BlockRead(Struct, frozen=True):
@@ -59,11 +59,11 @@ class BlockRead(Struct, frozen=True):
 
 
 class BackendHealth(Struct, frozen=True):
-    """The counts of a backend that detects bad blocks itself."""
+    """Counts of bad blocks, from a backend that detects bad blocks itself."""
 
     corrupt: int = 0
     damaged: int = 0
-    fenced: int = 0  # servers that are fenced now
+    fenced: int = 0  # number of servers that are fenced now
 
 
 class TierBackend(Protocol):
@@ -86,11 +86,11 @@ class TierBackend(Protocol):
         ...
 
     def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
-        """Write blocks, and enter for each into `there` whether it is stored now."""
+        """Write blocks, and enter into `there` for each block whether it is stored now."""
         ...
 
     def get(self, work: Mapping[int, BlockRead], answers: dict[int, FetchResult], deadline: Nanos) -> None:
-        """Fetch blocks, and enter an answer for each. A buffer's content is undefined unless its answer is MOVED."""
+        """Fetch blocks, and enter an answer for each block. A buffer's content is undefined unless its answer is MOVED."""
         ...
 
     def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
@@ -272,7 +272,7 @@ class RemoteTier(Generic[S]):
         return damaged
 
     def _report_to_fence(self, *, sound: int, damaged: int) -> None:
-        """Report blocks that were read to the fence."""
+        """Tell the fence how many of the blocks that were read are sound, and how many were damaged in transit."""
         with self._guard:
             closes = self._fence.record(sound=sound, damaged=damaged, now=self._clock.now())
         if closes:

@@ -36,12 +36,12 @@ from kvstore.tiers.statistics import TierStatistics
 MAGIC = b"FKVR"
 FORMAT_VERSION = 1
 
-FIELDS = struct.Struct(">4sBB2x16s16sQQI")  # the head without its checksum
+FIELDS = struct.Struct(">4sBB2x16s16sQQI")  # fields of the head (rule 1) without the head's checksum
 HEAD_BYTES = FIELDS.size + 4
 assert HEAD_BYTES == 64
 
 SLACK_BYTES = 1 << 16
-"""Most bytes by which a payload may exceed its block, for heads, scales and seals of codecs. Longer ones are rejected."""
+"""Most bytes by which a payload may exceed its block, for heads, scales and seals of codecs. Longer payloads are rejected."""
 
 log = logging.getLogger(__name__)
 
@@ -77,16 +77,16 @@ class FramedRecord(Struct, frozen=True):
 class RemoteKeyState(Enum):
     """The state of a block's key on a server, judged by the head of the value."""
 
-    HELD = auto()  # the block
-    FREE = auto()  # nothing, or a value that may be replaced
-    NEWER = auto()  # a value of a newer format, which stays (rule 3)
+    HELD = auto()  # the key has a value with the block
+    FREE = auto()  # the key has no value, or one that may be replaced
+    NEWER = auto()  # the key has a value of a newer format, which stays (rule 3)
 
 
 class RemoteRecordHead(Struct, frozen=True, kw_only=True):
     codec_id: int
     block_bytes: int
     payload_bytes: int
-    crc32c: int  # of the payload
+    crc32c: int  # CRC-32C of the payload
 
 
 class NewerFormat(UndecodableBlock):
@@ -141,7 +141,7 @@ class RecordFramer:
 
         Args:
             codecs: Returns the codec for a namespace digest; raises `NamespaceUnknown` if the namespace is not open.
-            statistics: Corrupt values are counted here.
+            statistics: The counters in which corrupt values are counted.
         """
         self._codecs = codecs
         self._statistics = statistics

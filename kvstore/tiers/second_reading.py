@@ -4,10 +4,10 @@ Rules:
 
 1. Other nodes use the same servers, so a block is removed only if its stored value is damaged. Two readings decide that,
    each by a connection that is opened for it.
-2. The readings have to agree on the length and on every byte that proves the damage. An answer to something else than was
-   asked for agrees with nothing. A reading that fails or is incomplete proves nothing.
-3. The second reading asks for smaller pieces, the last ones first. So a fault that damages every answer at the same
-   offset damages the value at different offsets.
+2. The readings have to agree on the length and on every byte that proves the damage. If an answer is for another request
+   than the one that was sent, the readings do not agree. A reading that fails or is incomplete proves nothing.
+3. The second reading asks for smaller pieces, and for the last piece first. A fault that damages every answer at the same
+   offset therefore damages the value at different offsets in the two readings.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from enum import Enum, auto
 from typing import Protocol
 
 Read = Callable[[int, int], bytes]
-"""Returns the bytes of a value from one offset up to another."""
+"""A function that returns the bytes of a value from one offset up to another, which is exclusive."""
 
 
 class Reading(Protocol):
-    """One reading of a value, by a connection of its own."""
+    """Reads one value by a connection of its own."""
 
     @property
     def length(self) -> int: ...
@@ -35,7 +35,7 @@ class Reading(Protocol):
 
 
 class ReadingVerdict(Enum):
-    """The outcome of two readings."""
+    """Outcome of two readings of one value."""
 
     SOUND = auto()  # the value is correct
     CORRUPT = auto()  # the stored value is damaged
@@ -49,14 +49,14 @@ class ReadingVerdict(Enum):
 
 
 Proof = Callable[[int, Read], bytes | None]
-"""Returns the proof that a value is corrupt, from its length and bytes; None if it is not corrupt."""
+"""A function that returns the proof that a value is corrupt, from its length and bytes; None if it is not corrupt."""
 
 Open = Callable[[], AbstractContextManager[Reading | None]]
-"""Opens a connection for one reading; gives None if there is no value."""
+"""A function that opens a connection for one reading; the context yields None if there is no value."""
 
 
 class ReadingsDiffer(OSError):
-    """The server answered something else than was asked for."""
+    """The server's answer is for another request than the one that was sent."""
 
 
 def judge(open_reading: Open, proof: Proof) -> ReadingVerdict:

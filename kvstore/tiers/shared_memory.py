@@ -4,11 +4,11 @@ Rules:
 
 1. The pool has no name: the node hands out its file descriptor. So the memory is freed with the last process that maps
    it, however the processes end, and nothing appears in /dev/shm.
-2. All pages are allocated at the start (`kvstore.tiers.file_mapping`). So too little memory is an error at the start, and
-   not a SIGBUS later. No request pays for first touches, which are thirty times slower than copies.
-3. After the blocks follows one 64-bit stamp for each page: the slot generation of the block that begins there, or 0.
-   Readers and writers in other processes compare it with their slot's generation, and so notice that the place belongs
-   to another block. The checksum proves the bytes; the stamp tells a block that has gone from a corrupt one.
+2. All pages are allocated at the start (`kvstore.tiers.file_mapping`). If there is too little memory, this is an error at
+   the start, and not a SIGBUS later. No request waits for page faults, which are thirty times slower than copies.
+3. The file contains the blocks, then one 64-bit stamp for each page: the slot generation of the block that begins in the
+   page, or 0. Readers and writers in other processes compare it with their slot's generation, and so notice that the
+   place belongs to another block. If a checksum is wrong, the stamp shows whether the block is corrupt or has gone.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class Mapping:
 
     def populate(self, limit_bytes: int) -> None:
         """Enter the first `limit_bytes` into the page tables, so that copies cause no page faults. Optional."""
-        with contextlib.suppress(OSError):  # an older kernel maps pages as they are touched
+        with contextlib.suppress(OSError):  # raised by an older kernel, which maps pages at the first access
             self._memory.populate(limit_bytes)
 
     def holds(self, slot: Slot) -> bool:

@@ -7,7 +7,7 @@ from kvstore.buffers import ByteArray
 from kvstore.messages import BlockKey, BlockOutcome, FetchResult, TierStatus
 
 GONE_KEYS = 1 << 18
-"""Lost blocks that wait to be reported. The oldest are dropped; a router then believes them to be stored."""
+"""Most lost blocks that wait to be reported. Older ones are not reported, so routers go on believing that they are stored."""
 
 
 class TierStatistics:
@@ -33,14 +33,14 @@ class TierStatistics:
         self.count(hits=len(hits), misses=len(answers) - len(hits), bytes_read=sum(hits))
 
     def mark_gone(self, keys: Iterable[BlockKey]) -> None:
-        """Note blocks that the tier does not have."""
+        """Record blocks that the tier does not have, for `gone`."""
         with self._lock:
             self._gone.update(dict.fromkeys(keys))
             while len(self._gone) > GONE_KEYS:
                 del self._gone[next(iter(self._gone))]
 
     def mark_present(self, keys: Iterable[BlockKey]) -> None:
-        """Note blocks that the tier has now."""
+        """Record that the tier has these blocks now, so that `gone` does not report them."""
         with self._lock:
             for key in keys:
                 self._gone.pop(key, None)

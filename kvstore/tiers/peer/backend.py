@@ -5,12 +5,12 @@ Rules:
 1. A peer fills its own pool. This tier only reads, unless `push` is set; then a chain is written to its owner.
 2. Rendezvous hashing of peer and first block orders the peers for each chain; the first peer is the owner. This needs no
    table, and the order hardly changes when peers come and go.
-3. The peer that was last seen to hold a block is asked first, then the others in that order, until `look_ups` peers have
-   answered. A peer that does not answer is left alone for a while, and so is one whose blocks are often damaged in transit
-   (`kvstore.tiers.fence`).
+3. The peer that had the block at the last look-up is asked first, then the others in rendezvous order, until `look_ups`
+   peers have answered. A peer that does not answer is not asked for a while, and neither is a peer whose blocks are often
+   damaged in transit (`kvstore.tiers.fence`).
 4. Peers are asked only for blocks in their memory (max wait 0), so that two nodes never wait for each other's tiers.
-5. The checksum that was published with a block is verified on the bytes that arrive. A peer is told of bad blocks, and
-   drops a block if it finds it bad too. `connect` decides how peers authenticate each other.
+5. The checksum that was published with a block is verified on the bytes that arrive. Bad blocks are reported to the peer,
+   which removes a block if it finds the block bad too. `connect` decides how peers authenticate each other.
 """
 
 import threading
@@ -34,9 +34,9 @@ from kvstore.tiers.remote import BackendHealth, BlockRead, BlockWrite, RemoteTie
 from kvstore.tiers.second_reading import ReadingVerdict
 from kvstore.tiers.statistics import TierStatistics
 
-HINTS = 1 << 16  # blocks with a known holder
-SUSPECTS = 4096  # blocks that were found bad lately
-SUSPECT_FOR = Nanos(60 * SECOND)  # in this time, peers can write the blocks again
+HINTS = 1 << 16  # most blocks for which the peer that had them is remembered
+SUSPECTS = 4096  # most blocks that are remembered because they were found bad
+SUSPECT_FOR = Nanos(60 * SECOND)  # time for which a bad block is not asked for, so that peers can write it again
 
 Which = TypeVar("Which")
 
@@ -108,7 +108,7 @@ class PeerBackend:
         return longest
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """Ask the peers that were seen to hold the blocks, with at most `connections.RUNS` look-ups for each peer."""
+        """Ask the peers that had the blocks at the last look-up, with at most `connections.RUNS` look-ups for each peer."""
         there: set[BlockKey] = set()
         asked: dict[tuple[str, bytes], list[BlockKey]] = {}
         for key in keys:
@@ -144,13 +144,13 @@ class PeerBackend:
         if failure is not None:
             raise failure
 
-    def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:  # noqa: ARG002 - asks no peer
+    def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:  # noqa: ARG002 - no peer is asked
         """Leave the blocks to their peers, and do not ask for them for a while."""
         self._suspects.note(keys, self._clock.now())
         self._hints.drop(keys)
 
-    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:  # noqa: ARG002 - asks no peer
-        """Return UNREAD: peers examine their blocks themselves when they are told that one is bad."""
+    def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:  # noqa: ARG002 - no peer is asked
+        """Return UNREAD, because peers examine their own blocks after a report of a bad block."""
         return ReadingVerdict.UNREAD
 
     def health(self) -> BackendHealth:
@@ -185,7 +185,8 @@ class PeerBackend:
         if owners[0] == self._settings.own_address:
             there.update(dict.fromkeys(work, False))
             return
-        copies = {key: write.block.copy() for key, write in work.items()}  # the store client takes checksums of these
+        # The store client reads a block twice, and the block may change.
+        copies = {key: write.block.copy() for key, write in work.items()}
         sound = [key for key in work if crc32c([copies[key]]) == work[key].crc32c]
         there.update((key, False) for key in work if key not in set(sound))
         self._statistics.count(corrupt=len(work) - len(sound))
@@ -239,10 +240,11 @@ class PeerBackend:
     def _candidates(self, key: BlockKey) -> list[str]:
         ranked = [address for address in ranking(self._settings.peers, key) if address != self._settings.own_address]
         hinted = self._hints.recall(key)
-        return sorted(ranked, key=lambda address: address != hinted)  # the sort is stable
+        # A stable sort, so the other peers keep their order.
+        return sorted(ranked, key=lambda address: address != hinted)
 
     def _owners(self, key: BlockKey) -> list[str]:
-        """Return the peer that owns the chain of the block. After `leave`, return all peers, the owner first."""
+        """Return the peer that owns the chain which begins with this block. After `leave`, return all peers, the owner first."""
         ranked = ranking(self._settings.peers, key)
         return ranked if self._left else ranked[:1]
 
@@ -254,7 +256,7 @@ class PeerBackend:
         blocks: Sequence[ByteArray],
         deadline: Nanos,
     ) -> tuple[str, int, list[bool]]:
-        """Push to the first of these peers that answers; return it and the result of `PeerNodeConnection.push`.
+        """Push to the first of these peers that answers; return its address and the result of `PeerNodeConnection.push`.
 
         Raises:
             TierFailed: No peer answers.
@@ -267,7 +269,7 @@ class PeerBackend:
         return last, *self._connection(last, namespace).push(names, blocks, deadline)
 
     def _share(self, deadline: Nanos, asked: int) -> Nanos:
-        """Divide the time left by the number of look-ups that may follow."""
+        """Return the deadline of the next look-up: now, and the time left divided by the look-ups that may follow."""
         now = self._clock.now()
         return Nanos(now + (deadline - now) // max(self._settings.look_ups - asked, 1))
 
@@ -311,7 +313,7 @@ def ranking(peers: Sequence[str], key: BlockKey) -> list[str]:
 
 
 class PeerHints:
-    """The peer that was last seen to hold each block."""
+    """Remembers for each block the peer that had it at the last look-up."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -333,7 +335,7 @@ class PeerHints:
 
 
 class SuspectBlocks:
-    """Blocks that were found bad lately."""
+    """Remembers which blocks were found bad lately."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -17,8 +17,8 @@ from kvstore.net.addresses import host_port, unix_path
 from kvstore.tiers.fence import Fence
 from kvstore.tiers.remote import BackendHealth
 
-RUNS = 8  # runs of consecutive blocks fetched from one peer in one call
-LEASE_AFTER_SECONDS = 1.0  # time by which an unreleased lease outlasts its call
+RUNS = 8  # most runs of consecutive blocks that one call fetches from one peer
+LEASE_AFTER_SECONDS = 1.0  # a lease lasts this much longer than the deadline of its call, if it is not released
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class PeerStore(Protocol):
 
 
 Connect = Callable[[str, KvNamespace, float], PeerStore]
-"""Connects to the node at an address within that many seconds; raises `StoreError`."""
+"""A function that connects to the node at an address, within a number of seconds; it raises `StoreError`."""
 
 
 class PeerNodeConnection:
@@ -68,7 +68,7 @@ class PeerNodeConnection:
         self._lock = threading.Lock()
         self._store: PeerStore | None = None
         self._closed = False
-        self._guard = threading.Lock()  # guards the fence
+        self._guard = threading.Lock()  # lock of the fence and its count
         self._fence = Fence()
         self._reported_damaged = 0
 
@@ -90,7 +90,7 @@ class PeerNodeConnection:
         return len(self._match(self._open(deadline), names, 0, deadline))
 
     def fetch(self, names: Sequence[BlockHash], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
-        """Fetch the blocks that the peer has, run by run; after each run it skips one missing block.
+        """Fetch the blocks that the peer has, run by run; after each run, one missing block is skipped.
 
         Raises:
             TierFailed: The peer did not answer, or announced blocks and delivered none.
@@ -115,7 +115,7 @@ class PeerNodeConnection:
         return answers
 
     def _report_to_fence(self, store: PeerStore, good: Sequence[bool]) -> None:
-        """Report blocks that were read to the fence."""
+        """Tell the fence how many of the blocks that were read are sound, and how many were damaged in transit."""
         damaged = store.counters().damaged
         with self._guard:
             more, self._reported_damaged = max(damaged - self._reported_damaged, 0), damaged
@@ -196,7 +196,8 @@ class PeerNodeConnection:
         except (StoreError, ValueError) as error:
             raise TierFailed(f"{self._address}: {error}") from error
         finally:
-            if self._clock.now() < deadline:  # after the deadline, the lease ends by itself
+            if self._clock.now() < deadline:
+                # After the deadline, no call is made, because the lease soon ends by itself.
                 store.release(match.lease_id, deadline=deadline)
         self._report_to_fence(store, good)
         for index, (is_there, slot) in enumerate(zip(good, match.slots, strict=True), start):

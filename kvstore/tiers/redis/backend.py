@@ -25,8 +25,8 @@ from kvstore.tiers.remote_records import HEAD_BYTES, FramedRecord, RecordFramer,
 from kvstore.tiers.second_reading import ReadingsDiffer, ReadingVerdict, judge
 from kvstore.tiers.statistics import TierStatistics
 
-FIND_BLOCKS = 256  # in one round trip
-VALUE_BYTES = 512 << 20  # largest value that a server takes (proto-max-bulk-len)
+FIND_BLOCKS = 256  # most blocks that are looked up in one round trip
+VALUE_BYTES = 512 << 20  # largest value in bytes that a server accepts (proto-max-bulk-len)
 
 
 def open_redis(
@@ -60,7 +60,7 @@ class RedisBackend:
         self._records = records
         self._statistics = statistics
 
-    def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:  # noqa: ARG002 - any length
+    def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:  # noqa: ARG002 - blocks of any length fit
         return self._records.knows(key)
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
@@ -107,7 +107,7 @@ class RedisBackend:
     def close(self) -> None:
         self._connections.close()
 
-    # Within one turn on a connection
+    # The functions below run while a connection is used exclusively
 
     def _are_held(self, pipe: RedisPipeline, keys: Sequence[BlockKey]) -> list[bool]:
         heads = zip(keys, self._heads(pipe, keys), strict=True)
@@ -204,7 +204,7 @@ class RedisBackend:
                 answers[index] = GONE
                 continue
             answers[index] = self._records.take(wanted.key, value, wanted.into)
-            value.skip()  # only after the answer is noted: skipping an oversized value may exceed the deadline
+            value.skip()  # after the answer is recorded, because skipping an oversized value may exceed the deadline
 
     @contextmanager
     def _reading(self, key: BlockKey, deadline: Nanos) -> Iterator["ValueReading | None"]:
@@ -224,13 +224,13 @@ class RedisBackend:
 
 
 def _require_only_wrong_type(error: RedisErrorReply) -> None:
-    """Raise the error again unless it says that the key holds something else than a string."""
+    """Raise the error again, unless its meaning is that the key has a value of another type than string."""
     if error.code != "WRONGTYPE":
         raise error
 
 
 class _NotAString(Exception):
-    """The key holds something else than a string."""
+    """The key has a value of another type than string."""
 
 
 class ValueReading:

@@ -20,7 +20,7 @@ Answer = TypeVar("Answer")
 
 
 class RedisConnections:
-    """Connections to one server. Thread-safe."""
+    """Pool of connections to one server. Thread-safe."""
 
     def __init__(self, settings: RedisSettings, connect: Callable[[Nanos], RedisPipeline], clock: Clock):
         """Begin without connections; `connect` opens one by a deadline, or raises `TierFailed`."""
@@ -33,7 +33,7 @@ class RedisConnections:
         self._closed = False
 
     def turn(self, act: Callable[[RedisPipeline], Answer], deadline: Nanos) -> Answer:
-        """Let `act` send requests and read their replies, on a connection for its exclusive use.
+        """Call `act` with a connection for its exclusive use, on which it sends requests and reads their replies.
 
         Raises:
             TierFailed: No connection was available, or `act` failed or did not end by the deadline.
@@ -48,7 +48,7 @@ class RedisConnections:
 
     @contextmanager
     def fresh(self, deadline: Nanos) -> Iterator[RedisPipeline]:
-        """Open a new connection, and close it afterwards. Raises the same errors as `turn`."""
+        """Yield a new connection, which is closed afterwards; raise the same errors as `turn`."""
         if self._closed:
             raise TierFailed(f"{self._settings.place}: the tier is closed")
         pipe = self._connect(deadline)
@@ -66,7 +66,8 @@ class RedisConnections:
                 return self._run_turn(kept, act, deadline)
             except TierFailed:
                 if kept.answered or self._clock.now() >= deadline:
-                    raise  # without an answer, the server may have restarted or closed the idle connection
+                    # Without a reply, the call is repeated: the server may have restarted, or closed the idle connection.
+                    raise
         return self._run_turn(self._connect(deadline), act, deadline)
 
     def _take_idle(self) -> RedisPipeline | None:
@@ -98,7 +99,7 @@ class RedisConnections:
         return answer
 
     def close(self) -> None:
-        """Close idle connections now, and the others after their turn."""
+        """Close idle connections now, and the connections in use after their current call."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -147,11 +148,11 @@ class RedisConnector:
 
 @contextmanager
 def _cut_after(within_seconds: float, connection: Any) -> Iterator[None]:
-    """Limit the whole handshake; the library applies its timeout to each piece of a reply."""
+    """Shut the connection down after the given time; the library limits only each piece of a reply, not a handshake."""
 
     def cut() -> None:
         if (opened := connection._sock) is not None:  # noqa: SLF001 - no public accessor
-            with suppress(OSError):  # already closed
+            with suppress(OSError):  # raised if the socket is closed already
                 opened.shutdown(socket.SHUT_RDWR)
 
     end = threading.Timer(within_seconds, cut)

@@ -4,8 +4,9 @@ Rules:
 
 1. Payloads are sent from the caller's memory and received into it; only heads and short replies are copied. The client
    libraries copy each value two or three times, which is slower than the server.
-2. Every operation ends by the deadline of the turn. After an `OSError` or `ValueError` the connection has lost the
-   boundary between replies, so its owner closes it. After a `RedisErrorReply` it can be used further.
+2. A turn is a sequence of requests and their replies, with one deadline, by which every operation ends. After an
+   `OSError` or `ValueError` the boundary between two replies is unknown, so the owner closes the connection. After a
+   `RedisErrorReply` the connection can be used further.
 3. A server sends nothing but replies. Bytes that arrive between two turns belong to a damaged or repeated reply, and would
    be read as replies to the next requests. A connection with such bytes is not used again (`is_quiet`).
 """
@@ -17,8 +18,8 @@ from collections.abc import Callable, Iterable
 from kvstore.buffers import BufferRun
 from kvstore.clock import Clock, Nanos, seconds
 
-BUFFER_BYTES = 4096  # for lines and the heads of values; payloads bypass the buffer
-LINE_BYTES = 2048  # longest reply line
+BUFFER_BYTES = 4096  # size of the buffer for lines and the heads of values; payloads bypass it
+LINE_BYTES = 2048  # length of the longest reply line that is accepted, in bytes
 
 
 class RedisErrorReply(Exception):
@@ -41,11 +42,11 @@ class RedisPipeline:
         self._deadline = Nanos(0)
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
-        self._start = self._end = 0  # of the unread bytes in the buffer
-        self.answered = False  # whether a reply has arrived in this turn
+        self._start = self._end = 0  # where the unread bytes in the buffer begin and end
+        self.answered = False  # True if a reply has arrived in this turn
 
     def begin(self, deadline: Nanos) -> None:
-        """Begin a turn: requests, and as many replies."""
+        """Begin a turn (rule 2), in which each request gets one reply."""
         self._deadline = deadline
         self.answered = False
 
@@ -97,7 +98,7 @@ class RedisPipeline:
         return None if length < 0 else RedisValue(self, length)
 
     def fill(self, into: memoryview) -> None:
-        """Read the next bytes of the reply."""
+        """Fill `into` with the next bytes of the reply."""
         at_hand = min(len(into), self._end - self._start)
         into[:at_hand] = self._view[self._start : self._start + at_hand]
         self._start += at_hand

@@ -7,9 +7,10 @@ Rules:
 2. An object is written as a whole or not at all, and only where none exists, if the server supports that
    (``If-None-Match: *``). `kvstore.tiers.remote_records` verifies each object. A bad object is read again by new
    connections, and removed only if it is stored that way.
-3. The length of a stored prefix is searched for, since chains are written from their start. Each round sends `parallel`
-   HEAD requests and divides the range by that number: three rounds for thousands of blocks, one for a complete chain. A
-   missing block in the middle shows when the blocks are fetched. Blocks that were seen lately are not asked about again.
+3. `find` searches for the length of the stored prefix, because chains are written from their start. Each round sends
+   `parallel` HEAD requests and divides the range by that number. Three rounds are enough for thousands of blocks, and one
+   for a complete chain. A missing block in the middle is noticed when the blocks are fetched. Blocks that were found
+   lately are not asked about again.
 4. The bucket's lifecycle rules decide what is evicted.
 """
 
@@ -37,7 +38,7 @@ THERE_ALREADY = frozenset({"412", "PreconditionFailed"})
 BEING_WRITTEN = frozenset({"409", "ConditionalRequestConflict"})
 UNCONDITIONAL_ONLY = frozenset({"501", "NotImplemented"})
 FULL = frozenset({"507", "EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"})
-"""Error codes of the object store, or of HTTP."""
+"""Codes of an object store's errors, or HTTP statuses, by which it refuses an object because it is full."""
 
 Name = TypeVar("Name")
 Item = TypeVar("Item")
@@ -84,7 +85,7 @@ class S3Backend:
         self._conditional = True
         self.threads = DaemonThreads("kvstore-s3", settings.parallel)
 
-    def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:  # noqa: ARG002 - any length
+    def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:  # noqa: ARG002 - blocks of any length fit
         return self._records.knows(key)
 
     def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:
@@ -93,7 +94,7 @@ class S3Backend:
         )
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """Return which blocks are stored; a block that was seen lately counts as stored (rule 3)."""
+        """Return which blocks are stored; a block that was found lately counts as stored (rule 3)."""
         now = self._clock.now()
         recalled = {key: self.sightings.recall(key, now) for key in keys}
         there = {key: is_there for key, is_there in recalled.items() if is_there is not None}
@@ -131,7 +132,7 @@ class S3Backend:
         self.threads.close()
         self.clients.close()
 
-    # One request
+    # Operations with one request
 
     def _exists(self, client: Any, key: BlockKey) -> bool:
         try:
@@ -148,7 +149,7 @@ class S3Backend:
         if framed is None:
             return False
         conditional = self._conditional
-        if self.sightings.is_suspect(key):  # rule 2: a conditional put would leave what is there
+        if self.sightings.is_suspect(key):  # a conditional put (rule 2) would not replace the object that is there
             key_state = self._records.key_state(key, self._head(client, key, deadline), write.block.nbytes)
             if key_state is not RemoteKeyState.FREE:
                 return key_state is RemoteKeyState.HELD
@@ -235,7 +236,7 @@ class S3Backend:
         self.sightings.note(key, self._clock.now(), is_there=is_there)
         return is_there
 
-    # Several requests
+    # Operations with several requests
 
     def _each(
         self,
@@ -264,7 +265,7 @@ class S3Backend:
         answers: dict[Name, Answer],
         deadline: Nanos,
     ) -> BaseException | None:
-        """Do the work of `_each`, and return the error that it raises."""
+        """Do the work of `_each`; return its error instead of raising it, or None."""
         attempts: dict[Name, Future[Answer]] = {}
         failure: BaseException | None = None
         for name, item in items.items():

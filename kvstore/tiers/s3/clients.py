@@ -11,13 +11,13 @@ from kvstore.errors import StoreNotStarted
 from kvstore.tiers.s3.settings import S3Settings
 
 FIELDS = {"ParamValidationError": "bucket", "InvalidRegionError": "region", "ProfileNotFound": "profile"}
-"""The setting to blame for each of these errors of the library."""
+"""Name of the setting that causes each of these errors of the library."""
 
 WAITS_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Timeouts for connecting, and again for the answer to begin. The library fixes them for each client, so there is a client
 for each timeout. A request uses the longest timeout that is at most half of the time left."""
 
-CHUNK_BYTES = 1 << 20  # most bytes received between two checks of the deadline
+CHUNK_BYTES = 1 << 20  # most bytes that are received between two checks of the deadline
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ class S3Clients:
 
     def __init__(self, settings: S3Settings):
         import boto3  # noqa: PLC0415 - an extra; only a node with this tier has it
-        from botocore import config, exceptions, parsers  # noqa: PLC0415
-        from urllib3 import exceptions as http  # noqa: PLC0415 - comes with it
+        from botocore import config, exceptions, parsers  # noqa: PLC0415 - boto3 depends on it
+        from urllib3 import exceptions as http  # noqa: PLC0415 - botocore depends on it
 
         self.client_error: type[Exception] = exceptions.ClientError
         self.connection_closed: type[Exception] = exceptions.ConnectionClosedError
@@ -41,7 +41,7 @@ class S3Clients:
             ValueError,  # the library raises this and the next two on invalid response heads
             TypeError,
             LookupError,
-            RecursionError,  # endless redirects
+            RecursionError,  # raised if redirects never end
         )
         self._no_credentials = (
             exceptions.NoCredentialsError,
@@ -90,13 +90,13 @@ class S3Clients:
             self._log_unreachable(error)
 
     def within(self, left_seconds: float) -> Any | None:
-        """Return a client that waits no longer than that in all; None if every timeout is too long."""
+        """Return a client whose timeouts add up to at most the given time; None if every client's timeouts are longer."""
         waits = [wait for wait in WAITS_SECONDS if wait <= left_seconds / 2]
         return self._client(waits[-1]) if waits else None
 
     @contextmanager
     def fresh(self, left_seconds: float) -> Iterator[Any | None]:
-        """Make a client like `within`, with connections of its own, and close it afterwards."""
+        """Yield a client as `within` returns, but with connections of its own, which are closed afterwards."""
         waits = [wait for wait in WAITS_SECONDS if wait <= left_seconds / 2]
         if not waits:
             yield None
@@ -130,7 +130,7 @@ class S3Clients:
                 retries={"total_max_attempts": 1},
                 max_pool_connections=self._settings.parallel,
                 tcp_keepalive=True,
-                request_checksum_calculation="when_required",  # values hold their own checksums
+                request_checksum_calculation="when_required",  # our values have checksums of their own
                 response_checksum_validation="when_required",
                 s3={"addressing_style": self._settings.addressing, "payload_signing_enabled": False},
             ),

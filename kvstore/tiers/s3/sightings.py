@@ -1,4 +1,4 @@
-"""S3 sightings: which objects were seen lately, and a search that asks about many objects with few requests."""
+"""S3 sightings: remember which objects were found or missing lately, and search for a stored prefix with few requests."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ class S3Sightings:
         self._suspects: RecentMap[BlockKey, None] = RecentMap(SEEN_KEYS)
 
     def note(self, key: BlockKey, now: Nanos, *, is_there: bool) -> None:
-        """Note that an object exists and seems undamaged, or that it is missing."""
+        """Record that an object exists and seems undamaged, or that it is missing."""
         with self._lock:
             self._suspects.forget(key)
             self._seen.note(key, (is_there, Nanos(now + (self._known if is_there else self._missing))))
 
     def suspect(self, key: BlockKey) -> None:
-        """Note that an object is unusable here, or that its deletion was requested."""
+        """Record that an object is unusable here, or that its deletion was requested."""
         with self._lock:
             self._seen.forget(key)
             self._suspects.note(key, None)

@@ -25,7 +25,7 @@ SEGMENT = re.compile(r"segment-\d{6}")
 LOCK = "lock"
 PROBE = "probe"
 
-BLOCK_BYTES = 512  # unit of st_blocks on every device
+BLOCK_BYTES = 512  # size in bytes of the unit of `st_blocks` in a file's status, on every device
 NO_DIRECT_IO = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
@@ -37,7 +37,7 @@ class DiskFile(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """The size of the file when it was opened."""
+        """Size of the file when it was opened."""
         ...
 
     def read(self, into: Sequence[ByteArray], offset: int) -> int:
@@ -66,10 +66,10 @@ class DiskFile(Protocol):
 class DiskSpace(Struct, frozen=True, kw_only=True):
     """The space of a folder's file system, in bytes."""
 
-    device: int  # equal for folders on the same file system
-    total: int  # 0: unknown
+    device: int  # id of the file system; equal for folders on the same one
+    total: int  # size of the file system; 0: unknown
     free: int
-    ours: int  # used by the segments in this folder
+    ours: int  # space that the segments in this folder use
 
 
 class Disk(Protocol):
@@ -208,7 +208,7 @@ class PosixFile:
             count = os.preadv(self._file, run.front(run.left), offset + total)
             total += count
             run.advance(count)
-            if not count or count % PAGE_BYTES:  # end of the file
+            if not count or count % PAGE_BYTES:  # the end of the file was reached
                 break
         return total
 

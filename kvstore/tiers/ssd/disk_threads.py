@@ -20,7 +20,9 @@ from kvstore.pool.extents import PAGE_BYTES
 from kvstore.tiers.ssd.disk import aligned
 
 BATCH_RECORDS = 256
-"""Records in one system call. Each has up to three pieces (header, payload, partial page), and 1,024 pieces are allowed."""
+"""Most records in one system call. A record has up to three pieces (header, payload, partial page), and the system allows
+1,024 pieces.
+"""
 
 LEAST_BATCH_BYTES = 256 << 10
 """Smallest batch that is worth another thread."""
@@ -91,7 +93,7 @@ class DiskThreads:
     def _help(self) -> None:
         while (entry := self._calls.get()) is not None:
             self._work(*entry)
-            del entry  # it holds the buffers of a finished call
+            del entry  # releases the buffers of the finished call before the thread waits for the next job
 
     def _work(self, call: "_JobGroup", deadline: Nanos) -> None:
         while call.has_more() and (left := deadline - self._clock.now()) > 0:

@@ -1,8 +1,8 @@
 """SSD index: which blocks the tier holds, and in which record each lies. A block takes about 200 bytes of memory.
 
-One dictionary serves all namespaces. It maps the 32 bytes of a key to a number: the segment's slot in the high bits, the
-record's ordinal within the segment in the low bits. Page and length are in the segment's arrays. Its owner holds a lock
-to change the index; look-ups need no lock.
+One dictionary serves all namespaces. It maps the 32 bytes of a key to a number, which has the segment's slot in the high
+bits and the record's ordinal within the segment in the low bits. Page and length are in the segment's arrays. To change
+the index, its owner must lock it; look-ups need no lock.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -14,17 +14,20 @@ from kvstore.namespace import DIGEST_BYTES
 from kvstore.tiers.ssd.segments.record_format import Key
 from kvstore.tiers.ssd.segments.segment import Segment, record_pages
 
-ORDINAL_BITS = 20  # a segment of 2 GiB holds fewer of the smallest records
+ORDINAL_BITS = 20  # bits of a record's ordinal: even a segment of 2 GiB has fewer than 2**20 of the smallest records
 ORDINALS = (1 << ORDINAL_BITS) - 1
 
 
 class RecordLocation(Struct, frozen=True):
-    """Where a block lies. Fields are positional, because one object is made for each block that is read."""
+    """Place of a block in the segments.
+
+    Created with positional arguments, because one object is made for each block that is read.
+    """
 
     segment: Segment
     ordinal: int
     page: int
-    length: int  # of the payload, in bytes
+    length: int  # length of the payload in bytes
 
 
 def flat(key: BlockKey) -> Key:
@@ -54,11 +57,11 @@ class SsdIndex:
         return list(self._places)
 
     def slot(self) -> int:
-        """Return the slot of the next segment to enroll."""
+        """Return the slot of the segment that is enrolled next."""
         return len(self._segments)
 
     def enroll(self, segment: Segment) -> None:
-        """Add a segment; blocks may lie in it from now on."""
+        """Add a segment to the index; records of the segment can be added from now on."""
         assert segment.slot == len(self._segments), (segment.slot, len(self._segments))
         self._segments.append(segment)
 
@@ -69,7 +72,7 @@ class SsdIndex:
         return RecordLocation(segment, ordinal, segment.pages[ordinal], segment.lengths[ordinal])
 
     def leading(self, keys: Sequence[BlockKey], digests: Container[bytes]) -> int:
-        """Return how many leading blocks are stored and of these namespaces; 512 keys take 0.1 ms."""
+        """Return how many leading blocks are stored, up to the first one of another namespace; 512 keys take 0.1 ms."""
         places = self._places
         for count, key in enumerate(keys):
             if key.digest + key.name not in places or key.digest not in digests:
@@ -77,11 +80,11 @@ class SsdIndex:
         return len(keys)
 
     def add(self, segment: Segment, key: Key, page: int, length: int) -> None:
-        """Enter a written record."""
+        """Add a record that has been written."""
         self._point(segment, segment.add(key, page, length))
 
     def restore(self, segment: Segment) -> None:
-        """Enter all records of an opened segment; a block that another segment also holds now belongs to this one."""
+        """Add all records of an opened segment. If another segment has the same block, the index uses this segment's record."""
         for ordinal in range(len(segment.keys)):
             self._point(segment, ordinal)
 
@@ -94,7 +97,7 @@ class SsdIndex:
         return place
 
     def drop_record(self, place: RecordLocation) -> bool:
-        """Remove a block if it is still at that place; return whether it was."""
+        """Remove a block if its record is still at this place; return whether it was there."""
         key = place.segment.keys[place.ordinal]
         if self._places.get(key) != _packed(place.segment, place.ordinal):
             return False

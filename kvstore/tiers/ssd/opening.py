@@ -1,4 +1,4 @@
-"""Opening of the SSD tier: locks the directories, and reads what their segments hold."""
+"""Opening of the SSD tier: locks the directories, and finds out which blocks their segments contain."""
 
 import logging
 import resource
@@ -16,7 +16,7 @@ from kvstore.tiers.ssd.settings import MIN_SEGMENTS, SsdSettings, footprint
 from kvstore.tiers.ssd.state import SsdState
 from kvstore.tiers.ssd.volume import AdmitRewrite, Volume
 
-SPARE_FILES = 256  # descriptors for everything else in the process
+SPARE_FILES = 256  # number of file descriptors that are left for the rest of the process
 
 Disks = Callable[[str], Disk]
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 def open_volumes(
     settings: SsdSettings, state: SsdState, clock: Clock, *, disks: Disks, score: Score, admit_rewrite: AdmitRewrite
 ) -> list[Volume]:
-    """Open one volume for each directory, and enter the blocks found there into the index.
+    """Open one volume for each directory, and add the blocks that are found there to the index.
 
     Raises:
         StoreNotStarted: A setting cannot be used here; the message begins with its name. Nothing is left open.
@@ -100,7 +100,7 @@ def _take(disks: Disks, field: str, folder: str) -> Disk:
         return disks(folder)
     except DirectoryInUse:
         raise StoreNotStarted(f"{field}: {folder} is in use by another process; give each process its own") from None
-    except (OSError, ValueError) as error:  # a zero byte in the path raises ValueError
+    except (OSError, ValueError) as error:  # ValueError: the path contains a zero byte
         raise StoreNotStarted(f"{field}: {folder!r} cannot be used: {reason(error)}") from error
 
 

@@ -92,7 +92,8 @@ class SsdReader:
         except OSError as failure:
             error = failure
             volume.read_failures.failed(failure)
-            for each in run:  # another read would fail again, after as long a time
+            for each in run:
+                # All blocks of the run are dropped, because another read would fail again, after as long a time.
                 self._state.drop(each.place)
         else:
             volume.read_failures.worked()
@@ -121,7 +122,7 @@ class SsdReader:
                 self._condemn(place)
 
     def _report(self, place: RecordLocation) -> None:
-        """Log the first bad block of a segment; the counter has the number of bad blocks."""
+        """Log a bad block if it is the first one of its segment; a counter has the number of all bad blocks."""
         segment = place.segment
         with self._state.lock:
             is_first, segment.is_damaged = not segment.is_damaged, True
@@ -132,7 +133,7 @@ class SsdReader:
             )
 
     def _condemn(self, place: RecordLocation) -> None:
-        """Drop a block, and overwrite its header so that no footer restores it. The caller has pinned the segment."""
+        """Remove a block, and overwrite its header so that recovery cannot restore it. The caller has pinned the segment."""
         if not self._state.drop(place):
             return
         volume = self._volumes[place.segment.folder]
@@ -156,10 +157,10 @@ class SsdReader:
 
 
 class _ReadCall:
-    """The results of one call's operations."""
+    """Collects the results of the operations of one `get` call."""
 
     def __init__(self) -> None:
-        self.done = 0  # finished operations
+        self.done = 0  # number of finished operations
         self.late = False
         self.results: list[RecordReadResult] = []
         self.errors: list[OSError] = []

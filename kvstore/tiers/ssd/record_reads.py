@@ -21,9 +21,9 @@ from kvstore.tiers.ssd.segments.segment import record_pages
 
 
 class RecordRead(Struct, frozen=True):
-    """One block to read. Fields are positional, because one object is made for each block."""
+    """One block to read. Created with positional arguments, because one object is made for each block."""
 
-    index: int  # in the call
+    index: int  # index of the block in the call
     key: BlockKey
     place: RecordLocation
     codec: Codec
@@ -31,16 +31,16 @@ class RecordRead(Struct, frozen=True):
 
 
 class RecordFinding(Enum):
-    """The state in which a record was found."""
+    """State of a record that was read."""
 
     GOOD = auto()
-    BAD = auto()  # damaged, incomplete, or another block's
+    BAD = auto()  # the record is damaged, incomplete, or of another block
     DISCARDED = auto()
-    OTHER_CODEC = auto()  # written under other settings
+    OTHER_CODEC = auto()  # the record was written with another codec, under other settings
 
 
 class RecordReadResult(Struct, frozen=True):
-    """The result of one `RecordRead`."""
+    """Result of one `RecordRead`."""
 
     wanted: RecordRead
     finding: RecordFinding
@@ -74,12 +74,12 @@ def read(file: DiskFile, nonce: bytes, run: Sequence[RecordRead], scratch: Scrat
 
 
 class _PendingRecord(Struct, frozen=True):
-    """The buffers that receive one record: the payload goes into the destination if possible, the rest into scratch."""
+    """Buffers that receive one record: the payload goes to the destination if possible, everything else to scratch memory."""
 
     wanted: RecordRead
-    header: ByteArray  # one page
-    copy: ByteArray  # pages for the whole payload; empty if the payload goes directly into the destination
-    tail: ByteArray  # a page for the end of a direct payload
+    header: ByteArray  # one page, for the header
+    copy: ByteArray  # pages for the whole payload; empty if the payload goes directly to the destination
+    tail: ByteArray  # one page, for the last bytes of a payload that goes directly to the destination
 
     def pieces(self) -> list[ByteArray]:
         if self.copy.nbytes:
@@ -119,7 +119,7 @@ class _PendingRecord(Struct, frozen=True):
 
     @property
     def _whole(self) -> int:
-        """Bytes of the payload that fill whole pages."""
+        """Number of bytes of the payload that fill whole pages."""
         return self.wanted.place.length - self.wanted.place.length % PAGE_BYTES
 
 

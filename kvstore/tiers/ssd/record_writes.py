@@ -13,12 +13,12 @@ from kvstore.tiers.ssd.segments.record_format import Key, RecordHeader, record_h
 
 
 class SsdWrite(Struct, frozen=True):
-    """One encoded block to write. Fields are positional, because one object is made for each block."""
+    """One encoded block to write. Created with positional arguments, because one object is made for each block."""
 
     key: Key
-    content: ByteArray  # encoded by the codec
+    content: ByteArray  # the block as the codec encodes it
     codec_id: int
-    crc32c: int  # of the content
+    crc32c: int  # CRC-32C of `content`
 
 
 def compose(

@@ -15,7 +15,7 @@ from kvstore.tiers.ssd.segments.record_format import Key
 from kvstore.tiers.ssd.segments.segment import Segment, SegmentState
 
 GONE_KEYS = 1 << 20
-"""Lost blocks that wait to be reported. The oldest are dropped; a router then believes them to be stored."""
+"""Most lost blocks that wait to be reported. Older ones are not reported, so routers go on believing that they are stored."""
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +35,15 @@ class SsdCounters(Struct):
 
 
 class SsdState:
-    """The state of one tier. `lock` guards all of it and the state of all segments; it is not held during I/O."""
+    """State of one tier. `lock` guards all of it and the state of all segments; it is never locked during I/O."""
 
     def __init__(self, codecs: Callable[[bytes], Codec]) -> None:
         self.lock = threading.Condition()
         self.index = SsdIndex()
         self.writing: set[Key] = set()  # blocks that calls are writing now
-        self.rescuing: set[Key] = set()  # blocks that were read from an evicted segment and not yet written again
+        self.rescuing: set[Key] = set()  # blocks that were read from an evicted segment and were not written again yet
         self.count = SsdCounters()
-        self.sequence = 0  # the last one assigned
+        self.sequence = 0  # the sequence number that was assigned last
         self._codecs = codecs
         self._gone: deque[Key] = deque(maxlen=GONE_KEYS)
 
@@ -67,7 +67,7 @@ class SsdState:
             segment.readers += 1
 
     def release(self, segment: Segment, readers: int = 1) -> None:
-        """Note that readers have finished with the segment."""
+        """Record that readers have finished with the segment."""
         with self.lock:
             segment.readers -= readers
             if segment.state is SegmentState.LEAVING and not segment.readers:
@@ -75,7 +75,7 @@ class SsdState:
                 self.lock.notify_all()
 
     def drop(self, place: RecordLocation) -> bool:
-        """Drop the block at a place; return False if it was no longer there."""
+        """Remove the block at a place; return False if the block was no longer there."""
         with self.lock:
             key = place.segment.keys[place.ordinal]
             dropped = self.index.drop_record(place)
@@ -84,7 +84,7 @@ class SsdState:
             return dropped
 
     def drop_all(self, segment: Segment) -> int:
-        """Drop all blocks of a segment; return their number."""
+        """Remove all blocks of a segment; return their number."""
         with self.lock:
             keys = self.index.empty(segment)
             self._gone.extend(keys)
@@ -95,14 +95,15 @@ class SsdState:
         with self.lock:
             keys = [key for key in dict.fromkeys(self._gone) if key not in self.index]
             self._gone.clear()
-            self._gone.extend(key for key in keys if key in self.rescuing)  # they may be written again: decide later
+            # Whether they are lost is decided later, because they may be written again.
+            self._gone.extend(key for key in keys if key in self.rescuing)
             return [block_key(key) for key in keys if key not in self.rescuing]
 
 
 class FailureLog:
     """Logs when operations of one kind begin to fail in a folder, and when they work again.
 
-    A race between threads can at worst log a line twice.
+    If two threads use it at the same time, a line may be logged twice.
     """
 
     def __init__(self, what: str, folder: str) -> None:

@@ -9,8 +9,8 @@ Rules:
 3. While a call reads from a segment, its file is not reused (`kvstore.tiers.ssd.segments.segment`).
 4. No operation begins after its call's deadline. An operation that hangs in the system cannot be cancelled: its call
    returns only when the operation does, and its buffers stay in use. A caller that cannot wait needs a deadline of its
-   own. Calls that wait behind it give up at their deadline, and calls beyond `max_calls` at once.
-5. A failed operation loses only its own blocks. A call raises `TierFailed` only if nothing else came of it.
+   own. Calls that wait behind a hanging operation end at their deadline, and calls beyond `max_calls` end at once.
+5. A failed operation loses only its own blocks. A call raises `TierFailed` only if it has no other result.
 6. Writes are synced only if the settings ask for it. A killed process loses no written bytes, and after a power cut a
    block is either complete or a miss.
 """
@@ -37,12 +37,12 @@ from kvstore.tiers.ssd.volume import AdmitRewrite, Volume
 from kvstore.tiers.ssd.writer import SsdWriter
 
 NAME = "ssd"
-CLOSE_SECONDS = 5.0  # time for running calls to end when the tier is closed
+CLOSE_SECONDS = 5.0  # longest time for running calls to end when the tier is closed
 
 log = logging.getLogger(__name__)
 
 
-def refuse_rewrites(size_bytes: int) -> bool:  # noqa: ARG001 - an `AdmitRewrite`
+def refuse_rewrites(size_bytes: int) -> bool:  # noqa: ARG001 - the signature of an `AdmitRewrite`
     """Refuse to copy blocks out of an evicted segment."""
     return False
 
@@ -58,7 +58,7 @@ class SsdTier:
         self.disk_threads = DiskThreads(NAME, settings.threads, clock)
         self._writer = SsdWriter(settings, state, volumes, self.disk_threads, clock)
         self._reader = SsdReader(settings, state, volumes, self.disk_threads, clock)
-        self.calls = 0  # running calls; guarded by the lock of `state`
+        self.calls = 0  # number of running calls; guarded by the lock of `state`
         self._closed = False
 
     @classmethod
@@ -104,7 +104,7 @@ class SsdTier:
     def finds_in_memory(self) -> bool:
         return True
 
-    def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:  # noqa: ARG002 - it takes no time
+    def find(self, keys: Sequence[BlockKey], deadline: Nanos) -> int:  # noqa: ARG002 - the index is in memory, so the call never waits
         if self._closed:
             raise TierFailed("the SSD tier is closed")
         known = {digest for digest in {key.digest for key in keys} if self.state.codec(digest) is not None}
@@ -171,7 +171,7 @@ class SsdTier:
 
     @property
     def rescued(self) -> int:
-        """Blocks that were copied out of evicted segments."""
+        """Number of blocks that were copied out of evicted segments."""
         return self.state.count.rescued
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class SsdTier:
 
     @contextmanager
     def _running_call(self) -> Iterator[bool]:
-        """Count a running call; give False if there are too many."""
+        """Count a running call while the context is open; yield False if there are too many."""
         with self.state.lock:
             if self._closed:
                 raise TierFailed("the SSD tier is closed")

@@ -4,11 +4,12 @@ Rules:
 
 1. All segments together, with the file system's own blocks for them, stay under the cap. A new file is made only if it
    fits; otherwise a whole segment is evicted.
-2. An evicted segment first loses its blocks, under the lock. Its file is reused when no call reads from it any more.
-   Blocks in demand are read from it before, and written to the next segment, if the write budget allows it.
-3. The file system is used only outside the lock. The call that needs a segment makes room; others wait until their
-   deadline.
-4. A circuit breaker keeps calls away from a directory that cannot be written to.
+2. The blocks of an evicted segment are first removed from the index, under the lock. Its file is reused when no call
+   reads from it any more. Blocks that were read often are read from the file before it is reused, and written to the next
+   segment, if the write budget allows it.
+3. The file system is used only outside the lock. One call that needs a segment makes room; other calls wait for it until
+   their deadline.
+4. A circuit breaker stops writes to a directory that cannot be written to.
 """
 
 import itertools
@@ -49,7 +50,7 @@ RESUME_SHARE = 8
 """After a restart, records are appended to a segment if at least 1/RESUME_SHARE of it is free."""
 
 AdmitRewrite = Callable[[int], bool]
-"""Decides whether that many bytes may be copied out of an evicted segment (`SsdSettings.rescue_hits`)."""
+"""A function that decides whether a number of bytes may be copied out of an evicted segment (`SsdSettings.rescue_hits`)."""
 
 
 class RecordRun(Struct, frozen=True):
@@ -79,7 +80,7 @@ class Volume:
     ) -> None:
         self.disk = disk
         self.segments: list[Segment] = []
-        self.breaker = CircuitBreaker()  # for writes
+        self.breaker = CircuitBreaker()  # stops writes (rule 4)
         self.read_failures = FailureLog("reads fail, blocks are misses", disk.folder)
         self.write_failures = FailureLog("writes fail, blocks are not kept", disk.folder)
         self._growth_failures = FailureLog("no further segment can be made, using the existing ones", disk.folder)
@@ -92,7 +93,7 @@ class Volume:
         self._bytes = 0
         self._active: Segment | None = None
         self._rotation = threading.Lock()
-        self._scratch = Scratch()  # belongs to the holder of `_rotation`
+        self._scratch = Scratch()  # used only by the thread that has locked `_rotation`
         self._names = set(disk.segments())
 
     # Start
@@ -104,7 +105,7 @@ class Volume:
 
     @property
     def can_hold(self) -> int:
-        """Number of segments of the configured size that fit under the cap."""
+        """Number of segments of the configured size that fit under the directory's cap."""
         return max(self._limit_bytes, 0) // footprint(self._settings.segment_bytes)
 
     def restore(self, found: Sequence[tuple[Segment, RecoveredSegment | UnreadableSegment]], now: Nanos) -> None:
@@ -218,7 +219,7 @@ class Volume:
             segment.used_at = self._clock.now()
 
     def _finish_write(self, segment: Segment) -> None:
-        """Note that a writer has finished; the last writer of a full segment seals it."""
+        """Record that a writer has finished; seal a full segment after its last writer."""
         with self._state.lock:
             segment.writers -= 1
             is_last = segment.state is SegmentState.FULL and not segment.writers
@@ -294,7 +295,7 @@ class Volume:
                 victim = None if free is not None else self._choose()
                 if victim is not None:
                     victim.state = SegmentState.LEAVING
-                    victim.readers += 1  # this call
+                    victim.readers += 1  # this call reads from the segment too
                 hot = self._hot(victim) if victim is not None and not rescued else []
             if free is not None:
                 if free.size_bytes == self._settings.segment_bytes:
@@ -375,7 +376,7 @@ class Volume:
     # Blocks rescued from an evicted segment
 
     def _hot(self, victim: Segment) -> list[RecordLocation]:
-        """Return the blocks that are worth rescuing, the most often read ones first."""
+        """Return the blocks that are worth rescuing, beginning with the ones that were read most often."""
         if not self._settings.rescue_hits:
             return []
         hits = victim.record_hits
@@ -385,7 +386,7 @@ class Volume:
     def _read_rescued(
         self, victim: Segment, hot: Sequence[RecordLocation], share_bytes: int, deadline: Nanos
     ) -> list[SsdWrite]:
-        """Read blocks to rescue, within share, write budget and time; leave out bad ones."""
+        """Read blocks to rescue, within `rescue_share`, the write budget and the time left; leave out bad blocks."""
         left_bytes = share_bytes
         payloads = []
         for place in hot:

@@ -139,9 +139,9 @@ class _Item(Struct, frozen=True):
 
 
 class _WriteCall:
-    """The results of one call's batches."""
+    """Collects the results of the batches of one `put` call."""
 
     def __init__(self) -> None:
-        self.done = 0  # finished batches
+        self.done = 0  # number of finished batches
         self.late: set[Key] = set()  # blocks of batches that ended after the deadline
         self.errors: list[OSError] = []

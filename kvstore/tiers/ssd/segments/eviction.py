@@ -1,7 +1,8 @@
 """Segment eviction: scores that decide which segment is evicted when the space is used up. Does no I/O.
 
-The segment with the lowest score goes first. Blocks that are written together belong to requests of the same time, and
-mostly become useless together. So a segment is judged as a whole, and blocks in demand may be copied out of it before.
+The segment with the lowest score is evicted first. Blocks that are written together belong to requests of the same time,
+and mostly become useless together. Therefore a whole segment has one score. Blocks that are read often may be copied out
+of a segment before its eviction.
 """
 
 import math
@@ -14,17 +15,17 @@ from kvstore.tiers.ssd.settings import SegmentEviction
 
 
 class SegmentUse(Struct, frozen=True, kw_only=True):
-    """How a segment is used."""
+    """Data about the use of a segment, from which scores are computed."""
 
-    sequence: int  # grows from segment to segment
-    blocks: int  # readable blocks
-    live_share: float  # share of the segment's bytes in readable blocks
-    hits: int  # reads of its blocks since they were written
-    used_at: Nanos  # when a block was last read or written
+    sequence: int  # sequence number of the segment; a segment that is begun later has a higher one
+    blocks: int  # number of readable blocks
+    live_share: float  # share of the segment's bytes that readable blocks occupy, from 0 to 1
+    hits: int  # number of reads of its blocks since they were written
+    used_at: Nanos  # instant at which a block was last read or written
 
 
 Score = Callable[[SegmentUse, Nanos], float]
-"""Returns the value of keeping a segment; of equal segments, the older one is evicted first."""
+"""A function that returns the value of keeping a segment at an instant; of equal segments, the older one is evicted first."""
 
 
 def reuse(use: SegmentUse, now: Nanos) -> float:
@@ -40,13 +41,13 @@ def reuse(use: SegmentUse, now: Nanos) -> float:
     return -idle_seconds / (use.live_share * (1 + math.log2(1 + use.hits / use.blocks)))
 
 
-def least_recent(use: SegmentUse, now: Nanos) -> float:  # noqa: ARG001 - a `Score`
-    """Score by the last use only."""
+def least_recent(use: SegmentUse, now: Nanos) -> float:  # noqa: ARG001 - the signature of a `Score`
+    """Score by the time of the last use only, so that the least recently used segment is evicted first."""
     return float(use.used_at)
 
 
-def oldest(use: SegmentUse, now: Nanos) -> float:  # noqa: ARG001 - a `Score`
-    """Score by the order of writing."""
+def oldest(use: SegmentUse, now: Nanos) -> float:  # noqa: ARG001 - the signature of a `Score`
+    """Score by the order of writing, so that the oldest segment is evicted first."""
     return float(use.sequence)
 
 

@@ -35,15 +35,16 @@ RECORD_MAGIC = b"FRec"
 FOOTER_MAGIC = b"FleetEnd"
 DISCARDED = b"Gone"
 
-HEAD = struct.Struct("<8sI4x8sQQ")  # magic, version, nonce, sequence, bytes of the file
-RECORD = struct.Struct("<4sHBx8sQ32sIII")  # magic, version, codec, nonce, sequence, key, page, length, checksum
-ENTRY = struct.Struct("<32sII")  # key, page, length
+HEAD = struct.Struct("<8sI4x8sQQ")  # head of a segment: magic, version, nonce, sequence, bytes of the file
+# Header of a record: magic, version, codec, nonce, sequence, key, page, length, checksum.
+RECORD = struct.Struct("<4sHBx8sQ32sIII")
+ENTRY = struct.Struct("<32sII")  # entry of the footer's table: key, page, length
+# Trailer: magic, version, nonce, sequence, last sequence, entries, next page, pages of the table, checksum of the table.
 TRAILER = struct.Struct("<8sI4x8sQQIIII")
-# magic, version, nonce, sequence, last sequence, entries, next page, pages of the table, its checksum
 CHECKSUM = struct.Struct("<I")  # CRC-32C of the preceding structure
 
 TRAILER_PAGES = 1
-FIRST_PAGE = 1  # of records
+FIRST_PAGE = 1  # first page of a segment with records; page 0 has the head
 
 Key = bytes
 """32 bytes: namespace digest, then name."""
@@ -53,29 +54,29 @@ class SegmentHead(Struct, frozen=True, kw_only=True):
     """The head of a segment file."""
 
     nonce: bytes
-    sequence: int  # grows from segment to segment
+    sequence: int  # sequence number; a segment that is begun later has a higher one
     file_bytes: int
 
 
 class RecordHeader(Struct, frozen=True):
-    """The header of one block. Fields are positional, because one object is made for each block."""
+    """Header of one record. Created with positional arguments, because one object is made for each block."""
 
     key: Key
-    page: int  # page of the header
-    length: int  # of the payload, in bytes
+    page: int  # number of the page with the header
+    length: int  # length of the payload in bytes
     codec_id: int
     sequence: int
-    crc32c: int  # of the payload
+    crc32c: int  # CRC-32C of the payload
 
 
 class SegmentFooter(Struct, frozen=True, kw_only=True):
-    """The trailer's content."""
+    """Content of a segment's trailer."""
 
     nonce: bytes
-    sequence: int  # of the segment
-    last_sequence: int  # of its records
+    sequence: int  # sequence number of the segment
+    last_sequence: int  # highest sequence number of its records
     entries: int
-    next_page: int  # after the last record
+    next_page: int  # first page after the last record
     table_pages: int
     table_crc32c: int
 
@@ -85,7 +86,7 @@ class NewerSegmentFormat(Exception):
 
 
 def footer_pages(entries: int) -> int:
-    """Return the pages of a footer: the table of so many blocks, and the trailer."""
+    """Return the number of pages of a footer with a table of this many entries, including the trailer."""
     return pages_for(entries * ENTRY.size) + TRAILER_PAGES
 
 

@@ -1,8 +1,9 @@
-"""Segment recovery: finds out what a segment file holds when the tier is opened.
+"""Segment recovery: finds out which records a segment file contains when the tier is opened.
 
-An undamaged footer is trusted, because each read of a block compares its header anyway. If the footer is missing (the process
-was killed) or damaged, the whole file is read, and each record with an undamaged header and payload counts. The writes of a
-killed process may have reached the file in any order, so the search goes on page by page after a damaged record.
+An undamaged footer is trusted, because each read of a block compares its header anyway. If the footer is damaged, or is
+missing because the process was killed, the whole file is read. Each record with an undamaged header and payload then
+counts. The writes of a killed process may have reached the file in any order, so the search continues page by page after
+a damaged record.
 """
 
 from array import array
@@ -31,23 +32,23 @@ from kvstore.tiers.ssd.segments.record_format import (
 from kvstore.tiers.ssd.segments.segment import record_pages
 
 WINDOW_PAGES = 1024
-"""Pages read at a time when a file is searched: 4 MiB, enough for a disk's full speed."""
+"""Number of pages that are read at a time when a file is searched: 4 MiB, enough for a disk's full speed."""
 
 
 class RecoveredSegment(Struct, frozen=True, kw_only=True):
-    """The contents of a segment file."""
+    """Contents of a segment file, as recovery found them."""
 
     nonce: bytes
     sequence: int
-    next_page: int  # after the last undamaged record
-    last_sequence: int  # the highest of the segment and its records
+    next_page: int  # first page after the last undamaged record
+    last_sequence: int  # highest sequence number of the segment and its records
     keys: list[Key]
     pages: "array[int]"
     lengths: "array[int]"
 
 
 class UnreadableSegment(Struct, frozen=True):
-    """The file cannot be used; it is overwritten when its space is needed."""
+    """The file cannot be used as a segment; it is overwritten when its space is needed."""
 
     reason: str
 
@@ -126,7 +127,7 @@ def _from_records(file: DiskFile, nonce: bytes, sequence: int, size_pages: int) 
 
 
 class _Window:
-    """A window over a file's pages, which reads large pieces."""
+    """Buffer over a part of a file, which reads many pages at a time."""
 
     def __init__(self, file: DiskFile, size_pages: int) -> None:
         self._file = file
@@ -136,7 +137,7 @@ class _Window:
         self._count = 0
 
     def pages(self, first: int) -> ByteArray:
-        """Return some pages from this one on, shape [pages, 4096]; none after the end of the file."""
+        """Return one or more pages, beginning with the given one, in shape [pages, 4096]; none after the end of the file."""
         if not self._first <= first < self._first + self._count:
             wanted = min(WINDOW_PAGES, self.size_pages - first)
             read = self._file.read([self._buffer[: wanted * PAGE_BYTES]], first * PAGE_BYTES) if wanted > 0 else 0
@@ -163,7 +164,7 @@ def _next_header(window: _Window, nonce: bytes, page: int) -> RecordHeader | Non
     signs, wanted = np.frombuffer(begin, np.uint8), np.frombuffer(nonce, np.uint8)
     while len(rows := window.pages(page)):
         if (record := read_record_header(rows[0], nonce, page)) is not None:
-            return record  # the usual case
+            return record  # the usual case: the next record begins right here
         alike = (rows[:, : len(begin)] == signs).all(axis=1) & (rows[:, nonce_at] == wanted).all(axis=1)
         for index in np.flatnonzero(alike):
             number = page + int(index)

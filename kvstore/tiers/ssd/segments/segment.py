@@ -1,4 +1,4 @@
-"""Segment: the state in memory of one segment file. Its owner holds the lock; the segment does no I/O itself.
+"""Segment: the state in memory of one segment file. The caller locks it (`SsdState.lock`); the segment does no I/O itself.
 
     FREE -> ACTIVE -> FULL -> SEALED -> LEAVING -> FREE
 
@@ -17,7 +17,7 @@ from kvstore.tiers.ssd.disk import DiskFile
 from kvstore.tiers.ssd.segments.eviction import SegmentUse
 from kvstore.tiers.ssd.segments.record_format import FIRST_PAGE, NONCE_BYTES, Key, footer_pages
 
-MOST_HITS = 255  # counters of a record stop here
+MOST_HITS = 255  # largest number of reads that is counted for one record
 
 
 class SegmentState(Enum):
@@ -29,7 +29,7 @@ class SegmentState(Enum):
 
 
 class Segment:
-    """One file and its blocks. A block's ordinal counts the blocks that became readable before it."""
+    """One file and its blocks. The ordinal of a block is the number of blocks that became readable before it."""
 
     __slots__ = (
         "file", "folder", "hits", "is_damaged", "keys", "lengths", "live", "live_pages", "name", "next_page", "nonce", "pages", "promised",
@@ -37,38 +37,38 @@ class Segment:
     )  # fmt: skip
 
     def __init__(self, slot: int, folder: str, name: str, file: DiskFile) -> None:
-        self.slot = slot  # in the index
+        self.slot = slot  # number of the segment in the index
         self.folder = folder
         self.name = name
         self.file = file
         self.size_bytes = file.size_bytes
         self.state = SegmentState.FREE
-        self.readers = 0  # calls that read from the file now
-        self.writers = 0  # calls that write records to the file now
+        self.readers = 0  # number of calls that read from the file now
+        self.writers = 0  # number of calls that write records to the file now
         self.begin(bytes(NONCE_BYTES), 0, Nanos(0))
         self.state = SegmentState.FREE
 
     def begin(self, nonce: bytes, sequence: int, now: Nanos) -> None:
-        """Reuse the file, without blocks."""
+        """Make the segment ACTIVE, without blocks, so that its file is written from the beginning."""
         assert not self.readers, (self.name, self.readers)
         assert not self.writers, (self.name, self.writers)
         self.state = SegmentState.ACTIVE
         self.nonce = nonce
         self.sequence = sequence
         self.next_page = FIRST_PAGE
-        self.promised = 0  # records that have been given places
+        self.promised = 0  # number of records that were given places
         self.keys: list[Key] = []
         self.pages = array("I")
         self.lengths = array("I")
         self.record_hits = bytearray()
-        self.live = 0  # blocks that are in the index
+        self.live = 0  # number of blocks of this segment that are in the index
         self.live_pages = 0
         self.hits = 0
         self.used_at = now
-        self.is_damaged = False  # whether a block was found bad
+        self.is_damaged = False  # True if a block was found bad
 
     def restore(self, keys: list[Key], pages: "array[int]", lengths: "array[int]", next_page: int) -> None:
-        """Enter the recovered contents of the file."""
+        """Take over the contents of the file that recovery has found."""
         self.keys, self.pages, self.lengths = keys, pages, lengths
         self.record_hits = bytearray(len(keys))
         self.promised = len(keys)
@@ -79,7 +79,7 @@ class Segment:
         return self.size_bytes // PAGE_BYTES
 
     def take(self, records: Sequence[int]) -> tuple[int, int]:
-        """Assign adjacent places to as many of these records as there is room for.
+        """Assign adjacent places to the first records, as many as there is room for.
 
         Args:
             records: Number of pages of each record.

@@ -2,11 +2,12 @@
 
 Rules:
 
-1. A renewed certificate serves all handshakes after it was read; open connections go on. Files that cannot be used are
-   logged once, and the certificate in use stays. So a broken renewal ends no service.
-2. A connection has a slot of its port's connection table from its first packet on, as a silent one. So clients that
-   never finish a handshake take no slot from others, and give way like other silent ones.
-3. The handshake has `first_byte_timeout_seconds`, like the first byte on a port without TLS.
+1. All handshakes after the reading of a renewed certificate use it; open connections go on. If the files cannot be used,
+   this is logged once, and the former certificate stays in use. A broken renewal therefore ends no service.
+2. A connection has a slot in its port's connection table before its handshake begins. Until the handshake has ended, it
+   counts as a silent connection (`fleet.net.connection_limits`), and is closed first when the table is full. Clients that
+   never finish a handshake therefore take no slot from others.
+3. A handshake must end within `first_byte_timeout_seconds`, like the first byte on a port without TLS.
 4. Why handshakes fail is logged, at most once a minute. The client gets the alert that TLS has for the cause.
 """
 
@@ -36,11 +37,11 @@ HTTP_1 = ("http/1.1",)
 HTTP_2 = ("h2",)
 """Application protocols (ALPN) of HTTP and gRPC ports."""
 
-ACCEPTED_PER_TURN = 64  # connections accepted before other events of the loop are handled
+ACCEPTED_PER_TURN = 64  # most connections that are accepted before other events of the event loop are handled
 OUT_OF_FILES = frozenset({EMFILE, ENFILE, ENOBUFS, ENOMEM})
 OUT_OF_FILES_SECONDS = 0.1
-FAILURE_ANSWER_SECONDS = 0.5  # time to send the alert or the plaintext answer after a failed handshake
-SHUTDOWN_SECONDS = 5.0  # for the client's part of the end of a TLS connection
+FAILURE_ANSWER_SECONDS = 0.5  # longest time to send the alert or the plaintext answer after a failed handshake
+SHUTDOWN_SECONDS = 5.0  # longest time for the client to answer the end of a TLS connection
 DAY_SECONDS = 86_400.0
 
 
@@ -56,7 +57,7 @@ class ServerCertificates:
         self._settings = settings
         self._unix_seconds = unix_seconds
         self._version = self._file_versions()
-        self._refused_version: object = None  # of files that were logged as unusable
+        self._refused_version: object = None  # version of the files that were logged as unusable
         self._warned_at = float("-inf")
         self._pem = self._read()
         self._end = _end_of(settings.certificate, self._pem["certificate"])
@@ -97,7 +98,7 @@ class ServerCertificates:
             pem, current = self._read(), self._build()
             end = _end_of(self._settings.certificate, pem["certificate"])
         except ConfigurationRefused as error:
-            # The certificate and the key are written one after the other, so this may be the time between both.
+            # The certificate and the key are written one after the other, so perhaps only one of them is new yet.
             self._refused_version = version
             log.warning("renewed certificate cannot be used, the old one stays", extra={"cause": str(error)})
             return False
@@ -138,7 +139,7 @@ class ServerCertificates:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(list(protocols))
         try:
-            # A passphrase is asked for on the terminal otherwise.
+            # Without `password`, OpenSSL would ask for the passphrase of an encrypted key on the terminal.
             context.load_cert_chain(settings.certificate, settings.key, password=lambda: b"")
         except (OSError, ValueError) as error:
             raise ConfigurationRefused(
@@ -159,7 +160,7 @@ class ServerCertificates:
         return self._end.timestamp()
 
     def _note_expiry(self) -> None:
-        """Warn once a day of a certificate that ends soon."""
+        """Log a warning once a day if the certificate ends soon."""
         now = self._unix_seconds()
         remaining = self.ends_at() - now
         if remaining > self._settings.expiry_warning_days * DAY_SECONDS or now - self._warned_at < DAY_SECONDS:
@@ -211,7 +212,7 @@ class TlsPort:
             table: The connection table of the port.
             client_log: Logs failed handshakes.
             limits: The limits of the port.
-            now: Returns the time in seconds by which the table orders connections.
+            now: Clock in seconds, by which the table orders connections.
             plaintext_answer: The answer to a client that does not speak TLS.
         """
         listening.setblocking(False)
@@ -228,7 +229,7 @@ class TlsPort:
         self._loop.add_reader(self._listening, self._accept)
 
     def close(self) -> None:
-        """Accept nothing new, and end running handshakes; established connections go on."""
+        """Accept no more connections, and end running handshakes; established connections go on."""
         if self._listening.fileno() < 0:
             return
         self._loop.remove_reader(self._listening)
@@ -246,7 +247,7 @@ class TlsPort:
                 if error.errno in OUT_OF_FILES:
                     self._loop.remove_reader(self._listening)
                     self._loop.call_later(OUT_OF_FILES_SECONDS, self._accept_again)
-                return  # otherwise the client has left meanwhile
+                return  # other errors mean that the client has left before its connection was accepted
             self._begin(accepted, client_key(peer))
 
     def _accept_again(self) -> None:
@@ -278,7 +279,8 @@ class TlsPort:
                     lambda: _Established(handshake, self._make),
                     handshake.accepted,
                     ssl=tls,
-                    ssl_handshake_timeout=2 * self._handshake_seconds,  # the timeout above ends it first
+                    # Never reached, because the timeout above is shorter.
+                    ssl_handshake_timeout=2 * self._handshake_seconds,
                     ssl_shutdown_timeout=SHUTDOWN_SECONDS,
                 )
         except OSError as error:
@@ -291,17 +293,17 @@ class TlsPort:
 
 
 class _Handshake:
-    """A connection whose handshake runs. Its slot in the table is that of a silent connection."""
+    """A connection whose handshake runs. It has a slot in the table, as a silent connection."""
 
     def __init__(self, accepted: socket.socket, table: ConnectionTable[Any]) -> None:
         self.accepted = accepted
         self.slot: ConnectionSlot[Any]
         self.task: asyncio.Task[None]
-        self.started = False  # True: the event loop owns the socket and closes it
+        self.started = False  # True if the event loop closes the socket; False if `end` has to close it
         self._table = table
 
-    def displace(self, *, silent: bool) -> None:  # noqa: ARG002 - it is always silent
-        """Close, because the table needs the slot."""
+    def displace(self, *, silent: bool) -> None:  # noqa: ARG002 - the connection is always silent
+        """Cancel the handshake and close the connection, because the table needs the slot."""
         self.task.cancel()
 
     def leave_table(self) -> None:
@@ -318,7 +320,7 @@ class _Handshake:
 
 
 class _Established(asyncio.Protocol):
-    """The protocol of a connection until its handshake ends; then its own one takes over."""
+    """Protocol of a connection during its handshake, which is then replaced by the protocol that `make` returns."""
 
     def __init__(self, handshake: _Handshake, make: Callable[[], asyncio.Protocol]) -> None:
         self._handshake = handshake

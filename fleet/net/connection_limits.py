@@ -1,20 +1,21 @@
-"""Limits of client connections: which ones a port admits, which one gives way to a newcomer, and when a slow reader must go.
+"""Limits of client connections: which ones a port admits, which one it closes for a new one, and when a client reads too slowly.
 
 Rules:
 
-1. A waiting connection is in one of the groups of `WaitingFor`. A connection whose request is being served never gives
-   way.
-2. In a full table a newcomer displaces a waiting connection. First go connections that have owed bytes for
-   `GRACE_SECONDS`: silent ones, then closing ones, then incomplete heads. If there is none, the one goes that has
-   waited longest, including idle ones; incomplete bodies go last. So the connections of one burst do not displace each
-   other while others have been idle for longer. If no connection waits, the newcomer is refused.
-3. One client address has a limited share of the connections. At that limit it makes room among its own connections only,
-   so it can never shut out another address.
-4. Every operation takes constant time. The start of a request is only noted; a newcomer that meets such a connection
-   removes it from its group, once per request.
-5. In each period a client must read all bytes that waited at its beginning, or at least a minimum number of bytes
-   (`SlowReader`). A client that reads one byte now and then is therefore disconnected like one that reads nothing. A
-   client that reads a long answer over a slow network is not.
+1. A connection that waits for its client is in one of the groups of `WaitingFor`. A connection whose request is being
+   served is never closed for another one.
+2. If the table is full, a new connection displaces a waiting one, which is closed. First come connections that have
+   waited for their client's next bytes for `GRACE_SECONDS`: silent ones, then closing ones, then incomplete heads. If
+   there is none, the connection that has waited longest is displaced, idle ones included; incomplete bodies come last.
+   The connections of one burst therefore do not displace each other while others have been idle for longer. If no
+   connection waits, the new one is refused.
+3. One client address has a limited share of the connections. At that limit, a new connection displaces only connections
+   of its own address, so one address can never shut out another one.
+4. Every operation takes constant time. The start of a request only sets a flag (`ConnectionSlot.served`). The search for
+   a connection to displace removes such connections from their groups, once per request.
+5. In each period a client must read all bytes that waited at the beginning of the period, or at least a minimum number
+   of bytes (`SlowReader`). A client that reads one byte now and then is therefore disconnected like one that reads
+   nothing. A client that reads a long answer over a slow network is not.
 """
 
 from collections import OrderedDict
@@ -26,21 +27,21 @@ from typing import Generic, Protocol, TypeVar
 from msgspec import Struct
 
 GRACE_SECONDS = 1.0
-"""The time for which a connection may owe the next bytes before it goes ahead of idle ones.
+"""Time for which a connection may wait for its client's next bytes before it is displaced earlier than idle connections.
 
-This covers several round trips around the world with a retransmission, and is a tenth of the default first-byte
+The time covers several round trips around the world with a retransmission, and is a tenth of the default first-byte
 timeout.
 """
 
 ORDER_SECONDS = 0.1
-"""Connections that began to wait within this time of each other may give way in any order, so that a connection that is
-served more often costs nothing here."""
+"""Connections that began to wait within this time of each other may be displaced in any order. Therefore a connection
+whose requests follow each other quickly need not be moved within its group."""
 
-IPV6_NETWORK_BITS = 64  # the usual size of one customer's network, so its addresses count as one
+IPV6_NETWORK_BITS = 64  # bits of the network of one customer, usually; addresses with equal bits count as one
 
 
 class WaitingFor(IntEnum):
-    """Groups of connections that may give way, in the order in which they do after `GRACE_SECONDS`."""
+    """Groups of connections that may be displaced, in the order in which they are after `GRACE_SECONDS`."""
 
     SILENT = 0
     """The client has never sent a byte."""
@@ -72,7 +73,7 @@ class ConnectionSlot(Generic[Client]):
         self.client = client
         self.address = address
         self.group: WaitingFor | None = None
-        """The group whose lists hold the slot; None after it has left them."""
+        """The group whose lists contain the slot; None while it is in no group."""
         self.since = 0.0
         """The time at which the connection began to wait in that group."""
         self.served = False
@@ -82,10 +83,10 @@ class ConnectionSlot(Generic[Client]):
 
 
 class ConnectionAdmission(Struct, Generic[Client], frozen=True):
-    """Answer to a newcomer."""
+    """Result of `ConnectionTable.admit` for a new connection."""
 
     slot: ConnectionSlot[Client] | None = None
-    """The slot of the newcomer; None if the table refused it."""
+    """The slot of the new connection; None if the table refused it."""
 
     displaced: Client | None = None
     """The connection that must be closed now; it has left the table."""
@@ -98,8 +99,8 @@ class ConnectionTable(Generic[Client]):
     def __init__(self, most: int, address_share: float) -> None:
         """Create an empty table for `most` connections; one client address may have the part `address_share` of them."""
         assert 0 < address_share <= 1
-        self.displaced = 0  # connections that gave way since the start
-        self.refused = 0  # newcomers that were refused since the start
+        self.displaced = 0  # number of connections that were displaced since the start
+        self.refused = 0  # number of new connections that were refused since the start
         self._most = most
         self._per_address = ceil(most * address_share)
         self._connections = 0
@@ -130,9 +131,10 @@ class ConnectionTable(Generic[Client]):
         return ConnectionAdmission(self._add(client, address, now), displaced.client, silent)
 
     def mark_waiting(self, slot: ConnectionSlot[Client], group: WaitingFor, now: float) -> None:
-        """Note that a connection waits from now on. A connection that has left the table is ignored.
+        """Record that a connection waits from now on. A connection that has left the table is ignored.
 
-        A connection that has waited in the same group all the time keeps its turn; one that was served goes to the end.
+        A connection that has waited in the same group all the time keeps its position; one that was served meanwhile moves
+        to the end of the group.
         """
         if slot.left:
             return
@@ -188,7 +190,7 @@ class ConnectionTable(Generic[Client]):
         return longest or self._longest_waiting(waiting, WaitingFor.BODY)
 
     def _longest_waiting(self, waiting: "_Groups[Client]", group: WaitingFor) -> ConnectionSlot[Client] | None:
-        """Return the slot of that group that has waited longest; None if the group is empty."""
+        """Return the slot of a group that has waited longest; None if the group is empty."""
         while (slot := waiting.longest_waiting(group)) is not None and slot.served:
             self._leave_group(slot)
         return slot
@@ -216,7 +218,7 @@ class _Groups(Generic[Client]):
     __slots__ = ("_members",)
 
     def __init__(self) -> None:
-        # By position and not by key, because hashing a member of an enum is slow.
+        # A list, indexed by the group's number, because hashing a member of an enum for a dict is slow.
         self._members: list[OrderedDict[ConnectionSlot[Client], None] | None] = [None] * len(WaitingFor)
 
     def add(self, slot: ConnectionSlot[Client], group: WaitingFor) -> None:
@@ -239,7 +241,7 @@ class _Groups(Generic[Client]):
         return list(self._members[group] or ())
 
     def longest_waiting(self, group: WaitingFor) -> ConnectionSlot[Client] | None:
-        """Return the slot that has been in that group longest; None if the group is empty."""
+        """Return the slot that has been in a group longest; None if the group is empty."""
         members = self._members[group]
         return next(iter(members)) if members else None
 
@@ -275,7 +277,7 @@ class _Buffer(Protocol):
 class WriteBufferCounter:
     """Counts the bytes that pass through the write buffer of a transport.
 
-    It looks at the buffer only when the transport pauses writing and when it resumes, so a write itself costs nothing.
+    It reads the buffer's size only when the transport pauses writing and when it resumes, so a write costs nothing more.
     """
 
     __slots__ = ("_left", "written")
@@ -286,11 +288,11 @@ class WriteBufferCounter:
         self._left = 0  # the buffer size when writing was last resumed
 
     def paused(self, transport: _Buffer) -> None:
-        """Note that the transport has paused writing."""
+        """Count the waiting bytes, because the transport has paused writing."""
         self.written += transport.get_write_buffer_size() - self._left
 
     def resumed(self, transport: _Buffer) -> None:
-        """Note that the transport has resumed writing."""
+        """Record the bytes that are still in the buffer, because the transport has resumed writing."""
         self._left = transport.get_write_buffer_size()
 
 
@@ -302,11 +304,11 @@ class SlowReader:
     def __init__(self, period: float, min_bytes: int) -> None:
         """Create the limit for a client that has nothing to read.
 
-        In each `period`, in the unit of the times given to `overdue`, the client must read `min_bytes` if so many wait.
+        In each `period`, in the unit of the times given to `overdue`, the client must read `min_bytes` if as many wait.
         """
         self._period = period
         self._min_bytes = min_bytes
-        self._began: float | None = None  # start of the present period; None while nothing waits
+        self._began: float | None = None  # start of the present period; None while no bytes wait
         self._goal = 0
 
     def overdue(self, now: float, waiting: int, written: int) -> bool:

@@ -21,21 +21,21 @@ from kvstore.security.tls_diagnosis import diagnose_address
 T = TypeVar("T")
 
 CALL_SECONDS = 2.0
-DIAGNOSIS_SECONDS = 0.5  # for each of a few connections, once per outage
+DIAGNOSIS_SECONDS = 0.5  # limit for each of the few connections of a TLS diagnosis, which is made once per outage
 OPTIONS = (
-    # etcd closes connections that ping more often than every 5 s or while no call runs on them.
+    # etcd closes a connection if its client pings more often than every 5 s, or while no call runs on the connection.
     ("grpc.keepalive_time_ms", 10_000),
     *PING_TIMEOUT,
-    # A broken connection must not delay the next attempt by gRPC's own backoff.
+    # Each channel has its own connections, so that gRPC's backoff after a broken connection does not delay the next try.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 class EtcdChannels:
-    """Holds one channel at a time, to the endpoint that answered last or else to the next one."""
+    """Owns one channel at a time: to the endpoint that answered last, or after a failure to the next endpoint."""
 
     def __init__(self, endpoints: Sequence[str], credentials: Credentials, section: str) -> None:
-        """Create the holder without connecting. No authority means no TLS; `section` is the settings section in messages.
+        """Prepare without connecting. Without an authority there is no TLS; `section` names the settings section in messages.
 
         Raises:
             ConfigurationRefused: A file of `credentials` cannot be read.
@@ -44,7 +44,7 @@ class EtcdChannels:
         self._tls = _tls(credentials, section)
         self._credentials = credentials
         self._field = f"{section}.credentials"
-        self._causes: dict[str, str] = {}  # TLS failure by endpoint; empty if TLS is not the cause
+        self._causes: dict[str, str] = {}  # why TLS failed, by endpoint; empty if TLS is not the cause
         self._turn = count(1)
         self._channel: grpc.aio.Channel | None = None
         self._at = self._endpoints[0]

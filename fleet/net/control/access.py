@@ -42,7 +42,7 @@ class ControlAccess:
 
     @property
     def asks(self) -> bool:
-        """Return whether callers over TCP must prove who they are."""
+        """Return whether callers over TCP must show a certificate or a proof of the secret."""
         return bool(self._access.control_key or (self._access.certificate and self._access.authority))
 
     def server(self, guard: SocketGuard | None = None, *, shared: bool = False) -> grpc.aio.Server:
@@ -50,7 +50,7 @@ class ControlAccess:
 
         Args:
             guard: Limits the connections of its TCP port; `open_port` runs it.
-            shared: Whether other processes may listen on the same port.
+            shared: True if other processes may listen on the same port.
         """
         key = self._access.control_key
         options = SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS
@@ -99,7 +99,7 @@ class ControlAccess:
 
 
 OPEN_ACCESS = ControlAccess()
-"""Requires nothing and proves nothing."""
+"""Access without credentials: callers need no proof, and calls carry none."""
 
 
 def load_control_access(field: str, credentials: Credentials) -> ControlAccess:

@@ -26,10 +26,10 @@ from kvstore.errors import StoreNotStarted
 from kvstore.net import unix_sockets as sockets
 from kvstore.net.addresses import unix_path
 
-LONGEST_PARENT = 40  # characters, so that socket paths stay within Unix's 107
-DEFAULT_PARENT = "/tmp"  # noqa: S108 - see `private_folder`
+LONGEST_PARENT = 40  # most characters of the parent folder, so that socket paths stay within Unix's limit of 107
+DEFAULT_PARENT = "/tmp"  # noqa: S108 - `private_folder` checks owner and mode of the folder in it
 ALTERNATIVES = "set control_listen to a unix:/path of your own, or to host:port with control_credentials"
-EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
+EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104 - these hosts are compared with an address and never bound
 THIS_HOST = ("127.0.0.1", "localhost", "[::1]", *EVERY_HOST)
 
 
@@ -107,7 +107,7 @@ def locked_folder(address: str) -> Iterator[None]:
     Without the lock, another process could take the socket for one of a dead process, and remove it.
 
     Raises:
-        ConfigurationRefused: The folder does not exist, or others keep it locked.
+        ConfigurationRefused: The folder does not exist, or other processes keep it locked.
     """
     try:
         with sockets.folder_lock("control_listen", unix_path(address)):
@@ -118,7 +118,7 @@ def locked_folder(address: str) -> Iterator[None]:
 
 @contextmanager
 def private_umask() -> Iterator[None]:
-    """Create files for this user alone meanwhile; the body must not await."""
+    """Make files that are created within the context accessible to this user alone; the body must not await."""
     before = os.umask(0o077)
     try:
         yield
@@ -138,7 +138,7 @@ def _remove_dead_sockets(folder: Path) -> None:
     """Remove the sockets of killed processes."""
     with locked_folder(f"unix:{folder}/any.sock"):
         for path in folder.glob("*.sock"):
-            with suppress(OSError):  # its process may remove it meanwhile
+            with suppress(OSError):  # raised if its own process removes the socket meanwhile
                 own = sockets.identity(str(path))
                 if stat.S_ISSOCK(path.lstat().st_mode) and _is_dead(path):
                     sockets.remove(str(path), own)

@@ -1,7 +1,7 @@
 """Handling of gRPC calls in all services: parse messages, report rejections with details, contain errors and disconnects.
 
-Requests are taken as bytes, because the library answers unparsable ones with INTERNAL. A client that sends invalid
-UTF-8 or an oversized message gets a typed error like every other client.
+Handlers take requests as bytes, because the library would answer unparsable requests with INTERNAL. A client that sends
+invalid UTF-8 or an oversized message therefore gets a typed error, as for every other mistake.
 """
 
 import asyncio
@@ -18,8 +18,9 @@ from fleet.net.grpc.errors import encode_status
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_BYTES = 8 << 20  # as over HTTP
-WRITE_SECONDS = 30.0  # as over HTTP; the library would wait for a caller that never reads until its deadline
+MAX_REQUEST_BYTES = 8 << 20  # size of the largest request message, as over HTTP
+# Longest wait for a caller that does not read, as over HTTP; the library itself waits until the deadline.
+WRITE_SECONDS = 30.0
 
 Context = Any
 """`grpc.aio.ServicerContext` for bytes: its type stubs require message types, which these calls do not have."""
@@ -40,9 +41,10 @@ async def answer_call(call: Awaitable[Answer], context: Context) -> Answer:
         await abort_call(context, refused)
     except grpc.aio.AbortError:
         raise
-    except (CallerDisconnected, grpc.aio.BaseError):  # the latter comes from library code that writes
-        raise asyncio.CancelledError from None  # the library is about to notice, and would log an error for a status
-    except Exception:  # supervisor: a bug in one call does not end the others
+    except (CallerDisconnected, grpc.aio.BaseError):  # BaseError: the library failed to write to the caller
+        # No status is sent: the library is about to notice the end of the call, and would log an error.
+        raise asyncio.CancelledError from None
+    except Exception:  # supervisor: an error in one call does not end the other calls
         log.exception("call failed")
         await abort_call(context, internal_error())
 
@@ -58,7 +60,7 @@ def unary_context_handler(method: Callable[[bytes, Context], Awaitable[Message]]
     async def handle(content: bytes, context: Context) -> Message:
         return await answer_call(method(content, context), context)
 
-    handler: Any = grpc.unary_unary_rpc_method_handler  # the type stubs know no coroutines
+    handler: Any = grpc.unary_unary_rpc_method_handler  # Any, because the type stubs do not allow coroutines
     return handler(handle, response_serializer=serialize)
 
 
@@ -87,7 +89,8 @@ class MessageWriter:
         self._limit = limit
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # when a message began to wait for the caller; None if none waits
+        # Time at which a message began to wait for the caller; None if no message waits.
+        self._since: float | None = None
         self._timer = self._loop.call_later(self._seconds, self._look)
 
     async def send(self, message: Message) -> None:
@@ -120,7 +123,7 @@ class MessageWriter:
 async def open_writer(context: Context, seconds: float) -> AsyncGenerator[MessageWriter]:
     """Yield a writer for calls that send a message per token.
 
-    It needs one timer per call, where `send_message` needs one per message, which costs a fifth of the message.
+    The writer needs one timer per call. `send_message` needs one per message, which takes a fifth of the message's time.
 
     Args:
         context: The call.

@@ -1,4 +1,4 @@
-"""gRPC servers of the ports for clients: one by libnghttp2, and gRPC's own as the fallback.
+"""gRPC servers of the ports for clients: one that uses libnghttp2, and gRPC's own server as the fallback.
 
 Both serve the same handlers, so services do not know which one runs. `GrpcSettings.library` chooses.
 """
@@ -17,7 +17,7 @@ from fleet.net.sockets import split_listen_address
 
 
 class MessageMemory(Protocol):
-    """Memory that the messages of running requests take; a port counts each message while its request runs."""
+    """Counts the memory that the messages of running requests take; a port counts each message while its request runs."""
 
     held_bytes: int
     max_held_bytes: int
@@ -76,7 +76,7 @@ class GrpcioServer:
 
 
 def _renewed_credentials(certificates: ServerCertificates) -> grpc.ServerCredentials:
-    """Return credentials for which the library asks at each handshake."""
+    """Return credentials whose certificate the library asks for at each handshake, so that a renewed one is used."""
 
     def current() -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration(
@@ -108,7 +108,7 @@ def client_server(
     if limits.library is GrpcLibrary.GRPCIO:
         return GrpcioServer(**arguments)
     try:
-        from fleet.net.grpc.http2 import Http2Server  # noqa: PLC0415 - the fallback runs where ngh2 does not load
+        from fleet.net.grpc.http2 import Http2Server  # noqa: PLC0415 - imported only here, so that the fallback works where ngh2 does not load
     except ImportError as error:
         raise ConfigurationRefused(
             f"grpc.library: ngh2 does not load ({error}); install it (pip install ngh2), or set grpcio"

@@ -10,11 +10,11 @@ from typing import Final
 from fleet.net.grpc.options import LONGEST_REQUEST_BYTES
 
 IDENTITY: Final = b"identity"
-_WINDOWS: Final = {b"gzip": 31, b"deflate": 15}  # zlib window bits for a gzip header and for its own
-ENCODINGS: Final = (IDENTITY, *_WINDOWS)  # names in `grpc-encoding`
+_WINDOWS: Final = {b"gzip": 31, b"deflate": 15}  # zlib's window bits: 31 for a gzip header, 15 for a zlib header
+ENCODINGS: Final = (IDENTITY, *_WINDOWS)  # values of the header `grpc-encoding`
 
-MAX_RATIO: Final = 32  # prose expands by a factor of 3 to 5, token ids by less
-ALWAYS_ALLOWED_BYTES: Final = 256 << 10  # a prompt of one repeated word is no attack: this takes half a millisecond
+MAX_RATIO: Final = 32  # largest size after decompression over the size before; text has 3 to 5, token ids have less
+ALWAYS_ALLOWED_BYTES: Final = 256 << 10  # allowed at any ratio, as a prompt of one repeated word: half a millisecond
 
 
 class DecompressedTooLarge(Exception):

@@ -1,18 +1,19 @@
 """gRPC server on the sockets of the event loop: HTTP/2 by libnghttp2 (`ngh2`), and gRPC on top of it.
 
-It takes the handlers of `grpc.aio.Server`, so services need not know it. The library's own server passes each message
-to a thread and back through a socket. Here all messages of one turn of the event loop leave in one write, for all calls
-of a connection. `fleet.net.grpc.http2_call` has the rules of calls. Rules of connections:
+This server takes the handlers of `grpc.aio.Server`, so services need not know which server runs. `grpc.aio.Server`
+passes each message to a thread and back through a socket. Here, all messages that a connection's calls send in one
+iteration of the event loop leave in one write. `fleet.net.grpc.http2_call` has the rules of calls. Rules of connections:
 
-1. A connection that is silent for `SILENCE_SECONDS` gets a ping, and is closed if it stays silent for as long again.
-   Time for which this process stood still does not count. A connection that never sends a byte is closed after
-   `first_byte_timeout_seconds`, and one that reads too slowly is closed as well (`SlowReader`).
-2. The library ends floods of resets, settings, pings and header blocks, within the limits of `CONFIGURATION`.
-3. The received bytes of all calls and the number of calls are bounded: by `max_held_bytes` plus `HELD_BYTES`. Long
-   messages may use half of `HELD_BYTES`, so they cannot shut out ordinary calls.
-4. A stopping server and an old connection tell their clients to leave. The calls of an old connection finish; those of
-   a stopping server get its grace period.
-5. A connection without calls may be closed at any time in favour of a newcomer (`ConnectionTable`).
+1. If no bytes have come from a client for `SILENCE_SECONDS`, it gets a ping. If none come for as long again, its
+   connection is closed. Time during which this process was stopped does not count. A connection is also closed if its
+   first byte does not come within `first_byte_timeout_seconds`, or if its client reads too slowly (`SlowReader`).
+2. libnghttp2 ends a connection that sends too many resets, settings, pings or header blocks, by the limits of
+   `CONFIGURATION`.
+3. The received bytes of all calls are bounded by `max_held_bytes` plus `HELD_BYTES`, and the number of calls by
+   `MAX_CALLS`. Long messages may use only half of `HELD_BYTES`, so they cannot shut out ordinary calls.
+4. When the server stops, or a connection gets old, clients are asked to open another connection. The calls of an old
+   connection finish; the calls of a stopping server get its grace period.
+5. A connection without calls may be closed at any time for a new connection (`ConnectionTable`).
 """
 
 import asyncio
@@ -45,23 +46,25 @@ from fleet.net.settings import DEFAULT_GRPC_LIMITS, MIB, GrpcSettings
 from fleet.net.sockets import BACKLOG, configure_client_socket, split_listen_address
 from kvstore.net.listeners import stop_listening
 
-HELD_BYTES = 256 << 20  # beyond `max_held_bytes`, for ordinary calls: 4,096 of `ORDINARY_BODY_BYTES`
-MAX_CALLS = 32_768  # concurrent calls
+HELD_BYTES = 256 << 20  # bytes for ordinary calls, besides `max_held_bytes`: 4,096 messages of `ORDINARY_BODY_BYTES`
+MAX_CALLS = 32_768  # most calls that run at a time
 MAX_QUEUED_BYTES = 8 << 10  # unsent bytes of one call above which its writer waits
 SILENCE_SECONDS = 5.0
 SWEEP_SECONDS = 1.0
-SHUTDOWN_NOTICE_SECONDS = 1.0  # between the shutdown notice and the last accepted call
-FINAL_FLUSH_SECONDS = 1.0  # for cancelled calls to end and the last bytes to leave when the server stops
+SHUTDOWN_NOTICE_SECONDS = 1.0  # time after the shutdown notice in which further calls of the client are still accepted
+FINAL_FLUSH_SECONDS = 1.0  # longest time for cancelled calls to end, and again for the last bytes to be sent
 
 CONFIGURATION = ngh2.Configuration(
     auto_window_update=False,
-    # Beyond these the whole connection ends, with all calls of a gateway, so calls have a lower limit.
+    # Beyond these two limits the whole connection ends, with all calls of a gateway. Calls therefore have a lower limit.
     max_inbound_header_list_size=64 << 10,
     max_inbound_header_count=1024,
-    stream_reset_rate_limit=(10_000, 1_000),  # gateways reset the calls of clients that left
+    # Burst, and resets per second; high, because a gateway resets the calls of clients that have left.
+    stream_reset_rate_limit=(10_000, 1_000),
 )
-SETTINGS = {0x3: 8192, 0x4: 256 << 10, 0x6: 16 << 10}  # concurrent streams, window of a call, size of a head
-WINDOW_BYTES = 4 << 20  # of a connection
+# HTTP/2 settings by id: most concurrent streams, bytes of the window of a call, bytes of a head.
+SETTINGS = {0x3: 8192, 0x4: 256 << 10, 0x6: 16 << 10}
+WINDOW_BYTES = 4 << 20  # bytes of the window of a connection
 
 
 class _CallDetails:
@@ -87,8 +90,8 @@ class Http2Server:
         """Create a server; `add_insecure_port` binds and `start` begins to serve.
 
         Args:
-            shared: Whether other processes may listen on the same port.
-            connection_seconds: The time, give or take a tenth, after which a client is asked to reconnect; 0 sets no
+            shared: True if other processes may listen on the same port.
+            connection_seconds: The time, varied by up to a tenth, after which a client is asked to reconnect; 0 sets no
                 limit.
             limits: Limits of connections.
             max_held_bytes: The limit for messages that arrive or are being served; beyond it long messages are refused.
@@ -112,7 +115,7 @@ class Http2Server:
         self._limit_log = ConnectionLimitLog(self.table)
         self.client_log = ClientLog(limits)
         self._listen = ""
-        self._left = asyncio.Event()  # set when the last client has left
+        self._left = asyncio.Event()  # set when the last connection has ended
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         self._handlers += handlers
@@ -151,7 +154,7 @@ class Http2Server:
         self._sweep = loop.create_task(self._sweep_forever())
 
     async def stop(self, grace: float | None) -> None:
-        """Accept nothing new, let calls finish for `grace` seconds, then cancel the rest."""
+        """Accept no more calls, let running calls finish for `grace` seconds, then cancel the others."""
         self.closing = True
         for stop in self._stop_listening:
             stop()
@@ -196,9 +199,9 @@ class Http2Server:
         return ""
 
     def over_memory_limit(self, *, long: bool) -> bool:
-        """Return whether the server holds as many received bytes as it may while messages arrive.
+        """Return whether too many received bytes are in memory for another message of this length to arrive.
 
-        Services reject complete long messages by `max_held_bytes`; this is the bound beyond that.
+        Services reject complete long messages by `max_held_bytes`; this higher limit holds while messages arrive.
         """
         return self.held_bytes > self.max_held_bytes + (HELD_BYTES // 2 if long else HELD_BYTES)
 
@@ -206,7 +209,7 @@ class Http2Server:
         self.connections.pop(connection, None)
         if connection.slot is not None:
             self.table.remove(connection.slot)
-            connection.slot = None  # break the reference cycle
+            connection.slot = None  # breaks a reference cycle
         if not self.connections:
             self._left.set()
 
@@ -233,7 +236,7 @@ class Http2Server:
     async def _sweep_forever(self) -> Never:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            await asyncio.sleep(0)  # uvloop wakes sleepers before it reads sockets
+            await asyncio.sleep(0)  # lets sockets be read first, because uvloop wakes sleeping tasks before that
             now = asyncio.get_running_loop().time()
             for connection in list(self.connections):
                 connection.check_limits(now)
@@ -250,8 +253,8 @@ class Http2Connection(asyncio.Protocol):
         self.http = ngh2.Connection(ngh2.Role.SERVER, CONFIGURATION)
         self.calls: dict[int, CallContext] = {}
         self.slot: ConnectionSlot[Http2Connection] | None = None  # None if the table was full
-        self._waiting: dict[CallContext, None] = {}  # calls that wait for their callers to read
-        self._ending: dict[CallContext, None] = {}  # answered calls whose callers still send
+        self._waiting: dict[CallContext, None] = {}  # calls whose writers wait for their callers to read
+        self._ending: dict[CallContext, None] = {}  # answered calls whose callers have not ended their requests
         self.transport: asyncio.Transport
         self._flushing = False
         self.paused = False
@@ -260,9 +263,9 @@ class Http2Connection(asyncio.Protocol):
         self._has_spoken = False
         self._gone = False
         self._shutdown_at: float | None = None
-        self._goaway_sent = False  # whether GOAWAY was sent, so no more calls are accepted
+        self._goaway_sent = False  # True if GOAWAY was sent, after which no more calls are accepted
         self._began_at = self._received_at = self.loop.time()
-        self.pinged_at: float | None = None  # when the unanswered ping was sent; None if there is none
+        self.pinged_at: float | None = None  # time at which the unanswered ping was sent; None if there is none
         seconds = server.connection_seconds
         self._old_at = self._received_at + seconds * random.uniform(0.9, 1.1) if seconds else float("inf")
 
@@ -304,7 +307,7 @@ class Http2Connection(asyncio.Protocol):
         except ngh2.NGH2Error:
             self.server.client_log.note_bytes(self.peer(), data)
             self._handle_events()
-            self.flush()  # send the library's error frame
+            self.flush()  # sends the library's error frame
             self.transport.close()
             return
         self._handle_events()
@@ -345,13 +348,13 @@ class Http2Connection(asyncio.Protocol):
 
     def acknowledge(self, call: CallContext, amount: int) -> None:
         if amount and not self._gone:
-            with contextlib.suppress(ngh2.NGH2Error):  # the connection is about to end
+            with contextlib.suppress(ngh2.NGH2Error):  # raised if the connection is about to end
                 self.http.acknowledge_received_data(amount, call.stream)
             self.schedule_flush()
 
     def reset(self, call: CallContext, code: int) -> None:
         if call.stream in self.calls:
-            with contextlib.suppress(ngh2.NGH2Error):  # the stream has just ended
+            with contextlib.suppress(ngh2.NGH2Error):  # raised if the stream has just ended
                 self.http.reset_stream(call.stream, code)
             self.schedule_flush()
 
@@ -377,16 +380,16 @@ class Http2Connection(asyncio.Protocol):
                 self.go_away()
             if self._shutdown_at is not None and now - self._shutdown_at > SHUTDOWN_NOTICE_SECONDS:
                 self._send_goaway()
-        except ngh2.NGH2Error:  # the connection is ending already
+        except ngh2.NGH2Error:  # raised if the connection is ending already
             self.transport.abort()
             return
         for call in list(self.calls.values()):
             call.check_limits(now)
 
     def displace(self, *, silent: bool) -> None:
-        """Close at once, because the table needs the slot; no calls are running, and a `silent` client has sent nothing."""
+        """Close at once, because the table needs the slot; no calls are running. A `silent` client has sent nothing."""
         if not silent and not self._goaway_sent:
-            with contextlib.suppress(ngh2.NGH2Error):  # the connection is ending already
+            with contextlib.suppress(ngh2.NGH2Error):  # raised if the connection is ending already
                 self.http.send_goaway()
             self.flush()
         if self.paused or silent:
@@ -398,7 +401,7 @@ class Http2Connection(asyncio.Protocol):
         """Ask the client to open another connection; `at_once` refuses further calls immediately."""
         if self._gone:
             return
-        with contextlib.suppress(ngh2.NGH2Error):  # the connection is ending already
+        with contextlib.suppress(ngh2.NGH2Error):  # raised if the connection is ending already
             if self._shutdown_at is None:
                 self._shutdown_at = self.loop.time()
                 self.http.send_shutdown_notice()
@@ -428,12 +431,12 @@ class Http2Connection(asyncio.Protocol):
             return
         try:
             content = self.http.data_to_send()
-        except ngh2.NGH2Error:  # the client does not speak HTTP/2
+        except ngh2.NGH2Error:  # raised if the client does not speak HTTP/2
             self.transport.abort()
             return
         if content:
             self.transport.write(content)
-            self._handle_events()  # handle streams that ended by this write
+            self._handle_events()  # there are events of streams that ended with this write
         for call in list(self._ending):
             if not self.http.queued_body_size(call.stream):
                 del self._ending[call]
@@ -452,7 +455,7 @@ class Http2Connection(asyncio.Protocol):
                 case DataReceived():
                     call = self.calls.get(event.stream_id)
                     if call is None:
-                        with contextlib.suppress(ngh2.NGH2Error):  # the connection is about to end
+                        with contextlib.suppress(ngh2.NGH2Error):  # raised if the connection is about to end
                             self.http.acknowledge_received_data(len(event.data), event.stream_id)
                     else:
                         call.receive(event.data, complete=event.end_stream)
@@ -485,7 +488,7 @@ class Http2Connection(asyncio.Protocol):
         call.close()
 
     def _note_idle(self) -> None:
-        """Note in the table that there are no calls."""
+        """Record in the table that the connection has no calls."""
         if self.slot is not None:
             self.server.table.mark_waiting(self.slot, WaitingFor.IDLE, self.loop.time())
 
@@ -515,13 +518,13 @@ def _bind_host(listen: str, *, shared: bool) -> list[socket.socket]:
                     each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if len(found) == 1 else 1)
                 each.bind((address[0], bound[0].getsockname()[1] if bound else address[1], *address[2:]))
                 if not shared:
-                    each.listen(BACKLOG)  # otherwise two servers could bind, and one would fail only on start
+                    each.listen(BACKLOG)  # listens now, because two servers could bind, and one would fail only later
             except OSError as error:
                 if each is not None:
                     each.close()
                 if error.errno not in (EADDRNOTAVAIL, EAFNOSUPPORT):
                     raise
-                missing = error  # for example ::1 of localhost where IPv6 is off
+                missing = error  # this address does not exist here, for example ::1 of localhost if IPv6 is off
             else:
                 bound.append(each)
     except OSError:
@@ -537,7 +540,8 @@ def _bind_host(listen: str, *, shared: bool) -> list[socket.socket]:
 def _bind_path(path: Path) -> socket.socket:
     bound = socket.socket(socket.AF_UNIX)
     try:
-        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):  # left by a killed process, or in use
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+            # The socket is in use, or a killed process has left it behind.
             with socket.socket(socket.AF_UNIX) as asking:
                 if asking.connect_ex(str(path)) == 0:
                     raise OSError(EADDRINUSE, "somebody listens there")

@@ -5,7 +5,8 @@ Rules:
 1. A call is a task. It is cancelled when its client resets it, when its connection ends, and at its deadline.
 2. `CallContext.write` waits while the caller does not read. A caller that reads too slowly (`SlowReader`), or that
    leaves the final status unread, is reset.
-3. A caller that sends more than its handler reads gets no further window; windows open as messages are read.
+3. The caller's window is opened only as its messages are read. A caller that sends faster than its handler reads must
+   therefore wait.
 4. A message above the size limit is refused by its length prefix, before it arrives. An incomplete message is refused
    after a time limit.
 5. A compressed message is decompressed when its handler reads it (`fleet.net.grpc.compression`), so it takes no more
@@ -35,14 +36,14 @@ from fleet.net.settings import ORDINARY_BODY_BYTES, GrpcSettings
 
 log = logging.getLogger(__name__)
 
-LONGEST_HEAD_BYTES = 16 << 10  # names and values
+LONGEST_HEAD_BYTES = 16 << 10  # most bytes of the names and values of a head
 
 REQUEST_SECONDS = 60.0
-"""The time for a message to arrive, from its first byte; for the only message of a call, from the start of the call."""
+"""Longest time for a message to arrive, from its first byte; for the only message of a call, from the start of the call."""
 
-UNREAD_STATUS_SECONDS = 30.0  # for the caller to read the final messages and the status
-UNREAD_MESSAGES = 4  # unread messages above which the caller's window stays closed
-MESSAGE_BYTES = 64  # overhead of each message
+UNREAD_STATUS_SECONDS = 30.0  # longest time for the caller to read the final messages and the status
+UNREAD_MESSAGES = 4  # number of unread messages above which the caller's window stays closed
+MESSAGE_BYTES = 64  # memory of an unread message, besides its content
 
 PREFIX = struct.Struct(">BI")
 RESPONSE_HEADERS = (
@@ -50,11 +51,12 @@ RESPONSE_HEADERS = (
     (b"content-type", b"application/grpc"),
     (b"grpc-accept-encoding", b",".join(ENCODINGS)),
 )
-INTERNAL_ERROR, CANCEL = 0x2, 0x8  # HTTP/2 error codes
+INTERNAL_ERROR, CANCEL = 0x2, 0x8  # error codes of HTTP/2 (RFC 9113, section 7)
 _NOT_METADATA = ("te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding")
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-_PLAIN = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}"  # unescaped characters of a status message, beside letters and digits
+# Characters of a status message that are not escaped, besides letters and digits.
+_PLAIN = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}"
 
 
 class Http2ServerApi(Protocol):
@@ -62,7 +64,7 @@ class Http2ServerApi(Protocol):
 
     limits: GrpcSettings
     client_log: ClientLog
-    held_bytes: int  # of the requests of all calls, from the first byte to the end of the answer
+    held_bytes: int  # bytes of the requests of all calls; a request counts from its first byte to the end of its answer
 
     def handler(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> Any: ...
 
@@ -87,20 +89,20 @@ class Http2ConnectionApi(Protocol):
         """Call `resume_writer` when the call may continue."""
 
     def schedule_flush(self) -> None:
-        """Send pending bytes at the end of this turn."""
+        """Send pending bytes at the end of this iteration of the event loop."""
 
     def acknowledge(self, call: "CallContext", amount: int) -> None:
         """Open the caller's window by `amount` bytes."""
 
     def finished(self, call: "CallContext", *, complete: bool) -> None:
-        """Note that the answer is complete; unless the request is `complete`, the rest of it is discarded."""
+        """Handle a complete answer; if the request is not `complete`, its remaining bytes are discarded."""
 
     def reset(self, call: "CallContext", code: int) -> None:
         """End the call at once."""
 
 
 class CallContext:
-    """Implements the used part of `grpc.aio.ServicerContext`; a streaming handler iterates over it for its messages."""
+    """Implements the used part of `grpc.aio.ServicerContext`; a streaming handler iterates over it to read its messages."""
 
     def __init__(self, connection: Http2ConnectionApi, stream: int, headers: Sequence[Any], *, complete: bool) -> None:
         self.stream = stream
@@ -111,9 +113,9 @@ class CallContext:
         self._pairs = headers
         self._encoding: bytes = self._headers.get(b"grpc-encoding", IDENTITY)
         self._metadata: Sequence[tuple[str, str | bytes]] = ()
-        self._request_complete = complete  # the caller has sent everything
+        self._request_complete = complete  # True if the caller has sent its whole request
         self._headers_sent = False
-        self._ended_at: float | None = None  # when the status was written, or the caller left
+        self._ended_at: float | None = None  # time at which the status was written, or the caller left
         self._code = grpc.StatusCode.OK
         self._details = ""
         self._trailing: Sequence[tuple[str, str | bytes]] = ()
@@ -122,11 +124,11 @@ class CallContext:
         self._incoming = bytearray()
         self._incoming_since: float | None = None
         self.messages: deque[tuple[int, bytes]] = deque()  # compression flag and content of each message
-        self._unacknowledged = 0  # received bytes for which the window was not reopened
+        self._unacknowledged = 0  # number of received bytes for which the window was not opened again yet
         self._rejection: tuple[grpc.StatusCode, str, Sequence[tuple[str, str | bytes]]] | None = None
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
-        self._written = 0  # bytes of all messages so far
+        self._written = 0  # number of bytes of all messages that were written so far
         self._slow_reader: SlowReader | None = None  # made when a message first has to wait
         self._deserialize: Any = None
         self._serialize: Any = None
@@ -179,7 +181,7 @@ class CallContext:
                 connection.http.send_response(self.stream, RESPONSE_HEADERS)
             connection.http.send_data(self.stream, PREFIX.pack(0, len(content)) + content)
             self._written += len(content)
-        except ngh2.NGH2Error as error:  # the connection is about to handle the error
+        except ngh2.NGH2Error as error:  # the connection handles the error itself, a little later
             raise grpc.aio.UsageError("the call is over") from error
         connection.schedule_flush()
         while connection.must_wait(self.stream):
@@ -200,7 +202,7 @@ class CallContext:
     # From the connection
 
     def resume_writer(self) -> None:
-        """Resume the writer, because the caller has read."""
+        """Resume the writer, because the caller has read enough."""
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
 
@@ -382,10 +384,10 @@ class CallContext:
         except grpc.aio.AbortError:
             code, details = self._code, self._details
         except (asyncio.CancelledError, grpc.aio.BaseError):
-            if self._ended_at is None:  # cancelled by `check_limits`: the caller does not read
+            if self._ended_at is None:  # `check_limits` has cancelled the task, because the caller does not read
                 self._ended_at = self._loop.time()
                 self._connection.reset(self, CANCEL)
-        except Exception:  # supervisor: a bug in one call does not end the others
+        except Exception:  # supervisor: an error in one call does not end the other calls
             log.exception("call failed")
         finally:
             if self._ended_at is None:
@@ -439,7 +441,7 @@ class CallContext:
                 http.send_response(self.stream, last, end_stream=True)
             else:
                 http.send_response(self.stream, (*RESPONSE_HEADERS, *last), end_stream=True)
-        except ngh2.NGH2Error:  # the stream has just ended
+        except ngh2.NGH2Error:  # raised if the stream has just ended
             self._connection.reset(self, INTERNAL_ERROR)
         self._discard_input()
         self._connection.finished(self, complete=self._request_complete)

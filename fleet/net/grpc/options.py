@@ -3,21 +3,23 @@
 from typing import Final
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
-"""A prompt of a million tokens has 4 MiB; messages with KV events are far smaller."""
+"""Size of the largest message between parts of Fleet. A prompt of a million tokens has 4 MiB; messages with KV events are
+far smaller.
+"""
 
 PING_TIMEOUT_MS: Final = 3_500
 
 PING_TIMEOUT: Final = (
-    # Since 1.60 the library waits for an answered ping on idle transports by its own setting, whose default is a
-    # minute. Older releases know only the keepalive timeout.
+    # Since release 1.60, the library has a setting of its own for the time that an idle connection may take to answer a
+    # ping; its default is a minute. Older releases have only the keepalive timeout.
     ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
 )
 """Milliseconds for which a peer may leave a ping unanswered before the connection is closed."""
 
 _KEEPALIVE: Final = (
-    # A hung peer (SIGSTOP, pulled cable) is noticed within eight seconds where no heartbeat notices it sooner:
-    # 4.5 until the next ping, 3.5 for its answer.
+    # A hung peer (SIGSTOP, pulled cable) is noticed within eight seconds, if no heartbeat notices it sooner:
+    # 4.5 seconds until the next ping, and 3.5 seconds for its answer.
     ("grpc.keepalive_time_ms", 4_500),
     *PING_TIMEOUT,
     ("grpc.keepalive_permit_without_calls", 1),
@@ -33,7 +35,9 @@ CHANNEL_OPTIONS: Final = (
 )
 
 SEPARATE_CHANNEL_OPTIONS: Final = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-"""Options for callers with their own reconnects: gRPC's backoff must not delay the next attempt."""
+"""Options for callers that reconnect by themselves: the channel shares no connection, so gRPC's backoff after another
+channel's failure does not delay their next attempt.
+"""
 
 LONGEST_REQUEST_BYTES: Final = 9 << 20
 """The largest message that a server reads.
@@ -47,7 +51,7 @@ _SERVER: Final = (
     # 15 KiB until then, even if it was cancelled, so a client can occupy about a quarter of a GiB.
     ("grpc.server.max_pending_requests", 8_192),
     ("grpc.server.max_pending_requests_hard_limit", 16_384),
-    ("grpc.max_concurrent_streams", 8_192),  # per connection
+    ("grpc.max_concurrent_streams", 8_192),  # limit for each connection
     ("grpc.max_receive_message_length", LONGEST_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Far below the clients' keepalive time, because on a busy machine two pings may be read shortly after each other.
@@ -63,7 +67,7 @@ SHARED_SERVER_OPTIONS: Final = (*_SERVER, ("grpc.so_reuseport", 1))
 
 
 def frontend_server_options(*, shared: bool, connection_seconds: float) -> tuple[tuple[str, int], ...]:
-    """Return the options of a server for gateways; connections end after `connection_seconds`, as those of clients do."""
+    """Return the options of a server for gateways. Its connections end after `connection_seconds`, like those of clients."""
     options = SHARED_SERVER_OPTIONS if shared else SERVER_OPTIONS
     if not connection_seconds:
         return options

@@ -24,10 +24,10 @@ from kvstore.net.reflection import V1, V1ALPHA, add_descriptor
 from kvstore.net.socket_guard import SocketGuard
 
 LIVENESS = "liveness"
-"""The health service for liveness probes, by the endpoint picker's convention."""
+"""Name of the health service for liveness probes. The name is the convention of endpoint pickers."""
 
-HEALTH_SECONDS = 0.25  # the longest delay of a health change for watchers
-STOP_SECONDS = 2.0  # for the last messages of ending calls
+HEALTH_SECONDS = 0.25  # seconds between two looks for changes of health, which watchers then get
+STOP_SECONDS = 2.0  # longest time for ending calls to send their last messages
 
 
 class GrpcServerApi(Protocol):
@@ -62,7 +62,8 @@ async def open_port(
         services: The full service names, for health and reflection.
         serving: Returns whether the services can serve now; called for each health request and several times a second.
         setting: The settings field that holds the address; errors name it.
-        alive: Further health services by name: whether the process works at all, independent of what it can serve.
+        alive: Further health services by name, as functions that return whether the process works at all, independent of
+            what it can serve.
         bind: Binds the server and returns the port, or raises RuntimeError. None binds without TLS.
         guard: Limits the connections of a TCP port; the server has it as an interceptor.
 
@@ -82,11 +83,11 @@ async def open_port(
         try:
             yield address
         except Exception as error:  # noqa: BLE001 - raised again below
-            failure = error  # the task group would wrap the body's own error
+            failure = error  # raised after the task group, which would wrap the body's error in a group
         finally:
             for watch in watches:
                 watch.cancel()
-            await healths.notify()  # report the last state to watchers
+            await healths.notify()  # tells watchers the last state
             await server.stop(STOP_SECONDS)
     if failure is not None:
         raise failure
@@ -96,7 +97,7 @@ def _bind(server: GrpcServerApi, listen: str, setting: str, bind: Callable[[Any,
     try:
         port = server.add_insecure_port(listen) if bind is None else bind(server, listen)
     except RuntimeError as error:
-        why = error.__cause__ or "in use, or no address of this machine"  # grpc.aio gives no reason
+        why = error.__cause__ or "in use, or no address of this machine"  # grpc.aio does not say why it cannot bind
         raise ConfigurationRefused(f"{setting}: cannot listen on {listen}: {why}") from error
     return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
 
@@ -118,7 +119,7 @@ def _reflections(names: Sequence[str]) -> list[grpc.GenericRpcHandler]:
     async def handle(messages: AsyncIterator[bytes], context: Context) -> None:
         await answer_call(info(messages, context), context)
 
-    stream: Any = grpc.stream_stream_rpc_method_handler  # the stubs know no coroutines
+    stream: Any = grpc.stream_stream_rpc_method_handler  # Any, because the type stubs do not allow coroutines
     methods = {"ServerReflectionInfo": stream(handle, response_serializer=serialize)}
     return [grpc.method_handlers_generic_handler(version, methods) for version in versions]
 
@@ -133,7 +134,7 @@ class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # ships 
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the methods, which take bytes."""
-        stream: Any = grpc.unary_stream_rpc_method_handler  # the stubs know no coroutines
+        stream: Any = grpc.unary_stream_rpc_method_handler  # Any, because the type stubs do not allow coroutines
         methods = {
             "Check": unary_context_handler(self._check),
             "Watch": stream(self._watch, response_serializer=serialize),

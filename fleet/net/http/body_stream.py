@@ -1,8 +1,8 @@
 """Body stream: the bytes of a client that are read while they arrive.
 
-The connection adds what it receives, and one consumer reads it. When more than `HIGH_WATER_BYTES` wait, the stream is
-full, and the connection stops reading from its client until the consumer has caught up. So memory is bounded whatever
-the length of a body.
+The connection adds the bytes that it receives, and one consumer reads them. When more than `HIGH_WATER_BYTES` wait, the
+stream is full, and the connection stops reading from its client until the consumer has read them. Memory is therefore
+bounded, however long the body is.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ class BodyStream:
         """True while the connection should not read."""
 
         self.received = 0
-        """The number of bytes so far."""
+        """Number of bytes that were added so far."""
 
     # From the connection
 
     def add(self, piece: bytes) -> None:
-        """Take a piece, which must not change later."""
+        """Add a piece of the body, which must not change later."""
         self._pieces.append(piece)
         self.received += len(piece)
         self._waiting_bytes += len(piece)
@@ -43,12 +43,12 @@ class BodyStream:
         self._wake()
 
     def end(self) -> None:
-        """Note that the body is complete."""
+        """Mark the body as complete."""
         self._ended = True
         self._wake()
 
     def fail(self, refused: RequestRejected) -> None:
-        """Note that the rest does not arrive; the consumer gets this error after the pieces."""
+        """End the stream before the body is complete; the consumer gets this error after the pieces that have arrived."""
         self._failure = refused
         self.end()
 

@@ -2,14 +2,15 @@
 
 Rules:
 
-1. A connection serves one request at a time. Pipelined requests wait unparsed, apart from a few, and reading stops
-   meanwhile. In one turn of the event loop only a few requests are served, so that other connections get their turns.
-2. A malformed message is answered in its turn. Then the connection closes, because the two sides may no longer agree
-   where the next message begins.
-3. A client that closes its sending side while an engine works for it counts as disconnected: TCP cannot tell it from a
-   client that closed both sides, and no engine may work for nobody.
+1. A connection serves one request at a time. Pipelined requests wait, most of them unparsed, and reading stops
+   meanwhile. One iteration of the event loop serves only a few requests of a connection, then other connections.
+2. A malformed message is answered after the requests before it. Then the connection closes, because the two sides may
+   no longer agree where the next message begins.
+3. A client that closes its sending side while an engine works on its request counts as disconnected. TCP does not show
+   whether it has closed both sides, and an engine must not compute an answer that no client reads.
 4. Every buffer is bounded. A writer waits (`Exchange.drained`) while the client does not read, and a client that reads
-   too slowly is disconnected (`SlowReader`). A relayed source is not read meanwhile (`Exchange.relay`).
+   too slowly is disconnected (`SlowReader`). Meanwhile, no bytes are read from the source of a relayed answer
+   (`Exchange.relay`).
 5. Every stage has a deadline, which the server's sweep checks. A timer for each connection would cost more than a
    request.
 6. An offer of another protocol (``Upgrade``, which Java's client sends for HTTP/2) is declined, and the request is
@@ -17,7 +18,7 @@ Rules:
 7. The server may read the body of a request while it arrives (`StreamsBody`), and may let a WebSocket begin. Such a
    request is served from its head on. Its body has no limit of size, but must arrive at the least rate of rule 4.
 8. A head that equals an earlier one, apart from the content length, is not parsed again.
-9. A connection that waits for its client may be closed at any time in favour of a newcomer (`ConnectionTable`).
+9. A connection that waits for its client may be closed at any time for a new connection (`ConnectionTable`).
 """
 
 import asyncio
@@ -62,25 +63,27 @@ from fleet.net.settings import ORDINARY_BODY_BYTES, HttpSettings
 from fleet.net.sockets import configure_client_socket
 
 HIGH_WATER_BYTES = 64 << 10  # unsent bytes above which the writer of a connection waits
-_MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # change how a message is read
-PARSE_BYTES = 8 << 10  # parsed at once while no request waits: about a hundred of the shortest requests
+# Headers that change how a message is read.
+_MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
+PARSE_BYTES = 8 << 10  # most bytes that are parsed at a time: about a hundred of the shortest requests
 MAX_REQUESTS_PER_TURN = 16
 MAX_LINGERING = (
-    256  # refused connections that are read until their clients have the answer; others close right after it
+    256  # most refused connections that are read until their clients have the answer; further ones are closed at once
 )
-RETRY_AFTER_SECONDS = 1  # for refused newcomers
-LINGER_SECONDS = 2.0  # a client that still sends is read for this time, so that it gets the answer and not a reset
+RETRY_AFTER_SECONDS = 1  # value of Retry-After for refused connections
+# Time for which bytes of a refused client are read and dropped, so that it gets the answer, not a reset.
+LINGER_SECONDS = 2.0
 
 
 class ConnectionStage(Enum):
-    IDLE = auto()  # between requests
+    IDLE = auto()  # no request has begun since the last one
     HEAD = auto()
     BODY = auto()
-    SWITCHED = auto()  # another protocol, whose bytes a body stream takes
-    CLOSING = auto()  # further bytes are dropped
+    SWITCHED = auto()  # the connection has changed to another protocol, whose bytes a body stream takes
+    CLOSING = auto()  # the last answer was sent or is being sent; received bytes are dropped
 
 
-# Module variables, because reading a member of an enum takes three times as long, and a request reads ten.
+# Variables of the module, because reading a member of an enum takes three times as long, and a request reads ten members.
 _IDLE, _HEAD, _BODY, _SWITCHED, _CLOSING = (
     ConnectionStage.IDLE,
     ConnectionStage.HEAD,
@@ -91,16 +94,16 @@ _IDLE, _HEAD, _BODY, _SWITCHED, _CLOSING = (
 _WAITS_IDLE = WaitingFor.IDLE
 
 ErrorBody = Callable[[MalformedRequest], bytes]
-"""Returns the JSON body that explains a malformed request."""
+"""A function that returns the JSON body that explains a malformed request."""
 
 StreamsBody = Callable[[HttpHead], bool]
-"""Returns True if the server reads the body of a request with this head while it arrives."""
+"""A function that returns True if the server reads the body of a request with this head while the body arrives."""
 
 
 class HttpConnection(asyncio.Protocol):
     """Connection of one client."""
 
-    # CPython reads attributes of an object with more than 30 of them slowly, unless they are slots.
+    # Slots, because CPython reads the attributes of an object slowly if it has more than 30 without slots.
     __slots__ = (
         "__weakref__",
         "_arriving",
@@ -164,7 +167,7 @@ class HttpConnection(asyncio.Protocol):
         """Create the protocol. After `lasts_seconds` the next answer asks the client to reconnect; 0 sets no limit."""
         self._streams = streams
         self._arriving: BodyStream | None = None  # a body that is read while it arrives (rule 7)
-        self._body_seen = 0  # its bytes at the latest check of its rate
+        self._body_seen = 0  # number of bytes of that body at the latest check of its rate
         self._settings = settings
         self._clock = clock
         self._expires_at = self._deadline_in(lasts_seconds) if lasts_seconds else None
@@ -176,7 +179,7 @@ class HttpConnection(asyncio.Protocol):
         self._heads = heads
         self._held = held
         self._client_log = client_log
-        self._held_bytes = 0  # bytes held by this connection
+        self._held_bytes = 0  # bytes of bodies that this connection has in memory
         self._parser = httptools.HttpRequestParser(self)
         self._stage = _IDLE
         self._idle_nanos = int(settings.idle_timeout_seconds * SECOND)
@@ -184,13 +187,13 @@ class HttpConnection(asyncio.Protocol):
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
-        self._overhead_bytes = 0  # bytes since the last piece of the body: chunk sizes, trailers
+        self._overhead_bytes = 0  # bytes of chunk sizes and trailers since the last piece of the body
         self._body = BodyBuffer()
-        self._raw_head: bytes | None = None  # the raw head if it arrived in one piece
-        self._known_head: tuple[HttpHead, int] | None = None  # and content length, while a body arrives unparsed
+        self._raw_head: bytes | None = None  # bytes of the head, if it arrived in one piece
+        self._known_head: tuple[HttpHead, int] | None = None  # head and content length of a body that arrives unparsed
         self.waiting: deque[HttpRequest | MalformedRequest] = deque()
-        self.unparsed = b""  # bytes that follow the waiting requests
-        self._served = 0  # requests served in this turn, approximately
+        self.unparsed = b""  # bytes after the waiting requests, which were not parsed yet
+        self._served = 0  # about how many requests were served in this iteration of the event loop
         self._turn_scheduled = False
         self._declined_head: HttpHead | None = None  # the head of a request that offers another protocol
         self.exchange: Exchange | None = None  # the exchange being served
@@ -199,7 +202,7 @@ class HttpConnection(asyncio.Protocol):
         self._source: RelaySource | None = None
         self._lost = False
         self._half_closed = False
-        self.paused: asyncio.Future[None] | None = None  # done after the client reads again
+        self.paused: asyncio.Future[None] | None = None  # set while the client does not read; done when it reads again
         self._slow_reader = SlowReader(settings.write_timeout_seconds * SECOND, settings.min_read_bytes)
         self._buffer = WriteBufferCounter()
         self._reading = True
@@ -208,7 +211,8 @@ class HttpConnection(asyncio.Protocol):
     # From the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's transports are not asyncio classes
+        # A cast, because uvloop's transports are not asyncio's classes.
+        self.transport = cast("asyncio.Transport", transport)
         self.transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         if (sock := transport.get_extra_info("socket")) is not None:
             configure_client_socket(sock)
@@ -221,15 +225,15 @@ class HttpConnection(asyncio.Protocol):
         if self._slot is None:
             self._refuse_connection("too many connections; retry later")
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - its signature
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the signature of asyncio.Protocol
         self._lost = True
         self._connections.pop(self, None)
         if self._slot is not None:
             self._table.remove(self._slot)
-            self._slot = None  # break the reference cycle
+            self._slot = None  # breaks a reference cycle
         self._hold(-self._held_bytes)
         self._drop_waiting()
-        del self._parser  # break the reference cycle
+        del self._parser  # breaks a reference cycle
         self._source = self._arriving = None
         if self._serving is not None:
             self._serving.cancel()
@@ -247,7 +251,7 @@ class HttpConnection(asyncio.Protocol):
             return False
         if self.exchange.request.method == "POST" and self._serving is not None:
             self._serving.cancel()
-        return self.transport.can_write_eof()  # a TLS connection ends with either side, and asyncio logs any other wish
+        return self.transport.can_write_eof()  # False for TLS, which has no half-closed connections
 
     def data_received(self, data: bytes) -> None:
         if self.unparsed:
@@ -422,7 +426,7 @@ class HttpConnection(asyncio.Protocol):
     def expire(self, now: Nanos) -> None:
         """Enforce the deadlines and the slow reader limit."""
         waiting = 0
-        if self.paused is not None or self.exchange is None:  # a served request may fill the buffer
+        if self.paused is not None or self.exchange is None:  # while a request is served, bytes may wait for a moment
             waiting = self.transport.get_write_buffer_size()
         if self._slow_reader.overdue(now, waiting, self._buffer.written):
             self._client_log.note_slow(client_key(self.transport.get_extra_info("peername")), waiting)
@@ -440,18 +444,18 @@ class HttpConnection(asyncio.Protocol):
             case ConnectionStage.IDLE:
                 self.transport.close()
             case ConnectionStage.CLOSING:
-                self.transport.close()  # sends the rest first, as long as the client reads
+                self.transport.close()  # sends the remaining bytes first, as long as the client reads
             case ConnectionStage.SWITCHED:
-                self.transport.abort()  # its exchange has ended
+                self.transport.abort()  # the exchange of the other protocol has ended
 
     def displace(self, *, silent: bool) -> None:
         """Close, because the table needs the slot; no request is being served.
 
-        A client that has sent a part of a request, or nothing yet, may wait for an answer, and gets one. One that waits
-        between two requests does not.
+        A client that has sent a part of a request, or nothing yet, may wait for an answer, and gets an error. A client
+        between two requests gets no answer.
         """
         if self.transport.get_write_buffer_size():
-            self.transport.abort()  # it does not read
+            self.transport.abort()  # the client does not read
         elif silent:
             self._refuse_connection("too many connections; retry later")
         elif self._stage in (_HEAD, _BODY):
@@ -465,10 +469,10 @@ class HttpConnection(asyncio.Protocol):
         self.transport.abort()
 
     def close_when_idle(self) -> None:
-        """Close now if no request is being served, otherwise after it."""
+        """Close now if no request is being served, otherwise after the request."""
         if self.exchange is None:
             self.transport.close()
-        if self._arriving is None:  # otherwise the request that is being served still needs bytes of its body
+        if self._arriving is None:  # a request that reads its arriving body still needs further bytes
             self._stage = _CLOSING
 
     def relay(self, source: RelaySource) -> asyncio.Transport:
@@ -485,7 +489,7 @@ class HttpConnection(asyncio.Protocol):
         self.transport.write(b"".join(pieces))
 
     async def drained(self) -> None:
-        while (paused := self.paused) is not None:  # until the client reads or `expire` disconnects it
+        while (paused := self.paused) is not None:  # ends when the client reads, or when `expire` disconnects it
             await asyncio.shield(paused)
         if self._lost:
             raise ClientDisconnected
@@ -518,7 +522,7 @@ class HttpConnection(asyncio.Protocol):
     def _begin_body_stream(self, streams: StreamsBody) -> bool:
         """Serve the request whose head is complete, if the server reads its body while it arrives (rule 7).
 
-        A request behind another one is collected like any other, because it cannot be served yet.
+        The body of a request that waits for an earlier request is collected as usual, because it cannot be served yet.
         """
         headers = self._headers
         if self.exchange is not None or self.waiting or b"upgrade" in headers:
@@ -549,7 +553,7 @@ class HttpConnection(asyncio.Protocol):
             self._advance()
 
     def _check_body_rate(self, body: BodyStream) -> None:
-        """End a body of which too little has arrived since the last check, unless its reader keeps it waiting."""
+        """Reject a body of which too few bytes have arrived since the last check, unless its consumer reads too slowly."""
         if body.full or body.received - self._body_seen >= self._settings.min_read_bytes:
             self._body_seen = body.received
             self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
@@ -590,7 +594,7 @@ class HttpConnection(asyncio.Protocol):
         """
         head, self._declined_head = self._declined_head, None
         if head is None:
-            return  # the request was refused
+            return  # the request was rejected meanwhile
         if head.method == "CONNECT" or b"transfer-encoding" in head.headers or self.exchange is not None:
             self._reject(
                 HTTPStatus.NOT_IMPLEMENTED, "no other protocol is spoken here; send the request without an upgrade"
@@ -644,7 +648,7 @@ class HttpConnection(asyncio.Protocol):
         self._starting = True
         serving = self._serve(exchange)
         self._starting = False
-        if self.exchange is exchange:  # else the exchange has ended already
+        if self.exchange is exchange:  # False if the exchange has ended already
             self._serving = serving
 
     def _advance(self) -> None:
@@ -673,13 +677,13 @@ class HttpConnection(asyncio.Protocol):
 
     def finished(self, *, keep_alive: bool) -> None:
         if self._source is not None and self.paused is not None:
-            self._source.resume_reading()  # the next answer of the source goes to another client
+            self._source.resume_reading()  # the source's next answer is for another client, which may read
         if self.exchange is not None and not self._lost:
             self._hold(-len(self.exchange.request.body))
         self.exchange = self._serving = self._source = None
         if self._lost:
             return
-        if self._arriving is not None:  # nobody reads the rest
+        if self._arriving is not None:  # the remaining bytes of the body have no consumer
             self._arriving, keep_alive = None, False
         if self._half_closed or not keep_alive or (self._stage is _CLOSING and not self.waiting):
             self._drop_waiting()
@@ -692,12 +696,12 @@ class HttpConnection(asyncio.Protocol):
             slot = self._slot
             if waits and slot is not None:
                 if slot.group is _WAITS_IDLE and now / SECOND - slot.since < ORDER_SECONDS:
-                    slot.served = False  # all that `mark_waiting` would do
+                    slot.served = False  # the only effect that `mark_waiting` would have
                 else:
                     self._table.mark_waiting(slot, _WAITS_IDLE, now / SECOND)
         elif waits:
             self._note_waiting()
-        if not (waits or self._starting):  # else `_advance` continues by itself
+        if not (waits or self._starting):  # within `_start`, the loop of `_advance` continues by itself
             self._advance()
 
     def _hold(self, size: int) -> None:
@@ -709,7 +713,7 @@ class HttpConnection(asyncio.Protocol):
         return self._body.size > ORDINARY_BODY_BYTES and self._held.bytes > self._settings.max_held_bytes
 
     def _refuse_connection(self, message: str) -> None:
-        """Answer, and close the connection, which has no slot in the table."""
+        """Answer with an error, and close the connection, which has no slot in the table."""
         refusal = MalformedRequest(HTTPStatus.SERVICE_UNAVAILABLE, message, RETRY_AFTER_SECONDS)
         self._hold(-self._body.size)
         self._body = BodyBuffer()
@@ -728,7 +732,7 @@ class HttpConnection(asyncio.Protocol):
         self._reject(HTTPStatus.SERVICE_UNAVAILABLE, message, RETRY_AFTER_SECONDS)
 
     def _note_waiting(self) -> None:
-        """Note in the table what the connection waits for, unless a request is being or about to be served."""
+        """Record in the table what the connection waits for, unless a request is being served or waits to be."""
         if self.exchange is not None or self.waiting or self.unparsed:
             return
         if self._stage is _IDLE:
@@ -745,7 +749,7 @@ class HttpConnection(asyncio.Protocol):
     def _is_http_0_9(self, data: bytes) -> bool:
         """Return whether a request line has ended without a version; `data` is its latest part.
 
-        The parser notices it one byte later, and would wait for the rest of a head that such clients never send.
+        The parser notices this one byte later. It would wait for the other lines of a head, which such clients never send.
         """
         if self._stage is not _HEAD or not self._url:
             return False
@@ -758,7 +762,7 @@ class HttpConnection(asyncio.Protocol):
         self._hold(-self._body.size)
         self._body = BodyBuffer()
         self._stage = _CLOSING
-        if self._arriving is not None:  # its request is being served, and answered by the server
+        if self._arriving is not None:  # the server answers the request, because it is being served
             self._arriving.fail(RequestRejected(Reason.INVALID_ARGUMENT, message))
             return
         self.waiting.append(MalformedRequest(status, message, retry_after_seconds))
@@ -778,7 +782,7 @@ class HttpConnection(asyncio.Protocol):
         self._reject(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request's body is larger than {limit} bytes")
 
     def _linger(self) -> None:
-        """Close after the answer was sent and the rest of the request was dropped."""
+        """Close after the client had time to read the answer; drop the remaining bytes of its request meanwhile."""
         self._stage = _CLOSING
         if self._slot is not None:
             self._table.mark_waiting(self._slot, WaitingFor.CLOSING, self._clock.now() / SECOND)

@@ -10,11 +10,11 @@ from fleet.core.errors import Reason, RequestRejected
 from fleet.net.http.exchange import EVENT_STREAM, Exchange, MalformedRequest, sse_event
 from fleet.net.status_codes import REASON_STATUSES
 
-ANTHROPIC_PATHS = "/v1/messages"  # with all below
+ANTHROPIC_PATHS = "/v1/messages"  # this path and all paths below it belong to the Messages API
 
 
 class ErrorForm(Struct, frozen=True):
-    """How an API writes errors."""
+    """The functions that write errors in the form of one API."""
 
     body: Callable[[RequestRejected], bytes]
     event: Callable[[RequestRejected], bytes]
@@ -29,7 +29,7 @@ def send_rejection(
         exchange: The exchange of the request.
         refused: The rejection.
         more: Headers of an answer not yet started.
-        form: The form of the API; None: that of completions and chat.
+        form: The form of the API; None: the form of completions and chat.
 
     Raises:
         ClientDisconnected: The connection is closed.
@@ -42,7 +42,7 @@ def send_rejection(
     if seconds := -(-refused.retry_after_ms // 1000):
         headers += (("retry-after", str(seconds)),)
     if refused.reason is Reason.UNAUTHENTICATED:
-        headers += (("www-authenticate", "Bearer"),)  # required with 401 (RFC 9110, 15.5.2)
+        headers += (("www-authenticate", "Bearer"),)  # an answer with status 401 must have it (RFC 9110, 15.5.2)
     exchange.respond(REASON_STATUSES[refused.reason].http, form.body(refused), headers=headers)
 
 

@@ -12,10 +12,10 @@ from typing import Protocol
 
 from msgspec import Struct
 
-LARGE_CHUNK_BYTES = 4 << 10  # of a body; for larger chunks Python's overhead per object is small
+LARGE_CHUNK_BYTES = 4 << 10  # bytes; for chunks of a body from this size on, Python's overhead per object is small
 
 MAX_CACHED_HEADS = 1024
-MAX_CACHED_HEAD_BYTES = 1024  # of one head; 300 are usual, so the cache stays below a MiB
+MAX_CACHED_HEAD_BYTES = 1024  # bytes of the largest head that is cached; 300 are usual, so the cache stays below a MiB
 MAX_LENGTH_DIGITS = 12
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,%d})\r\n" % MAX_LENGTH_DIGITS, re.IGNORECASE)
 
@@ -26,17 +26,17 @@ class HttpHead(Struct, kw_only=True):
     """Head of a request. One object serves all requests whose heads are equal apart from the length of the body."""
 
     method: str
-    path: str  # without the query
-    query: bytes = b""  # with its question mark; empty if there is none
-    headers: Mapping[bytes, bytes]  # names in lower case
+    path: str  # path of the target, without the query
+    query: bytes = b""  # query of the target, with its question mark; empty if there is none
+    headers: Mapping[bytes, bytes]  # values by the header's name in lower case
     keep_alive: bool
-    chunked_answer: bool  # whether the client understands chunks; HTTP/1.0 does not
-    forwarded_headers: bytes | None = None  # the headers that a relay forwards; None until it has computed them
-    credentials: bytes = b""  # header lines that prove who the client is; computed together with the others
+    chunked_answer: bool  # True if the client understands chunked answers, which HTTP/1.0 does not have
+    forwarded_headers: bytes | None = None  # header lines that a relay forwards; None until it has computed them
+    credentials: bytes = b""  # header lines with the client's credentials; computed together with `forwarded_headers`
 
 
 class ArrivingBody(Protocol):
-    """A body that is read while it arrives; what waits to be read is bounded."""
+    """A body that is read while it arrives; the bytes that wait to be read are bounded."""
 
     def __aiter__(self) -> AsyncIterator[bytes]: ...
 
@@ -44,7 +44,7 @@ class ArrivingBody(Protocol):
         """Return the next piece.
 
         Raises:
-            RequestRejected: The rest will not arrive, because the request is malformed or its client too slow.
+            RequestRejected: No more bytes will arrive, because the request is malformed or its client too slow.
         """
         ...
 
@@ -77,7 +77,8 @@ class HeadCache:
 
     def __init__(self) -> None:
         self._known: dict[bytes, HttpHead] = {}
-        self._latest: tuple[bytes, bytes, HttpHead] | None = None  # last hit: bytes before and after the digits, head
+        # The head that was found last: its bytes before and after the digits of the content length, and the parsed head.
+        self._latest: tuple[bytes, bytes, HttpHead] | None = None
 
     def find(self, content: bytes) -> tuple[HttpHead, int] | None:
         """Return a cached head and the content length of these bytes, up to the empty line; None if the head is unknown."""
@@ -109,7 +110,7 @@ class HeadCache:
 
 
 class BodyBuffer:
-    """Collects a body that arrives in chunks and joins it once, because each copy of a long prompt costs time.
+    """Collects a body that arrives in chunks, and joins the chunks once, because each copy of a long prompt costs time.
 
     Small chunks are joined as they arrive, so they take no more memory than their bytes.
     """
@@ -147,8 +148,8 @@ BAD_REQUEST_LINE = (
 )
 """Answer to a request line without a version, with another version, or with a target that the parser rejects.
 
-One answer covers them: the parser reports a missing version as an invalid target if the bytes after the line came in
-the same read.
+These cases have one answer, because the parser reports a missing version as an invalid target if the bytes after the line
+arrive together with it.
 """
 
 HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?")
@@ -231,7 +232,7 @@ def sse_event(content: bytes) -> bytes:
 
 
 class ExchangeTask(Protocol):
-    """The work for one request; an `asyncio.Task` is one."""
+    """The running work for one request; an `asyncio.Task` implements it."""
 
     def cancel(self) -> object:
         """Stop, because the client no longer waits."""
@@ -239,7 +240,7 @@ class ExchangeTask(Protocol):
 
 
 class RelaySource(Protocol):
-    """The reading side of a relay; a transport is one."""
+    """The connection from which a relay reads; an `asyncio.Transport` implements it."""
 
     def pause_reading(self) -> None: ...
 
@@ -247,11 +248,11 @@ class RelaySource(Protocol):
 
 
 StartExchange = Callable[["Exchange"], ExchangeTask]
-"""Starts to serve a request. `Exchange.finish` is called once after it is served, possibly before this returns."""
+"""A function that starts to serve a request. It calls `Exchange.finish` once at the end, possibly before it returns."""
 
 
 class ExchangeConnection(Protocol):
-    """The connection of an exchange, as far as the exchange needs it (`HttpConnection`)."""
+    """The part of a connection that an exchange needs; `HttpConnection` implements it."""
 
     @property
     def is_expired(self) -> bool:
@@ -283,7 +284,7 @@ class ExchangeConnection(Protocol):
         ...
 
     def finished(self, *, keep_alive: bool) -> None:
-        """Note that the request has been served, whether its answer is complete or not."""
+        """Handle the end of the exchange: the request has been served, even if its answer is not complete."""
         ...
 
 
@@ -294,7 +295,8 @@ class Exchange:
         self._keep_alive = request.head.keep_alive and not connection.is_expired
         self._began = False
         self._complete = False
-        self.more_headers: tuple[tuple[str, str], ...] = ()  # of any answer that is not relayed
+        # Headers that are added to every answer that is not relayed.
+        self.more_headers: tuple[tuple[str, str], ...] = ()
 
     @property
     def keeps_alive(self) -> bool:
@@ -392,13 +394,14 @@ class Exchange:
         self._connection.write((content,))
 
     def passed_on(self, *, keep_alive: bool) -> None:
-        """Note that such an answer is complete. Without `keep_alive` the end of the connection marks its end."""
+        """End an answer of `pass_on`. Without `keep_alive` the end of the connection marks the end of the answer."""
         self._complete = keep_alive
 
     def finish(self) -> None:
         """End the exchange.
 
-        Another one may follow on the connection, but not after an incomplete answer, so that the client notices.
+        Another exchange may follow on the connection. After an incomplete answer, the connection is closed instead, so that
+        the client notices the error.
         """
         self._connection.finished(keep_alive=self._keep_alive and self._complete)
 

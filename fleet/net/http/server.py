@@ -35,7 +35,7 @@ from kvstore.net.listeners import stop_listening
 log = logging.getLogger(__name__)
 
 ANY_ORIGIN = "*"
-PREFLIGHT_SECONDS = "600"  # how long a browser may remember the answer; the longest time that Chrome and Safari keep
+PREFLIGHT_SECONDS = "600"  # time for which browsers may cache the answer; Chrome and Safari allow no longer one
 _HEADER_CHARACTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_, "
 
 SWEEP_SECONDS = 0.25
@@ -44,7 +44,7 @@ PLAIN_REQUEST = MalformedRequest(HTTPStatus.BAD_REQUEST, "this port speaks TLS: 
 
 RouteHandler = Callable[[Exchange], Awaitable[None]]
 Routes = Mapping[str, Mapping[str, RouteHandler]]
-"""Handlers by path and method."""
+"""Handlers by path, and then by method."""
 
 
 @asynccontextmanager
@@ -69,7 +69,7 @@ async def run_server(
     async with asyncio.TaskGroup() as tasks:
         server.tasks = tasks
         if certificates is None:
-            # Without an explicit backlog the event loop uses 100.
+            # The backlog is set, because the event loop's default is only 100 connections.
             port = await asyncio.get_running_loop().create_server(server.connection, sock=listening, backlog=BACKLOG)
             server.stop_listening = partial(stop_listening, port)
         else:
@@ -78,7 +78,7 @@ async def run_server(
         try:
             yield
         except Exception as error:  # noqa: BLE001 - raised again below
-            failure = error  # the task group would wrap the body's own error
+            failure = error  # raised after the task group, which would wrap the body's error in a group
         finally:
             server.stop_listening()
             sweep.cancel()
@@ -92,7 +92,7 @@ class HttpServer:
 
     def __init__(self, settings: HttpSettings, clock: Clock, routes: Routes, connection_seconds: float = 0) -> None:
         """Create a server that does not listen yet. `connection_seconds` limits the lifetime of a connection; 0 sets no limit."""
-        self.address = ""  # with the port that was taken
+        self.address = ""  # the address at which the server listens, with its actual port
         self.stop_listening: Callable[[], None] = lambda: None
         self.tasks: asyncio.TaskGroup
         self.draining = False
@@ -101,7 +101,7 @@ class HttpServer:
         self._clock = clock
         self._routes = routes
         self._connection_seconds = connection_seconds
-        self.connections: dict[HttpConnection, None] = {}  # including refused ones that are still open
+        self.connections: dict[HttpConnection, None] = {}  # all open connections, also refused ones
         self.table: ConnectionTable[HttpConnection] = ConnectionTable(settings.max_connections, settings.address_share)
         self._limit_log = ConnectionLimitLog(self.table)
         self._client_log = ClientLog(settings)
@@ -141,7 +141,7 @@ class HttpServer:
         )
 
     async def finish(self, within_seconds: float, also: Callable[[], Awaitable[None]] | None) -> None:
-        """Stop accepting requests, and wait at most so long for the running ones and for `also`."""
+        """Stop accepting requests, and wait at most the given time for the running requests and for `also`."""
         self.draining = True
         self.stop_listening()
         for connection in list(self.connections):
@@ -160,7 +160,7 @@ class HttpServer:
             task.cancel()
 
     async def sweep(self) -> None:
-        """Enforce the time limits forever."""
+        """Enforce the time limits of all connections again and again, until cancelled."""
         while True:
             now = self._clock.now()
             for connection in list(self.connections):
@@ -180,14 +180,14 @@ class HttpServer:
         return task
 
     def unserved(self, status: HTTPStatus) -> None:
-        """Note a request that no handler takes."""
+        """Do nothing; subclasses may count a request that no handler takes."""
 
     def handlers_of(self, path: str) -> Mapping[str, RouteHandler] | None:  # noqa: ARG002 - for subclasses with further paths
-        """Return the handlers by method for a path outside of the route table; None if there are none."""
+        """Return the handlers by method for a path that is not in the route table; None if there are none."""
         return None
 
     def fallback(self, head: HttpHead) -> RouteHandler | None:  # noqa: ARG002 - for subclasses that serve more
-        """Return the handler of a path or method that no table has; None if there is none."""
+        """Return the handler of a path or method for which there is no other handler; None if there is none."""
         return None
 
     def _served(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
@@ -204,7 +204,7 @@ class HttpServer:
                 send_rejection(exchange, refused)
             except ClientDisconnected:
                 raise
-            except Exception:  # supervisor: a bug in one request does not end the others
+            except Exception:  # supervisor: an error in one request does not end the other requests
                 log.exception("request failed", extra={"path": exchange.request.path})
                 send_rejection(exchange, internal_error())
             await exchange.drained()
@@ -231,7 +231,7 @@ class HttpServer:
 
 
 def cors_headers(origin: bytes, allowed: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return the headers of an answer to a page of this origin; none if it may not read the answer."""
+    """Return the CORS headers of an answer to a web page of this origin; none if the page may not read the answer."""
     if ANY_ORIGIN in allowed:
         return (("access-control-allow-origin", ANY_ORIGIN), ("access-control-expose-headers", ANY_ORIGIN))
     name = origin.decode("latin-1")

@@ -8,8 +8,8 @@ from fleet.net.settings import ConnectionSettings
 
 log = logging.getLogger(__name__)
 
-LOG_INTERVAL_SECONDS = 60.0  # between two messages about one port
-TLS_HANDSHAKE = b"\x16\x03"  # the first bytes of a client that speaks TLS (RFC 8446, 5.1)
+LOG_INTERVAL_SECONDS = 60.0  # least time between two messages of one kind about one port
+TLS_HANDSHAKE = b"\x16\x03"  # first bytes of a client that speaks TLS (RFC 8446, 5.1)
 
 
 class ConnectionLimitLog:
@@ -17,12 +17,12 @@ class ConnectionLimitLog:
 
     def __init__(self, table: ConnectionTable[Any]) -> None:
         self._table = table
-        self._displaced = 0  # count at the last message
-        self._refused = 0  # count at the last message
+        self._displaced = 0  # value of the count at the last message
+        self._refused = 0  # value of the count at the last message
         self._next_log_at = float("-inf")
 
     def log_changes(self, now: float, listen: str) -> None:
-        """Log how many connections gave way or were refused since the last message, if any."""
+        """Log how many connections were displaced or refused since the last message, if there were any."""
         table = self._table
         displaced, refused = table.displaced - self._displaced, table.refused - self._refused
         if not (displaced or refused) or now < self._next_log_at:
@@ -36,37 +36,37 @@ class ConnectionLimitLog:
 
 
 class ClientLog:
-    """Counts and logs what clients of one port did wrong: they read too slowly, speak TLS to a port without it, or fail its handshake."""
+    """Counts and logs errors of the clients of one port: slow reading, TLS to a port without TLS, and failed handshakes."""
 
     def __init__(self, limits: ConnectionSettings) -> None:
-        self.disconnected = 0  # clients disconnected since the start because they read too slowly
-        self.tls_clients = 0  # connections that began with TLS since the start
-        self.failed_handshakes = 0  # TLS handshakes that failed since the start
+        self.disconnected = 0  # number of clients that were disconnected since the start because they read too slowly
+        self.tls_clients = 0  # number of connections since the start that began with TLS on a port without TLS
+        self.failed_handshakes = 0  # number of TLS handshakes that failed since the start
         self._limits = limits
         self._slow = _LoggedCount()
         self._tls = _LoggedCount()
         self._failed = _LoggedCount()
         self._cause = ""  # why the last handshake failed
-        self._waiting = 0  # bytes that the last slow client had not read
+        self._waiting = 0  # number of bytes that the last slow client had not read
 
     def note_slow(self, client: str, waiting: int) -> None:
-        """Note that a client is disconnected because it read too little."""
+        """Count a client that is disconnected because it read too little; `waiting` bytes were left."""
         self.disconnected += 1
         self._slow.client, self._waiting = client, waiting
 
     def note_bytes(self, client: str, data: bytes) -> None:
-        """Note the bytes of a client that the port could not read; only those of a TLS handshake are counted."""
+        """Count a client whose bytes the port could not read, if they are those of a TLS handshake."""
         if data.startswith(TLS_HANDSHAKE):
             self.tls_clients += 1
             self._tls.client = client
 
     def note_failed_handshake(self, client: str, cause: str) -> None:
-        """Note that the TLS handshake of a client failed."""
+        """Count a client whose TLS handshake failed."""
         self.failed_handshakes += 1
         self._failed.client, self._cause = client, cause
 
     def log_changes(self, now: float, listen: str) -> None:
-        """Log how many clients were noted since the last message, if any, and the last of them."""
+        """Log how many clients were counted since the last message, if there were any, and the last of them."""
         if clients := self._slow.due(self.disconnected, now):
             log.warning(
                 "clients cut off because they read too slowly",
@@ -96,11 +96,11 @@ class _LoggedCount:
 
     def __init__(self) -> None:
         self.client = ""  # the client that was counted last
-        self._logged = 0  # count at the last message
+        self._logged = 0  # value of the count at the last message
         self._next_log_at = float("-inf")
 
     def due(self, count: int, now: float) -> int:
-        """Return by how much the count has grown since the last message if another message is due, or else 0."""
+        """Return by how much the count has grown since the last message; 0 if no message is due yet."""
         if count == self._logged or now < self._next_log_at:
             return 0
         grown = count - self._logged

@@ -4,8 +4,8 @@ import socket
 
 from fleet.core.errors import ConfigurationRefused
 
-UNSENT_BYTES = 16 << 10  # bytes that the kernel buffers for a client beyond those in flight
-BACKLOG = 4096  # pending connections, the default maximum of Linux; a flood must not delay others by a second
+UNSENT_BYTES = 16 << 10  # most bytes that the kernel buffers for a client, besides the bytes that are on the network
+BACKLOG = 4096  # most pending connections: Linux's default maximum, so that a burst delays no connection by a second
 
 
 def split_listen_address(address: str) -> tuple[str, int]:
@@ -45,8 +45,8 @@ def bind_tcp(address: str, *, setting: str, shared: bool = False) -> tuple[socke
 def configure_client_socket(sock: socket.socket) -> None:
     """Make a client socket send immediately and report promptly how much the client reads.
 
-    Otherwise the kernel buffers some MB for a slow reader and then accepts nothing until a third of it is read. At 40
-    kB/s that is half a minute in which the client seems to read nothing.
+    By default, the kernel buffers some MB for a slow reader, and then accepts no more bytes until a third of them is read.
+    At 40 kB/s this takes half a minute, in which the client seems to read nothing.
     """
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

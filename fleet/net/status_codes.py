@@ -9,7 +9,7 @@ from fleet.core.errors import Reason, RequestRejected
 
 
 class ReasonStatus(Struct, frozen=True):
-    """How the protocols show one reason."""
+    """Status codes by which the protocols report one reason."""
 
     grpc: StatusCode
     http: int
@@ -39,8 +39,8 @@ REASON_STATUSES: Mapping[Reason, ReasonStatus] = {
 def rename_field(refused: RequestRejected, names: Mapping[str, str]) -> RequestRejected:
     """Return the same rejection with the field under the name that the client used.
 
-    The result is always a new exception, because callers raise it from `refused`. An exception that is its own cause
-    would stay in memory, with the whole request, until the garbage collector runs.
+    The result is always a new exception, because callers raise it `from refused`. An exception that is its own cause would
+    stay in memory, with the whole request, until Python's cyclic garbage collection runs.
 
     `names` maps field paths of the public protocol, without indices. The rest of a path is kept: with
     ``{"chat.messages": "messages"}`` the field ``chat.messages[1].role`` becomes ``messages[1].role``.

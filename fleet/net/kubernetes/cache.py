@@ -4,8 +4,8 @@ Rules:
 
 1. The answer to a write is stored at once, so that no later decision uses the object from before it. A watch event with
    an older version changes nothing.
-2. An object that we removed is gone at once. Watch events about it before its deletion event change nothing.
-3. Only a difference in a stored field is a change: a renewed Lease or a new resourceVersion alone is none.
+2. An object that this process deleted is removed at once. Watch events about it before its deletion event change nothing.
+3. Only a difference in a stored field is a change. A renewed Lease, or a new resourceVersion alone, is not a change.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,11 +19,11 @@ Place = tuple[str, str]
 
 class Cache(Generic[View]):
     def __init__(self, deployment_of: Callable[[View], str]) -> None:
-        """Start empty; `deployment_of` returns the deployment that an object belongs to; empty: none."""
+        """Start empty. `deployment_of` returns the name of the deployment to which an object belongs; empty: none."""
         self._deployment_of = deployment_of
         self._objects: dict[Place, View] = {}
         self._by_deployment: dict[Place, dict[str, View]] = {}
-        self._removed: dict[Place, str] = {}  # uids
+        self._removed: dict[Place, str] = {}  # uids of the objects that were removed by rule 2
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -41,7 +41,8 @@ class Cache(Generic[View]):
     def put(self, item: View) -> list[View]:
         """Store the answer to a write or an event of a watch.
 
-        Return the object before and after if anything relevant differs, else nothing.
+        Return the object before and after if a stored field differs. The list has one item for a new object, and none if
+        nothing has changed.
         """
         place = _place(item)
         if self._removed.get(place) == item.metadata.uid:
@@ -66,16 +67,16 @@ class Cache(Generic[View]):
         return [kept]
 
     def remove(self, namespace: str, name: str) -> None:
-        """Remove an object because we have deleted it."""
+        """Remove an object because this process has deleted it (rule 2)."""
         place = (namespace, name)
         if (kept := self._objects.get(place)) is not None:
             self._removed[place] = kept.metadata.uid
             self._drop(place)
 
     def fill(self, items: Iterable[View], version: str, namespace: str = "") -> list[View]:
-        """Replace the objects of a namespace, or of all, by a list with that version; objects written later stay.
+        """Replace the objects of a namespace by a list that has this version; an empty namespace means all.
 
-        Return all differences, before and after.
+        Objects that were written after the list stay. Return all changed objects, before and after.
         """
         order = int(version) if version.isdecimal() else 0
         self._removed = {place: uid for place, uid in self._removed.items() if namespace not in {"", place[0]}}
@@ -90,7 +91,7 @@ class Cache(Generic[View]):
         return changed
 
     def clear(self) -> list[View]:
-        """Remove everything because the kind has gone; return what there was."""
+        """Remove all objects because the server no longer has their kind; return these objects."""
         gone = list(self._objects.values())
         self._objects, self._by_deployment, self._removed = {}, {}, {}
         return gone

@@ -2,17 +2,18 @@
 
 Rules:
 
-1. Objects are decoded straight into views (`fleet.net.kubernetes.views`). The client's models would make 50 Python
-   objects of each, and its watch passes a broken line on as an event.
-2. The server ends a watch after WATCH_SECONDS, or the client a little later, so that a silent connection is noticed.
+1. Objects are decoded straight into views (`fleet.net.kubernetes.views`). The official client's models would make 50
+   Python objects of each, and its watch would pass a broken line on as an event.
+2. The server ends a watch after WATCH_SECONDS. If it does not, the client ends the watch a little later, so that a silent
+   connection is noticed.
 3. An object is created by an apply with a resourceVersion that no object ever has. The server creates a missing object
    whatever the version is, and refuses to change an existing one. A POST would do the same, but leave the fields to a
    second manager (`Update` beside `Apply`), so that fields which a later manifest leaves out would never be removed.
    (Services of Kubernetes before 1.24 refuse it. `tests/support/kube/README.md` has the sources, and says that this was not
    recorded from a real server.)
-4. A server's error message passes `fleet.net.kubernetes.status_errors` before anybody reads it.
-5. An object that is nested too deeply is read without its depths (`fleet.net.kubernetes.nesting`), so that it does not
-   hide other objects.
+4. A server's error message passes `fleet.net.kubernetes.status_errors` before it is shown or logged.
+5. If an object is nested too deeply, its deepest levels are left out (`fleet.net.kubernetes.nesting`), so that the other
+   objects of a list can be read.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -56,11 +57,11 @@ GATES_SINCE = (1, 30)
 PAGE = 500
 MOST_CONNECTIONS = 64
 LONGEST_EVENT = 8 << 20
-"""Bytes; etcd keeps objects of at most 1.5 MiB."""
+"""Longest line of a watch in bytes; etcd stores objects of at most 1.5 MiB."""
 
 NAMES_ONLY = "application/json;as=PartialObjectMetadata{list};g=meta.k8s.io;v=v1,application/json"
 NAMED_ONLY: tuple[type[NamedObject], ...] = (NamedObject, ChildObject)
-"""Views for which the server leaves the content out."""
+"""Views for which the server is asked for metadata only."""
 
 Decoded = TypeVar("Decoded")
 
@@ -83,7 +84,7 @@ class _RawWatchEvent(Struct, frozen=True):
 class _Version(Struct, frozen=True):
     major: str = ""
     minor: str = ""
-    """Some providers add a sign: `33+`."""
+    """Minor version; some providers add a sign, as in `33+`."""
 
 
 class _Resources(Struct, frozen=True):
@@ -118,7 +119,7 @@ class ApiServerClient:
         )
 
     async def _release(self) -> tuple[int, int]:
-        """Return the major and the minor version of the server; zeros if it tells none."""
+        """Return the major and the minor version of the server; zeros if it does not say them."""
         try:
             told = _decoded(await self._call("GET", "/version"), _Version)
         except (ObjectMissing, RequestDenied):
@@ -254,7 +255,7 @@ class ApiServerClient:
         """Yield the answer to one request, and release it in every case.
 
         Raises:
-            KubernetesError: The server's error, or its silence.
+            KubernetesError: The server answered with an error, or not in time.
         """
         client = self._client
         headers = {"Accept": accept, "Content-Type": media, "User-Agent": client.user_agent}
@@ -307,7 +308,7 @@ async def open_api_client(kubeconfig: str, agent: str, manager: str = MANAGER) -
 
 
 async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yield whole lines. The rest of a stream that was cut is not a line."""
+    """Yield whole lines. If the stream breaks off within a line, that line is dropped."""
     kept = bytearray()
     async for part in answer.content.iter_any():
         kept += part
@@ -327,7 +328,7 @@ def _decoded(content: bytes | msgspec.Raw, of: type[Decoded]) -> Decoded:
         except RecursionError:
             return msgspec.json.decode(shallow(bytes(content)), type=of)
     except msgspec.DecodeError as error:
-        # The message leaves the value out, which may be secret.
+        # The message does not contain the value, which may be secret.
         raise ApiServerUnreachable(f"an answer that is not a {of.__name__}") from error
 
 

@@ -24,11 +24,11 @@ Manifest = dict[str, Any]
 
 
 class DiscoveryObjects:
-    """The objects of one namespace."""
+    """Reads and writes the Leases and EndpointSlices of one namespace."""
 
     def __init__(self, connected: client.ApiClient, namespace: str, manager: str) -> None:
         """Create the client; `manager` is the field manager in `managedFields`."""
-        self._objects = client.CustomObjectsApi(connected)  # takes plain manifests of any kind
+        self._objects = client.CustomObjectsApi(connected)  # the client's API for plain manifests of any kind
         self._namespace = namespace
         self._manager = manager
 
@@ -40,7 +40,7 @@ class DiscoveryObjects:
         return listed["items"], listed["metadata"]["resourceVersion"]
 
     async def watch_leases(self, selector: str, version: str, silence_seconds: float) -> aiohttp.ClientResponse:
-        """Return a response that streams changes since then as JSON lines. The server ends it after `WATCH_SECONDS`."""
+        """Return a response that streams the changes after a version as JSON lines. The server ends it after `WATCH_SECONDS`."""
         answer: aiohttp.ClientResponse = await self._objects.list_namespaced_custom_object_without_preload_content(
             *LEASES,
             self._namespace,
@@ -86,7 +86,7 @@ class DiscoveryObjects:
         return await self._delete(LEASES, "leases", name, version)
 
     async def apply_slice(self, slice_: Manifest) -> Manifest:
-        # The client drops the content of an object that an apply has created (201).
+        # The client library would drop the content of the answer if the apply has created the object (201).
         answer = await self._objects.patch_namespaced_custom_object_without_preload_content(
             *SLICES,
             self._namespace,

@@ -2,14 +2,15 @@
 
 Rules:
 
-1. The holder renews the Lease every `retry`. A candidate takes the Lease if it is free, or if it has seen no change of
-   it for its duration, on its own clock: the clocks of two machines are never compared.
+1. The leader renews the Lease every `retry`. A candidate takes the Lease if it is free, or if the candidate has seen no
+   change of the Lease for the Lease's duration. It measures that on its own clock: the clocks of two machines are never
+   compared.
 2. A leader that could not renew for `renew_within`, counted from the start of its last successful renewal, stops
    acting. That is earlier than any candidate may take the Lease. Its last requests may still arrive late; all writes
    are harmless then (`operators.controller.applier`, rule 3).
 3. A leader that ends gives the Lease back, so that the next one need not wait.
 4. Processes with the same identity lead together. If one of them finds the Lease renewed, it cannot know which process
-   renewed it, nor whether this was its own renewal whose answer was lost, and it makes no difference.
+   renewed it, or whether its own renewal arrived and only the answer was lost. This makes no difference.
 """
 
 from enum import StrEnum
@@ -21,7 +22,7 @@ from fleet.core.clock import Nanos
 
 class ElectionStep(StrEnum):
     CREATE = "create"
-    """There is no Lease: create one that we hold."""
+    """There is no Lease: create one with this candidate as its holder."""
 
     TAKE = "take"
     RENEW = "renew"
@@ -32,14 +33,14 @@ class ObservedLease(Struct, frozen=True, kw_only=True):
     """The Lease as it was read."""
 
     holder: str
-    """Empty: it was given back."""
+    """Identity of the holder; empty: the Lease was given back."""
 
     version: str
     duration: Nanos
 
 
 class Election:
-    """One candidate's state."""
+    """State of one candidate in the election."""
 
     def __init__(self, identity: str, renew_within: Nanos) -> None:
         """Start as a follower.
@@ -52,10 +53,10 @@ class Election:
         self._seen_at = Nanos(0)
         self._held_since: Nanos | None = None
         self._ours: tuple[str, Nanos] | None = None
-        """The version in which we last found the Lease to be ours, and the instant."""
+        """Version of the Lease when this candidate last found itself to be its holder, and the instant of that reading."""
 
     def step(self, found: ObservedLease | None, now: Nanos) -> ElectionStep:
-        """Return what to do with the Lease that was just read; None: there is none."""
+        """Return what to do with the Lease that was just read; `found` is None if there is no Lease."""
         if found is None:
             return ElectionStep.CREATE
         if found.holder == self._identity:
@@ -63,7 +64,7 @@ class Election:
                 self._held_since = max(self._ours[1], self._held_since or self._ours[1])
             self._ours = found.version, now
             return ElectionStep.RENEW
-        self._held_since = self._ours = None  # another candidate has taken it, or it was given back
+        self._held_since = self._ours = None  # another candidate has taken the Lease, or it was given back
         if not found.holder:
             return ElectionStep.TAKE
         if self._seen != (found.holder, found.version):
@@ -71,7 +72,7 @@ class Election:
         return ElectionStep.TAKE if now >= self._seen_at + found.duration else ElectionStep.WAIT
 
     def wrote(self, began: Nanos) -> None:
-        """Note that the Lease is ours by a write that began at that instant."""
+        """Record that this candidate has written itself as the holder, by a write that began at the given instant."""
         self._held_since = began
 
     def gave_back(self) -> None:
@@ -81,5 +82,5 @@ class Election:
         return (ends := self.ends()) is not None and now < ends
 
     def ends(self) -> Nanos | None:
-        """Return when we stop acting unless we renew; None: we do not act."""
+        """Return the instant at which this candidate stops acting unless it renews the Lease; None: it does not act now."""
         return None if self._held_since is None else Nanos(self._held_since + self._renew_within)

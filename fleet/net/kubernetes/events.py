@@ -1,7 +1,7 @@
 """Kubernetes events, which `kubectl describe` and `kubectl get events` show. Pure.
 
-An event is recorded once: its name is made of its content and its generation, so that a process that was killed and
-records it again finds it recorded.
+An event is recorded once: its name is derived from its content and its generation. A process that was killed, and tries
+to record the same event again, therefore finds that it exists.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ MOST_CHARACTERS = 1000
 
 
 class KubernetesEvent(Struct, frozen=True, kw_only=True):
-    """A change of an object, for people."""
+    """A change of an object, in a text for people."""
 
     reason: str
     note: str
@@ -49,7 +49,7 @@ def event_manifest(
         action: The action that was taken.
     """
     said = f"{about.uid} {happening.generation} {happening.reason} {happening.note}"
-    # The same reason may return after another one; an hour later it counts as a second event.
+    # The same reason may occur again after another one; an hour later it counts as a second event.
     name = f"{about.name[:200]}.{hashlib.sha256(f'{said} {now:%Y%m%d%H}'.encode()).hexdigest()[:16]}"
     regarding: dict[str, Any] = {
         "apiVersion": kind.api_version,

@@ -4,11 +4,12 @@ Rules:
 
 1. A watch that ends, breaks or falls silent continues from the last version, bookmarks included. Everything is listed
    again only if the server does not remember that version any more.
-2. After a failure there is a pause, doubled each time up to LONGEST_SECONDS, or as long as the server says. A watch
-   that received anything makes it short again.
-3. A difference from an earlier version is news; the content of a first list is not. The callback `heard` receives this
-   for objects that age.
-4. A failure here never ends the operator and loses nothing. Nobody decides by the cache before it has been filled once.
+2. After a failure there is a pause, which doubles each time up to LONGEST_SECONDS, or is as long as the server demands.
+   After a watch that received something, the next pause is short again.
+3. A difference from an earlier version is news; the content of a first list is not. The callback `heard` is told whether
+   an object is news, because the age of some objects counts from their last news.
+4. A failure of an informer never ends the operator, and no change is lost. No decision uses the cache before it has been
+   filled once.
 """
 
 import asyncio
@@ -27,11 +28,11 @@ log = logging.getLogger(__name__)
 SHORTEST_SECONDS = 0.1
 LONGEST_SECONDS = 10.0
 MOST_FAILURES = 4
-"""Failed attempts in a row, over about a second, after which the informer is lost."""
+"""Number of failed attempts in a row, within about a second, from which on `Informer.lost` is true."""
 
 
 class Informer(Generic[View]):
-    """Informer for one kind in one namespace."""
+    """Keeps the cache of one kind, in one namespace or in all."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Informer(Generic[View]):
         """
         self.filled = asyncio.Event()
         self.restarts = 0
-        """Lists and watches after the first."""
+        """Number of watches that have ended or failed since the start."""
 
         self._cluster = cluster
         self._kind = kind
@@ -64,7 +65,7 @@ class Informer(Generic[View]):
         self._heard = heard
         self._version = ""
         self._pause = SHORTEST_SECONDS
-        self._failures = 0  # since a list or a watch was last answered
+        self._failures = 0  # number of failures since a list or a watch was last answered
 
     @property
     def lost(self) -> bool:
@@ -89,7 +90,7 @@ class Informer(Generic[View]):
                 pause = max(self._next_pause(), error.after_seconds or 0.0)
             except KubernetesError as error:
                 self._failures += 1
-                # A missing kind may appear, and a forbidden one be allowed, later.
+                # Further tries may succeed: a missing kind may appear later, and a forbidden one may be allowed.
                 pause = self._next_pause()
                 if pause == SHORTEST_SECONDS:
                     log.warning("watch failed", extra={"kind": self._kind.name, "cause": str(error)})
@@ -104,7 +105,7 @@ class Informer(Generic[View]):
         self.filled.set()
 
     async def _watch(self) -> bool:
-        """Watch until the stream ends; return whether it received anything."""
+        """Watch until the stream ends; return whether any event was received."""
         told_any = False
         stream = self._cluster.watch(
             self._kind, self._view, self._namespace, self._version, self._selector, self._began

@@ -25,9 +25,9 @@ class ApiKind(Struct, frozen=True):
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str, name: str = "", part: str = "") -> str:
-        """Return the path of an object, or of all objects without a name; an empty namespace means all.
+        """Return the API path of an object; without a name, the path of all objects. An empty namespace means all.
 
-        `part`: a subresource.
+        `part` is the name of a subresource, such as `status`.
         """
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
         within = f"{root}/namespaces/{namespace}" if namespace else root
@@ -52,7 +52,7 @@ NETWORK_POLICY = ApiKind("networking.k8s.io", "v1", "networkpolicies", "NetworkP
 POD_MONITOR = ApiKind("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
 INFERENCE_POOL = ApiKind("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool")
 SUPPORTING_KINDS = (CONFIG_MAP, SERVICE, DISRUPTION_BUDGET, NETWORK_POLICY, POD_MONITOR, INFERENCE_POOL)
-"""Kinds of which only names, owners and digests are read."""
+"""Kinds of child objects of which only the metadata is read."""
 
 POD = ApiKind("", "v1", "pods", "Pod")
 NODE = ApiKind("", "v1", "nodes", "Node")
@@ -61,7 +61,7 @@ LEASE = ApiKind("coordination.k8s.io", "v1", "leases", "Lease")
 EVENT = ApiKind("events.k8s.io", "v1", "events", "Event")
 
 OPTIONAL_KINDS = (LEADER_WORKER_SET, POD_MONITOR, INFERENCE_POOL)
-"""Kinds that a cluster may lack."""
+"""Kinds that may be missing in a cluster."""
 
 BY_NAME: Mapping[str, ApiKind] = {
     each.name: each for each in (*CUSTOM_KINDS, *WORKLOAD_KINDS, *SUPPORTING_KINDS, POD, LEASE, EVENT)

@@ -1,4 +1,4 @@
-"""Kubeconfig: how to reach the API server, by the file that kubectl reads too, or by a pod's service account."""
+"""Kubeconfig: reads how to reach the API server, from the file that kubectl reads too, or from a pod's service account."""
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,7 +13,7 @@ from kubernetes.aio.config.kube_config import load_kube_config
 from fleet.net.kubernetes.ports import KubernetesError
 
 UNUSABLE = (ConfigException, OSError, ValueError, KeyError, TypeError, yaml.YAMLError)
-"""Exceptions of the client for a file that is not a usable kubeconfig."""
+"""Exceptions that the client library raises for a file that is not a usable kubeconfig."""
 
 
 async def api_configuration(kubeconfig: str) -> Configuration:
@@ -33,7 +33,7 @@ async def api_configuration(kubeconfig: str) -> Configuration:
         except (ConfigException, OSError) as error:
             raise KubernetesError(f"kubeconfig: is required outside of a pod: {error}") from error
         return _with_environment(configuration)
-    if not Path(kubeconfig).exists():  # noqa: ASYNC240 - once, at the start
+    if not Path(kubeconfig).exists():  # noqa: ASYNC240 - the file is looked for once, at the start
         raise KubernetesError(
             f"kubeconfig: {kubeconfig}: No such file; name the file that kubectl uses for the cluster"
         )
@@ -48,13 +48,19 @@ async def api_configuration(kubeconfig: str) -> Configuration:
 
 
 def _with_environment(configuration: Configuration) -> Configuration:
-    """Read once what each request would read in two other threads: the environment's proxy. ~/.netrc is not read at all."""
+    """Read the environment's proxy once, because each request would otherwise read it in another thread.
+
+    ~/.netrc is not read at all.
+    """
     configuration.client_session_kwargs = {"trust_env": False}
     configuration.proxy = configuration.proxy or environment_proxy(configuration.host)
     return configuration
 
 
 def environment_proxy(address: str) -> str | None:
-    """Return the proxy for an address by HTTP_PROXY, HTTPS_PROXY and NO_PROXY, or None. All clients of Kubernetes obey them."""
+    """Return the proxy for an address; None: no proxy.
+
+    It follows from HTTP_PROXY, HTTPS_PROXY and NO_PROXY, as for all clients of Kubernetes.
+    """
     parts = urlsplit(address)
     return None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)

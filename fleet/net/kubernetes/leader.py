@@ -2,13 +2,13 @@
 
 Rules:
 
-1. The Lease belongs to the candidate's Deployment, if one is named, so that garbage collection removes it with the
-   Deployment, in whatever order the two are deleted, and also if a terminating pod has just created it again. Every
-   write repeats the owner, so that a Lease of an older operator or of a recreated Deployment gets the right owner too.
-2. Nobody leads if that Deployment does not exist, because objects written then would stay for ever.
-3. A change of the leader is an Event of the Lease, if the candidate has a name for it. An Event that cannot be written
-   changes nothing.
-4. `renewTime` is for people. No clock is compared with it (`fleet.net.kubernetes.election`, rule 1).
+1. The Lease is owned by the candidate's Deployment, if the settings name one. Kubernetes' garbage collection then removes
+   the Lease with the Deployment, even if a terminating pod has just created the Lease again. Every write repeats the
+   owner, so that a Lease of an older operator, or of a Deployment that was created again, gets the right owner too.
+2. If that Deployment does not exist, no candidate leads, because objects that are written then would stay for ever.
+3. A change of the leader is recorded as an Event of the Lease, if a controller name is given. An Event that cannot be
+   written has no other consequence.
+4. `renewTime` is only information for people. No clock is compared with it (`fleet.net.kubernetes.election`, rule 1).
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class LeaseLeader:
-    """One candidate for one Lease."""
+    """Takes part in the election as one candidate for one Lease."""
 
     def __init__(
         self,
@@ -85,16 +85,16 @@ class LeaseLeader:
 
         Args:
             cluster: The API server.
-            settings: The Lease.
-            namespace: Its namespace.
-            identity: The candidate's name; those with the same name lead together.
+            settings: The settings of the Lease.
+            namespace: The namespace of the Lease.
+            identity: The candidate's name; candidates with the same name lead together.
             clock: Monotonic clock for the election.
             wall: Wall clock for the times in objects.
             controller: Name under which Events report the election; empty: there are none.
         """
         self.changed = asyncio.Event()
-        """Set when it begins to act, and when the Lease that it wrote is another object than before, because objects owned by
-        the former Lease go with that. The waiting task clears it."""
+        """Set when this candidate begins to act. Also set when the Lease is another object than before, because Kubernetes
+        removes the objects that the former Lease owned. The task that waits for the event clears it."""
 
         self.waits = False
         """True if another candidate held the Lease when it was last read."""
@@ -108,8 +108,8 @@ class LeaseLeader:
         self.election = Election(identity, Nanos(int(settings.renew_within_seconds * SECOND)))
         self._owner_uid: str | None = None
         self._controller = controller
-        self._lease_uid = ""  # of the Lease that this candidate wrote last
-        self._transitions = 0  # of that Lease
+        self._lease_uid = ""  # uid of the Lease that this candidate wrote last
+        self._transitions = 0  # number of changes of the leader, as that Lease counts them
         self._led = False
 
     def leads(self) -> bool:
@@ -125,7 +125,7 @@ class LeaseLeader:
             except TimeoutError:
                 log.warning("lease call timed out", extra={"lease": self._settings.name})
             except KubernetesError as error:
-                # A faster candidate is normal; another error may last for ever, such as a missing right.
+                # A conflict with a faster candidate is normal. Another error, such as a missing right, may last for ever.
                 level = logging.DEBUG if isinstance(error, ObjectConflict) else logging.WARNING
                 log.log(level, "lease not written", extra={"lease": self._settings.name, "cause": str(error)})
             if self.tell():
@@ -133,7 +133,7 @@ class LeaseLeader:
             await asyncio.sleep(self._settings.retry_seconds)
 
     async def give_back(self) -> None:
-        """Give the Lease back, so that the next leader need not wait. Nothing may be written afterwards."""
+        """Give the Lease back, so that the next leader need not wait. The caller must not write objects afterwards."""
         if not self.leads():
             return
         self.election.gave_back()
@@ -171,7 +171,7 @@ class LeaseLeader:
             return None
 
     async def _owner(self) -> str:
-        """Return the owner's uid; empty if none is named, or if reading it is forbidden."""
+        """Return the uid of the owner; empty if the settings name no owner, or if the API server forbids reading it."""
         if not (name := self._settings.owner):
             return ""
         try:
@@ -207,7 +207,7 @@ class LeaseLeader:
         return await self._cluster.replace(kinds.LEASE, KubernetesLease, self._namespace, self._settings.name, manifest)
 
     def tell(self) -> bool:
-        """Tell a change of leadership to those that wait for it, and return whether there was one."""
+        """Set `changed` if this candidate has begun to act; return whether it has begun or stopped since the last call."""
         leads = self.leads()
         if leads == self._led:
             return False
@@ -230,7 +230,7 @@ class LeaseLeader:
         try:
             async with asyncio.timeout(
                 self._settings.retry_seconds
-            ):  # a slow server must not delay the next renewal for long
+            ):  # limited, because a slow server must not delay the next renewal for long
                 await self._cluster.create(kinds.EVENT, NamedObject, self._namespace, manifest)
         except (KubernetesError, TimeoutError) as error:
             cause = str(error) or "no answer in time"

@@ -1,8 +1,9 @@
-"""Nesting limit: handles JSON that is nested too deeply to be decoded. Pure.
+"""Nesting limit: leaves the deepest levels out of JSON that is nested too deeply to be decoded. Pure.
 
 An API server accepts ten thousand levels in fields without a schema, the decoder here a thousand, and later code fewer.
-One namespace's objects must not keep the operator from reading others, so everything deeper than DEEPEST is left out.
-No built-in kind of Kubernetes has so many levels, so the server will refuse what is made of the rest, and say why.
+An object in one namespace must not keep the operator from reading the objects of others, so everything deeper than
+DEEPEST is left out. No built-in kind of Kubernetes has that many levels. If the operator makes a child object from such
+an object, the server refuses the child and says why.
 """
 
 import re
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 DEEPEST = 100
-"""The levels that are kept."""
+"""Number of levels that are kept."""
 
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 
@@ -32,7 +33,7 @@ def shallow(content: bytes) -> bytes:
 
 
 def prune(root: dict[str, Any], levels: int = DEEPEST) -> None:
-    """Replace every object and list below that many levels by None; `root` is the first level."""
+    """Replace every object and list that is deeper than the given number of levels by None; `root` is the first level."""
     containers: list[Any] = [root]
     for _ in range(levels - 1):
         containers = [inner for each in containers for _, inner in _inside(each)]
@@ -44,6 +45,6 @@ def prune(root: dict[str, Any], levels: int = DEEPEST) -> None:
 
 
 def _inside(container: dict[str, Any] | list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Return the objects and lists in a container, each with its place."""
+    """Return the objects and lists in a container, each with its key or index."""
     places = container.items() if isinstance(container, dict) else enumerate(container)
     return ((place, inner) for place, inner in places if isinstance(inner, dict | list))

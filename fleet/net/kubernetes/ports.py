@@ -13,9 +13,9 @@ Manifest = dict[str, Any]
 
 
 class KubernetesError(Exception):
-    """The API server did not do what it was asked.
+    """A call of the API server failed.
 
-    The message is safe for logs and conditions: it contains no value of a specification.
+    The message may be shown in logs and conditions: it contains no value of a specification.
     """
 
 
@@ -36,7 +36,7 @@ class ObjectConflict(KubernetesError):
 
 
 class NameTaken(ObjectConflict):
-    """The object to create exists already. Read it."""
+    """The object that should be created exists already. Read it."""
 
 
 class ObjectMissing(KubernetesError):
@@ -48,7 +48,7 @@ class VersionExpired(KubernetesError):
 
 
 class RequestDenied(KubernetesError):
-    """The server refuses until somebody changes something: a bad field, a quota, a missing right."""
+    """The server refuses the call until somebody changes the cause: a bad field, a quota or a missing right."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -60,23 +60,23 @@ class ObjectList(Struct, Generic[View], frozen=True):
 
     items: tuple[View, ...]
     version: str
-    """The version from which to watch."""
+    """The version from which a watch continues after this list."""
 
 
 class WatchEvent(Struct, Generic[View], frozen=True):
     """One event of a watch."""
 
     version: str
-    """The version from which to go on when the stream ends."""
+    """The version from which the next watch continues after the stream has ended."""
 
     item: View | None = None
-    """None: the event is a bookmark."""
+    """The changed object; None: the event is a bookmark, which only tells a newer version."""
 
     gone: bool = False
 
 
 class KubernetesApi(Protocol):
-    """An API server. Every call has a deadline, and raises only KubernetesError."""
+    """Calls of one API server. Every call has a deadline, and raises only KubernetesError."""
 
     async def served(self) -> OptionalKinds: ...
 
@@ -91,16 +91,16 @@ class KubernetesApi(Protocol):
         selector: str = "",
         began: Callable[[], None] | None = None,
     ) -> AsyncGenerator[WatchEvent[View], None]:
-        """Yield changes after a version, until the server ends the stream, which it does now and then.
+        """Yield the changes after a version, until the server ends the stream, which it does regularly.
 
-        `began` is called when the server has taken the watch, which may be long before the first change.
+        `began` is called when the server has accepted the watch, which may be long before the first change.
         """
         ...
 
     async def get(self, kind: ApiKind, of: type[View], namespace: str, name: str) -> View: ...
 
     async def find(self, kind: ApiKind, of: type[View], namespace: str, name: str) -> View | None:
-        """Return the newest version, which needs no right but to list the kind; None: no object has that name."""
+        """Return the newest version of an object; None: no object has this name. Only the right to list is needed."""
         ...
 
     async def create(self, kind: ApiKind, of: type[View], namespace: str, manifest: Manifest) -> View:
@@ -114,9 +114,9 @@ class KubernetesApi(Protocol):
     async def replace(self, kind: ApiKind, of: type[View], namespace: str, name: str, manifest: Manifest) -> View: ...
 
     async def apply(self, kind: ApiKind, of: type[View], manifest: Manifest, part: str = "") -> View:
-        """Apply on the server's side as the operator, which overrides other managers of the same fields.
+        """Apply a manifest on the server's side, as the operator, whose fields override those of other managers.
 
-        `part`: the status.
+        `part` is `status` to apply the status instead of the object.
         """
         ...
 
@@ -132,6 +132,6 @@ class KubernetesApi(Protocol):
 
 
 class WallClock(Protocol):
-    """The wall clock."""
+    """Function that returns the calendar time with its time zone."""
 
     def __call__(self) -> datetime: ...

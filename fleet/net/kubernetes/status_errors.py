@@ -2,10 +2,10 @@
 
 Rules:
 
-1. Servers quote the values that they refuse, and a value may be a password in an environment variable. So only parts of a
-   message are passed on: the field and its requirement.
-2. Words of admission control are passed on as they are: a quota, a limit range, a policy or a webhook says them to whoever
-   is refused.
+1. Servers quote the values that they refuse, and a value may be a password in an environment variable. Therefore only
+   parts of a message are passed on: the field and its requirement.
+2. Messages of admission control are passed on unchanged: a quota, a limit range, a policy or a webhook writes them for the
+   user whose object is refused.
 3. A server-side apply with a field of a wrong name or type is answered with 500 and without a reason, because the server
    does not translate the errors of structured-merge-diff. Such an answer is a refusal, and not a failure of the server.
 """
@@ -26,25 +26,25 @@ from fleet.net.kubernetes.ports import (
 
 MOST_CAUSES = 8
 MOST_CHARACTERS = 600
-"""The length at which words of admission control are cut."""
+"""Length in characters at which messages of admission control are cut."""
 
-# The requirement after a refused value, without any quotation.
+# Matches the requirement that follows a refused value, if it contains no quotation.
 REQUIREMENT = re.compile(r": ((?:must|may|should|cannot|can not|is|field is|supported values)\b[^\"'{}\[\]]*)$")
-# Words of admission control or of authorization, which contain no field's value.
+# Matches messages of admission control or of authorization, which contain no field's value.
 FORBIDDEN = re.compile(r" is forbidden: (.+)$", re.DOTALL)
 DENIED = re.compile(
     r"((?:ValidatingAdmissionPolicy '|admission webhook \")[^'\"]+['\"].* denied (?:the )?request.*)$", re.DOTALL
 )
 RIGHT = re.compile(r'User "[^"]*" cannot ')
 
-# An object that could not be decoded has no causes: take the first named field, and its required type.
+# An error about an object that cannot be decoded has no causes: this matches the first named field and its required type.
 FIELD = re.compile(
     r"(?<![\w.])\.?((?:spec|metadata)(?:\.\w+|\[\d+\]|\[name=\"[-a-z0-9]+\"\])+): "
     r"(?:.*?(expected [a-z ()]+, got [a-z]+|must be of type [a-z]+))?"
 )
 
 
-# A server-side apply whose object does not fit the schema (`sigs.k8s.io/structured-merge-diff`).
+# Matches the error of a server-side apply whose object does not fit the schema (`sigs.k8s.io/structured-merge-diff`).
 UNTYPED = re.compile(
     r"failed to (?:create typed patch object|convert new (?:typed )?object) \(.*?, Kind=\w+\)[^:]*: (.*)", re.DOTALL
 )
@@ -61,9 +61,9 @@ QUANTITY = re.compile(
 )
 BAD_QUANTITY = "a quantity must be a number with a suffix such as m, k, M, Gi"
 BAD_VALUE = "a field has a wrong name or type"
-"""The message if the server does not name the field."""
+"""The message that is passed on if the server does not name the field."""
 
-# A key is repeated if it can only be a name, a number or a path.
+# Matches a key that may be passed on, because it can only be a name, a number or a path.
 KEY = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|[^,\]]+)')
 PLAIN_KEY = re.compile(r'name="[A-Za-z_][-.\w]{0,252}"|mountPath="/[-./\w]*"|protocol="[A-Z]{1,8}"|\w+=-?\d+')
 
@@ -79,7 +79,7 @@ class StatusDetails(Struct, frozen=True):
 
 
 class ApiStatus(Struct, frozen=True):
-    """The error status of an API server."""
+    """Error status in an API server's answer."""
 
     reason: str = ""
     message: str = ""
@@ -117,7 +117,7 @@ def lacks_right(message: str) -> bool:
 
 
 def public_message(status: ApiStatus) -> str:
-    """Return what may be repeated of an error: fields and their requirements, or the words of admission control."""
+    """Return the parts of an error that may be shown: fields with their requirements, or admission control's message."""
     if untyped := UNTYPED.match(status.message):
         return _misfits(untyped[1])
     if denied := DENIED.search(status.message):
@@ -136,13 +136,13 @@ def public_message(status: ApiStatus) -> str:
 
 
 def admission_words(message: str) -> str:
-    """Return what admission control says in an error's message; empty: the error is not of admission control."""
+    """Return the message of admission control within an error's message; empty: the error has another cause."""
     found = DENIED.search(message) or FORBIDDEN.search(message)
     return _cut(found[1]) if found else ""
 
 
 def _misfits(text: str) -> str:
-    """Return the fields that do not fit the schema, each with what is expected there."""
+    """Return the fields that do not fit the schema, each with the expected type."""
     if QUANTITY.search(text):
         return BAD_QUANTITY
     said = []

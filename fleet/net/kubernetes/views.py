@@ -1,7 +1,7 @@
-"""Views of Kubernetes objects: only the fields that a decision needs. Pure.
+"""Views of Kubernetes objects: Structs with only the fields that decisions need. Pure.
 
-All other fields are skipped while an object is decoded, so that a cache of a thousand pods takes a few megabytes, and a
-stream of events leaves nothing behind.
+All other fields are skipped while an object is decoded, so that a cache of a thousand pods takes a few megabytes, and
+events leave no other memory in use.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ FIELD_MANAGER = "fleet-operator"
 CONTENT_FIELDS = (b'"f:spec"', b'"f:data"', b'"f:binaryData"')
 
 READ_ANNOTATIONS = (f"{GROUP}/", "leaderworkerset.sigs.k8s.io/", "controller.kubernetes.io/")
-"""Prefixes of the annotations that a decision needs."""
+"""Prefixes of the annotations that decisions need; all other annotations are dropped."""
 
 
 class _View(Struct, frozen=True, kw_only=True, rename="camel"):
-    """A part of an object, with the API's spelling."""
+    """A part of an object, whose field names in JSON have the API's spelling (camel case)."""
 
 
 class OwnerReference(_View, frozen=True):
@@ -37,16 +37,16 @@ class OwnerReference(_View, frozen=True):
 
 
 class FieldOwnership(Struct, frozen=True):
-    """The owners of a child object's fields, in short (`metadata.managedFields`)."""
+    """Digest of which managers own which fields of a child object (`metadata.managedFields`)."""
 
     ours: str = ""
-    """Digest of the fields that our last apply owns: it changes when somebody else changes or removes one of them."""
+    """Digest of the fields that the operator's last apply owns. It changes when another manager changes or removes one."""
 
     others: str = ""
-    """Digest of what other managers own of the specification or of the data; empty: nothing."""
+    """Digest of the fields of the specification or of the data that other managers own; empty: they own none."""
 
     managers: tuple[str, ...] = ()
-    """The names of these managers."""
+    """Names of these other managers."""
 
 
 class ManagedFieldsEntry(_View, frozen=True):
@@ -71,14 +71,14 @@ class ObjectMetadata(_View, frozen=True):
     """Known for child objects only (`ChildMetadata`)."""
 
     def __post_init__(self) -> None:
-        """Keep only annotations that are read: kubectl stores the whole object in one of them."""
+        """Drop annotations that no decision needs, because kubectl stores the whole object in one of them."""
         if self.annotations:
             kept = {name: text for name, text in self.annotations.items() if name.startswith(READ_ANNOTATIONS)}
             msgspec.structs.force_setattr(self, "annotations", kept)
 
     @property
     def owner_uid(self) -> str:
-        """The uid of the controlling owner; empty: none."""
+        """Uid of the controlling owner; empty: the object has none."""
         return next((each.uid for each in self.owner_references if each.controller), "")
 
     @property
@@ -88,7 +88,7 @@ class ObjectMetadata(_View, frozen=True):
 
     @property
     def order(self) -> int:
-        """The order of its last change among the objects of one server.
+        """Number that orders this version of the object among all changes on one server.
 
         ResourceVersions are defined as numbers since Kubernetes 1.35, and were numbers before.
         """
@@ -99,10 +99,10 @@ class ChildMetadata(ObjectMetadata, frozen=True):
     """Metadata of an object that the operator applies."""
 
     managed_fields: tuple[ManagedFieldsEntry, ...] | None = ()
-    """Empty once it is summed up in `ownership`."""
+    """The managed fields as the server sends them; emptied after they are summed up in `ownership`."""
 
     def __post_init__(self) -> None:
-        """Sum up the managed fields, which are long."""
+        """Replace the managed fields, which are long, by their digest in `ownership`."""
         ObjectMetadata.__post_init__(self)
         if self.managed_fields:
             msgspec.structs.force_setattr(self, "ownership", _ownership(self.managed_fields))
@@ -110,17 +110,17 @@ class ChildMetadata(ObjectMetadata, frozen=True):
 
 
 class NamedObject(_View, frozen=True):
-    """An object of which only the metadata is read."""
+    """An object of which only the metadata is decoded."""
 
     metadata: ObjectMetadata
 
     def essence(self) -> Self:
-        """Return the object without the fields whose change is no news."""
+        """Return the object without the fields whose change does not count as a change of the object."""
         return msgspec.structs.replace(self, metadata=_unversioned(self.metadata))
 
 
 class ChildObject(NamedObject, frozen=True):
-    """An object that the operator applies, of which only the metadata is read."""
+    """An object that the operator applies; only its metadata is decoded."""
 
     metadata: ChildMetadata
 
@@ -210,9 +210,9 @@ class Pod(NamedObject, frozen=True):
 
     @property
     def unplaced_since(self) -> datetime | None:
-        """The instant since which no node has room for the pod.
+        """Instant since which the scheduler finds no node with room for the pod.
 
-        None: it has a node, or the scheduler has not tried yet.
+        None: the pod has a node, or the scheduler has not tried yet.
         """
         for each in self.status.conditions or ():
             if each.type == "PodScheduled" and each.status == "False" and each.reason == "Unschedulable":
@@ -241,7 +241,7 @@ class LeaseSpec(_View, frozen=True):
 class KubernetesLease(NamedObject, frozen=True):
     spec: LeaseSpec = LeaseSpec()
     lapses: int = 0
-    """How often it was renewed after it had ended."""
+    """Number of times that the Lease was renewed after it had ended."""
 
     def essence(self) -> Self:
         """Return the Lease without its renewal time and annotations, which change with each renewal."""
@@ -250,10 +250,10 @@ class KubernetesLease(NamedObject, frozen=True):
         return msgspec.structs.replace(self, metadata=metadata, spec=spec)
 
     def heard(self, now: datetime, before: Self | None, *, news: bool) -> Self:
-        """Return the Lease as if it was renewed when we learned of it, on our own clock.
+        """Return the Lease with the instant at which this process learned of it as its renewal time, by its own clock.
 
-        Clocks of two machines are compared only for a Lease that existed before us, and then a clock that is ahead of
-        ours is not believed. A renewal after the end, as we knew it (`before`), counts as a change.
+        If the Lease is not news, it existed before this process: then its own renewal time is used, or `now` if that time
+        is in the future. A renewal after the end of the known version (`before`) counts as a change.
         """
         at = now if news else min(self.renewed, now)
         lapses = 0
@@ -280,7 +280,7 @@ class CustomObject(NamedObject, frozen=True):
     status: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
-        """Cut off what is nested too deeply (`fleet.net.kubernetes.nesting`)."""
+        """Remove the parts of the specification that are nested too deeply (`fleet.net.kubernetes.nesting`)."""
         prune(self.spec, DEEPEST - 1)
 
 
@@ -297,7 +297,7 @@ VIEW_OF_KIND: Mapping[ApiKind, type[NamedObject]] = {
 
 
 def _ownership(entries: Sequence[ManagedFieldsEntry]) -> FieldOwnership:
-    """Return who owns what; entries of subresources are those of controllers, which write statuses."""
+    """Return the ownership; entries of subresources are left out, because they belong to controllers that write statuses."""
     whole = [each for each in entries if not each.subresource]
     ours = [bytes(each.fields_v1) for each in whole if (each.manager, each.operation) == (FIELD_MANAGER, "Apply")]
     others = [

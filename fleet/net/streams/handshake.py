@@ -2,12 +2,13 @@
 
 Rules:
 
-1. A listener accepts at most `MAX_UNPROVEN` unauthenticated connections at a time, each for at most `PROVE_SECONDS`.
-   One more evicts the oldest of the host with the most of them (`kvstore.net.unproven_connections`). An authenticated connection no
-   longer counts.
-2. Only the handshake is read from them, and its payloads have at most `MAX_HANDSHAKE_BYTES`.
-3. After the handshake the receiver owns the connection, so a proof costs nothing per message.
-4. A refused caller is logged, once a minute for each host and cause, and is told why if it can understand that.
+1. A listener has at most `MAX_UNPROVEN` unauthenticated connections at a time, each for at most `PROVE_SECONDS`. If
+   another one comes, the oldest connection of the host with the most of them is closed
+   (`kvstore.net.unproven_connections`). A connection no longer counts after it is authenticated.
+2. Only the handshake is read from unauthenticated connections, and its payloads have at most `MAX_HANDSHAKE_BYTES`.
+3. After the handshake the receiver gets the connection directly, so a proof costs nothing per message.
+4. A refused caller is logged, once a minute for each host and cause. It is also told the cause, if it takes part in the
+   handshake or knows the payload of rejections.
 """
 
 import asyncio
@@ -28,15 +29,16 @@ log = logging.getLogger(__name__)
 
 MAX_UNPROVEN = 32
 PROVE_SECONDS = 5.0
-DIAL_TLS_SECONDS = 3.0  # shorter than the callers' own limit, so that they learn the cause
+# Longest TLS handshake of a caller; shorter than the caller's own deadline, so that it learns the cause.
+DIAL_TLS_SECONDS = 3.0
 OUT_OF_FILES_SECONDS = 0.1
-LOG_INTERVAL_SECONDS = 60.0  # between two warnings about one host and cause
-MAX_LOGGED_CAUSES = 64  # remembered hosts and causes
+LOG_INTERVAL_SECONDS = 60.0  # least time between two warnings about one host and cause
+MAX_LOGGED_CAUSES = 64  # most pairs of host and cause whose last warning is remembered
 
 NEEDS_TLS = "this end speaks TLS: set the authority of its certificate in the credentials of your end"
 
 RejectionPayload = Callable[[str], bytes]
-"""Returns the payload that tells a caller without handshake support why it is refused."""
+"""A function that returns the payload by which a caller without handshake support learns why it is refused."""
 
 
 class StreamAuthenticator:
@@ -48,9 +50,9 @@ class StreamAuthenticator:
         """Create the authenticator.
 
         Args:
-            identity: The identity of this end; not open.
-            kind: The kind of the streams.
-            refusal: Makes the payload for callers that do not take part in a handshake.
+            identity: The identity of this end; it must require a handshake (`is_open` is False).
+            kind: The kind of the streams, such as `TO_WORKERS`.
+            refusal: Function that makes the payload for callers that do not take part in a handshake.
             limit: Longest payload in bytes after the handshake.
         """
         self._identity = identity
@@ -60,7 +62,7 @@ class StreamAuthenticator:
         self._unproven: UnprovenConnections[_UnprovenCaller] = UnprovenConnections(MAX_UNPROVEN)
         self._handshakes: dict[
             _UnprovenCaller, asyncio.Task[None]
-        ] = {}  # includes connections for one turn after the proof
+        ] = {}  # a connection stays here for one iteration of the event loop after its proof
         self._logged_at: dict[tuple[str, str], float] = {}  # time of the last log message by host and cause
 
     @asynccontextmanager
@@ -88,7 +90,7 @@ class StreamAuthenticator:
         loop = asyncio.get_running_loop()
         try:
             accepted, address = listener.accept()
-        except OSError as error:  # usually the caller has left meanwhile
+        except OSError as error:  # raised usually because the caller has left meanwhile
             if error.errno in OUT_OF_FILES:
                 loop.remove_reader(listener)
                 loop.call_later(OUT_OF_FILES_SECONDS, self._resume_accepting, listener, made, accept)
@@ -147,7 +149,7 @@ class StreamAuthenticator:
                 self._refuse(caller, host, caller.cause)
 
     def _refuse(self, caller: "_UnprovenCaller", host: str, cause: str) -> None:
-        if caller.is_admitted:  # the receiver owns the connection already
+        if caller.is_admitted:  # the receiver has the connection already, so the handshake must not close it
             return
         caller.end(cause)
         now = asyncio.get_running_loop().time()
@@ -172,9 +174,9 @@ class _UnprovenCaller:
         on_proven: "Callable[[_UnprovenCaller], None]",
     ) -> None:
         """Wait for the connection. `on_proven` is called after the proof; `StreamAuthenticator` has the other arguments."""
-        self.started = False  # True: the event loop owns the socket and closes it
-        self.proven = asyncio.Event()  # also set after a refusal
-        self.cause = ""  # set if the peer is refused
+        self.started = False  # True if the event loop closes the socket; False if `end` has to close it
+        self.proven = asyncio.Event()  # set after the proof or after a refusal
+        self.cause = ""  # why the peer was refused; empty if it was not
         self._verifier = ProofVerifier(identity, kind) if identity.key is not None else None
         self._refusal = refusal
         self._accept = accept
@@ -188,7 +190,7 @@ class _UnprovenCaller:
 
     def made(self, connection: FrameConnection) -> FrameReceiver:
         self._connection = connection
-        if self._verifier is None:  # the certificate was the proof
+        if self._verifier is None:  # no secret is required, because the caller's certificate was its proof
             self.proven.set()
             self._on_proven(self)
             return self._accept(connection)
@@ -213,7 +215,7 @@ class _UnprovenCaller:
             self._connection.hand_over(self._accept(self._connection), self._limit)
 
     def resumed(self) -> None:
-        """Do nothing: no writer waits."""
+        """Do nothing, because no writer waits during a handshake."""
 
     def lost(self, cause: Exception | None) -> None:
         if not self.proven.is_set():
@@ -236,7 +238,7 @@ async def dial(
     limit: int = FRAME_BYTES,
     send_limit: int = SEND_BYTES,
 ) -> FrameConnection:
-    """Open a connection on which both ends have proven who they are. Callers set a deadline.
+    """Open a connection on which both ends have proven their identity. Callers set a deadline.
 
     Args:
         address: ``unix:/path``, where no proof is needed, or ``host:port``.
@@ -247,7 +249,7 @@ async def dial(
         send_limit: Limit of unsent bytes, see there.
 
     Raises:
-        OSError: The address cannot be reached, or one end has not proven who it is; the message says which and why.
+        OSError: The address cannot be reached, or one end has not proven its identity; the message says which and why.
         ValueError: The address is malformed.
     """
     if unix_path(address) or identity.is_open:
@@ -276,11 +278,11 @@ async def dial(
 
 
 class _UnprovenListener:
-    """Receiver of a connection whose listener has not proven who it is."""
+    """Receives the frames of a connection whose listener has not proven its identity yet."""
 
     def __init__(self, identity: StreamIdentity, kind: bytes, accept: Accept, limit: int) -> None:
-        self.proven = asyncio.Event()  # also set after a refusal
-        self.cause: Exception | None = None  # set if the peer is refused
+        self.proven = asyncio.Event()  # set after the proof or after a refusal
+        self.cause: Exception | None = None  # why the peer was refused; None if it was not
         self._prover = Prover(identity, kind) if identity.key is not None else None
         self._accept = accept
         self._limit = limit
@@ -311,7 +313,7 @@ class _UnprovenListener:
             self._connection.hand_over(self._accept(self._connection), self._limit)
 
     def resumed(self) -> None:
-        """Do nothing: no writer waits."""
+        """Do nothing, because no writer waits during a handshake."""
 
     def lost(self, cause: Exception | None) -> None:
         self._refuse(cause or ConnectionError("it ended the connection before it proved who it is"))

@@ -1,4 +1,4 @@
-"""Identity of the ends of frame streams over TCP: certificates, a secret, or both. Streams over Unix sockets need none.
+"""Identity of an end of a frame stream over TCP: certificates, a secret, or both. Streams over Unix sockets need none.
 
 Rules:
 
@@ -50,7 +50,7 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
 
     @property
     def protects(self) -> bool:
-        """Return whether both ends prove who they are."""
+        """Return whether both ends prove their identity."""
         return self.key is not None or self.certified
 
     @property
@@ -90,7 +90,7 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
 
 
 OPEN_IDENTITY = StreamIdentity(field="")
-"""Neither a secret nor a certificate."""
+"""Identity without a secret and without a certificate."""
 
 
 def worker_identity(field: str, credentials: Credentials) -> StreamIdentity:
@@ -201,7 +201,7 @@ class _DiagnosedHandshake(ssl.SSLObject):
 
     def do_handshake(self) -> None:
         if self.watch is not None and self.watch.failure is not None:
-            raise ssl.SSLWantReadError  # until the peer leaves or the handshake times out
+            raise ssl.SSLWantReadError  # so the handshake waits until the peer leaves or its time limit ends
         try:
             super().do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -210,7 +210,7 @@ class _DiagnosedHandshake(ssl.SSLObject):
             if self.watch is not None:
                 self.watch.failed(error)
             if self.watch is None or "ALERT" in (error.reason or ""):
-                raise  # the peer knows the cause already
+                raise  # no alert has to be sent, because the peer knows the cause already
             raise ssl.SSLWantReadError from error  # makes the event loop send the alert
 
 

@@ -13,7 +13,7 @@ from fleet.net.streams.identity import StreamIdentity
 from kvstore.security.authentication import NONCE_BYTES, PROOF_BYTES, AuthenticationKey, ProofSide, nonce
 
 MAGIC = b"FLTPROOF"
-"""Starts a handshake. As a protobuf message it would be malformed, so it cannot be mistaken for one."""
+"""First bytes of a handshake. They are no valid protobuf message, so a handshake cannot be mistaken for a message."""
 
 TO_WORKERS, BETWEEN_ROUTERS = b"fleet.v1 router to worker", b"fleet.v1 router to router"
 """Kinds of streams. A proof for one kind is not valid for another."""
@@ -28,7 +28,7 @@ class ProofFailed(ConnectionError):
     """The other end did not prove the secret.
 
     Attributes:
-        answer: Tells the other end so in the form of the handshake; empty if it does not take part in one.
+        answer: Payload that tells this to the other end; empty if the other end does not take part in a handshake.
     """
 
     def __init__(self, message: str, answer: bytes = b"") -> None:
@@ -40,7 +40,7 @@ class ProofVerifier:
     """The listener's end of one handshake."""
 
     def __init__(self, identity: StreamIdentity, kind: bytes) -> None:
-        """Wait for a caller. The identity has a key."""
+        """Prepare for the handshake of one caller. The identity must have a key."""
         assert identity.key is not None
         self._key: AuthenticationKey = identity.key
         self._field = identity.field
@@ -50,7 +50,7 @@ class ProofVerifier:
         self.proven = False
 
     def received(self, payload: bytes) -> bytes:
-        """Take the caller's next payload and return the answer; `proven` tells whether it was the last one.
+        """Handle the caller's next payload and return the answer; `proven` is True if the handshake has ended with it.
 
         Raises:
             ProofFailed: The caller does not know the secret.
@@ -87,7 +87,7 @@ class Prover:
         return MAGIC + self._mine
 
     def received(self, payload: bytes) -> bytes:
-        """Take the listener's next payload and return the next one to send, if any.
+        """Handle the listener's next payload; return the next payload to send, or nothing at the end of the handshake.
 
         Raises:
             ProofFailed: The listener does not know the secret, or does not accept this end's proof.

@@ -12,11 +12,12 @@ from fleet.gateway.selected_requests import SelectionAwareWorkers
 from fleet.gateway.selection import SelectionService
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
-from fleet.peers.routers import PeerRouters
+from fleet.peers.routers import PeerLimits, PeerRouters
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import PeerReserved
 from fleet.router.server import RouterServer
 from fleet.router.settings.router import RouterSettings, SelectionSettings
+from fleet.router.tenants import Tenants, TenantSettings
 from fleet.v1 import selection_pb2 as pb
 from fleet.v1.selection_pb2_grpc import SelectionStub
 from tests.support.builders import a_joined_worker, a_prompt
@@ -43,11 +44,13 @@ class CountingRouterServer(RouterServer):
 
 
 class SeverableLink:
-    """Forwards one socket to another while it is not cut."""
+    """Forwards one socket to another while it is not cut; each piece arrives `latency_seconds` later."""
 
-    def __init__(self, folder, number):
+    def __init__(self, folder, number, latency_seconds=0.0):
+        self._latency_seconds = latency_seconds
         self._from, self._to = f"{folder}/wire{number}", f"{folder}/{number}"
         self._writers = []
+        self.open_connections = 0
 
     async def heal(self):
         self._server = await asyncio.start_unix_server(self._passing, self._from)
@@ -59,27 +62,40 @@ class SeverableLink:
         self._writers.clear()
 
     async def _passing(self, reader, writer):
+        self.open_connections += 1
         try:
             beyond, to = await asyncio.open_unix_connection(self._to)
         except OSError:  # nobody listens yet
             writer.transport.abort()
-            return
-        self._writers += [writer, to]
-        await asyncio.wait([asyncio.create_task(_pass(reader, to)), asyncio.create_task(_pass(beyond, writer))])
+        else:
+            self._writers += [writer, to]
+            await asyncio.gather(self._pass(reader, to), self._pass(beyond, writer))
+        self.open_connections -= 1
 
+    async def _pass(self, reader, writer):
+        def write(piece):
+            if not writer.is_closing():
+                writer.write(piece)
 
-async def _pass(reader, writer):
-    with suppress(OSError):
-        while piece := await reader.read(1 << 16):
-            writer.write(piece)
-    writer.close()
+        loop = asyncio.get_running_loop()
+        with suppress(OSError):
+            while piece := await reader.read(1 << 16):
+                if self._latency_seconds:
+                    loop.call_later(self._latency_seconds, write, piece)
+                else:
+                    write(piece)
+        loop.call_later(self._latency_seconds, writer.close)
 
 
 class PeerRouterSetup:
     """A router with its selection service on its own port."""
 
-    def __init__(self, folder, number, count, *, link="", **settings):
-        """Dial `link` plus a number for each peer."""
+    def __init__(self, folder, number, count, *, link="", joined=a_joined_worker, limits=None, private=0, **settings):
+        """Dial `link` plus a number for each peer.
+
+        `joined` makes the event by which a worker joins, `limits` has the requests per minute of tenants, and `private` is the
+        fingerprint of the routers' secret.
+        """
         others = tuple(f"unix:{folder}/{link}{each}" for each in range(count) if each != number)
         settings = RouterSettings(
             router_id=f"r{number}", replicas_listen=f"unix:{folder}/{number}", replicas=others, **settings
@@ -88,10 +104,21 @@ class PeerRouterSetup:
         self.machine = RouterMachine(settings, random.Random(number))
         self.server = CountingRouterServer(self.machine, selecting, SystemClock())
         for worker_id in WORKERS:
-            self.server.hear(a_joined_worker(worker_id, Role.BOTH))
+            self.server.hear(joined(worker_id, Role.BOTH))
         self.selection = SelectionService(self.server, selecting, SelectionSettings(), tenant_secret=b"")
         self.members = RegistryServer(MembershipSettings(lease_ms=60_000), SystemClock())
-        self.replicas = PeerRouters(settings, self.server, self.members, self.selection, lambda: "")
+        clock = SystemClock()
+        tenants = {name: TenantSettings(requests_per_minute=limit) for name, limit in (limits or {}).items()}
+        self.tenants = Tenants(tenants, clock.now())
+        self.replicas = PeerRouters(
+            settings,
+            self.server,
+            self.members,
+            self.selection,
+            lambda: "",
+            limits=PeerLimits(self.tenants, clock) if limits else None,
+            private=private,
+        )
         self.selection.others = self.replicas
         self._asked = 0
 
@@ -121,6 +148,10 @@ class PeerRouterSetup:
     def foretold(self):
         """Return the prompts that peers have sent and not finished."""
         return sum(len(worker.peer_prompts.chains()) for worker in self.machine.registry)
+
+    def assumed_blocks(self):
+        """Return the blocks that all workers are assumed to hold."""
+        return sum(len(worker.assumed) for worker in self.machine.registry)
 
     def homes(self):
         """Return the worker of each session."""

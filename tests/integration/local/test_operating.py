@@ -108,6 +108,15 @@ def test_status_shows_urls_and_uptime_without_colours(cluster):
     assert "\x1b" not in out
 
 
+@pytest.fixture
+def _interruptible():
+    """Background jobs of a shell ignore Ctrl-C, children inherit that, and these tests may run in one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_watch_shows_rates_and_percentiles_until_interrupted(cluster, client, tmp_path):
     log = tmp_path / "watch.txt"
     with log.open("w") as output:

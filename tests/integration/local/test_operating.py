@@ -118,6 +118,7 @@ def _interruptible():
 
 @pytest.mark.usefixtures("_interruptible")
 def test_watch_shows_rates_and_percentiles_until_interrupted(cluster, client, tmp_path):
+    ask(client)  # a model is shown once it had a request
     log = tmp_path / "watch.txt"
     with log.open("w") as output:
         watch = subprocess.Popen([*FLEET, "status", "--watch", "--address", cluster.grpc], stdout=output, stderr=output)

@@ -136,13 +136,18 @@ def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private:
     """Yield messages that together contain all prompts.
 
     Args:
-        placed: Prompts that workers are about to compute.
+        placed: Prompts that workers are about to compute, or are assumed to have cached.
         over: Numbers of announced prompts that are no longer computed; they go into the first message.
         private: Fingerprint of the secret behind private block keys; 0: there is none.
     """
     for first in range(0, max(len(placed), bool(over)), PROMPTS_A_MESSAGE):
         told = [
-            pb.PlacedPrompt(worker_id=each.worker_id, number=each.number, keys=pack(f"<{len(each.keys)}Q", *each.keys))
+            pb.PlacedPrompt(
+                worker_id=each.worker_id,
+                number=each.number,
+                keys=pack(f"<{len(each.keys)}Q", *each.keys),
+                age_ms=each.age_ms,
+            )
             for each in placed[first : first + PROMPTS_A_MESSAGE]
         ]
         over = () if first else over
@@ -159,7 +164,7 @@ def decode_placed(told: pb.PlacedPrompt) -> PlacedPrompt:
     if odd or not 0 < count <= MAX_ANNOUNCED_KEYS:
         raise ConnectionError(f"another router tells {len(told.keys)} bytes of keys of a prompt")
     keys = unpack(f"<{count}Q", told.keys)
-    return PlacedPrompt(worker_id=WorkerId(told.worker_id), number=told.number, keys=keys)
+    return PlacedPrompt(worker_id=WorkerId(told.worker_id), number=told.number, keys=keys, age_ms=told.age_ms)
 
 
 def decode_binding(told: pb.SessionBinding) -> SessionBinding:

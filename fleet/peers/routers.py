@@ -22,7 +22,7 @@ Rules:
 9. Peer prompts (prompts that a worker is about to compute and has not reported) are sent in the same way. Prompts for
    workers without KV events are sent too, if their block keys are made with a secret that other routers have; each
    message holds the fingerprint of the secret, and routers with another secret ignore these prompts. Older versions
-   ignore all of them.
+   ignore all of them. A router that is reached later gets the latest ones, whichever router has sent them to the workers.
 10. Over TCP, routers prove that they belong to the cluster before they say anything (`fleet.net.streams`). Unix sockets
     are
     open to their own user only.
@@ -450,6 +450,7 @@ class PeerRouters:
                 *self._left(),
                 *([] if self._tuned is None else [encode_thresholds(self._tuned)]),
                 *encode_prompts(router.prompts.latest(), (), self._private),
+                *(encode_prompts(router.assumed_prompts(), (), self._private) if self._private else ()),
                 *encode_sessions(router.sessions.latest()),
                 *encode_answers(() if self._journal is None else self._journal.entries()),
                 encode_bookings(router.booked()),

@@ -8,7 +8,7 @@ from fleet.core.clock import Nanos
 from fleet.core.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import ModelCard
-from fleet.router.kv_index.peer_prompts import PromptAnnouncements
+from fleet.router.kv_index.peer_prompts import PlacedPrompt, PromptAnnouncements
 from fleet.router.messages import Arrived, PeerEvent, ReservationTotals, WorkerEvent
 from fleet.router.placement.decision import Decision
 from fleet.router.server import RequestListener, RequestStream
@@ -27,6 +27,8 @@ class RouterApi(Protocol):
 
     @property
     def prompts(self) -> PromptAnnouncements: ...
+
+    def assumed_prompts(self) -> list[PlacedPrompt]: ...
 
     def submit(self, arrived: Arrived) -> AbstractAsyncContextManager[RequestStream]: ...
 

@@ -30,7 +30,7 @@ from fleet.core.requests import Finish, ModelCard
 from fleet.core.roles import Phase, Role
 from fleet.core.work import Handoff, Progress, Rejected
 from fleet.router.attempts import Attempts
-from fleet.router.kv_index.peer_prompts import PromptAnnouncements
+from fleet.router.kv_index.peer_prompts import PlacedPrompt, PromptAnnouncements
 from fleet.router.messages import (
     Arrived,
     AttemptRejected,
@@ -499,6 +499,7 @@ class RouterMachine:
         if self.registry.get(event.description.worker_id) is not None:
             self._left(event.description.worker_id, now, out)
         self.registry.join(event.description, event.address, event.knowledge, event.believed_for)
+        self.registry.meet_early_prompts(event.description.worker_id, now)
         self._admission.worker_joined(event.description.model)
 
     def _left(self, worker_id: WorkerId, now: Nanos, out: list[Command]) -> None:
@@ -719,6 +720,10 @@ class RouterMachine:
     def prompts(self) -> PromptAnnouncements:
         """The prompts that this router announces to its peers."""
         return self.registry.prompts
+
+    def assumed_prompts(self, now: Nanos) -> list[PlacedPrompt]:
+        """Return the latest prompts that workers without KV events are assumed to have cached, the latest one last."""
+        return self.registry.assumed_prompts(now)
 
     def decision(self, request_id: RequestId) -> Decision | None:
         """Return the decision for a live request; None if the request has ended or is not placed."""

@@ -20,7 +20,7 @@ from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import KvPhase, ModelCard
 from fleet.core.work import Progress
-from fleet.router.kv_index.peer_prompts import PromptAnnouncements
+from fleet.router.kv_index.peer_prompts import PlacedPrompt, PromptAnnouncements
 from fleet.router.machine import RouterMachine
 from fleet.router.messages import (
     Arrived,
@@ -184,6 +184,10 @@ class RouterServer:
     @property
     def prompts(self) -> PromptAnnouncements:
         return self._machine.prompts
+
+    def assumed_prompts(self) -> list[PlacedPrompt]:
+        """Return the latest prompts that workers without KV events are assumed to have cached, the latest one last."""
+        return self._machine.assumed_prompts(self._clock.now())
 
     def decision(self, request_id: RequestId) -> Decision | None:
         return self._machine.decision(request_id)

@@ -393,21 +393,25 @@ class PlacedPrompt(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     number: _builtins.int
     """of the sender's; 0: it is believed to be cached from now on, and never over"""
     keys: _builtins.bytes
     """8 each, little-endian: of the prompt's marks, or of its blocks if `number` is 0"""
+    age_ms: _builtins.int
+    """since it was sent to the worker, if `number` is 0 and the receiver was reached later"""
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         number: _builtins.int = ...,
         keys: _builtins.bytes = ...,
+        age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "number", b"number", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "keys", b"keys", "number", b"number", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

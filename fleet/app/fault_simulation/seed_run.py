@@ -42,6 +42,7 @@ from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, Finish, Sampling
 from fleet.core.roles import Placement, Role
 from fleet.router.messages import Arrived, Complete, Emit, Reject, RequestCancelled, StartedOver
+from fleet.router.placement.wait_or_reject import RejectionCause
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import RequestStage
 from fleet.sim.kernel import Kernel
@@ -55,6 +56,9 @@ HEARTBEAT_TIMEOUT = Nanos(2 * SECOND)
 
 ORDINARY = {Reason.QUEUE_FULL, Reason.NO_WORKER, Reason.DEADLINE_PASSED}
 """Reasons for a rejection that are allowed although no attempt failed."""
+
+NO_EXCUSE = {"", RejectionCause.PASSED_ON}
+"""Causes that excuse no rejection: there is none, or one that concerns only answers of external servers, which are not simulated."""
 
 CANCEL_POINTS = {
     RequestStage.QUEUED: FaultPoint.CANCELLED_IN_QUEUE,
@@ -339,7 +343,7 @@ class SeedRun:
         wrong = (
             (reason is Reason.DEADLINE_PASSED and request.deadline is None)
             or (reason is Reason.QUEUE_FULL and bool(client.received))
-            or (reason not in ORDINARY and continues and placements < MAX_ATTEMPTS and not reject.cause)
+            or (reason not in ORDINARY and continues and placements < MAX_ATTEMPTS and reject.cause in NO_EXCUSE)
         )
         if wrong:
             told = f"{reason} ({reject.message}) after {placements} placements and {len(client.received)} tokens"

@@ -6,6 +6,7 @@ stay as long as one of these prompts stays.
 """
 
 from collections import OrderedDict
+from itertools import islice
 
 from fleet.core.clock import Nanos
 from fleet.router.kv_index.radix_tree import Chain, ChainHolder, Keys, RadixTree
@@ -54,6 +55,15 @@ class AssumedCache:
         self._sent[keys[-1]] = chain
         while self._held.blocks > self.capacity or self.listed > MAX_LISTED_FACTOR * self.capacity:
             self._forget_first()
+
+    def add_earlier(self, keys: Keys, until: Nanos) -> None:
+        """Add a prompt that was sent some time ago, unless it is known. It counts as sent now when the oldest prompts are forgotten."""
+        if keys and keys[: self.capacity][-1] not in self._sent:
+            self.sent(keys, until)
+
+    def latest(self, count: int) -> list[Chain]:
+        """Return the most recently sent prompts, at most `count`, the latest one first."""
+        return list(islice(reversed(self._sent.values()), count))
 
     def expire(self, now: Nanos) -> None:
         """Forget the prompts whose validity has ended."""

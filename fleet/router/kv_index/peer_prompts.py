@@ -17,7 +17,8 @@ Rules:
 4. Both kinds are limited: `MAX_ANNOUNCED_PROMPTS` unfinished prompts of a router, first come first served, and the latest
    `MAX_SENT_PROMPTS` sent prompts for each announcement. Further prompts are known only to the router that placed them; nothing else
    depends on that.
-5. The announcements by rule 1 of a router that leaves are forgotten. A router that is reached later gets them too.
+5. The announcements by rule 1 of a router that leaves are forgotten. A router that is reached later gets them too, and the latest
+   `MAX_SENT_PROMPTS` assumptions by rule 3 with their ages. It keeps those about a worker that it does not know until that worker joins.
 6. A single router announces nothing.
 """
 
@@ -49,6 +50,7 @@ class PlacedPrompt(Struct, frozen=True, kw_only=True):
     """The router's number of an unfinished prompt (rule 1). 0: the prompt is assumed to be cached from now on (rule 3)."""
 
     keys: tuple[int, ...]  # the keys of its marks, or of all blocks if it is assumed to be cached
+    age_ms: int = 0  # milliseconds since it was sent, if it is assumed to be cached
 
 
 class PromptAnnouncements:

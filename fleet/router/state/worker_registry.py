@@ -1,16 +1,21 @@
 """Worker registry: all workers and stores that a router knows, with their reservations and cache contents."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from msgspec import structs
 
-from fleet.core.clock import Nanos
+from fleet.core.clock import MILLISECOND, Nanos
 from fleet.core.ids import ModelName, RequestId, StoreId, WorkerId
 from fleet.core.requests import AnswerParsers, ModelCard
 from fleet.core.roles import KvPath, Role
 from fleet.core.work import KvCleared, KvEvent, KvRemoved, KvStored, WorkerDescription
-from fleet.router.kv_index.peer_prompts import MAX_ANNOUNCED_PROMPTS, PlacedPrompt, PromptAnnouncements
+from fleet.router.kv_index.peer_prompts import (
+    MAX_ANNOUNCED_PROMPTS,
+    MAX_SENT_PROMPTS,
+    PlacedPrompt,
+    PromptAnnouncements,
+)
 from fleet.router.kv_index.prefix_index import (
     CacheComparison,
     Knowledge,
@@ -49,6 +54,8 @@ class WorkerRegistry:
         self.prompts = PromptAnnouncements()  # prompts that are announced to the peer routers, if there are any
         self._announced_prompts = self.prompts if settings.replicas_listen else None
         self._peer_prompts: dict[str, dict[int, WorkerId]] = {}  # worker by peer router and prompt number
+        # prompts that peers have sent to workers which have not joined here yet, with the times at which they were sent
+        self._early_prompts: deque[tuple[PlacedPrompt, Nanos]] = deque(maxlen=MAX_SENT_PROMPTS)
         self._no_workers = WorkerTable(settings, self.index)
         self.get = self.workers.get
         """Return the worker with this id, or None."""
@@ -212,12 +219,31 @@ class WorkerRegistry:
                 worker.peer_prompts.remove(peer, number)
         for each in placed:
             if (worker := self.get(each.worker_id)) is None:
+                if not each.number:
+                    self._early_prompts.append((each, Nanos(now - each.age_ms * MILLISECOND)))
                 continue
             if not each.number:
-                worker.assume_peer_prompt(each.keys, now)
+                worker.assume_peer_prompt(each.keys, Nanos(now - each.age_ms * MILLISECOND), now)
             elif each.number not in told and len(told) < MAX_ANNOUNCED_PROMPTS:
                 told[each.number] = each.worker_id
                 worker.peer_prompts.add(peer, each.number, each.keys)
+
+    def meet_early_prompts(self, worker_id: WorkerId, now: Nanos) -> None:
+        """Note the prompts that peer routers had sent to a worker before it joined here."""
+        if not self._early_prompts:
+            return
+        worker, others = self.workers[worker_id], deque[tuple[PlacedPrompt, Nanos]](maxlen=MAX_SENT_PROMPTS)
+        for prompt, sent_at in self._early_prompts:
+            if prompt.worker_id == worker_id:
+                worker.assume_peer_prompt(prompt.keys, sent_at, now)
+            else:
+                others.append((prompt, sent_at))
+        self._early_prompts = others
+
+    def assumed_prompts(self, now: Nanos) -> list[PlacedPrompt]:
+        """Return the latest `MAX_SENT_PROMPTS` prompts that workers are assumed to have cached, the latest one last."""
+        found = [prompt for worker in self for prompt in worker.assumed_prompts(now, MAX_SENT_PROMPTS)]
+        return sorted(found, key=lambda each: -each.age_ms)[-MAX_SENT_PROMPTS:]
 
     def forget_peer_prompts(self, peer: str) -> None:
         """Forget the unfinished prompts of a peer router that has left."""

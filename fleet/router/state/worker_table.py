@@ -22,12 +22,19 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from msgspec import Struct
 
-from fleet.core.clock import SECOND, Nanos
+from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.roles import KvPath, Role
 from fleet.core.work import LoadReport, WorkerDescription
 from fleet.router.kv_index.assumed_cache import AssumedCache
-from fleet.router.kv_index.peer_prompts import MIN_ANNOUNCED_TOKENS, PeerPrompts, PromptAnnouncements, with_peer_prompts
+from fleet.router.kv_index.peer_prompts import (
+    MAX_ANNOUNCED_KEYS,
+    MIN_ANNOUNCED_TOKENS,
+    PeerPrompts,
+    PlacedPrompt,
+    PromptAnnouncements,
+    with_peer_prompts,
+)
 from fleet.router.kv_index.prefix_index import (
     CacheAccuracy,
     Knowledge,
@@ -311,10 +318,29 @@ class RegisteredWorker:
             if self._prompts is not None and keys:
                 self._prompts.sent(self.description.worker_id, keys)
 
-    def assume_peer_prompt(self, keys: Keys, now: Nanos) -> None:
+    def assume_peer_prompt(self, keys: Keys, sent_at: Nanos, now: Nanos) -> None:
         """Assume that a prompt of a peer router will be cached, if the worker does not report its cache."""
-        if self._assumed_for is not None:
-            self.assumed.sent(keys, Nanos(now + self._assumed_for))
+        if self._assumed_for is None:
+            return
+        until = Nanos(sent_at + self._assumed_for)
+        if sent_at == now:
+            self.assumed.sent(keys, until)
+        elif until > now:
+            self.assumed.add_earlier(keys, until)
+
+    def assumed_prompts(self, now: Nanos, most: int) -> list[PlacedPrompt]:
+        """Return the prompts that the worker is assumed to have cached, at most `most`, the latest one first."""
+        if self._assumed_for is None:
+            return []
+        return [
+            PlacedPrompt(
+                worker_id=self.description.worker_id,
+                keys=tuple(chain.keys[:MAX_ANNOUNCED_KEYS]),
+                age_ms=max(0, now + self._assumed_for - chain.until) // MILLISECOND,
+            )
+            for chain in self.assumed.latest(most)
+            if chain.until > now
+        ]
 
     def _reservations(self, pool: "WorkerTable", assumed_for: Nanos | None) -> WorkerReservations:
         size = self.description.block_tokens

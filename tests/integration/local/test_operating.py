@@ -108,7 +108,17 @@ def test_status_shows_urls_and_uptime_without_colours(cluster):
     assert "\x1b" not in out
 
 
+@pytest.fixture
+def _interruptible():
+    """Background jobs of a shell ignore Ctrl-C, children inherit that, and these tests may run in one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_watch_shows_rates_and_percentiles_until_interrupted(cluster, client, tmp_path):
+    ask(client)  # a model is shown once it had a request
     log = tmp_path / "watch.txt"
     with log.open("w") as output:
         watch = subprocess.Popen([*FLEET, "status", "--watch", "--address", cluster.grpc], stdout=output, stderr=output)

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -11,48 +11,31 @@ from fleet.client.errors import error_of
 from fleet.core.clock import SECOND
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import Incarnation, WorkerId
-from fleet.core.roles import Role
 from fleet.core.system_clock import SystemClock
 from fleet.gateway.selected_requests import SelectionAwareWorkers
-from fleet.gateway.selection import SelectionService
 from fleet.membership.messages import MemberJoined, Register
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
 from fleet.peers import routers as replicas
 from fleet.peers.routers import PeerLimits, PeerRouters
 from fleet.router.machine import RouterMachine
-from fleet.router.messages import PeerReserved
 from fleet.router.server import RouterServer
-from fleet.router.settings.router import RouterSettings, SelectionSettings
+from fleet.router.settings.router import RouterSettings
 from fleet.router.tenants import Tenants, TenantSettings, admit_with_peers
 from fleet.v1 import selection_pb2 as pb
-from fleet.v1.selection_pb2_grpc import SelectionStub
 from kvstore.net.frames import open_server
-from tests.support.builders import a_joined_worker, a_prompt
+from tests.support.builders import a_prompt
 from tests.support.kvstore.builders import ManualClock
+from tests.support.router.peer_routers import (
+    CountingRouterServer,
+    NoWorkers,
+    PeerRouterSetup,
+    SeverableLink,
+    are_connected,
+)
 from tests.support.waiting import stays, until
 
 pytestmark = pytest.mark.integration
-
-WORKERS = ("w0", "w1", "w2", "w3")
-
-
-class NoWorkers:
-    def start(self, worker_id, start):
-        raise AssertionError("work was sent")
-
-    def cancel(self, worker_id, request_id):
-        raise AssertionError("work was cancelled that was never sent")
-
-
-class CountingRouterServer(RouterServer):
-    """Router server that counts the peer reservations that it receives."""
-
-    times = 0
-
-    def hear(self, event):
-        self.times += isinstance(event, PeerReserved)
-        super().hear(event)
 
 
 class SilentRouter:
@@ -66,101 +49,6 @@ class SilentRouter:
 
     def lost(self, cause):
         pass
-
-
-class SeverableLink:
-    """Forwards one socket to another while it is not cut."""
-
-    def __init__(self, folder, number):
-        self._from, self._to = f"{folder}/wire{number}", f"{folder}/{number}"
-        self._writers = []
-
-    async def heal(self):
-        self._server = await asyncio.start_unix_server(self._passing, self._from)
-
-    def cut(self):
-        self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
-
-    async def _passing(self, reader, writer):
-        try:
-            beyond, to = await asyncio.open_unix_connection(self._to)
-        except OSError:  # nobody listens yet
-            writer.transport.abort()
-            return
-        self._writers += [writer, to]
-        await asyncio.wait([asyncio.create_task(_pass(reader, to)), asyncio.create_task(_pass(beyond, writer))])
-
-
-async def _pass(reader, writer):
-    with suppress(OSError):
-        while piece := await reader.read(1 << 16):
-            writer.write(piece)
-    writer.close()
-
-
-class PeerRouterSetup:
-    """A router with its selection service on its own port."""
-
-    def __init__(self, folder, number, count, *, link="", **settings):
-        """Dial `link` plus a number for each peer."""
-        others = tuple(f"unix:{folder}/{link}{each}" for each in range(count) if each != number)
-        settings = RouterSettings(
-            router_id=f"r{number}", replicas_listen=f"unix:{folder}/{number}", replicas=others, **settings
-        )
-        selecting = SelectionAwareWorkers(NoWorkers())
-        self.machine = RouterMachine(settings, random.Random(number))
-        self.server = CountingRouterServer(self.machine, selecting, SystemClock())
-        for worker_id in WORKERS:
-            self.server.hear(a_joined_worker(worker_id, Role.BOTH))
-        self.selection = SelectionService(self.server, selecting, SelectionSettings(), tenant_secret=b"")
-        self.members = RegistryServer(MembershipSettings(lease_ms=60_000), SystemClock())
-        self.replicas = PeerRouters(settings, self.server, self.members, self.selection, lambda: "")
-        self.selection.others = self.replicas
-        self._asked = 0
-
-    @asynccontextmanager
-    async def running(self):
-        port = grpc.aio.server()
-        self.selection.add(port)
-        address = f"127.0.0.1:{port.add_insecure_port('127.0.0.1:0')}"
-        await port.start()
-        running = asyncio.create_task(self.replicas.run())
-        async with grpc.aio.insecure_channel(address) as channel:
-            self.stub = SelectionStub(channel)
-            yield self
-        running.cancel()
-        await asyncio.wait([running])
-        await port.stop(0)
-
-    async def select(self, **fields):
-        self._asked += 1
-        return await self.stub.Select(pb.SelectRequest(tokens=a_prompt(100, first=1000 * self._asked), **fields))
-
-    async def worker_of(self, session):
-        selected = await self.select(session=session)
-        await self.stub.Release(pb.ReleaseRequest(lease_id=selected.lease_id))
-        return selected.decode.worker_id
-
-    def foretold(self):
-        """Return the prompts that peers have sent and not finished."""
-        return sum(len(worker.peer_prompts.chains()) for worker in self.machine.registry)
-
-    def homes(self):
-        """Return the worker of each session."""
-        return {binding.key[1]: binding.worker_id for binding in self.server.sessions.latest()}
-
-    def booked(self):
-        return sum(worker.booked_requests for pool in self.server.status().pools for worker in pool.workers)
-
-    def booked_elsewhere(self):
-        return sum(worker.booked_elsewhere for pool in self.server.status().pools for worker in pool.workers)
-
-
-def are_connected(*routers, others=0):
-    return all(len(each.replicas.links) == len(routers) - 1 + others for each in routers)
 
 
 @pytest.fixture(autouse=True)

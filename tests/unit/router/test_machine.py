@@ -1052,6 +1052,18 @@ def test_begun_answer_ends_if_only_other_weights_are_left():
     assert refusal.retry_after_ms > 0
 
 
+def test_answer_that_was_passed_on_is_not_continued():
+    """Its tokens are not known here, because another program passes them on."""
+    router = RouterMachineDriver(*ONE)
+    first = the(Dispatch, router.send(an_arrival(sampling=GREEDY, external=True)))
+    router.join("d2")
+    router.step(first, 11)
+
+    refusal = the(Reject, router.leave("d1"))
+
+    assert (refusal.reason, refusal.cause) == (Reason.WORKER_LOST, RejectionCause.PASSED_ON)
+
+
 def test_begun_answer_without_any_worker_ends_with_that_cause():
     router = RouterMachineDriver(*ONE)
     first = the(Dispatch, router.send(an_arrival(sampling=GREEDY)))

@@ -214,11 +214,14 @@ class AnyInterleaving(RuleBasedStateMachine):
         replica=st.sampled_from(["r2", "r3"]),
         number=st.integers(0, 4),
         length=st.integers(1, 300),
+        age_ms=st.sampled_from([0, 1, 30_000]),
         over=st.lists(st.integers(1, 4)),
     )
-    def another_router_places(self, replica: str, number: int, length: int, over: list[int]) -> None:
+    def another_router_places(self, replica: str, number: int, length: int, age_ms: int, over: list[int]) -> None:
         keys = marks(hash_prompt(a_prompt(length + BLOCK_TOKENS), BLOCK_TOKENS, b""))
-        placed = tuple(PlacedPrompt(worker_id=WorkerId(name), number=number, keys=keys) for name in ("d1", "p1"))
+        placed = tuple(
+            PlacedPrompt(worker_id=WorkerId(name), number=number, keys=keys, age_ms=age_ms) for name in ("d1", "p1")
+        )
         self.perform(self.router.send(PeerPlaced(replica=replica, placed=placed, over=tuple(over))))
 
     @rule(replica=st.sampled_from(["r2", "r3"]))

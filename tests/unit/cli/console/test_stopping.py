@@ -9,6 +9,7 @@ import pytest
 
 from fleet import cli
 from fleet.cli import main
+from fleet.cli.console import command_line
 from fleet.cli.console.exits import FAILED
 from fleet.cli.console.files import whole_file
 from fleet.cli.console.stopping import raise_interrupt_on
@@ -85,7 +86,7 @@ def test_interrupt_at_the_end_of_an_import_is_not_lost(tmp_path, monkeypatch):
 def test_import_of_a_command_is_not_interrupted(tmp_path, monkeypatch):
     (tmp_path / "imported.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhole = True\n")
     monkeypatch.setattr(cli, "__path__", [*cli.__path__, str(tmp_path)])
-    monkeypatch.setitem(main.SUMMARIES, "imported", "is told to stop while it is imported")
+    monkeypatch.setitem(command_line.SUMMARIES, "imported", "is told to stop while it is imported")
 
     assert main.run(["imported"]) == FAILED
     assert sys.modules.pop("fleet.cli.imported").whole

@@ -10,14 +10,17 @@ from fleet.core.ids import WorkerId
 from fleet.core.requests import Finish
 from fleet.core.roles import Role
 from fleet.router.kv_index.assumed_cache import MAX_LISTED_FACTOR, AssumedCache
+from fleet.router.kv_index.peer_prompts import PlacedPrompt
 from fleet.router.kv_index.prefix_index import Knowledge
 from fleet.router.kv_index.radix_tree import RadixTree
-from fleet.router.messages import CacheAged
+from fleet.router.messages import CacheAged, PeerPlaced
+from fleet.router.state.live_requests import hash_prompt
 from tests.support.builders import a_joined_worker, a_prompt, an_arrival
 from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, the
 
 START = Nanos(1000 * SECOND)
-LATER = Nanos(START + 60 * SECOND)
+MINUTE = Nanos(60 * SECOND)
+LATER = Nanos(START + MINUTE)
 
 
 def a_cache(capacity: int) -> tuple[RadixTree, AssumedCache]:
@@ -107,6 +110,41 @@ def test_limits_hold_for_any_prompts(seed):
     for cache in caches:
         cache.clear()
     assert len(chains) == 0
+
+
+def test_prompt_of_another_router_keeps_its_age():
+    """A worker that has joined and one that joins later; a prompt whose time is over counts for neither."""
+    told, later = RouterMachineDriver(), RouterMachineDriver()
+    joined = [
+        structs.replace(a_joined_worker(name, Role.BOTH), knowledge=Knowledge.APPROXIMATE, believed_for=MINUTE)
+        for name in ("a", "b")
+    ]
+    for event in joined:
+        told.send(event)
+    for number, age_ms in ((1, 59_000), (2, 61_000)):
+        keys = hash_prompt(a_prompt(64, first=1000 * number), joined[0].description.block_tokens, b"")
+        placed = tuple(PlacedPrompt(worker_id=WorkerId(name), keys=keys, age_ms=age_ms) for name in ("a", "b"))
+        for router in (told, later):
+            router.send(PeerPlaced(replica="other", placed=placed))
+    for event in joined:
+        later.send(event)
+
+    for router in (told, later):
+        known = router.machine.assumed_prompts(router.now)
+        assert [(each.worker_id, each.age_ms) for each in known] == [("a", 59_000), ("b", 59_000)]
+        router.now = Nanos(router.now + SECOND)
+        assert router.machine.assumed_prompts(router.now) == []
+        for name in ("a", "b"):
+            router.send(CacheAged(worker_id=WorkerId(name)))
+        assert router.machine.snapshot().index_blocks == 0
+
+
+def test_prompt_that_was_sent_again_is_not_made_older():
+    _, cache = a_cache(100)
+    cache.sent((1, 2), LATER)
+    cache.add_earlier((1, 2), START)
+    cache.expire(START)
+    assert len(cache) == 2
 
 
 def test_prompt_returns_to_its_worker_until_expiry():

@@ -126,7 +126,8 @@ def test_pin_outside_the_allowed_list_is_unfit():
 
 
 def test_every_cause_is_tested():
-    assert {cause for cause, *_ in IMPOSSIBLE} == set(RejectionCause)
+    by_machine = {RejectionCause.PASSED_ON}  # only for answers that have begun: tests/unit/router/test_machine.py
+    assert {cause for cause, *_ in IMPOSSIBLE} == set(RejectionCause) - by_machine
 
 
 @pytest.mark.parametrize(

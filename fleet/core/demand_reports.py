@@ -1,11 +1,11 @@
-"""Demand reports: what one router process counts of the demand of each model, and what `WatchDemand` carries.
+"""Demand reports: the counts of each model's demand at one router process, which the call `WatchDemand` streams.
 
 Rules:
 
 1. Counters and histograms are cumulative since the start of the process. A restart makes a new incarnation, which begins at zero.
 2. Gauges (`queued`, `oldest_seconds`, the load of workers) describe the instant of the report.
-3. A request counts when it arrives. `abandoned` and `invalid` tell later which of these requests are no demand, because the client left
-   before the answer began, or because no capacity could have served the request.
+3. A request counts when it arrives. `abandoned` and `invalid` later count the requests among them that are no demand, because the
+   client left before the answer began, or because no capacity could have served the request.
 """
 
 from msgspec import Struct
@@ -16,7 +16,7 @@ from fleet.core.ids import Incarnation, ModelName, WorkerId
 from fleet.core.roles import Role
 
 RECENT_REQUESTS = 64
-"""Most requests of the sample in one report."""
+"""Most requests in the sample of one report (`DemandReport.recent`)."""
 
 RECENT_KEYS = 512
 """Most block keys of a request in the sample; longer prompts lose the keys of their last blocks."""
@@ -42,7 +42,7 @@ class ModelDemand(Struct, frozen=True, kw_only=True):
     """Prompt tokens of the abandoned and invalid arrivals."""
 
     prompt_squares: float = 0.0
-    """Sum of the squares of the prompts' lengths, of all arrivals."""
+    """Sum of the squares of the prompt lengths in tokens, over all arrivals."""
 
     cached_tokens: int = 0
     finished: int = 0
@@ -59,7 +59,7 @@ class ModelDemand(Struct, frozen=True, kw_only=True):
     """Refused requests that a hosted endpoint has answered."""
 
     overflow_dollars: float = 0.0
-    """Cost of the hosted endpoint."""
+    """Cost of the answers of the hosted endpoint, in dollars."""
 
 
 class WorkerLoad(Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Discovery settings: the directories in which routers find workers, and the record of a worker there.
 
-Without discovery, workers register with a router (`fleet.v1.Registry`), and nothing else is needed. A directory serves
-several routers that come and go: a worker is published once, and all routers find it, even those that start later.
+Without discovery, workers register with a router (`fleet.v1.Registry`), and nothing else is needed. A directory is for
+several routers: a worker publishes itself once, and all routers find it, even routers that start later.
 """
 
 from typing import Annotated

@@ -1,11 +1,11 @@
-"""Durations as counts in fixed buckets, so that routers report them cheaply and their sums are exact."""
+"""Durations as counts in fixed buckets, so that a report is small, and the counts of several routers can be added exactly."""
 
 from bisect import bisect_left
 from itertools import accumulate
 from math import log
 
 EDGES = tuple(0.001 * 10 ** (step / 8) for step in range(8 * 6 + 1))
-"""Upper edges of the buckets in seconds: eight per decade from 1 ms to 1,000 s. One more bucket holds what is longer."""
+"""Upper edges of the buckets in seconds: eight per decade from 1 ms to 1,000 s. One more bucket counts longer durations."""
 
 STEP: float = 10 ** (1 / 8)
 """Ratio of an edge to the edge before it."""
@@ -15,7 +15,7 @@ Counts = tuple[int, ...]
 
 
 def bucket_of(seconds: float) -> int:
-    """Return the index of the bucket that holds a duration."""
+    """Return the index of the bucket in which a duration is counted."""
     return bisect_left(EDGES, seconds)
 
 
@@ -27,7 +27,7 @@ def added(one: Counts, other: Counts) -> Counts:
 
 
 def percentile(counts: Counts, share: float) -> float | None:
-    """Return the upper edge in seconds of the bucket that holds this share of the values; None if there are no values."""
+    """Return the upper edge in seconds of the bucket in which the percentile `share` lies; None if there are no values."""
     total = sum(counts)
     if not total:
         return None
@@ -38,7 +38,10 @@ def percentile(counts: Counts, share: float) -> float | None:
 
 
 def within(counts: Counts, seconds: float) -> float:
-    """Return the estimated number of values up to a duration, as if those of its bucket were spread evenly on a logarithmic scale."""
+    """Return the estimated number of values up to a duration.
+
+    The values in the duration's bucket count as spread evenly on a logarithmic scale.
+    """
     index = bucket_of(seconds)
     if not counts or index == len(EDGES):
         return float(sum(counts))
@@ -46,7 +49,7 @@ def within(counts: Counts, seconds: float) -> float:
 
 
 def interpolated(counts: Counts, share: float) -> float | None:
-    """Return the estimated percentile in seconds, as if the values of a bucket were spread evenly on a logarithmic scale."""
+    """Return the estimated percentile in seconds; the values of a bucket count as spread evenly on a logarithmic scale."""
     wanted = share * sum(counts)
     if not wanted:
         return None

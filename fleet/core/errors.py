@@ -1,7 +1,7 @@
 """Errors: the reasons why a request is not served, grouped by what the caller can do.
 
-A `Reason` is the error code in gRPC and HTTP answers, the outcome label in metrics, and what workers answer to the
-router. Only `fleet.net.status_codes` translates it for clients.
+A `Reason` is the error code in gRPC and HTTP answers, the outcome label in metrics, and the code in a worker's rejections.
+Only `fleet.net.status_codes` translates it for clients.
 """
 
 import re
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Folder of the package; it has a Makefile if Fleet runs from a checkout."""
 
-INVALID_VALUE = "Invalid enum value"  # the beginning of msgspec's message
+INVALID_VALUE = "Invalid enum value"  # beginning of msgspec's message about a wrong enumeration value
 
 _STEP = re.compile(r"\.([^.\[]+)|\[([^\]]*)\]")
 
@@ -37,7 +37,7 @@ class Reason(StrEnum):
     RATE_LIMITED = "rate_limited"  # the tenant has used up its requests or tokens per minute
     DRAINING = "draining"  # this process is stopping; another one can serve the request
     WORKER_LOST = "worker_lost"  # the worker died while the request ran; the router retries while that is safe
-    # Nobody waits for the answer any more.
+    # The client does not wait for the answer any more.
     DEADLINE_PASSED = "deadline_passed"
     CANCELLED = "cancelled"
     # A bug; the log has the details.
@@ -48,7 +48,7 @@ class RequestRejected(Exception):
     """A request that was not served, or not completely.
 
     Attributes:
-        reason: What the caller can do.
+        reason: The public code, which says what the caller can do.
         message: One sentence for a person. It says what to do next, if anything can be done.
         field: Path of the wrong field as the client wrote it, such as ``sampling.temperature``; empty if no field is
             wrong.
@@ -91,12 +91,12 @@ def split_validation_error(error: Exception) -> tuple[str, str]:
 
 
 def with_allowed_values(cause: str, kind: Any, path: str) -> str:
-    """Return the cause of a validation error; that of a wrong enumeration value ends with the allowed ones.
+    """Return the cause of a validation error; for a wrong enumeration value, the allowed values are added.
 
     Args:
-        cause: As `split_validation_error` gives it.
+        cause: The cause that `split_validation_error` returned.
         kind: The type that was decoded.
-        path: The path of the wrong value in it, such as ``.pools[0].role``.
+        path: The path of the wrong value in that type, such as ``.pools[0].role``.
     """
     if not cause.startswith(INVALID_VALUE):
         return cause
@@ -106,7 +106,7 @@ def with_allowed_values(cause: str, kind: Any, path: str) -> str:
 
 def allowed_values(kind: Any, path: str) -> list[str]:
     """Return the values of the enumerations at a path of a type; empty if there are none."""
-    from msgspec import inspect  # noqa: PLC0415 - the help of commands, which needs errors, loads no library
+    from msgspec import inspect  # noqa: PLC0415 - lazy, because the help of commands must load no library
 
     places = [inspect.type_info(kind)]
     for name, _ in _STEP.findall(path):
@@ -116,8 +116,8 @@ def allowed_values(kind: Any, path: str) -> list[str]:
 
 
 def _inside(place: "Type", name: str) -> "Iterator[Type]":
-    """Yield the types of a field, or of the elements if there is no name."""
-    from msgspec import inspect  # noqa: PLC0415 - the help of commands, which needs errors, loads no library
+    """Yield the types of the field `name`, or the types of the elements if `name` is empty."""
+    from msgspec import inspect  # noqa: PLC0415 - lazy, because the help of commands must load no library
 
     match place:
         case inspect.StructType(fields=fields) if name:
@@ -143,7 +143,7 @@ def _inside(place: "Type", name: str) -> "Iterator[Type]":
 
 
 def _values(place: "Type") -> Iterator[object]:
-    from msgspec import inspect  # noqa: PLC0415 - the help of commands, which needs errors, loads no library
+    from msgspec import inspect  # noqa: PLC0415 - lazy, because the help of commands must load no library
 
     match place:
         case inspect.EnumType(cls=kind):

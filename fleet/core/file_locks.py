@@ -1,9 +1,10 @@
-"""Lock files: each says that a process lives, by a lock (flock) that the kernel releases however the process ends.
+"""Lock files: show that a process lives, by a lock (flock) that the kernel releases however the process ends.
 
-A process id may belong to another process later; a lock never does. Locks also work for containers that share a folder,
-and over NFS 4. Several processes may share a lock; it is abandoned when the last of them has ended.
+Unlike a process id, a lock never passes to another process. Locks also work for containers that share a folder, and over
+NFS 4. Several processes may share a lock; the lock file is abandoned when the last of them has ended.
 
-A folder with a lock file is removed with the lock file last. So an interrupted removal leaves an abandoned lock file.
+When a folder with a lock file is removed, the lock file is removed last. An interrupted removal therefore leaves an
+abandoned lock file, by which the folder is found again.
 
 Only the standard library is imported, so that the orphan reaper stays small.
 """
@@ -15,18 +16,20 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 ALIVE_FILE = "alive"
-"""Lock file of a runtime folder, held by its run and by the orphan reaper."""
+"""Name of the lock file of a runtime folder, which the supervisor of the run and the orphan reaper lock."""
 
 
 @contextmanager
 def hold_lock_file(path: Path) -> Iterator[None]:
-    """Hold a lock file, which is locked before anybody can see it, and remove it at the end.
+    """Create a lock file and keep it locked while the context is open, then remove it.
+
+    The file is locked before other processes can see it.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The file cannot be created.
     """
     beside = path.with_name(f"{path.name}.new")
-    with beside.open("w") as file:  # no child inherits it
+    with beside.open("w") as file:  # closed on exec, so child processes do not inherit the lock
         try:
             fcntl.flock(file, fcntl.LOCK_SH)
             beside.rename(path)
@@ -41,7 +44,7 @@ def hold_lock_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def share_lock_file(path: Path) -> Iterator[None]:
-    """Hold another process's lock file as well, if it exists."""
+    """Lock another process's lock file too while the context is open, if it exists."""
     with ExitStack() as stack:
         with suppress(OSError):
             fcntl.flock(stack.enter_context(path.open("rb")), fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -50,7 +53,10 @@ def share_lock_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def take_abandoned(path: Path) -> Iterator[bool]:
-    """Yield True if the lock file exists and its holders have ended; then nobody else gets True meanwhile."""
+    """Yield True if the lock file exists and the processes that locked it have ended.
+
+    While the context is open, no other process gets True.
+    """
     with ExitStack() as stack:
         try:
             fcntl.flock(stack.enter_context(path.open("rb")), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,7 +67,7 @@ def take_abandoned(path: Path) -> Iterator[bool]:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Return True if the lock file exists and its holders have ended."""
+    """Return True if the lock file exists and the processes that locked it have ended."""
     with take_abandoned(path) as dead:
         return dead
 

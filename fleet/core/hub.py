@@ -32,7 +32,7 @@ class Repository(Struct, frozen=True):
 
     @property
     def is_pinned(self) -> bool:
-        """True if the revision is a commit id, which never changes."""
+        """True if the revision is a full commit id, which always stands for the same files."""
         return _COMMIT.fullmatch(self.revision) is not None
 
 

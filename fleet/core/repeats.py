@@ -2,7 +2,8 @@
 
 Rules:
 
-1. An event is logged if its cause differs from the subject's latest cause, or if that was logged a minute ago.
+1. An event is logged if its cause differs from the latest logged cause of its subject, or if the latest line of the
+   subject is a minute old.
 2. A subject is forgotten a minute after its latest line, so memory is limited by the number of lines per minute.
 """
 
@@ -14,7 +15,7 @@ REPEAT_AFTER = Nanos(60 * SECOND)
 
 
 class LogDeduplicator:
-    """The latest logged cause of each subject."""
+    """Remembers the latest logged cause of each subject."""
 
     def __init__(self) -> None:
         self.logged: dict[Hashable, tuple[str, Nanos]] = {}

@@ -23,7 +23,7 @@ class AnyObject(Struct, frozen=True, tag=True):
 class JsonSchema(Struct, frozen=True, tag=True):
     """Structured output: JSON that a JSON schema allows."""
 
-    schema: str  # the schema, itself a JSON object
+    schema: str  # the schema, a JSON object as text
 
 
 class Pattern(Struct, frozen=True, tag=True):
@@ -33,7 +33,7 @@ class Pattern(Struct, frozen=True, tag=True):
 
 
 class Grammar(Struct, frozen=True, tag=True):
-    """Structured output: text of a grammar (GBNF, or what else the engine's grammar library reads)."""
+    """Structured output: text of a grammar, in GBNF or another form that the engine's grammar library reads."""
 
     text: str
 
@@ -47,7 +47,7 @@ class Choice(Struct, frozen=True, tag=True):
 class StructuralTag(Struct, frozen=True, tag=True):
     """Structured output: text in which some parts, which begin with given tags, follow rules of their own."""
 
-    text: str  # a JSON object, as XGrammar reads it
+    text: str  # the tags and their rules, a JSON object in XGrammar's format
 
 
 class ToolCallForm(Struct, frozen=True, tag=True):
@@ -61,10 +61,10 @@ StructuredOutput = AnyObject | JsonSchema | Pattern | Grammar | Choice | Structu
 class Sampling(Struct, frozen=True, kw_only=True):
     """Sampling parameters. `fleet.core.validation` checks their ranges."""
 
-    max_tokens: int = 16  # 0: only the prompt is computed
+    max_tokens: int = 16  # most tokens of the answer; 0: only the prompt is computed
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: off
+    top_k: int = 0  # number of most likely tokens among which one is sampled; 0: all tokens
     min_p: float = 0.0
     seed: int | None = None
     presence_penalty: float = 0.0
@@ -73,13 +73,13 @@ class Sampling(Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None  # alternatives per token
-    form: StructuredOutput | None = None  # None: no rule
-    # Fields that not every engine supports, see `ENGINE_FIELDS`.
-    logit_bias: tuple[tuple[int, float], ...] = ()  # tokens, and what is added to their logits
+    logprobs: int | None = None  # number of alternatives per token; None: no log probabilities
+    form: StructuredOutput | None = None  # rule for the text of the answer; None: no rule
+    # The following fields are not supported by every engine, see `ENGINE_FIELDS`.
+    logit_bias: tuple[tuple[int, float], ...] = ()  # pairs of a token id and a number that is added to its logit
     allowed_token_ids: tuple[int, ...] = ()  # the only tokens that may be sampled; empty: all
     bad_tokens: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not be sampled
-    prompt_logprobs: int | None = None  # alternatives per token of the prompt
+    prompt_logprobs: int | None = None  # number of alternatives per token of the prompt; None: no log probabilities
 
     @property
     def stateless(self) -> bool:
@@ -87,7 +87,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
 
         Only then may a decode worker treat the prefill worker's first token as a part of its prompt. Penalties,
         `min_tokens`, seeded generators, structured output and forbidden sequences depend on the tokens that *this* engine
-        has generated. Log probabilities of the prompt are told once.
+        has generated. Log probabilities of the prompt are sent only once.
         """
         return (
             (self.temperature == 0 or self.seed is None)
@@ -115,7 +115,7 @@ answer has to rebuild this state from the tokens that were generated elsewhere."
 
 
 def state_fields(sampling: Sampling) -> tuple[str, ...]:
-    """Return those of `STATE_FIELDS` that have an effect in a request."""
+    """Return the fields among `STATE_FIELDS` that have an effect in a request."""
     if sampling.stateless:
         return ()
     has_effect = (
@@ -136,23 +136,23 @@ worker that supports all of these fields that the request uses."""
 
 
 def engine_fields(sampling: Sampling) -> tuple[str, ...]:
-    """Return those of `ENGINE_FIELDS` that a request uses."""
+    """Return the fields among `ENGINE_FIELDS` that a request uses."""
     return tuple(name for name in ENGINE_FIELDS if getattr(sampling, name) not in ((), None))
 
 
 class ChatMessage(Struct, frozen=True, kw_only=True):
     role: str
     content: str
-    tool_calls: str = ""  # calls by the assistant, a JSON list as in the OpenAI API; empty: none
-    tool_call_id: str = ""  # the call that this tool message answers
+    tool_calls: str = ""  # the assistant's tool calls, a JSON list as in the OpenAI API; empty: none
+    tool_call_id: str = ""  # id of the tool call that this message answers
     name: str = ""  # the name of the speaker or of the tool
 
 
 class ToolChoice(StrEnum):
-    """The tool calls that an answer may have."""
+    """Rule for the tool calls that an answer may have."""
 
-    NONE = "none"  # text alone
-    AUTO = "auto"  # the model decides
+    NONE = "none"  # only text, no calls
+    AUTO = "auto"  # the model decides whether it calls tools
     REQUIRED = "required"  # at least one call, of any tool
     NAMED = "named"  # one call, of the tool that the request names
 
@@ -161,13 +161,14 @@ class AnswerParsing(Struct, frozen=True, kw_only=True):
     """Demand to return reasoning and tool calls apart from the text, and which calls the answer may have."""
 
     tool_choice: ToolChoice = ToolChoice.AUTO
-    function: str = ""  # the tool of ToolChoice.NAMED
+    function: str = ""  # name of the tool for ToolChoice.NAMED
     parallel_calls: bool = True  # False: at most one call
 
 
 class TextPrompt(Struct, frozen=True, tag=True):
     text: str
-    special: bool = True  # the model's special tokens (such as a beginning of sequence) precede the text
+    # True if the model's special tokens, such as the beginning of a sequence, are put before the text.
+    special: bool = True
 
 
 class ChatPrompt(Struct, frozen=True, tag=True):
@@ -186,16 +187,16 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
 class Resume(Struct, frozen=True, kw_only=True):
-    """Demand to go on with an answer that another router has begun, or this one on a connection that was lost.
+    """Demand to continue an answer that another router has begun, or that this router has begun on a lost connection.
 
-    The client's request is the same as before. `position` may exceed the known tokens; then the missing ones are generated
-    again, and the client does not get them twice.
+    The client's request is the same as before. `position` may exceed the number of known tokens. Then the missing tokens
+    are generated again, but the client does not get them twice.
     """
 
-    token: str  # resume token, see `fleet.frontend.resume_tokens`
+    token: str  # resume token (`fleet.frontend.resume_tokens`)
     token_ids: tuple[int, ...] = ()  # known tokens of the answer, from the first one on
-    position: int = 0  # tokens of the answer that the client has
-    # What the client has of an answer that a worker parses.
+    position: int = 0  # number of the answer's tokens that the client has
+    # The following fields are the parts of a parsed answer that the client has.
     text: str = ""
     reasoning: str = ""
     calls: "tuple[CallDelta, ...]" = ()
@@ -205,46 +206,49 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     """One request from a frontend; its syntax is correct, but it is not yet validated against the model."""
 
     id: RequestId
-    model: ModelName  # empty: the only model that is served
+    model: ModelName  # name of the model or LoRA adapter; empty: the only model that is served
     prompt: Prompt
     sampling: Sampling = Sampling()
-    fill_context: bool = False  # the answer may fill the rest of the context; `sampling.max_tokens` is ignored
+    # True: the answer may fill the rest of the context, and `sampling.max_tokens` is ignored.
+    fill_context: bool = False
     stop: tuple[str, ...] = ()
-    include_stop_string: bool = False  # the stop string that ends the answer is a part of it
+    include_stop_string: bool = False  # True: the stop string that ends the answer is a part of the answer
     show_special_tokens: bool = False
     bad_words: tuple[str, ...] = ()  # strings that the answer must not contain; they become `Sampling.bad_tokens`
-    cache_salt: str = ""  # keeps the blocks of the prompt apart from those of requests with another one
-    truncate_prompt: int | None = None  # keep so many of the prompt's last tokens; -1: as many as fit
+    cache_salt: str = ""  # the prompt shares blocks only with requests that have the same salt
+    # Only so many of the prompt's last tokens are used; -1: as many as fit; None: all.
+    truncate_prompt: int | None = None
     priority: int = 0
-    deadline: Nanos | None = None  # instant of the server's clock
+    deadline: Nanos | None = None  # instant of the server's clock; None: no deadline
     session: str = ""
     tenant: str = ""
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
     expected_tokens: int = 0  # expected answer length; 0: unknown
-    pin: str = ""  # the only worker that may answer; empty: any
+    pin: str = ""  # id of the only worker that may answer; empty: any worker
     labels: tuple[str, ...] = ()  # labels that the worker must have
-    whole: bool = False  # the client gets the answer in one piece, so there is at most one `Delta`
-    sibling: bool = False  # another branch of the client's request counts the prompt's tokens
+    whole: bool = False  # True: the client gets the answer in one piece, so there is at most one `Delta`
+    sibling: bool = False  # True: the prompt's tokens are counted for another branch of the client's request
     tokens: TokenBytes = (
         b""  # the prompt's tokens, as that branch has computed them; empty: they are computed from `prompt`
     )
-    leads: bool = False  # siblings wait for its first token; where `whole` holds it back, an empty `Delta` tells of it
-    parsing: AnswerParsing | None = None  # None: the answer is one text, as the model writes it
-    resumable: bool = False  # the client gets resume tokens
-    journaled: bool = False  # its tokens are kept by the routers, because the client keeps none
-    resume: Resume | None = None  # None: the answer begins
+    # True: other branches wait for this one's first token. If `whole` holds the token back, an empty `Delta` announces it.
+    leads: bool = False
+    parsing: AnswerParsing | None = None  # None: the answer is not parsed, and is one text
+    resumable: bool = False  # True: the client gets resume tokens
+    journaled: bool = False  # True: routers keep the answer's tokens, because the client keeps none
+    resume: Resume | None = None  # the answer to continue; None: a new answer begins
 
 
 class Finish(StrEnum):
     STOP = "stop"  # end of sequence, a stop token or a stop string
-    LENGTH = "length"  # max_tokens or the model's length
-    TOOL_CALLS = "tool_calls"  # as STOP, and the answer has tool calls; only between router and client
-    CANCELLED = "cancelled"  # only between router and worker; clients see an error instead
+    LENGTH = "length"  # the answer has reached max_tokens or the model's longest context
+    TOOL_CALLS = "tool_calls"  # as STOP, but the answer has tool calls; used only between router and client
+    CANCELLED = "cancelled"  # used only between router and worker; clients get an error instead
 
 
 class Logprobs(Struct, frozen=True):
-    """Natural logarithms of the chosen token's probability and of the most likely ones, most likely first."""
+    """Natural logarithms of the probabilities of the chosen token and of the most likely tokens, the most likely first."""
 
     chosen: float
     top_ids: tuple[int, ...] = ()
@@ -252,7 +256,7 @@ class Logprobs(Struct, frozen=True):
 
 
 class Source(StrEnum):
-    """The place that a prompt block came from."""
+    """Kind of place from which a worker got a prompt block."""
 
     ENGINE = "engine"  # the engine's own prefix cache
     STORE = "store"
@@ -264,8 +268,8 @@ class KvOrigin(Struct, frozen=True, kw_only=True):
     source: Source
     origin: str = ""  # id of the store node or worker that gave the blocks; empty for ENGINE and COMPUTED
     blocks: int
-    bytes: int = 0  # transferred bytes
-    tier: str = ""  # tier of the store node that held the blocks; empty if unknown, and for other sources
+    bytes: int = 0  # number of transferred bytes
+    tier: str = ""  # tier of the store node in which the blocks were; empty if unknown, and for other sources
 
 
 class KvReport(Struct, frozen=True, kw_only=True):
@@ -276,7 +280,7 @@ class KvReport(Struct, frozen=True, kw_only=True):
 
     prompt_blocks: int
     origins: tuple[KvOrigin, ...]
-    cached_tokens: int  # prompt tokens that this phase did not compute
+    cached_tokens: int  # number of prompt tokens that this phase did not compute
 
     def __post_init__(self) -> None:
         assert sum(origin.blocks for origin in self.origins) == self.prompt_blocks, self
@@ -297,7 +301,7 @@ class Usage(Struct, frozen=True, kw_only=True):
 class RemainingLimit(Struct, frozen=True, kw_only=True):
     """State of one rate limit."""
 
-    limit: int  # per minute
+    limit: int  # requests or tokens per minute that the tenant may use
     remaining: int
     full_in_seconds: float
 
@@ -315,20 +319,20 @@ class Admitted(Struct, frozen=True, kw_only=True):
     request_id: RequestId
     model: ModelName
     prompt_tokens: int
-    tokens: TokenBytes = b""  # the prompt; empty at a client
+    tokens: TokenBytes = b""  # token ids of the prompt; empty at a client
     allowance: RateLimitStatus | None = None
-    resume_token: str = ""  # for `GenerateRequest.resumable`
-    resumes: RequestId = RequestId("")  # the request whose answer goes on; empty: the answer begins
-    began: int = 0  # Unix time in seconds of that request; 0: the answer begins
+    resume_token: str = ""  # resume token, if `GenerateRequest.resumable` is set
+    resumes: RequestId = RequestId("")  # id of the request whose answer is continued; empty: a new answer begins
+    began: int = 0  # Unix time in seconds of that request; 0: a new answer begins
 
 
 class CallDelta(Struct, frozen=True, kw_only=True):
-    """Next part of a tool call. The first part of each call has the id and the name."""
+    """Next part of a tool call. The first part of each call has the call's id and the function's name."""
 
     index: int  # number of the call in the answer, from 0
     id: str = ""
     name: str = ""
-    arguments: str = ""  # more of the arguments, whose parts together are JSON text
+    arguments: str = ""  # next part of the arguments; all parts together are JSON text
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
@@ -363,10 +367,11 @@ class Delta(Struct, frozen=True, kw_only=True):
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
-    prompt_logprobs: tuple[Logprobs, ...] = ()  # in the first delta: of each token of the prompt but the first
-    reasoning: str = ""  # more of the reasoning before the answer
+    # Only in the first delta: log probabilities of each prompt token except the first.
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    reasoning: str = ""  # next part of the reasoning, which comes before the text
     calls: tuple[CallDelta, ...] = ()
-    resume_token: str = ""  # replaces the earlier one; empty: that one stays
+    resume_token: str = ""  # new resume token, which replaces the earlier one; empty: the earlier one stays valid
 
 
 class Finished(Struct, frozen=True, kw_only=True):
@@ -375,7 +380,7 @@ class Finished(Struct, frozen=True, kw_only=True):
     finish: Finish
     usage: Usage
     kv: tuple[KvPhase, ...]
-    text: str = ""  # text that was held back for a possible stop string
+    text: str = ""  # last text, which was held back because it might have begun a stop string
     stop_string: str = ""  # the stop string that ended the answer; empty if none did
 
 
@@ -383,7 +388,7 @@ GenerateEvent = Admitted | Delta | Finished
 
 
 class AnswerParsers(Struct, frozen=True, kw_only=True):
-    """The parsers of a model's answers, by vLLM's names; an empty name: none."""
+    """Names of the parsers of a model's answers, as vLLM names them; empty: there is no parser."""
 
     tool_calls: str = ""
     reasoning: str = ""
@@ -392,9 +397,9 @@ class AnswerParsers(Struct, frozen=True, kw_only=True):
 
 class ModelCard(Struct, frozen=True, kw_only=True):
     name: ModelName
-    max_model_len: int  # prompt plus answer
+    max_model_len: int  # most tokens of prompt and answer together
     block_tokens: int
     workers: int
     parent: ModelName = ModelName("")  # for a LoRA adapter: its base model
     revision: str = ""  # for a LoRA adapter: its revision
-    parsers: AnswerParsers | None = None  # None: no worker names a parser
+    parsers: AnswerParsers | None = None  # parsers that the workers name; None: no worker names a parser

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """The attempts that a worker takes: prefill, decode (and aggregated), or all."""
+    """Kinds of attempts that a worker takes: prefill, decode (and aggregated), or all."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -14,13 +14,13 @@ class Role(StrEnum):
 class Phase(StrEnum):
     """The part of a request that one attempt runs."""
 
-    AGGREGATED = "aggregated"  # prompt and answer on one worker
-    PREFILL = "prefill"  # the prompt and one token; then the blocks are handed off
-    DECODE = "decode"  # fetches the blocks and generates the rest
+    AGGREGATED = "aggregated"  # the worker computes the prompt and generates the answer
+    PREFILL = "prefill"  # the worker computes the prompt and one token; then the blocks are handed off
+    DECODE = "decode"  # the worker fetches the blocks and generates the other tokens
 
 
 class KvPath(StrEnum):
-    """The way of blocks from the prefill worker to the decode worker."""
+    """Path of blocks from the prefill worker to the decode worker."""
 
     STORE = "store"  # through the KV store node
     DIRECT = "direct"  # from engine memory to engine memory

@@ -31,10 +31,11 @@ def utc_now() -> datetime:
 
 
 def process_age() -> float:
-    """Return the seconds since this process was started, interpreter start-up included; 0 where Linux does not say so."""
+    """Return the seconds since this process was started, start-up of the interpreter included; 0 if the system is not Linux."""
     try:
         stat = Path("/proc/self/stat").read_text()
     except OSError:
         return 0.0
-    began = int(stat[stat.rindex(")") + 2 :].split()[19]) / os.sysconf("SC_CLK_TCK")  # field 22, after boot
+    # Field 22 of /proc/PID/stat: start of the process, in ticks since the system's boot.
+    began = int(stat[stat.rindex(")") + 2 :].split()[19]) / os.sysconf("SC_CLK_TCK")
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)

@@ -24,7 +24,7 @@ _STEPS = (
     5,
     6.3,
     8,
-)  # Renard's series R10, so that a quantile is known within a factor of 1.28
+)  # Renard's series R10: neighbouring bounds differ by a factor of at most 1.28, so quantiles are that exact
 
 
 def _per_decade(steps: Sequence[float], first: int, last: int) -> tuple[float, ...]:
@@ -34,17 +34,17 @@ def _per_decade(steps: Sequence[float], first: int, last: int) -> tuple[float, .
 
 
 LATENCY_BUCKETS = _per_decade(_STEPS, -3, 2)
-"""Seconds, from 1 ms to 100 s."""
+"""Upper bounds of buckets for latencies, in seconds, from 1 ms to 100 s."""
 
 TOKEN_BUCKETS = _per_decade(_STEPS, -4, 0)
-"""Seconds per token, from 0.1 ms (small models) to 1 s."""
+"""Upper bounds of buckets for times per token, in seconds, from 0.1 ms (small models) to 1 s."""
 
 
 class RouterProcessMetrics:
     """Metrics of a router process. Label values come from enums, so their number is limited."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        disable_created_metrics()  # they would double the list, and nobody reads them
+        disable_created_metrics()  # the series of creation times would double the output, and are not used
         self.registry = registry
         self._unserved = Counter(
             "fleet_http_unserved_requests",
@@ -103,7 +103,7 @@ class RouterProcessMetrics:
         end.set_function(ends_at)
 
     def resumed(self) -> None:
-        """Record that a request goes on with an answer that was begun before."""
+        """Record that a request continues an answer that was begun before."""
         self._resumed.inc()
 
     def first_token(self, seconds: float) -> None:
@@ -116,12 +116,12 @@ class RouterProcessMetrics:
         """Record a request that ended.
 
         Args:
-            outcome: How it ended.
-            kv: KV reports of its phases.
-            usage: The tokens that its tenant was charged for; None if it was not admitted.
-            seconds: From its arrival to its end; None if it got no part of an answer.
+            outcome: The finish of the answer, or the reason of the rejection.
+            kv: KV reports of the request's phases.
+            usage: The tokens that the tenant was charged for; None if the request was not admitted.
+            seconds: Time from arrival to end; None if the client got no part of an answer.
         """
-        placement = Placement.AUTO  # not placed, or the placement is unknown
+        placement = Placement.AUTO  # the value for requests that were not placed, or whose placement is unknown
         for phase in kv:
             aggregated = phase.phase is Phase.AGGREGATED
             placement = Placement.AGGREGATED if aggregated else Placement.DISAGGREGATED
@@ -161,7 +161,7 @@ class LogLineFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in logging
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the method's name in the library `logging`
         """Return the line without a traceback."""
         extras = "".join(f" {key}={value}" for key, value in record.__dict__.items() if key not in self._STANDARD)
         return (super().formatMessage(record) + extras).replace("\r", "\\r").replace("\n", "\\n")

@@ -38,20 +38,21 @@ from fleet.core.roles import Placement
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_HINT_CHARACTERS = 256  # for sessions and tenants, which are keys in the router's tables
+MAX_HINT_CHARACTERS = 256  # longest name of a session or tenant, because these are keys in the router's tables
 MAX_PRIORITY = 100
 MAX_EXPECTED_TOKENS = 2**31 - 1
 MAX_LABELS = 16
-MAX_STRUCTURED_OUTPUT_CHARACTERS = 131_072  # of a schema or a grammar; OpenAI accepts schemas of 120,000 characters
+MAX_STRUCTURED_OUTPUT_CHARACTERS = 131_072  # longest schema or grammar; OpenAI accepts schemas of 120,000 characters
 MAX_REGEX_CHARACTERS = 16_384
 MAX_CHOICES = 256
 MAX_CHOICE_CHARACTERS = 1024
-MAX_NAMED_TOKENS = 1024  # in each list of token ids, which are kept while the request runs; a body could hold millions
+# Most token ids in each list: the router keeps them while the request runs, and a body could contain millions.
+MAX_NAMED_TOKENS = 1024
 MAX_BIAS = 100.0
-MAX_BAD_WORDS = 128  # vLLM's sampler keeps as many token sequences
+MAX_BAD_WORDS = 128  # most forbidden strings: vLLM's sampler has room for as many token sequences
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_CACHE_SALT_CHARACTERS = 128
-MAX_TOOLS = 1024  # OpenAI accepts 128
+MAX_TOOLS = 1024  # most tools of a request; OpenAI accepts 128
 MAX_TEMPLATE_ARGS_CHARACTERS = 16_384
 MAX_INT32 = 2**31 - 1
 MAX_UINT32 = 2**32 - 1
@@ -79,7 +80,7 @@ class _Range(Struct, frozen=True):
         return f"more than {self.low} and at most {self.high}"
 
 
-_RANGES: dict[str, _Range] = {  # of the fields of Sampling; None is not checked
+_RANGES: dict[str, _Range] = {  # allowed range of each field of Sampling; None as a value is not checked
     "max_tokens": _Range(0, MAX_UINT32),
     "temperature": _Range(0, 2),
     "top_p": _Range(0, 1, closed=False),
@@ -103,8 +104,8 @@ def validate(
     Args:
         request: The request from a frontend.
         card: The model that will serve it.
-        prompt_tokens: Length of the prompt; None if not known yet, then lengths are not checked.
-        vocab_size: Token ids must be smaller; None if unknown.
+        prompt_tokens: Length of the prompt; None if it is not known yet, and lengths are not checked.
+        vocab_size: Number of token ids of the model, which are smaller than this; None if unknown.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT with the first wrong field.
@@ -173,10 +174,10 @@ def prompt_field(request: GenerateRequest) -> str:
 
 
 def checked_request_id(request_id: str) -> RequestId:
-    """Return a client's id of a request, which may then stand in headers and logs.
+    """Return a client's id of a request after checking that it may be written to headers and logs.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT; it has other characters, or too many.
+        RequestRejected: INVALID_ARGUMENT; the id is too long, or has characters that are not allowed.
     """
     if not REQUEST_ID.fullmatch(request_id):
         raise invalid("request_id", "must be 1 to 128 characters of A-Z a-z 0-9 . _ -")
@@ -189,7 +190,7 @@ def _check_names(request: GenerateRequest) -> None:
 
 
 class RequestHints(Protocol):
-    """The optional hints of a request; see `fleet.core.requests.GenerateRequest`."""
+    """Optional hints of a request; `fleet.core.requests.GenerateRequest` explains the fields."""
 
     @property
     def session(self) -> str: ...
@@ -266,7 +267,7 @@ _JSON_SCHEMA_NAMES = {
 
 
 class SchemaShape(Struct, frozen=True, rename=_JSON_SCHEMA_NAMES):
-    """The parts of a JSON schema whose types are checked. Whether its types and references exist is left to engines."""
+    """Parts of a JSON schema whose types are checked here; engines check whether its types and references exist."""
 
     type: str | list[str] | None = None
     properties: "dict[str, SchemaShape | bool] | None" = None

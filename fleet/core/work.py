@@ -42,27 +42,28 @@ class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_di
     role: Role
     block_tokens: int
     max_model_len: int
-    kv_blocks: int  # capacity of the engine's KV cache
-    max_running: int  # requests in one batch
+    kv_blocks: int  # capacity of the engine's KV cache in blocks
+    max_running: int  # most requests in one batch
     # hex digest of the KV namespace (kvstore.namespace); blocks of workers with equal digests hold the same values
     fingerprint: str
     kv_paths: tuple[KvPath, ...] = ()
     store_id: StoreId | None = None
-    engine: str  # name and version
-    kv: Fingerprint | None = None  # how its blocks are built and laid out in memory; None: unknown
-    prefill_speed: float = 1.0  # speed of its hardware relative to the other workers of the model
+    engine: str  # name and version of the engine
+    kv: Fingerprint | None = None  # meaning and memory layout of the worker's blocks; None: unknown
+    prefill_speed: float = 1.0  # speed of the worker's hardware, relative to the other workers of the model
     decode_speed: float = 1.0
     labels: tuple[str, ...] = ()  # labels that a request can demand
-    adapters: tuple[LoraAdapter, ...] = ()  # adapters that are loaded, or that it loads when a request needs them
-    adapter_slots: int = 0  # adapters that can be loaded at a time; 0: all of them
+    # Adapters that are loaded, or that the worker loads when a request needs them.
+    adapters: tuple[LoraAdapter, ...] = ()
+    adapter_slots: int = 0  # number of adapters that can be loaded at a time; 0: all adapters
     tokenizer_digests: TokenizerDigests | None = None
     keeps_forms: bool = False  # True if the engine can enforce structured output
     sampling_fields: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that the engine supports
     # `fleet.core.requests.STATE_FIELDS` whose state the engine rebuilds when it continues an answer (`Start.generated_tokens`)
     continued_fields: tuple[str, ...] = ()
-    start_seconds: float = 0.0  # from the start of its process to this description; 0: unknown
+    start_seconds: float = 0.0  # seconds from the start of the worker's process to this description; 0: unknown
     generation: str = ""  # deployment generation; only workers of one generation hand prompts over to each other
-    parsers: AnswerParsers | None = None  # parsers of its answers; None: none
+    parsers: AnswerParsers | None = None  # parsers of the worker's answers; None: it names no parsers
 
 
 class Handoff(Struct, frozen=True, kw_only=True):
@@ -71,21 +72,21 @@ class Handoff(Struct, frozen=True, kw_only=True):
     kv_path: KvPath
     prefill_worker: WorkerId
     fingerprint: str
-    num_tokens: int  # tokens whose KV is covered
-    params: bytes = b"{}"  # JSON of the engine, opaque to the router
+    num_tokens: int  # number of prompt tokens whose KV can be fetched
+    params: bytes = b"{}"  # the engine's own data as JSON, which the router does not read
     kv: Fingerprint | None = None  # KV layout of the prefill worker's blocks
 
 
 class ParsingTask(Struct, frozen=True, kw_only=True):
     """Demand to a worker to parse the answer (`fleet.core.requests.AnswerParsing`), with what its parser needs."""
 
-    tools: str = ""  # as in `ChatPrompt.tools`
+    tools: str = ""  # tools that the model may call, as in `ChatPrompt.tools`
     tool_choice: ToolChoice = ToolChoice.AUTO
-    function: str = ""  # the tool of ToolChoice.NAMED
+    function: str = ""  # name of the tool for ToolChoice.NAMED
     parallel_calls: bool = True
-    template_args: str = ""  # as in `ChatPrompt.template_args`
+    template_args: str = ""  # variables of the chat template, as in `ChatPrompt.template_args`
     stop: tuple[str, ...] = ()  # the answer ends before any of these strings
-    earlier_calls: int = 0  # tool calls of the conversation so far, because the ids of some models number them
+    earlier_calls: int = 0  # number of tool calls in the conversation so far, because some models number their calls
 
 
 class Start(Struct, frozen=True, kw_only=True):
@@ -95,43 +96,45 @@ class Start(Struct, frozen=True, kw_only=True):
     phase: Phase
     tokens: TokenBytes
     sampling: Sampling
-    salt: bytes = b""  # 0 or 32 bytes, see kvstore.block.tenant_salt
-    handoff: Handoff | None = None  # only for Phase.DECODE
+    salt: bytes = b""  # salt of the block hashes, 0 or 32 bytes (`kvstore.block.tenant_salt`)
+    handoff: Handoff | None = None  # the prefill worker's handoff; only for Phase.DECODE
     kv_path: KvPath | None = None  # only for Phase.PREFILL: the path by which the decode worker will fetch the blocks
     priority: int = 0
-    timeout_ms: int = 0  # time left when it was sent; 0: no deadline
+    timeout_ms: int = 0  # time left to the deadline when the message was sent; 0: no deadline
     session: str = ""  # session of the request; its blocks are kept while it waits
     adapter: str = ""  # LoRA adapter to run with; the worker loads it if necessary, and `salt` keeps its blocks apart
     parsing: ParsingTask | None = None  # None: the answer is not parsed
-    # The last tokens of `tokens` that are the beginning of the answer, which another worker has generated. A parser begins with them.
-    # The engine counts them as its own, for penalties, seeds, structured output and forbidden sequences. The limits in `sampling` are
-    # those of the rest of the answer.
+    # Number of tokens at the end of `tokens` that another worker has generated; they are the beginning of the answer. A parser begins
+    # with them. The engine counts them as its own, for penalties, seeds, structured output and forbidden sequences. The limits in
+    # `sampling` are for the remaining tokens of the answer.
     generated_tokens: int = 0
 
 
 class ParsedDelta(Struct, frozen=True, kw_only=True):
-    """Meaning of the new tokens of an answer, for an attempt with `Start.parsing`."""
+    """Parsed form of the new tokens of an answer, for an attempt with `Start.parsing`."""
 
     text: str = ""
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
-    stopped: bool = False  # a stop string ended the text; the router cancels the attempt
-    # True in the first one of an attempt: it begins with the answer, so it repeats what `Start.generated_tokens` mean.
+    stopped: bool = False  # True if a stop string ended the text; the router then cancels the attempt
+    # True in the first `ParsedDelta` of an attempt, which begins at the start of the answer: it repeats the parsed form of the
+    # tokens in `Start.generated_tokens`.
     from_start: bool = False
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """Progress of one request in a decode step. The last one has `finish`."""
+    """Progress of one request in a decode step. The last progress of a request has `finish`."""
 
     request_id: RequestId
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
     finish: Finish | None = None
-    # sent with the first tokens, and again (then it counts) with the finish, unless cancelled
+    # Sent with the first tokens, and again with the finish unless the attempt was cancelled. The later report is the valid one.
     kv: KvReport | None = None
     handoff: Handoff | None = None  # sent with the finish of a prefill attempt
-    prompt_logprobs: tuple[Logprobs, ...] = ()  # sent with the first tokens: of each token of the prompt but the first
-    parsed: ParsedDelta | None = None  # None: the tokens have no meaning yet, or the attempt has no `parsing`
+    # Sent with the first tokens: log probabilities of each prompt token except the first.
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    parsed: ParsedDelta | None = None  # None: the tokens cannot be parsed yet, or the attempt has no `parsing`
 
 
 class Rejected(Struct, frozen=True, kw_only=True):
@@ -146,8 +149,8 @@ class Rejected(Struct, frozen=True, kw_only=True):
 class LoadReport(Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
-    kv_blocks_used: int  # blocks that running requests hold
-    adapters: tuple[str, ...] = ()  # loaded adapters
+    kv_blocks_used: int  # number of blocks that running requests use
+    adapters: tuple[str, ...] = ()  # names of the loaded adapters
 
 
 class KvStored(Struct, frozen=True, tag=True):

@@ -124,7 +124,7 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, object], tim
     Args:
         request: The request without its sampling parameters.
         sampling: Fields of `Sampling` by name; absent ones take the server's defaults.
-        timeout_ms: 0: none.
+        timeout_ms: Limit for the whole answer in milliseconds; 0: no limit.
 
     Raises:
         TypeError, ValueError: A value does not fit its field.
@@ -163,7 +163,7 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, object], tim
 
 
 def encode_resume(resume: Resume) -> pb.Resume:
-    """Encode what a client has of an answer that it wants to go on."""
+    """Encode the part of an answer that a client already has, for a request that continues the answer."""
     return pb.Resume(
         token=resume.token,
         token_ids=resume.token_ids,
@@ -188,7 +188,8 @@ def encode_event(event: GenerateEvent, token_text: Callable[[int], str]) -> pb.G
     """Encode an event of an answer; `token_text` is only called for log probabilities."""
     match event:
         case Delta():
-            response = pb.GenerateResponse()  # filled in place, because there is one per token
+            # Filled field by field, which is faster, because there is one response per token.
+            response = pb.GenerateResponse()
             delta = response.delta
             delta.SetInParent()
             delta.text = event.text

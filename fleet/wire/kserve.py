@@ -24,10 +24,10 @@ from fleet.v1 import kserve_pb2 as pb
 from fleet.wire.kserve_parameters import SAMPLING_INPUT, read_parameters
 from fleet.wire.kserve_tensors import AcceptedTensor, Elements, InputTensors, add_tensor, quoted
 
-VERSION = "1"  # the only version of every model
+VERSION = "1"  # every model has only this version
 PLATFORM = "fleet"
-MAX_ID_CHARACTERS = 256  # each response repeats the id
-MAX_ERROR_CHARACTERS = 500  # as in the public protocol
+MAX_ID_CHARACTERS = 256  # longest id of a request, because each response repeats it
+MAX_ERROR_CHARACTERS = 500  # longest error message, as in the public protocol
 FINAL = "triton_final_response"
 
 _INPUTS: Mapping[str, AcceptedTensor] = {
@@ -50,23 +50,23 @@ _FIELD_NAMES: Mapping[str, str] = {"text": "text_input", "token_ids": "input_ids
 class KServeResponseFormat(Struct, frozen=True, kw_only=True):
     """The form of the answer that a client asked for."""
 
-    id: str  # the client's own id, which each response repeats
+    id: str  # the client's own id of the request, which each response repeats
     outputs: tuple[str, ...]
-    raw: bool  # tensor elements are beside the tensors
-    batched: bool  # shapes begin with a dimension of 1
+    raw: bool  # True if the elements of tensors are in raw form, beside the tensors
+    batched: bool  # True if shapes begin with a batch dimension of 1
 
 
 class KServeRequest(Struct, frozen=True, kw_only=True):
     """A decoded request."""
 
     request: GenerateRequest
-    stream: bool  # a response per step instead of one
+    stream: bool  # True if the client wants a response per step instead of a single one
     form: KServeResponseFormat
-    names: Mapping[str, str]  # the client's field names, for later rejections
+    names: Mapping[str, str]  # names of the client's fields by field paths of the public protocol, for later rejections
 
 
 class KServePart(Struct, frozen=True, kw_only=True):
-    """Content of one response: the whole answer, or what came since the last response."""
+    """Content of one response: the whole answer, or the part that was generated since the last response."""
 
     text: str
     token_ids: Sequence[int] = ()
@@ -137,10 +137,10 @@ def encode_part(
 
     Args:
         part: The content of the part.
-        form: How the client wants the output.
+        form: The form of the output that the client asked for.
         request_id: The router's id of the request, for logs and explanations.
         model: The model that answered.
-        token_text: Only called for log probabilities.
+        token_text: Function that returns the text of a token; it is only called for log probabilities.
     """
     response = pb.ModelInferResponse(model_name=model, model_version=VERSION, id=form.id)
     for name in form.outputs:
@@ -189,7 +189,7 @@ def encode_model(card: ModelCard) -> pb.ModelMetadataResponse:
 
 
 def check_version(field: str, version: str) -> None:
-    """Check that no other version than the only one is asked for.
+    """Check that the client asks for the only version of a model, or for none.
 
     Raises:
         RequestRejected: MODEL_NOT_FOUND.

@@ -21,8 +21,8 @@ from fleet.core.requests import Sampling
 from fleet.core.roles import KvPath, Placement
 from fleet.v1 import kserve_pb2 as pb
 
-MAX_TIMEOUT_MICROSECONDS = (2**32 - 1) * 1000  # as for the other protocols, 49 days
-DEFAULT_PRIORITY = 101  # Triton's 1 is our highest priority, 100
+MAX_TIMEOUT_MICROSECONDS = (2**32 - 1) * 1000  # longest timeout: 49 days, as in the other protocols
+DEFAULT_PRIORITY = 101  # value of `priority` that means the default; Triton's 1 is Fleet's highest priority, 100
 SAMPLING_INPUT = "sampling_parameters"
 
 _SHOWN_CHARACTERS = 100
@@ -34,7 +34,7 @@ class SamplingParameters(Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None  # -1 and 0: off
+    top_k: int | None = None  # -1 and 0 mean that the parameter is off
     min_p: float | None = None
     seed: int | None = None
     presence_penalty: float | None = None
@@ -45,7 +45,7 @@ class SamplingParameters(Struct, frozen=True, kw_only=True, forbid_unknown_field
     stop_token_ids: list[int] | None = None
     logprobs: int | None = None
     stop: str | list[str] | None = None
-    # Known only for a clear rejection; see _FIXED_VALUES.
+    # The following fields exist only so that other values than those of `_FIXED_VALUES` are rejected clearly.
     n: int | None = None
     best_of: int | None = None
     detokenize: bool | None = None
@@ -55,12 +55,12 @@ class SamplingParameters(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class RequestParameters(SamplingParameters, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All request parameters: those of sampling and the others."""
+    """All request parameters: the sampling parameters and the others."""
 
     priority: Annotated[int, Meta(ge=0, le=2 * DEFAULT_PRIORITY - 1)] = 0
-    timeout: Annotated[int, Meta(ge=0, le=MAX_TIMEOUT_MICROSECONDS)] = 0  # microseconds from arrival; 0: none
+    timeout: Annotated[int, Meta(ge=0, le=MAX_TIMEOUT_MICROSECONDS)] = 0  # microseconds from arrival; 0: no limit
     session: str = ""
-    sequence_id: Any = 0  # Triton's name for a session: a number or a text
+    sequence_id: Any = 0  # the session, by Triton's name for it: a number or a text
     sequence_start: bool = False
     sequence_end: bool = False
     tenant: str = ""
@@ -68,8 +68,8 @@ class RequestParameters(SamplingParameters, frozen=True, kw_only=True, forbid_un
     kv_path: KvPath | None = None
     expected_tokens: int = 0
     pin: str = ""
-    labels: str = ""  # separated by commas
-    triton_enable_empty_final_response: bool = False  # ignored: our final response always comes, and is not empty
+    labels: str = ""  # labels that the worker must have, separated by commas
+    triton_enable_empty_final_response: bool = False  # ignored, because a final response always comes and is not empty
 
 
 _FIXED_VALUES: Mapping[str, object] = {
@@ -107,7 +107,7 @@ def read_parameters(parameters: Mapping[str, pb.InferParameter], listed: str) ->
 
     Args:
         parameters: The request parameters.
-        listed: Content of the input `sampling_parameters`; empty: none.
+        listed: Content of the input `sampling_parameters`; empty: the request has no such input.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, with the parameter's name as the client wrote it.
@@ -184,7 +184,7 @@ def _strings(stop: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _session(told: RequestParameters) -> tuple[str, str]:
-    """Return the session, and the client's name for this field."""
+    """Return the session, and the name of the client's field that contains it."""
     if told.sequence_id in (0, "", None):
         return told.session, "session"
     if told.session:

@@ -13,7 +13,7 @@ from msgspec import Struct
 from fleet.core.errors import invalid
 from fleet.v1 import kserve_pb2 as pb
 
-LENGTH_BYTES = 4  # length before each element of raw BYTES
+LENGTH_BYTES = 4  # bytes of the length that precedes each element of a raw tensor of type BYTES
 
 _SHOWN_SIZES = 8
 _SHOWN_CHARACTERS = 100
@@ -22,8 +22,8 @@ Elements = Sequence[Any]
 
 
 class _Datatype(Struct, frozen=True):
-    contents: str  # field of InferTensorContents
-    numpy: str = ""  # type of raw contents; empty: each element follows its length
+    contents: str  # name of the field of InferTensorContents
+    numpy: str = ""  # numpy's type of raw contents; empty: each element is preceded by its length
 
 
 _DATATYPES: Mapping[str, _Datatype] = {
@@ -39,7 +39,7 @@ class AcceptedTensor(Struct, frozen=True):
     """The types and sizes that an input may have."""
 
     datatypes: tuple[str, ...]
-    any_size: bool = False  # False: exactly one element
+    any_size: bool = False  # False if the tensor must have exactly one element
 
 
 class InputTensors:
@@ -103,11 +103,11 @@ def add_tensor(
     """Add a tensor with one row to a response.
 
     Args:
-        response: Its other tensors have the same form.
+        response: Response whose other tensors have the same form.
         name: Name of the output.
         datatype: Name of the type in the protocol.
         elements: The row.
-        raw: True if the elements go beside the tensor.
+        raw: True if the elements are written in raw form, beside the tensor.
         batched: True if the shape begins with a batch dimension.
     """
     known = _DATATYPES[datatype]

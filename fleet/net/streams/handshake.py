@@ -51,7 +51,7 @@ class StreamAuthenticator:
 
         Args:
             identity: The identity of this end; it must require a handshake (`is_open` is False).
-            kind: The kind of the streams, such as `TO_WORKERS`.
+            kind: The kind of the streams, such as `fleet.net.streams.proof.TO_WORKERS`.
             refusal: Function that makes the payload for callers that do not take part in a handshake.
             limit: Longest payload in bytes after the handshake.
         """

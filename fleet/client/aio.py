@@ -1,4 +1,4 @@
-"""Asynchronous client: like `fleet.client.sync`, where arguments and errors are described, for one event loop."""
+"""Asynchronous client for one event loop. `fleet.client.sync` has the same methods, and describes arguments and errors."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -54,7 +54,7 @@ class AsyncClient:
         insecure: bool = False,
         resume_seconds: float | None = None,
         control: str = "",
-        control_credentials: Credentials = Credentials(),  # noqa: B008 - frozen
+        control_credentials: Credentials = Credentials(),  # noqa: B008 - the default is immutable
     ) -> None:
         """Connect to a router; the arguments are those of `fleet.client.Client`."""
         addresses = addresses_of(address)
@@ -123,10 +123,10 @@ class AsyncClient:
             return decode_explanation(await self._cluster.Explain(request, timeout=CALL_SECONDS))
 
     async def explain_overflow(self, request_id: str) -> OverflowExplained | None:
-        """Return what became of a request that was refused and may overflow; None if it was not refused.
+        """Return the outcome of a request that this router refused, and that may overflow; None if it was not refused.
 
         Raises:
-            RequestNotFound: This router does not know it, or has forgotten it.
+            RequestNotFound: This router does not know the request, or has forgotten it.
             FleetError: The call failed.
         """
         with control_errors():
@@ -165,7 +165,7 @@ class AsyncStream(StreamedAnswer):
         self._routers = routers
         self._metadata = metadata
         self._resumption = resumption
-        self._cancelled = False  # by `cancel`, not because the task was cancelled
+        self._cancelled = False  # True if `cancel` was called; False if only the task was cancelled
         self._send()
 
     def __aiter__(self) -> AsyncIterator[Delta]:

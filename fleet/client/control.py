@@ -36,7 +36,7 @@ class ControlPort:
         Raises:
             ConfigurationRefused: A credentials file cannot be used.
         """
-        from fleet.net.control.access import load_control_access  # noqa: PLC0415 - most clients only generate
+        from fleet.net.control.access import load_control_access  # noqa: PLC0415 - imported here, because most clients only generate
 
         self._address = address
         self._control = control
@@ -53,12 +53,12 @@ class ControlPort:
         return access.channel(address)
 
     def aio_channel(self) -> grpc.aio.Channel:
-        """Return a channel for calls on an event loop; it raises like `channel`."""
+        """Return a channel for calls on an event loop; raise the same errors as `channel`."""
         access, address = self._resolved()
         return access.aio_channel(address)
 
     def _resolved(self) -> "tuple[ControlAccess, str]":
-        from fleet.net.control.access import OPEN_ACCESS, load_control_access  # noqa: PLC0415 - most clients only generate
+        from fleet.net.control.access import OPEN_ACCESS, load_control_access  # noqa: PLC0415 - imported here, because most clients only generate
 
         if self._control:
             return self._access or OPEN_ACCESS, self._control
@@ -69,10 +69,10 @@ class ControlPort:
         """Return the control address of this user's router on this machine, and the credentials for it.
 
         Raises:
-            Unavailable: None is known.
+            Unavailable: No control address is known.
         """
-        from fleet.local.runs import run_at  # noqa: PLC0415 - likewise
-        from fleet.net.control.address import control_folder, find_control_socket  # noqa: PLC0415 - likewise
+        from fleet.local.runs import run_at  # noqa: PLC0415 - imported here, because most clients only generate
+        from fleet.net.control.address import control_folder, find_control_socket  # noqa: PLC0415 - imported here, because most clients only generate
 
         run = run_at(self._address)
         addresses = None if run is None or run.killed else run.addresses()

@@ -12,9 +12,9 @@ from fleet.core.errors import Reason
 from fleet.v1 import inference_pb2 as pb
 
 NO_CLIENTS_PORT = "that is an address of another part of the cluster, such as a control address, and serves no clients"
-NO_METHOD = "Method not found!"  # gRPC's own servers, which all parts use except the port for clients
+NO_METHOD = "Method not found!"  # message of gRPC's own servers, which serve all ports except the port for clients
 
-DETAILS_KEY = "grpc-status-details-bin"  # gRPC's metadata for a google.rpc.Status
+DETAILS_KEY = "grpc-status-details-bin"  # key of gRPC's metadata with a google.rpc.Status
 
 
 class FleetError(Exception):
@@ -64,7 +64,8 @@ class TooLarge(InvalidRequest):
 class Unavailable(FleetError):
     """The request is valid, and a retry may succeed.
 
-    After the first delta, a retry loses the tokens so far. A client with `resume_seconds` has tried to go on already.
+    After the first delta, a retry loses the tokens that have arrived. A client with `resume_seconds` has already tried to
+    continue the answer.
 
     Attributes:
         retry_after_seconds: Time to wait; None if the server gave none.
@@ -87,12 +88,13 @@ class ServerError(FleetError):
     """The server has a bug, or this client does not understand it."""
 
 
-_CODES: Mapping[grpc.StatusCode, type[FleetError]] = {  # without a reason: another kind of server, or not reached
+# For errors without a reason, from another kind of server or because no server was reached.
+_CODES: Mapping[grpc.StatusCode, type[FleetError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
     grpc.StatusCode.FAILED_PRECONDITION: InvalidRequest,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: TooLarge,  # raised by the library: a message over its limit
+    grpc.StatusCode.RESOURCE_EXHAUSTED: TooLarge,  # the library's own error for a message that exceeds its limit
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
@@ -147,5 +149,5 @@ def _detail(call: "grpc.Call | grpc.aio.AioRpcError") -> pb.ErrorDetail:
         if key == DETAILS_KEY:
             assert isinstance(value, bytes)
             for detail in status_pb2.Status.FromString(value).details:
-                detail.Unpack(found)  # does nothing for other types
+                detail.Unpack(found)  # does nothing if the detail has another type
     return found

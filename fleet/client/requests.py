@@ -48,12 +48,12 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     logprobs: int
     prompt_logprobs: int
-    logit_bias: Mapping[int, float]  # by token id
+    logit_bias: Mapping[int, float]  # number that is added to the logit, by token id
     allowed_token_ids: Sequence[int]
     form: StructuredOutput
-    tools: Sequence[Mapping[str, Any]]  # as in the OpenAI API; for conversations
-    template_args: Mapping[str, Any]  # further variables of the chat template; for conversations
-    parsing: AnswerParsing  # return reasoning and tool calls apart from the text
+    tools: Sequence[Mapping[str, Any]]  # tools as in the OpenAI API; only for conversations
+    template_args: Mapping[str, Any]  # further variables of the chat template; only for conversations
+    parsing: AnswerParsing  # how reasoning and tool calls are returned apart from the text
     stop: str | Sequence[str]
     include_stop_string: bool
     show_special_tokens: bool
@@ -68,7 +68,7 @@ class Options(TypedDict, total=False):
     pin: str
     labels: Sequence[str]
     request_id: str
-    timeout_seconds: float | None  # for the whole answer; None: no limit
+    timeout_seconds: float | None  # limit for the whole answer; None: no limit
 
 
 def api_key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
@@ -130,7 +130,7 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
 
 
 def _type_error(request: GenerateRequest, sampling: Mapping[str, object]) -> str:
-    """Return the path of the value that does not fit, because protobuf does not name it."""
+    """Return the path of the value that does not fit its field; protobuf's error does not name it."""
     own = (
         *("model", "stop", "priority", "session", "tenant", "expected_tokens", "pin", "labels"),
         *("bad_words", "cache_salt", "include_stop_string", "show_special_tokens"),
@@ -142,7 +142,7 @@ def _type_error(request: GenerateRequest, sampling: Mapping[str, object]) -> str
     for name, value in sampling.items():
         if name != "form" and not _fits_field(pb.Sampling, name, value):
             return f"sampling.{name}"
-    return prompt_field(request)  # no other field is left
+    return prompt_field(request)  # all other fields fit, so it is the prompt
 
 
 def _fits_field(message: type[pb.GenerateRequest] | type[pb.Sampling], name: str, value: object) -> bool:
@@ -192,7 +192,7 @@ def _prompt(prompt: PromptLike, tools: Sequence[Mapping[str, Any]], template_arg
 
 
 def _json(value: object, field: str) -> str:
-    """Encode as JSON; empty for no value."""
+    """Encode a value as JSON; return an empty text for None or an empty value."""
     if not value:
         return ""
     try:

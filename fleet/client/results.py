@@ -1,4 +1,4 @@
-"""Results of clients: the collected answer, and the state of a cluster."""
+"""Results of client calls: the collected answer, and the state of a cluster."""
 
 from collections.abc import Iterable
 
@@ -28,12 +28,12 @@ class Result(Struct, frozen=True, kw_only=True):
     model: str
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...]  # one per token if requested, else empty
+    logprobs: tuple[Logprobs, ...]  # log probabilities of each token if they were requested; otherwise empty
     finish: Finish
     usage: Usage
     kv: tuple[KvPhase, ...]  # sources of the prompt's KV blocks, by phase
-    reasoning: str = ""  # only with `parsing`
-    tool_calls: tuple[ToolCall, ...] = ()  # only with `parsing`
+    reasoning: str = ""  # reasoning of the answer; empty unless the request has `parsing`
+    tool_calls: tuple[ToolCall, ...] = ()  # tool calls of the answer; empty unless the request has `parsing`
 
 
 class StreamedAnswer:
@@ -43,7 +43,7 @@ class StreamedAnswer:
         self._admitted: Admitted | None = None
         self._deltas: list[Delta] = []
         self._result: Result | None = None
-        self._resume_token = ""  # the latest one
+        self._resume_token = ""  # the resume token that came last
 
     @property
     def request_id(self) -> str:
@@ -67,7 +67,7 @@ class StreamedAnswer:
         return bool(self._deltas)
 
     def resume(self) -> Resume | None:
-        """Return what a router needs to go on with this answer; None if it has given no resume token."""
+        """Return the data that a router needs to continue this answer; None if no router has sent a resume token."""
         if not self._resume_token:
             return None
         token_ids = tuple(token_id for delta in self._deltas for token_id in delta.token_ids)
@@ -81,7 +81,7 @@ class StreamedAnswer:
         )
 
     def _take(self, message: inference_pb2.GenerateResponse) -> Delta | None:
-        """Add a message; return its delta for the caller, if any.
+        """Add a message of the stream; return its delta for the caller, or None if it has none.
 
         Raises:
             ServerError: This client does not understand the message.
@@ -97,7 +97,7 @@ class StreamedAnswer:
                 return event
             case Admitted():
                 self._resume_token = event.resume_token or self._resume_token
-                self._admitted = self._admitted or event  # a resumed request has another id
+                self._admitted = self._admitted or event  # the first one, because a resumed request has another id
                 return None
             case Finished():
                 rest = Delta(text=event.text, token_ids=()) if event.text else None
@@ -137,14 +137,14 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     state: str  # "serving" or "draining"
     engine: str
     address: str
-    running: int  # requests, as the worker reports them
+    running: int  # number of running requests, as the worker reports it
     waiting: int
     kv_blocks_used: int
     kv_blocks: int
-    cached_blocks: int  # blocks of the prefix cache that the router's index knows
-    booked_requests: int  # requests that this router has reserved
-    booked_elsewhere: int  # requests that other routers have reserved
-    cache_seconds: float = 0.0  # to compute its cache again, without what other workers hold
+    cached_blocks: int  # number of blocks in the prefix cache, as the router's index knows them
+    booked_requests: int  # number of requests with a reservation by this router
+    booked_elsewhere: int  # number of requests with a reservation by other routers
+    cache_seconds: float = 0.0  # seconds to compute the cached blocks again, except those that other workers hold too
 
 
 class PoolStatus(Struct, frozen=True, kw_only=True):
@@ -154,7 +154,7 @@ class PoolStatus(Struct, frozen=True, kw_only=True):
 
 
 class RouterStatus(Struct, frozen=True, kw_only=True):
-    requests: int  # ended since the start
+    requests: int  # number of requests that have ended since the start
     aggregated: int
     disaggregated: int
     refused: int
@@ -180,12 +180,12 @@ class OverflowStatus(Struct, frozen=True, kw_only=True):
     model: str
     url: str
     running: int
-    served: int  # since start
-    not_taken: int  # the spending limit had no room, or the endpoint was closed
-    failed: int  # no answer, or only a part of one
-    spent_dollars: float  # in the last hour, including estimates of running requests
-    limit_dollars: float  # of an hour
-    trouble: str  # why it gets no requests now; empty if it does
+    served: int  # number of requests that the endpoint has answered since the start
+    not_taken: int  # number of requests that were not sent: the spending limit was reached, or the endpoint was closed
+    failed: int  # number of requests that got no answer, or only a part of one
+    spent_dollars: float  # dollars spent in the last hour, including estimates of running requests
+    limit_dollars: float  # spending limit in dollars per hour
+    trouble: str  # why the endpoint gets no requests now; empty if it gets requests
 
 
 class ClusterStatus(Struct, frozen=True, kw_only=True):
@@ -224,24 +224,24 @@ class CandidateCost(Struct, frozen=True, kw_only=True):
     """A worker that could have served a request."""
 
     worker_id: str
-    cost: float  # the lowest wins
-    parts: dict[str, float]  # their sum is the cost
+    cost: float  # the worker with the lowest cost is chosen
+    parts: dict[str, float]  # parts of the cost by scorer; their sum is the cost
 
 
 class PlacementExplained(Struct, frozen=True, kw_only=True):
     """One placement of a request."""
 
-    decode: str  # worker that answers
-    prefill: str  # worker that computes the prompt; empty: the one that answers
-    kv_path: str  # KV path between them
-    why: str  # why one worker or two
+    decode: str  # id of the worker that answers
+    prefill: str  # id of the worker that computes the prompt; empty: the worker that answers
+    kv_path: str  # KV path between these two workers
+    why: str  # why the request was placed on one worker or on two
     policy: str  # policy that chose the answering worker
     prefill_policy: str
-    uncached_tokens: int  # prompt tokens that the answering worker would compute
-    prefill_tokens: int  # prompt tokens to compute on the chosen worker for the prompt
+    uncached_tokens: int  # number of prompt tokens that the answering worker would have to compute
+    prefill_tokens: int  # number of prompt tokens that the worker chosen for the prompt has to compute
     candidates: tuple[CandidateCost, ...]
     prefill_candidates: tuple[CandidateCost, ...]
-    unfit: dict[str, str]  # causes for the other workers, by worker
+    unfit: dict[str, str]  # why the other workers could not be chosen, as a cause by worker id
 
 
 class OverflowExplained(Struct, frozen=True, kw_only=True):
@@ -249,9 +249,9 @@ class OverflowExplained(Struct, frozen=True, kw_only=True):
 
     model: str
     url: str
-    reason: str  # of the refusal
+    reason: str  # reason of the refusal, such as `queue_full`
     message: str
-    outcome: str  # served, limit_spent, closed, failed or broken
+    outcome: str  # "served", "limit_spent", "closed", "failed" or "broken"
     estimated_dollars: float
     dollars: float
     prompt_tokens: int  # as the endpoint reports them; 0: unknown
@@ -259,7 +259,7 @@ class OverflowExplained(Struct, frozen=True, kw_only=True):
 
 
 def decode_overflow(message: control_pb2.ExplainResponse) -> OverflowExplained | None:
-    """Decode what became of a refused request; None if it never could overflow."""
+    """Decode the outcome of a refused request; None if the request could not overflow."""
     if not message.HasField("overflow"):
         return None
     return OverflowExplained(**{name: getattr(message.overflow, name) for name in OverflowExplained.__struct_fields__})
@@ -276,18 +276,18 @@ class BreakEven(Struct, frozen=True, kw_only=True):
     """Prefill break-even of one answering worker."""
 
     worker_id: str
-    requests: int  # running requests, which computing a prompt there would delay
-    token_ms: float  # per prompt token on this worker; 0: unknown
+    requests: int  # number of running requests, which would be delayed by computing a prompt on this worker
+    token_ms: float  # milliseconds per prompt token on this worker; 0: unknown
     min_tokens: int  # prompt length from which a prefill worker is better; 0: unknown
 
 
 class RemotePrefill(Struct, frozen=True, kw_only=True):
-    """Measurements behind the decision between one worker and two."""
+    """Measurements on which the router decides whether one worker or two serve a request."""
 
-    learned: bool  # the measurements decide; else the threshold `remote_prefill_min_tokens` does
+    learned: bool  # True: the measurements decide; False: the threshold `remote_prefill_min_tokens` decides
     handoffs: int  # number of measured handoffs
-    handoffs_needed: int  # handoffs needed for a decision
-    handoff_ms: float  # duration of a handoff
+    handoffs_needed: int  # number of handoffs that must be measured before the measurements decide
+    handoff_ms: float  # duration of a handoff in milliseconds
     workers: tuple[BreakEven, ...]
 
 

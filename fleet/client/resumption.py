@@ -1,15 +1,16 @@
-"""Resumption: how a client goes on with an answer whose stream broke.
+"""Resumption: how a client continues an answer whose stream has broken.
 
 Rules:
 
-1. A stream breaks if its router cannot be reached any more, hangs (the connection's pings say so), or stops. Other errors
-   end the answer. While no router has taken the request again, one that is full or knows no worker is tried again, too.
-2. With a resume token, the next router is sent the request, the token and all tokens that the client has, and goes on
-   after them. Without one, the request is sent again as it was if no part of the answer has arrived. Otherwise the
-   stream ends with an error, because parts of the answer would come twice. A router gives no tokens if its clients have
-   keys and it has no secret.
-3. Tries go round the routers, the first round without a pause. They end a set time after the break, or with the deadline
-   of the answer. Any message that arrives ends the break.
+1. A stream breaks if its router stops, cannot be reached any more, or hangs (it does not answer the connection's pings).
+   Other errors end the answer. Until a router has accepted the request again, a router that is full or knows no worker is
+   tried again too.
+2. With a resume token, the client sends the request, the token and all tokens that it has to the next router, which
+   generates the tokens after them. Without a resume token, the request is sent again unchanged if no part of the answer
+   has arrived. Otherwise the stream ends with an error, because parts of the answer would come twice. A router gives no
+   resume tokens if its clients have API keys and it has no secret.
+3. The routers are tried in turn, the first round without a pause. The tries end a set time after the break, or with the
+   deadline of the answer. Any message that arrives ends the break.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from fleet.v1 import inference_pb2 as pb
 from fleet.wire.inference import encode_resume
 
 RESUME_SECONDS = 30.0
-"""Time for tries if a client has several routers: a hung router is noticed within 8 s, and its successor may be busy."""
+"""Time for tries if a client has several routers: a hung router is noticed within 8 s, and the next one may be busy."""
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 1.0
@@ -50,13 +51,13 @@ class RouterRing(Generic[Router]):
         return self._routers[self._position]
 
     def leave(self, router: Router) -> None:
-        """Move on from a router that failed, unless another stream has done so."""
+        """Make the next router current after a failure, unless another stream has already done this."""
         if router is self.current:
             self._position = (self._position + 1) % len(self._routers)
 
 
 class Resumption:
-    """Tries of one answer."""
+    """Decides when and how the request of one answer is sent again."""
 
     def __init__(
         self,
@@ -65,16 +66,16 @@ class Resumption:
         routers: int,
         resume_seconds: float,
         timeout_seconds: float | None,
-        clock: Clock = SystemClock(),  # noqa: B008 - it has no state
+        clock: Clock = SystemClock(),  # noqa: B008 - the default has no state
     ) -> None:
         """Prepare the tries; nothing is sent.
 
         Args:
-            request: The first message.
+            request: The first message of the request.
             routers: The number of routers.
-            resume_seconds: How long after a break it is tried to go on; 0: not at all.
-            timeout_seconds: For the whole answer, from now on; None: no limit.
-            clock: For the tries' limits.
+            resume_seconds: Time after a break in which the request is sent again; 0: it is not sent again.
+            timeout_seconds: Limit for the whole answer, from now on; None: no limit.
+            clock: Clock by which both limits are measured.
         """
         request.resumable = resume_seconds > 0
         self._request = request
@@ -82,19 +83,20 @@ class Resumption:
         self._resume_seconds = resume_seconds
         self._clock = clock
         self._deadline = None if timeout_seconds is None else self._now() + timeout_seconds
-        self.is_broken = False  # no message has arrived since the last failure; then `arrived` has to be called
+        # True if no message has arrived since the last failure; the next one is passed to `arrived`.
+        self.is_broken = False
         self._broke_at = 0.0
         self._tries = 0
 
     def arrived(self) -> None:
-        """Note that a message has arrived."""
+        """End the break, because a message has arrived."""
         self.is_broken = False
 
     def pause(self, error: FleetError) -> float:
         """Return the seconds to wait before the next try after `error`.
 
         Raises:
-            FleetError: No further try is made; it is `error`, or that the deadline has passed.
+            FleetError: No further try is made. The error is `error`, or says that the deadline has passed.
         """
         now = self._now()
         if not self._resume_seconds or not _may_try_again(error, is_broken=self.is_broken):
@@ -120,7 +122,7 @@ class Resumption:
         """Return the message of the next try and its timeout in seconds.
 
         Raises:
-            Unavailable: A part of the answer has arrived, and no resume token.
+            Unavailable: A part of the answer has arrived, but no resume token.
         """
         request = self._request
         if (resume := answer.resume()) is None:
@@ -140,7 +142,7 @@ def addresses_of(address: str | Sequence[str]) -> tuple[str, ...]:
     """Return the addresses of a client's routers.
 
     Raises:
-        ConfigurationRefused: There is none.
+        ConfigurationRefused: There is no address.
     """
     addresses = (address,) if isinstance(address, str) else tuple(address)
     if not addresses:
@@ -152,7 +154,7 @@ def resume_limit(resume_seconds: float | None, routers: int) -> float:
     """Return the seconds for tries; None stands for the default, which is 0 with a single router.
 
     Raises:
-        ConfigurationRefused: It is negative or not a number.
+        ConfigurationRefused: The value is negative or not a number.
     """
     if resume_seconds is None:
         return RESUME_SECONDS if routers > 1 else 0.0

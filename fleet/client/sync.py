@@ -35,7 +35,7 @@ from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2
 from fleet.wire.inference import decode_model
 from kvstore.security.credentials import Credentials
 
-CALL_SECONDS = 10.0  # for calls without generation
+CALL_SECONDS = 10.0  # limit for each call other than a generation
 
 
 class Client:
@@ -56,21 +56,22 @@ class Client:
         insecure: bool = False,
         resume_seconds: float | None = None,
         control: str = "",
-        control_credentials: Credentials = Credentials(),  # noqa: B008 - frozen
+        control_credentials: Credentials = Credentials(),  # noqa: B008 - the default is immutable
     ) -> None:
         """Connect to a router.
 
         Args:
-            address: Its gRPC address for clients, ``host:port`` or ``unix:/path``; several for the routers of one cluster. The
-                first one gets all requests until it fails, then the next one.
-            api_key: Needed if the cluster has tenants.
+            address: The router's gRPC address for clients, ``host:port`` or ``unix:/path``; several addresses for the routers
+                of one cluster. The first one gets all requests until it fails, then the next one.
+            api_key: API key, which is needed if the cluster has tenants.
             tls: Files for TLS; None: no TLS.
-            insecure: Send the key to another host without TLS, on a network that nobody else is on.
-            resume_seconds: How long a stream that broke may take to go on, at another router or, if there is one address, at
-                whatever answers there; 0: it ends with an error. None: 30 with several addresses, else 0. Temperature 0 gives
-                exactly the same tokens; what cannot be continued exactly ends with an error.
-            control: Its control address, for `status`, `explain`, `tune` and `remote_prefill`; empty: that of this
-                user's router on this machine.
+            insecure: True allows sending the key to another host without TLS, for a network that others cannot read.
+            resume_seconds: Longest time in which a broken stream is continued, by another router or, with a single address,
+                by the router that answers there; 0: a broken stream ends with an error. None: 30 with several addresses,
+                otherwise 0. With temperature 0 the continuation has exactly the tokens that the lost answer would have had.
+                An answer that cannot be continued exactly ends with an error.
+            control: The router's control address, for `status`, `explain`, `tune` and `remote_prefill`; empty: the control
+                address of this user's router on this machine.
             control_credentials: Credentials for a control port over TCP.
 
         Raises:
@@ -116,7 +117,7 @@ class Client:
             options: See `fleet.client.requests.Options`.
 
         Raises:
-            InvalidRequest: A value does not fit its field; nothing was sent. What the server refuses is raised while
+            InvalidRequest: A value does not fit its field; nothing was sent. A rejection by the server is raised while
                 iterating.
         """
         resumption = Resumption(
@@ -131,7 +132,7 @@ class Client:
         """Send a request and wait for the complete answer; arguments as for `generate`.
 
         Raises:
-            FleetError: It failed; see the subclasses in `fleet.client.errors`.
+            FleetError: The request failed; `fleet.client.errors` has the subclasses.
         """
         with self.generate(prompt, **options) as stream:
             for _ in stream:
@@ -163,7 +164,7 @@ class Client:
             return decode_status(self._cluster.Status(control_pb2.StatusRequest(), timeout=CALL_SECONDS))
 
     def watch_demand(self) -> Iterator[DemandReport]:
-        """Yield what this router process counts of the demand and of latencies, about once a second, until closed.
+        """Yield this router process's counts of demand and latencies, about once a second, until closed.
 
         Raises:
             FleetError: The call failed.
@@ -176,7 +177,7 @@ class Client:
         """Return the placements of a request, the first one first.
 
         Raises:
-            RequestNotFound: This router has not placed it, or has placed too many others since.
+            RequestNotFound: This router has not placed the request, or has placed too many others since.
             FleetError: The call failed.
         """
         with control_errors():
@@ -184,10 +185,10 @@ class Client:
             return decode_explanation(self._cluster.Explain(request, timeout=CALL_SECONDS))
 
     def explain_overflow(self, request_id: str) -> OverflowExplained | None:
-        """Return what became of a request that was refused and may overflow; None if it was not refused.
+        """Return the outcome of a request that this router refused, and that may overflow; None if it was not refused.
 
         Raises:
-            RequestNotFound: This router does not know it, or has forgotten it.
+            RequestNotFound: This router does not know the request, or has forgotten it.
             FleetError: The call failed.
         """
         with control_errors():

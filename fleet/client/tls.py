@@ -12,7 +12,7 @@ from kvstore.net.addresses import is_local
 
 
 class ClientTls(Struct, frozen=True, kw_only=True):
-    """TLS of a client: whose certificates it trusts, and what it shows."""
+    """TLS files of a client: the authority that it trusts, and the certificate that it shows."""
 
     authority: str = ""
     """PEM file of the certificates that must have signed the router's certificate. Empty: the authorities that gRPC knows."""
@@ -55,10 +55,10 @@ def open_aio_channel(address: str, options: Options, tls: ClientTls | None) -> g
 
 
 def check_key_is_safe(address: str, api_key: str, tls: ClientTls | None, *, insecure: bool) -> None:
-    """Refuse to send an API key to another host in the clear, unless `insecure` declares that nobody listens.
+    """Refuse to send an API key to another host in the clear, unless `insecure` declares that others cannot read it.
 
     Raises:
-        ConfigurationRefused: It would, or the address is malformed.
+        ConfigurationRefused: The key would be sent in the clear, or the address is malformed.
     """
     if not api_key or tls is not None or insecure:
         return

@@ -1,14 +1,16 @@
-"""Recorded sessions of coding agents: a session a line; `requests` holds its requests and those of its sub-agents.
+"""Agentic traces: recorded sessions of coding agents, one session a line.
+
+The field `requests` contains the requests of the session's agent and of its sub-agents.
 
 A request has `t` (seconds from the start of its agent), `in`, `out` (tokens), `api_time` (seconds until its answer
 ended) and `hash_delta`: the number of ids to `keep` from the previous request, and runs of new ids to `add` (first,
-count). An id stands for `block_size` tokens and is known in its session only. Ids are grouped into blocks of 512
+count). An id stands for `block_size` tokens and has a meaning only within its session. Ids are grouped into blocks of 512
 tokens; the last block may be partly filled.
 
-Read as requests, a fixed number of sessions runs concurrently, each at its recorded pace; when one has ended, the next
-one starts. Read as sessions, a turn waits for the answers that it waited for when it was recorded: the previous one of
-its own agent, and those of the sub-agents that had ended by then. The time between the last of them and the turn (a
-tool, a person) is kept.
+If a trace is read as requests, a fixed number of sessions runs concurrently, each at its recorded pace; when one has
+ended, the next one starts. If it is read as sessions, a turn waits for the answers that it waited for when it was
+recorded: the previous answer to its own agent, and the answers to the sub-agents that had ended by then. The time between
+the last of these answers and the turn, in which a tool or a person worked, is kept.
 """
 
 import heapq
@@ -28,16 +30,16 @@ BLOCK_TOKENS = 512
 class TraceTurn(Struct, frozen=True):
     """One request of a session."""
 
-    request: TraceRequest  # its arrival is recorded from the session's first request
-    after: tuple[int, ...] = ()  # indices of the turns whose answers it waits for
-    gap: Nanos = Nanos(0)  # time from the last of these answers, or from the session's start
+    request: TraceRequest  # the request; its arrival counts from the session's first request
+    after: tuple[int, ...] = ()  # indices of the turns for whose answers this turn waits
+    gap: Nanos = Nanos(0)  # time between the last of these answers, or the session's start, and this turn
 
 
 class TraceSession(Struct, frozen=True):
     """Requests that wait for each other, in a valid order of sending."""
 
     turns: tuple[TraceTurn, ...]
-    begins: Nanos | None = None  # None starts it when a slot is free
+    begins: Nanos | None = None  # start of the session; None: it starts when another session has ended
 
 
 class _Delta(Struct, frozen=True):
@@ -62,12 +64,12 @@ class _SessionRow(Struct, frozen=True):
 
 
 class _TimedRequest(Struct, frozen=True):
-    """A request with the end of its answer and its agent."""
+    """A request with the time at which its answer ended, and its agent."""
 
     request: TraceRequest
-    end: Nanos  # end of its answer
-    agent: int  # 0 is the main agent
-    parent: int  # the agent that started this one; itself for the main agent
+    end: Nanos  # time at which the answer ended
+    agent: int  # number of the agent; 0 is the main agent
+    parent: int  # number of the agent that started this one; the main agent has itself as its parent
 
 
 def agentic_sessions(path: Path, lines: Iterator[TraceLine]) -> Iterator[TraceSession]:
@@ -81,7 +83,7 @@ def agentic_sessions(path: Path, lines: Iterator[TraceLine]) -> Iterator[TraceSe
 
 
 def agentic_requests(path: Path, lines: Iterator[TraceLine], live: int) -> Iterator[TraceRequest]:
-    """Yield the requests of all sessions as recorded, with `live` concurrent sessions."""
+    """Yield the requests of all sessions at their recorded pace, with `live` concurrent sessions."""
     return _interleaved(_rows(path, lines), live)
 
 
@@ -122,8 +124,8 @@ class _SessionReader:
         """
         agent = self._agents
         self._agents += 1
-        scope = self._session << 48  # ids are below 2⁴⁰
-        names: list[int] = []  # ids of the last request, one for each block_size tokens
+        scope = self._session << 48  # makes ids of different sessions different, because ids are below 2⁴⁰
+        names: list[int] = []  # ids of the previous request, one for each `block_size` tokens
         for index, row in enumerate(rows):
             place = f"{field}[{index}]"
             if row.requests is not None:
@@ -154,8 +156,9 @@ class _SessionReader:
 def _turns(recorded: list[_TimedRequest]) -> Iterator[TraceTurn]:
     """Yield the turns of a session, with the answers that each waited for."""
     final = {each.agent: index for index, each in enumerate(recorded)}
-    latest: dict[int, int] = {}  # latest turn by agent
-    started: dict[int, list[int]] = {}  # started sub-agents without an answer yet, by agent
+    latest: dict[int, int] = {}  # index of the latest turn, by agent
+    # Sub-agents that were started and have no answer yet, by the agent that started them.
+    started: dict[int, list[int]] = {}
     for index, each in enumerate(recorded):
         arrival, agent = each.request.arrival, each.agent
         waits = []
@@ -175,7 +178,8 @@ def _turns(recorded: list[_TimedRequest]) -> Iterator[TraceTurn]:
 
 
 def _interleaved(sessions: Iterator[list[_TimedRequest]], live: int) -> Iterator[TraceRequest]:
-    upcoming: list[tuple[int, int, int, int, list[_TimedRequest]]] = []  # arrival, session, index, begin, requests
+    # Heap of (arrival of the next request, session, index of the request, begin of the session, requests).
+    upcoming: list[tuple[int, int, int, int, list[_TimedRequest]]] = []
 
     def begin(now: int) -> None:
         session = next(sessions, None)

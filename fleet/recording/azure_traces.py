@@ -1,7 +1,7 @@
-"""Azure's public inference traces: CSV with `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`, a request a line.
+"""Azure's public inference traces: CSV with `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`, one request a line.
 
-From the papers "Splitwise" (ISCA 2024) and "DynamoLLM" (HPCA 2025). The traces do not describe prefixes, so prompts
-share none.
+The traces were published with the papers "Splitwise" (ISCA 2024) and "DynamoLLM" (HPCA 2025). They do not describe
+prefixes, so prompts share no blocks.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def is_header(line: bytes) -> bool:
 def azure_requests(
     path: Path, header: TraceLine, lines: Iterator[TraceLine], chain: UnsharedNames, *, ordered: bool
 ) -> Iterator[TraceRequest]:
-    """Yield a request for each row, with arrivals from the first one. `chain` makes names for the blocks of prompts.
+    """Yield a request for each row; arrivals count from the first row. `chain` makes names for the blocks of prompts.
 
     Raises:
         TraceError: A row is malformed, or out of order where `ordered` is set.

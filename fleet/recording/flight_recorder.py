@@ -7,8 +7,8 @@ Rules:
 2. A recording is bounded. It ends when it reaches `most_bytes`, or when more than `MAX_BACKLOG_BYTES` wait for the
    disk. A part of a recording can be replayed only from its start, so the start is kept.
 3. An existing file is the recording of an earlier process. It is renamed to `.1`, an earlier one to `.2` and so on; the
-   last `KEPT_RECORDINGS` are kept. A recording has the suffix `.new` until the first event, so routers that end before
-   it leave earlier files alone.
+   last `KEPT_RECORDINGS` are kept. A recording has the suffix `.new` until the first event. Routers that end before their
+   first event therefore do not rename earlier files.
 4. The events are complete: an event on which the machine fails is recorded too.
 """
 
@@ -39,13 +39,13 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 MAX_BACKLOG_BYTES = 64 * MIB
 WRITE_INTERVAL_SECONDS = 0.1
-STOP_SECONDS = 5.0  # for the remaining lines when the router ends
-KEPT_RECORDINGS = 3  # earlier recordings
+STOP_SECONDS = 5.0  # longest time to write the remaining lines when the router ends
+KEPT_RECORDINGS = 3  # number of earlier recordings that are kept
 DISTRIBUTION = "fleet-serving"
 
 
 class FlightRecorder:
-    """One recording. Implements `fleet.router.observer.Observer`, and hashes prompts for its machine."""
+    """Writes one recording. Implements `fleet.router.observer.Observer`, and hashes prompts for the router's machine."""
 
     def __init__(self, path: Path, most_bytes: int, head: RecordingHead, hasher: PromptHasher = hash_prompt):
         """Open the recording at `path`, of at most `most_bytes`. The results of `hasher` are recorded.
@@ -56,16 +56,16 @@ class FlightRecorder:
         self._path = path
         self._hasher = hasher
         self._remaining_bytes = most_bytes
-        self._keys: list[Keys] = []  # hashed since the last event
-        self._lines: deque[bytes] = deque()  # for the thread
-        self._enqueued = 0  # bytes passed to the thread
-        self._written = 0  # bytes that the thread has written
-        self._has_event = False  # whether an event was recorded
-        self._ended = False  # whether the recording has ended
+        self._keys: list[Keys] = []  # keys of the prompts that were hashed since the last event
+        self._lines: deque[bytes] = deque()  # lines that the thread has to write
+        self._enqueued = 0  # number of bytes that were passed to the thread
+        self._written = 0  # number of bytes that the thread has written
+        self._has_event = False  # True if an event was recorded
+        self._ended = False  # True if the recording has ended
         self._stop = threading.Event()
         if path.is_dir():
             raise ConfigurationRefused(f"record: {path}: Is a directory; name a file")
-        if path.exists() and not path.is_file():  # for example a device, which rotation would rename
+        if path.exists() and not path.is_file():  # for example a device, which must not be renamed
             raise ConfigurationRefused(f"record: {path}: Is not a regular file; name another")
         try:
             _new_path(path).touch(mode=0o600)
@@ -91,7 +91,7 @@ class FlightRecorder:
         keys, self._keys = self._keys, []
         try:
             self._add(entry_line(now, event, keys, commands))
-        except Exception:  # supervisor: the router serves on without a recording
+        except Exception:  # supervisor: the router goes on without a recording
             log.exception("recording stopped, an event cannot be written", extra={"event": type(event).__name__})
             self._end(f"a {type(event).__name__} could not be written")
 
@@ -129,7 +129,7 @@ class FlightRecorder:
             self._keys = []
             self._enqueue(end_line(why))
 
-    # Methods of the thread
+    # The following methods run in the thread.
 
     def _write(self, file: BinaryIO) -> None:
         try:
@@ -146,7 +146,7 @@ class FlightRecorder:
         except OSError as error:
             self._ended = True
             self._lines.clear()
-            log.error("recording stopped", extra={"path": str(self._path), "cause": error.strerror})  # noqa: TRY400 - the router is not affected
+            log.error("recording stopped", extra={"path": str(self._path), "cause": error.strerror})  # noqa: TRY400 - no traceback, because the router is not affected
 
     def _drain(self, file: BinaryIO) -> None:
         while self._lines:
@@ -161,7 +161,7 @@ class FlightRecorder:
 def open_recorded_machine(
     settings: RouterSettings, seed: int, policy: PlacementPolicy, now: Nanos, *, also: Observer | None = None
 ) -> tuple[ObservedMachine, FlightRecorder]:
-    """Return a router's machine and the recorder that observes it; `also` is a further observer, called after the recorder.
+    """Return a router's machine and the recorder that observes it. The observer `also` is called after the recorder.
 
     Raises:
         ConfigurationRefused: The file cannot be written.

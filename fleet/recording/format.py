@@ -63,21 +63,21 @@ Keys = tuple[int, ...]
 class RecordingHead(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """First line of a recording."""
 
-    recording: int  # version of Fleet
+    recording: int  # version of the recording format
     fleet: str  # version of Fleet
-    began: Nanos  # start, by the clock of all instants
-    began_unix: int  # seconds
+    began: Nanos  # start of the recording, by the clock of all instants in it
+    began_unix: int  # start of the recording in seconds of Unix time
     seed: int
     settings: RouterSettings
 
 
 class RecordingEntry(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One event."""
+    """One event, with the commands that followed from it."""
 
     now: Nanos
     name: str
     event: Raw
-    prompt_tokens: int = 0  # for `Arrived`
+    prompt_tokens: int = 0  # length of the prompt; only for `Arrived`
     keys: tuple[str, ...] = ()
     commands: "list[RecordedCommand] | None" = None
 
@@ -114,7 +114,7 @@ class RecordedDispatch(Struct, frozen=True, array_like=True, tag="send"):
     prompt_tokens: int
     max_tokens: int
     kv_path: KvPath | None
-    handed_over: int | None  # tokens in the handoff
+    handed_over: int | None  # number of tokens in the handoff; None: there is none
     prefill_worker: WorkerId | None
     priority: int
     timeout_ms: int
@@ -273,7 +273,7 @@ def _step(progress: Progress) -> RecordedProgress:
 
 
 def _without_texts(sampling: Sampling) -> Sampling:
-    """Return the parameters without the client's rules and token ids; what decides about placement stays."""
+    """Return the sampling parameters without the client's texts and token ids; the fields that affect placement stay."""
     form = None if sampling.form is None else AnyObject()
     bad_tokens = ((),) if sampling.bad_tokens else ()
     return structs.replace(
@@ -325,5 +325,5 @@ def _packed(keys: Keys) -> str:
     return b64encode(struct.pack(f"<{len(keys)}Q", *keys)).decode()
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=list)  # encodes keys views and sets
+_ENCODER = msgspec.json.Encoder(enc_hook=list)  # `list` converts the views and sets that msgspec cannot encode
 _encode: Callable[[object], bytes] = _ENCODER.encode

@@ -1,12 +1,12 @@
-"""Recording of a planner: what each decision was made on, the decision, and each state of each plan. It can be decided again.
+"""Recording of a planner: each decision with its inputs, and each state of each plan. Its decisions can be repeated.
 
 Rules:
 
-1. The first line has the settings, each further one a decision or a plan. A decision has everything that the rule was told, so the same
-   rule decides the same again, and another rule can be asked about the same demand.
-2. A recording is bounded, and its beginning is kept, because a rule has a memory. An existing file is renamed to `.1`, and an earlier one
-   is replaced.
-3. A recording that cannot be written ends with a log message, and costs no decision.
+1. The first line has the settings, each further line a decision or a plan. A decision is recorded with all inputs of the scaling rule.
+   The same rule therefore decides the same again, and another rule can decide about the same demand.
+2. A recording is bounded, and its beginning is kept, because a rule remembers earlier inputs. An existing file is renamed to `.1`, and
+   replaces an earlier `.1`.
+3. If a recording cannot be written, it ends with a log message, and the planner goes on.
 """
 
 import errno
@@ -39,7 +39,7 @@ class PlannerRecordingHead(Struct, frozen=True, kw_only=True, tag_field="type", 
 
 
 class RecordedDecision(Struct, frozen=True, kw_only=True, tag_field="type", tag="decision"):
-    """One decision, and everything that the rule was told."""
+    """One decision, with all inputs of the rule."""
 
     now: Nanos
     demand: DemandWindow
@@ -106,27 +106,27 @@ class PlannerRecorder:
 
 
 class DecidedAgain(Struct, frozen=True, kw_only=True):
-    """Result of deciding again."""
+    """Result of repeating the decisions of a recording."""
 
     decisions: int
     different: int
-    """Decisions with other replicas or another reason."""
+    """Number of decisions that differ in their replicas or their reason."""
 
     plans: int
-    """Plans that were recorded."""
+    """Number of plans in the recording."""
 
     first: int | None = None
-    """Number of the first decision that differs; None: all are equal."""
+    """Number of the first decision that differs, counted from 1; None: all decisions are equal."""
 
     recorded: PlanDecision | None = None
     """The first different decision as it was recorded."""
 
     decided: PlanDecision | None = None
-    """The decision of the rule that was asked."""
+    """The first different decision as the rule decides it now."""
 
 
 def read_recording(path: Path) -> Iterator[PlannerLine]:
-    """Yield the lines of a recording, the head first; a torn last line is left out.
+    """Yield the lines of a recording, the head first. A last line that is cut off is left out.
 
     Raises:
         ConfigurationRefused: The file cannot be read, or is no recording of a planner of this version.
@@ -151,7 +151,7 @@ def read_recording(path: Path) -> Iterator[PlannerLine]:
 
 
 def decide_again(rule: ScalingRule, lines: Iterator[PlannerLine]) -> DecidedAgain:
-    """Ask a rule for each recorded decision; `lines` begin after the head."""
+    """Let a rule decide again on the inputs of each recorded decision; `lines` begin after the head."""
     decisions = different = plans = 0
     first: tuple[int, PlanDecision, PlanDecision] | None = None
     for line in lines:

@@ -27,7 +27,7 @@ from fleet.recording.format import (
 from fleet.recording.trace_rows import READ_ERRORS, open_plain_or_gzip, read_error_cause
 from fleet.router.messages import Arrived, RouterEvent, WorkerStepped
 
-MAX_LINE_BYTES = 64 << 20  # an event with a million cached blocks has 30 MB
+MAX_LINE_BYTES = 64 << 20  # length of the longest line that is read; an event with a million cached blocks has 30 MB
 
 
 class RecordingError(ConfigurationRefused):
@@ -35,7 +35,7 @@ class RecordingError(ConfigurationRefused):
 
 
 class RecordedEvent(Struct, frozen=True, kw_only=True):
-    """An event of a recording; its prompt has the recorded length and blank tokens."""
+    """An event of a recording. Its prompt has the recorded length, and zeros as tokens."""
 
     line: int
     now: Nanos
@@ -45,7 +45,7 @@ class RecordedEvent(Struct, frozen=True, kw_only=True):
 
 
 class Recording:
-    """A recording. Read `head`, then `entries` once; after that `end` and `torn` are set."""
+    """Reads a recording: first `head`, then `entries` once. Afterwards `end` and `torn` are set."""
 
     def __init__(self, path: Path):
         """Open the file and read the head.
@@ -56,7 +56,7 @@ class Recording:
         self._path = path
         self._line_number = 0
         self.end: str | None = None
-        self.torn = False  # whether the last line is cut off
+        self.torn = False  # True if the last line is cut off
         try:
             with open_plain_or_gzip(path) as file:
                 first = self._next_line(file)
@@ -133,7 +133,7 @@ class Recording:
             cause, path = split_validation_error(error)
             field = f"{where}{path}".removeprefix(".")
             raise self._error(f"{field}: {cause}" if field else cause) from error
-        except AssertionError as error:  # raised by values that check themselves
+        except AssertionError as error:  # raised by the `__post_init__` of values that check their fields
             raise self._error(f"{where}: contradicts itself: {error}") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._error(f"{where}: {error}" if where else str(error)) from error
@@ -173,7 +173,7 @@ _END = msgspec.json.Decoder(RecordingEnd)
 
 @cache
 def _events() -> "Mapping[str, msgspec.json.Decoder[RouterEvent | RecordedSteps]]":
-    """Return decoders by event name; made on first use, because that takes msgspec a while."""
+    """Return the decoders by event name. They are made at the first use, because making them takes some time."""
     kinds = get_args(RouterEvent)
     return {
         written_name(kind): msgspec.json.Decoder(RecordedSteps if kind is WorkerStepped else kind) for kind in kinds

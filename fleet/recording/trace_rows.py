@@ -15,9 +15,9 @@ from msgspec import Meta, Struct
 from fleet.core.errors import split_validation_error
 
 GZIP_MAGIC = b"\x1f\x8b"
-LONGEST_NUMBER = 1 << 40  # tokens, ids, milliseconds; larger values are errors
-LONGEST_PROMPT = 1 << 24  # tokens; a limit, because all block names of a prompt are held in memory
-LONGEST_LINE = 64 << 20  # bytes
+LONGEST_NUMBER = 1 << 40  # largest number of tokens, id, or time in milliseconds; larger values are errors
+LONGEST_PROMPT = 1 << 24  # most tokens of a prompt, because all block names of a prompt are in memory
+LONGEST_LINE = 64 << 20  # length of the longest line in bytes
 
 T = TypeVar("T")
 Count = Annotated[int, Meta(ge=0, le=LONGEST_NUMBER)]
@@ -25,7 +25,7 @@ Tokens = Annotated[int, Meta(ge=1, le=LONGEST_PROMPT)]
 Time = Annotated[float, Meta(ge=0, le=LONGEST_NUMBER)]
 
 TraceLine = tuple[int, bytes]
-"""Line number, from 1, and content."""
+"""Number of a line, counted from 1, and its content."""
 
 
 UnsharedNames = Callable[[int], tuple[int, ...]]
@@ -37,12 +37,12 @@ class TraceError(Exception):
 
 
 class RowSelection(Struct, frozen=True, kw_only=True):
-    """Selected rows of a file. A row is a request, or a session in formats with sessions."""
+    """Selection of a file's rows. A row is a request, or a session in formats with sessions."""
 
-    begin: float = 0.0  # share of the rows before the selection
-    end: float = 1.0  # share of the rows at which the selection ends
-    sample: float = 1.0  # share of the rows in between, drawn at random
-    seed: int = 0  # seed of the draw
+    begin: float = 0.0  # where the selection begins, as a share of all rows from 0 to 1
+    end: float = 1.0  # where the selection ends, as a share of all rows from 0 to 1
+    sample: float = 1.0  # share of the rows in between that is selected at random
+    seed: int = 0  # seed of the random selection
 
     @property
     def is_whole(self) -> bool:
@@ -50,11 +50,11 @@ class RowSelection(Struct, frozen=True, kw_only=True):
 
 
 READ_ERRORS = (OSError, EOFError, zlib.error)
-"""Errors of opening and reading."""
+"""Exceptions that opening and reading a file may raise."""
 
 
 def read_error_cause(error: Exception) -> str:
-    """Return the cause for a message that names the file."""
+    """Return the cause of a read error as text; the caller's message names the file."""
     return str(getattr(error, "strerror", None) or error)
 
 
@@ -102,7 +102,7 @@ def _select(lines: Iterator[TraceLine], cut: RowSelection, first: int, end: int)
     for index, line in enumerate(lines):
         if index >= end:
             return
-        drawn = chance.random() < cut.sample  # drawn for each row, so the result does not depend on `begin`
+        drawn = chance.random() < cut.sample  # drawn for every row, so that the selected rows do not depend on `begin`
         if index >= first and drawn:
             yield line
 
@@ -124,5 +124,9 @@ def decode_row(path: Path, number: int, line: bytes, as_type: type[T]) -> T:
 
 
 def decode_object(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """Decode the first row, to tell formats apart."""
+    """Decode the first row as a JSON object, by which formats are told apart.
+
+    Raises:
+        TraceError: The row is not a JSON object.
+    """
     return decode_row(path, number, line, dict[str, Any])

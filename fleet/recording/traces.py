@@ -1,12 +1,12 @@
 """Traces: recorded requests from files, as chains of blocks. Files are plain or compressed by gzip.
 
-The first line tells the format:
+The format follows from the first line:
 
-- *mooncake*: a request a line, `timestamp` (ms), `input_length`, `output_length` (tokens), and `hash_ids`: one id for
+- *mooncake*: one request a line, `timestamp` (ms), `input_length`, `output_length` (tokens), and `hash_ids`: one id for
   each started block of 512 tokens; equal prefixes have equal ids. From the paper "Mooncake" (FAST 2025).
-- *agentic*: a session a line; see `fleet.recording.agentic_traces`.
+- *agentic*: one session a line; see `fleet.recording.agentic_traces`.
 - *azure*: CSV of times and lengths; see `fleet.recording.azure_traces`.
-- *records*: output of `fleet sim run --requests`, a request a line: `arrival` (ns), `prompt_tokens`, `max_tokens` or
+- *records*: output of `fleet sim run --requests`, one request a line: `arrival` (ns), `prompt_tokens`, `max_tokens` or
   `output_tokens`, `session`, and with `--with-blocks` also `block_tokens` and `hash_ids`. They are in the order of
   their ends, so reading them takes memory for all of them.
 - *recording*: a recording of a router; see `fleet.recording.traffic`.
@@ -42,7 +42,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 LIVE_SESSIONS = 64
 FIRST_UNSHARED_NAME = 1 << 62
-"""The first name for blocks of unknown content, above all names that a trace may use."""
+"""First name for blocks of unknown content, which is larger than all names that a trace may use."""
 
 ALL_ROWS = RowSelection()
 
@@ -54,9 +54,9 @@ class TraceFile(Struct, frozen=True, kw_only=True):
 
     format: str  # "mooncake", "agentic", "azure", "records" or "recording"
     block_tokens: int
-    requests: Callable[[], Iterator[TraceRequest]]  # in the order of their arrival
-    sessions: Callable[[], Iterator[TraceSession]] | None  # None if the format has no sessions
-    count: Callable[[], int] | None  # number of requests without parsing rows; None if a row holds several
+    requests: Callable[[], Iterator[TraceRequest]]  # returns the requests in the order of their arrival
+    sessions: Callable[[], Iterator[TraceSession]] | None  # returns the sessions; None if the format has no sessions
+    count: Callable[[], int] | None  # returns the number of requests without parsing rows; None if a row has several
 
 
 class Trace(Struct, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ class _Record(Struct, frozen=True):
     arrival: Instant
     prompt_tokens: Tokens
     output_tokens: Count = 0
-    max_tokens: Count = 0  # requested length of the answer
+    max_tokens: Count = 0  # most tokens of the answer that the client asked for
     session: Count = 0
     block_tokens: Tokens | None = None
     hash_ids: tuple[Instant, ...] | None = None
@@ -108,15 +108,15 @@ def open_trace(
         path: The file.
         live_sessions: Concurrent sessions, for formats with sessions.
         cut: The selected rows. If it skips rows at the start, arrivals count from the first selected one.
-        sort: Whether rows may be in any order; then all of them are in memory while they are read.
-        block_tokens: The block size for formats that name none.
+        sort: True if rows may be in any order; then all rows are in memory while they are read.
+        block_tokens: The block size for formats that do not state one.
 
     Raises:
         TraceError: The file cannot be read, or its first row is malformed.
     """
     lines = read_lines(path)
     first = next(lines, None)
-    del lines  # closes the file
+    del lines  # deleting the generator closes the file
     if first is None:
         raise TraceError(f"{path}: is empty")
     if is_header(first[1]):
@@ -173,7 +173,7 @@ def _of_requests(
     sort: bool,
     from_first: bool,
 ) -> TraceFile:
-    """Return a trace of a format in which a row is a request."""
+    """Return the trace of a file in whose format a row is a request."""
 
     def requests() -> Iterator[TraceRequest]:
         each = read(rows())

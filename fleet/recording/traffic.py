@@ -1,8 +1,8 @@
-"""Requests of a router's recording (`fleet serve router --record`) as traffic for a simulation.
+"""Traffic from recordings: reads the requests of a router's recording (`fleet serve router --record`) for a simulation.
 
-The output length is the recorded answer. A request that was rejected, cancelled or unfinished gets the length that it
-asked for. Requests are yielded in the order of their arrival, so later ones wait in memory for a long earlier one. All
-models count as one.
+The answer length is the length of the recorded answer. A request that was rejected, cancelled or unfinished gets the
+length that it asked for. Requests are yielded in the order of their arrival, so later requests wait in memory for an
+earlier one with a long answer. All models count as one model.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 
 class _HeldRequest(Struct):
-    """A request that has not ended, or waits for an earlier one."""
+    """A request that has not ended, or that waits for an earlier request to be yielded."""
 
     arrival: Nanos
     prompt_tokens: int
@@ -52,8 +52,8 @@ def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> It
     Args:
         path: The recording.
         block_tokens: The block size of the keys to use.
-        chain: Makes new block names for a prompt of so many tokens. It is called if the recording has no keys of that
-            block size for a prompt.
+        chain: Function that makes new block names for a prompt of a number of tokens. It is called if the recording has no
+            keys of that block size for a prompt.
 
     Raises:
         TraceError: A line is malformed.
@@ -79,7 +79,8 @@ def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> It
             live[event.request_id] = held[-1]
         elif isinstance(event, RequestCancelled) and (gone := live.pop(event.request_id, None)) is not None:
             gone.over = True
-            gone.complete = gone.answered > 0  # the router stopped it at a stop string
+            # A router cancels an attempt at a stop string, so the answer is complete if it has tokens.
+            gone.complete = gone.answered > 0
         _apply_commands(live, entry)
         while held and held[0].over:
             yield _request(held.popleft())

@@ -1,16 +1,16 @@
-"""Handoff leases: how long a prefill engine holds the blocks of a prompt for a decode engine.
+"""Handoff leases: how long a prefill engine keeps the blocks of a prompt for a decode engine.
 
 The prefill engine is the lender, the decode engine the borrower. Rules:
 
-1. The lender offers the blocks of a prompt under a lease. It holds them until the borrower returns the lease, or until the lease
-   ends by itself. A borrower that died or never came therefore costs the lender its blocks for one lease at most.
+1. The lender offers the blocks of a prompt under a lease. It keeps the blocks until the borrower returns the lease, or until the lease
+   ends by itself. If a borrower dies or never asks for the blocks, they are therefore kept for one lease at most.
 2. The borrower accepts the handoff when it has room for the prompt. It pulls all blocks that it lacks in one exchange, and then
    returns the lease. A borrower that lacks no block returns the lease at once.
-3. If a step fails (no connection, no answer in time, a missing or wrong block), the borrower computes what it lacks. It never tries
-   the lease again.
-4. A lease that has ended gives nothing: a late borrower gets no blocks, because other bytes may be in their place by now. The leases
-   of a lender end with its process, and a successor does not know them.
-5. `NEXT_LEASE` and `NEXT_LOAN` say what may follow what on the two sides. `fleet.app.fault_simulation.handoff_states` runs the code
+3. If a step fails (no connection, no answer in time, a missing or wrong block), the borrower computes the blocks that it lacks. It
+   never tries the lease again.
+4. After a lease has ended, a late borrower gets no blocks, because other bytes may be in their place by then. The leases of a lender
+   end with its process, and a successor does not know them.
+5. `NEXT_LEASE` and `NEXT_LOAN` are the transition tables of the two sides. `fleet.app.fault_simulation.handoff_states` runs the code
    of both sides through every interleaving of their steps, with the death of either side at every point.
 """
 
@@ -26,10 +26,10 @@ from fleet.core.clock import Nanos
 
 
 class LeaseState(StrEnum):
-    """The lender's side."""
+    """State of a lease at the lender."""
 
     OFFERED = "offered"
-    PULLED = "pulled"  # the borrower has asked for the blocks; it may have received them or not
+    PULLED = "pulled"  # the borrower has asked for the blocks, and may have received them
     RETURNED = "returned"
     EXPIRED = "expired"
 
@@ -42,7 +42,7 @@ class LeaseStep(StrEnum):
 
 NEXT_LEASE: Mapping[tuple[LeaseState, LeaseStep], LeaseState] = {
     (LeaseState.OFFERED, LeaseStep.PULL): LeaseState.PULLED,
-    (LeaseState.OFFERED, LeaseStep.RETURN): LeaseState.RETURNED,  # the borrower had all blocks
+    (LeaseState.OFFERED, LeaseStep.RETURN): LeaseState.RETURNED,  # the borrower had all blocks already
     (LeaseState.OFFERED, LeaseStep.EXPIRE): LeaseState.EXPIRED,
     (LeaseState.PULLED, LeaseStep.RETURN): LeaseState.RETURNED,
     (LeaseState.PULLED, LeaseStep.EXPIRE): LeaseState.EXPIRED,
@@ -50,12 +50,12 @@ NEXT_LEASE: Mapping[tuple[LeaseState, LeaseStep], LeaseState] = {
 
 
 class LoanState(StrEnum):
-    """The borrower's side."""
+    """State of a lease at the borrower."""
 
-    OFFERED = "offered"  # it has the handoff, and waits for room
+    OFFERED = "offered"  # the borrower has the handoff, and waits for room
     PULLING = "pulling"
-    RECEIVED = "received"  # the leading blocks that arrived whole are its own
-    NEEDLESS = "needless"  # it lacked no block
+    RECEIVED = "received"  # the borrower uses the leading blocks that arrived completely
+    NEEDLESS = "needless"  # the borrower lacked no block
     COMPUTING = "computing"
 
 
@@ -76,7 +76,7 @@ NEXT_LOAN: Mapping[tuple[LoanState, LoanStep], LoanState] = {
 
 
 class IllegalHandoffStep(AssertionError):
-    """A step that the tables do not have; it means a bug."""
+    """The tables do not have this step. This means a bug."""
 
 
 def advance_lease(state: LeaseState, step: LeaseStep) -> LeaseState:
@@ -106,13 +106,14 @@ class HandoffLeases(Generic[Name]):
         """Begin without leases.
 
         Args:
-            blocks: The engine's blocks, which leases hold.
-            lasting: Duration of a lease.
+            blocks: The engine's blocks, which leases keep from being evicted.
+            lasting: Duration of each lease.
         """
         self._blocks = blocks
         self._lasting = lasting
-        self._open: dict[str, _HandoffLease[Name]] = {}  # in the order of their ends, because all last equally long
-        self.expired = 0  # leases that no borrower returned
+        # In the order in which they end, because all leases last equally long.
+        self._open: dict[str, _HandoffLease[Name]] = {}
+        self.expired = 0  # number of leases that ended by themselves, because no borrower returned them
 
     def __len__(self) -> int:
         return len(self._open)
@@ -122,17 +123,17 @@ class HandoffLeases(Generic[Name]):
 
     @property
     def next_end(self) -> Nanos | None:
-        """The instant at which the next lease ends by itself; None: no lease is open."""
+        """Instant at which the next lease ends by itself; None: no lease is open."""
         return next((lease.until for lease in self._open.values()), None)
 
     def offer(self, lease: str, names: Sequence[Name], now: Nanos) -> None:
-        """Hold named blocks, which must be here, under a lease with a name that was never used."""
+        """Open a lease on named blocks, which must be in the cache; the name of the lease must never have been used."""
         assert lease not in self._open, lease
         self._blocks.hold(names)
         self._open[lease] = _HandoffLease(names=tuple(names), until=Nanos(now + self._lasting))
 
     def pull(self, lease: str) -> Sequence[Name]:
-        """Note that a borrower pulls, and return the blocks that are held for it; none if the lease has ended."""
+        """Record that a borrower pulls, and return the blocks of the lease; no blocks if the lease has ended."""
         pulled = self._open.get(lease)
         if pulled is None:
             return ()
@@ -141,11 +142,11 @@ class HandoffLeases(Generic[Name]):
         return pulled.names
 
     def give_back(self, lease: str) -> bool:
-        """End a lease whose borrower needs it no longer; return False if it has ended before."""
+        """End a lease that its borrower does not need any more; return False if the lease has ended before."""
         return self._end(lease, LeaseStep.RETURN)
 
     def expire(self, now: Nanos) -> Sequence[str]:
-        """End the leases whose time is over, and return them."""
+        """End the leases whose duration has passed, and return them."""
         ended = [lease for lease, held in self._open.items() if held.until <= now]
         for lease in ended:
             self._end(lease, LeaseStep.EXPIRE)
@@ -158,7 +159,7 @@ class HandoffLeases(Generic[Name]):
         return None if held is None else held.state
 
     def check(self) -> None:
-        """Assert that the blocks of every open lease are here."""
+        """Assert that the blocks of every open lease are in the cache."""
         ends = [lease.until for lease in self._open.values()]
         assert ends == sorted(ends)
         for lease, held in self._open.items():

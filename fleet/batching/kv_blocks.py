@@ -2,11 +2,12 @@
 
 Rules:
 
-1. A block is free, held by attempts, or idle. An idle block is held by nobody, but has a name and can be found again.
-2. Blocks without a name are a number that each attempt owns: prompts that are not computed yet, partly filled blocks, answers.
-   They get their names when they are computed, so that others find them. If a block of that name is here already, the owned
-   block stays without a name until its attempt ends.
-3. A prompt is admitted with blocks for all its tokens and one more. Blocks that are in the cache are held, the others are taken.
+1. A block is free, used by attempts, or idle. No attempt uses an idle block, but it has a name and can be found again.
+2. Blocks without a name belong to one attempt, which only counts them: blocks of prompts that are not computed yet, partly filled
+   blocks, and blocks of answers. They get their names when they are computed, so that other attempts find them. If a block of that
+   name exists already, the attempt's block stays without a name until the attempt ends.
+3. A prompt is admitted with blocks for all its tokens and one more. Blocks in the cache are used, the others are taken from the free
+   and idle blocks.
 4. If no block is free, the idle block that was released first loses its name. An attempt releases its last block first, so the
    tail of a chain is evicted before its head.
 """
@@ -20,13 +21,13 @@ from kvstore.block import blocks_for
 
 
 class KvBlocks(Generic[Name]):
-    """The blocks of one engine."""
+    """Counts and names the blocks of one engine."""
 
     def __init__(self, blocks: int, block_tokens: int):
         assert blocks >= 1, blocks
         self._free = blocks
-        self._users: dict[Name, int] = {}  # named block -> attempts that hold it; 0 if it is idle
-        self._idle: OrderedDict[Name, None] = OrderedDict()  # in the order of release
+        self._users: dict[Name, int] = {}  # number of attempts that use each named block; 0 if it is idle
+        self._idle: OrderedDict[Name, None] = OrderedDict()  # idle blocks, in the order of their release
         self._stored: list[Name] = []
         self._removed: list[Name] = []
         self._block_tokens = block_tokens
@@ -37,16 +38,16 @@ class KvBlocks(Generic[Name]):
 
     @property
     def available(self) -> int:
-        """Blocks that can be taken."""
+        """Number of blocks that can be taken: free and idle ones."""
         return self._free + len(self._idle)
 
     @property
     def used(self) -> int:
-        """Blocks that are held."""
+        """Number of blocks that attempts use."""
         return self.blocks - self.available
 
     def leading(self, keys: Sequence[Name]) -> int:
-        """Return the number of leading blocks of a chain that are here."""
+        """Return the number of leading blocks of a chain that are in the cache."""
         users = self._users
         if not keys or keys[0] not in users:
             return 0
@@ -54,12 +55,12 @@ class KvBlocks(Generic[Name]):
         return here.index(False) if False in here else len(here)
 
     def names(self) -> list[Name]:
-        """Return the names of all blocks that can be found here."""
+        """Return the names of all blocks that can be found in the cache."""
         return list(self._users)
 
     @property
     def changed(self) -> int:
-        """Number of names that came or went since the last call of `changes`."""
+        """Number of names that were stored or removed since the last call of `changes`."""
         return len(self._stored) + len(self._removed)
 
     def changes(self) -> tuple[list[Name], list[Name]]:
@@ -74,7 +75,7 @@ class KvBlocks(Generic[Name]):
     # Named blocks.
 
     def hold(self, keys: Sequence[Name]) -> None:
-        """Hold named blocks, which must be here."""
+        """Count one more user of named blocks, which must be in the cache."""
         users, idle = self._users, self._idle
         for key in keys:
             if not (before := users[key]):
@@ -82,7 +83,7 @@ class KvBlocks(Generic[Name]):
             users[key] = before + 1
 
     def release(self, keys: Sequence[Name]) -> None:
-        """Stop holding named blocks."""
+        """Count one user less of named blocks; blocks without users become idle."""
         users, idle = self._users, self._idle
         for key in reversed(keys):
             left = users[key] - 1
@@ -93,7 +94,7 @@ class KvBlocks(Generic[Name]):
     # Blocks of attempts.
 
     def reserve(self, attempt: BatchedAttempt[Name], here: int) -> bool:
-        """Take the blocks of a prompt whose first `here` blocks are in the cache; return False if there are not enough."""
+        """Take the blocks of a prompt whose first `here` blocks are in the cache; return False if too few are available."""
         cached = attempt.job.keys[:here]
         wanted = attempt.prompt_tokens // self._block_tokens + 1 - here
         if wanted > self.available - (sum(map(self._idle.__contains__, cached)) if here else 0):
@@ -106,11 +107,11 @@ class KvBlocks(Generic[Name]):
         return True
 
     def room(self, attempt: BatchedAttempt[Name]) -> int:
-        """Return the tokens of prompt and answer that the attempt's blocks can hold."""
+        """Return how many tokens of prompt and answer have room in the attempt's blocks."""
         return (len(attempt.held) + attempt.own) * self._block_tokens
 
     def missing(self, attempt: BatchedAttempt[Name]) -> int:
-        """Return the blocks that have to be fetched, beyond those that the attempt holds."""
+        """Return the number of blocks that have to be fetched, besides the named blocks that the attempt has."""
         return max(0, blocks_for(attempt.coming, self._block_tokens) - len(attempt.held))
 
     def grow(self, attempt: BatchedAttempt[Name]) -> None:
@@ -119,12 +120,13 @@ class KvBlocks(Generic[Name]):
         attempt.own += 1
 
     def name(self, attempt: BatchedAttempt[Name], keys: Sequence[Name], computed: int) -> None:
-        """Name the blocks that `computed` tokens fill, beyond those that have names."""
+        """Give names to the blocks that `computed` tokens fill and that have no names yet."""
         full, known = min(computed // self._block_tokens, len(keys)), len(attempt.held)
         if full <= known:
             return
         fresh: Sequence[Name]
-        if not known or keys[known - 1] == attempt.held[-1]:  # no other attempt named one of these blocks first
+        if not known or keys[known - 1] == attempt.held[-1]:
+            # The attempt's named blocks are the first ones of the chain.
             fresh = keys[known:full]
         else:
             held = set(attempt.held)
@@ -156,7 +158,7 @@ class KvBlocks(Generic[Name]):
             self._free -= blocks
 
     def check(self, owned: int) -> None:
-        """Assert rule 1, with so many blocks that attempts own."""
+        """Assert rule 1; `owned` is the number of all attempts' blocks without names."""
         assert self._free >= 0
         assert self._free + len(self._users) + owned == self.blocks
         assert all(users >= 0 for users in self._users.values())

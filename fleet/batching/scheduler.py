@@ -1,19 +1,21 @@
 """Continuous batching with chunked prefill over a budget of KV blocks: which attempt is admitted, and what a step computes.
 
-It owns no time and no bytes. `fleet.sim.virtual_engine` drives it in virtual time, `workers.engines.simulated.engine` in
-real time with real KV bytes.
+The scheduler knows neither time nor bytes. `fleet.sim.virtual_engine` drives it in virtual time, and
+`workers.engines.simulated.engine` in real time with real KV bytes.
 
 Rules:
 
-1. Attempts are admitted in order of priority, then arrival, if there is room for the prompt and one more token. Preempted ones
-   go first within their priority. While the first one cannot be admitted, no other overtakes it.
-2. The block supply is asked once, when there is room. Fetched blocks come into blocks that are taken for them, and meanwhile
-   others are admitted. After the fetch, whether it succeeded or not, the attempt goes before all that wait for room.
-3. A step gives one token to each running attempt, and the rest of `step_tokens` to prompts, in the order of admission. A prompt
-   may take several steps. At least one token of each is computed, for its logits; its last step brings its first token.
+1. Attempts are admitted in the order of priority, then of arrival, if there is room for the prompt and one more token. Within a
+   priority, preempted attempts come first. While the first attempt cannot be admitted, no other one is admitted before it.
+2. The block supply is asked once for each attempt, when there is room for its prompt. The fetched blocks are stored in blocks that
+   are taken for them, and meanwhile other attempts are admitted. After the fetch, whether it succeeded or not, the attempt comes
+   before all attempts that wait for room.
+3. A step gives one token to each running attempt, and the other tokens of `step_tokens` to prompts, in the order of admission. A
+   prompt may take several steps. At least one token of each prompt is computed, because its logits are needed. The last step of a
+   prompt produces the first token of the answer.
 4. Each decode step gives one token to every running attempt, so the step at which an attempt needs its next block is known when
-   it joins. Due steps lie in heaps. An entry of an attempt that has left stays in its heap and is skipped later; an attempt that
-   left and joined again is told apart by its number in the order of admission.
+   it joins. These steps are kept in heaps. The entry of an attempt that has left stays in its heap and is skipped later. If the
+   attempt has joined again, its number in the order of admission differs from that of the entry.
 5. If an attempt needs a block and none is left, the attempt that was admitted last is preempted. It starts again from its prompt
    and the tokens that it has generated (vLLM's recomputation).
 6. An attempt that is handed off keeps its blocks after its end, until `release`.
@@ -42,14 +44,14 @@ class StepPlan(Struct, Generic[Name], frozen=True):
     """The work of one step."""
 
     chunks: Sequence[PromptChunk[Name]]
-    prompt_tokens: int  # sum over the chunks
-    prompt_pairs: float  # pairs of a prompt token and a token before it, over the chunks
-    decodes: int  # running attempts
-    context: int  # tokens of all running attempts
+    prompt_tokens: int  # number of prompt tokens in all chunks
+    prompt_pairs: float  # number of pairs of a prompt token and a token before it, in all chunks
+    decodes: int  # number of running attempts, each of which gets a token
+    context: int  # number of tokens of all running attempts together
 
 
 class BatchScheduler(Generic[Name]):
-    """The queues, the batch and the KV blocks of one engine."""
+    """Schedules the attempts of one engine: its queues, its batch and its KV blocks."""
 
     def __init__(
         self,
@@ -57,33 +59,34 @@ class BatchScheduler(Generic[Name]):
         supply: BlockSupply[Name] | None = None,
         may_admit: Callable[[Job[Name]], bool] | None = None,
     ):
-        """Begin without attempts; `may_admit` may make the first waiting attempt wait longer."""
+        """Begin without attempts. If `may_admit` returns False, the first waiting attempt waits longer."""
         self._limits = limits
         self._supply = supply
         self._may_admit = may_admit
-        self._waiting: list[tuple[int, int, BatchedAttempt[Name]]] = []  # (-priority, arrival, attempt), in order
-        self._ready: deque[BatchedAttempt[Name]] = (
-            deque()
-        )  # fetched; these hold blocks, so they must not wait for blocks
+        # Sorted list of (-priority, order of arrival, attempt).
+        self._waiting: list[tuple[int, int, BatchedAttempt[Name]]] = []
+        # Attempts whose blocks were fetched. They come first, because attempts that wait with blocks could block each other.
+        self._ready: deque[BatchedAttempt[Name]] = deque()
         self._fetching: dict[RequestId, BatchedAttempt[Name]] = {}
-        self._computing: deque[BatchedAttempt[Name]] = deque()  # attempts whose prompts are computed
+        # Attempts whose prompts are being computed, in the order of admission.
+        self._computing: deque[BatchedAttempt[Name]] = deque()
         self._grows: DueHeap[Name] = []
         self._arrivals = 0
         self._admitted = 0
         self.blocks: KvBlocks[Name] = KvBlocks(limits.kv_blocks, limits.block_tokens)
         self.attempts: dict[RequestId, BatchedAttempt[Name]] = {}
-        """Attempts that have not ended, in the order of arrival; read-only for others."""
+        """Attempts that have not ended, in the order of arrival; other classes only read it."""
         self.running: dict[BatchedAttempt[Name], None] = {}
-        """Attempts that generate tokens; read-only for others."""
+        """Attempts that generate tokens; other classes only read it."""
         self.kept: dict[RequestId, BatchedAttempt[Name]] = {}
-        """Ended attempts whose blocks are not released yet; read-only for others."""
-        self.context = 0  # tokens of all running attempts
-        self.steps = 0  # decode steps done
+        """Ended attempts whose blocks are not released yet; other classes only read it."""
+        self.context = 0  # number of tokens of all running attempts together
+        self.steps = 0  # number of decode steps that were computed
         self.preempted = 0
 
     @property
     def waiting(self) -> int:
-        """Attempts that are not admitted yet."""
+        """Number of attempts that are not admitted yet."""
         return len(self._waiting) + len(self._ready) + len(self._fetching)
 
     @property
@@ -100,7 +103,7 @@ class BatchScheduler(Generic[Name]):
         insort(self._waiting, (-job.priority, self._arrivals, attempt))
 
     def fetch(self, job: Job[Name]) -> int | None:
-        """Take an attempt whose prompt blocks come from a prefill worker, and make room for them.
+        """Add an attempt whose prompt blocks come from a prefill worker, and take blocks for them.
 
         Returns:
             The number of blocks to fetch; `fetched` has to follow. None if there is no room now.
@@ -112,9 +115,9 @@ class BatchScheduler(Generic[Name]):
         return self.blocks.missing(attempt)
 
     def fetched(self, attempt_id: RequestId) -> BatchedAttempt[Name] | None:
-        """Note that a fetch has ended and return its attempt; None if the attempt was cancelled.
+        """Handle the end of a fetch and return its attempt; None if the attempt was cancelled.
 
-        The caller sets `computed` and names the blocks that have come; the rest of the prompt is computed.
+        The caller sets `computed` and names the blocks that have arrived; the other tokens of the prompt are computed.
         """
         if (attempt := self._fetching.pop(attempt_id, None)) is not None:
             self._ready.append(attempt)
@@ -150,14 +153,14 @@ class BatchScheduler(Generic[Name]):
         return True
 
     def clear(self) -> None:
-        """Forget all attempts and kept blocks, as when the process dies; the counts are wrong from then on."""
+        """Forget all attempts and kept blocks, as if the process had died; the sums are not valid any more."""
         for queue in (self.attempts, self.kept, self._fetching, self._waiting, self._ready, self._computing):
             queue.clear()
 
     # Steps.
 
     def plan(self) -> StepPlan[Name] | None:
-        """Admit all attempts that there is room for and return the next step; None if there is nothing to compute."""
+        """Admit all attempts for which there is room, and return the next step; None if there is nothing to compute."""
         self._admit()
         decodes = len(self.running)
         chunks: list[PromptChunk[Name]] = []
@@ -175,7 +178,7 @@ class BatchScheduler(Generic[Name]):
         return StepPlan(chunks, tokens, pairs, decodes, self.context) if chunks or decodes else None
 
     def advance(self, steps: int) -> int:
-        """Count decode steps as done and return the tokens that they generated."""
+        """Count decode steps as computed, and return the number of tokens that they generated."""
         self.steps += steps
         tokens = len(self.running) * steps
         self.context += tokens
@@ -197,9 +200,9 @@ class BatchScheduler(Generic[Name]):
         return preempted
 
     def computed(self, attempt: BatchedAttempt[Name], tokens: int) -> bool:
-        """Count prompt tokens as computed; return True if they complete the prompt, which brings a token.
+        """Count prompt tokens as computed; return True if they complete the prompt, which produces the first token.
 
-        The caller then has to call `join` or `end`.
+        In that case the caller has to call `join` or `end`.
         """
         attempt.computed += tokens
         if attempt.computed < attempt.prompt_tokens:
@@ -216,22 +219,22 @@ class BatchScheduler(Generic[Name]):
         self._grow_later(attempt)
 
     def generated(self, attempt: BatchedAttempt[Name]) -> int:
-        """Return the tokens of its answer so far, whether it is running or not."""
+        """Return the number of tokens of an attempt's answer so far, whether the attempt is running or not."""
         return self.steps - attempt.begun_at if attempt in self.running else attempt.generated
 
     def schedule(self, heap: DueHeap[Name], attempt: BatchedAttempt[Name], generated: int) -> None:
-        """Add a running attempt to a heap, due at this answer length."""
+        """Add a running attempt to a heap, for the step at which its answer has the given length."""
         heappush(heap, (attempt.begun_at + generated, attempt.admitted, attempt))
 
     def due(self, heap: DueHeap[Name]) -> Iterator[BatchedAttempt[Name]]:
-        """Remove and yield the running attempts of a heap whose step has come."""
+        """Remove and yield the running attempts of a heap whose step has been reached."""
         while heap and heap[0][0] <= self.steps:
             _, admitted, attempt = heappop(heap)
             if attempt in self.running and attempt.admitted == admitted:
                 yield attempt
 
     def steps_to(self, heap: DueHeap[Name]) -> int | None:
-        """Return the steps until an attempt of a heap is due (0 or less if it is due now), or None if all have left."""
+        """Return the number of steps until the first attempt of a heap is due (0 or less: now); None if all have left."""
         while heap:
             due, admitted, attempt = heap[0]
             if attempt in self.running and attempt.admitted == admitted:
@@ -240,11 +243,11 @@ class BatchScheduler(Generic[Name]):
         return None
 
     def steps_to_growth(self) -> int | None:
-        """Return the steps until an attempt needs a block, or None if all end before."""
+        """Return the number of steps until an attempt needs a block; None if all attempts end before."""
         return self.steps_to(self._grows)
 
     def _admit(self) -> None:
-        """Admit all attempts that there is room for."""
+        """Admit all attempts for which there is room."""
         waiting, ready, computing = self._waiting, self._ready, self._computing
         if not waiting and not ready:
             return
@@ -255,7 +258,8 @@ class BatchScheduler(Generic[Name]):
             attempt = waiting[0][2]
             if self._may_admit is not None and not self._may_admit(attempt.job):
                 return
-            reusable = (attempt.prompt_tokens - 1) // self._limits.block_tokens  # one token has to be computed
+            # At least one token has to be computed (rule 3).
+            reusable = (attempt.prompt_tokens - 1) // self._limits.block_tokens
             if not self.blocks.reserve(attempt, min(self.blocks.leading(attempt.job.keys), reusable)):
                 return
             del waiting[0]
@@ -271,7 +275,7 @@ class BatchScheduler(Generic[Name]):
         self._computing.append(attempt)
 
     def _ask(self, attempt: BatchedAttempt[Name], supply: BlockSupply[Name]) -> bool:
-        """Ask the block supply and begin a fetch; return False if there is nothing worth fetching."""
+        """Ask the block supply and begin a fetch; return False if no block is worth fetching."""
         attempt.asked = True
         here = len(attempt.held)
         coming = supply.offer(attempt.job, here)
@@ -283,7 +287,7 @@ class BatchScheduler(Generic[Name]):
         return True
 
     def _grow_later(self, attempt: BatchedAttempt[Name]) -> None:
-        """Schedule the next growth, when the next token has no room in the attempt's blocks, unless it ends by then."""
+        """Schedule the step at which the attempt needs its next block, unless the attempt ends before that step."""
         generated = self.blocks.room(attempt) - attempt.job.prompt_tokens
         if generated < attempt.job.answer_tokens:
             self.schedule(self._grows, attempt, generated)
@@ -309,7 +313,7 @@ class BatchScheduler(Generic[Name]):
         self.blocks.free(attempt)
 
     def check(self) -> None:
-        """Assert that the sums are those of the attempts, and that all tokens have room."""
+        """Assert that the sums agree with the attempts, and that the attempts' blocks have room for all tokens."""
         self.blocks.check(sum(attempt.own for attempt in (*self.attempts.values(), *self.kept.values())))
         assert self.waiting + len(self._computing) + len(self.running) == len(self.attempts)
         assert len(self._computing) + len(self.running) <= self._limits.max_running

@@ -1,4 +1,4 @@
-"""Measurements in NVIDIA's `aiconfigurator-core` wheel, which are read from the wheel itself and not copied.
+"""Measurements in NVIDIA's `aiconfigurator-core` wheel, which this module reads from the wheel itself.
 
 `pip download aiconfigurator-core==0.12.0 --no-deps` fetches the wheel, a zip archive under Apache-2.0.
 
@@ -54,7 +54,7 @@ CONFIGS = {
     "Qwen3.5-397B": ("qwen3.5-397b", "Qwen--Qwen3.5-397B-A17B"),
     "gpt-oss-120b": ("gpt-oss-120b", "openai--gpt-oss-120b"),
 }
-"""Part of a model path -> name of the model here, and its config in the wheel."""
+"""Name of a model in this project, and its config in the wheel, by a part of the model's path in a measurement."""
 
 NUMBERS = {"fp8": Number.FP8, "fp8_block": Number.FP8, "nvfp4": Number.FP4, "int4_wo": Number.INT4, "": Number.BF16}
 
@@ -62,12 +62,12 @@ MULTIPLIED = ("2026-04-06", "db-dump")
 
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """Content of the wheel."""
+    """Measurements and model sizes that were read from the wheel."""
 
     rows: int
     measurements: tuple[Measurement, ...]  # distinct and complete measurements
-    models: dict[str, ModelSizes]  # in bf16; each measurement has its own precision
-    left_out: int  # distinct measurements with unknown configurations, mostly without numbers of workers
+    models: dict[str, ModelSizes]  # sizes of the models in bf16; each measurement has its own precision
+    left_out: int  # number of distinct measurements that were left out, mostly for lack of the numbers of workers
 
 
 def read_sample(wheel: Path) -> Sample:
@@ -128,13 +128,13 @@ def _measurement(row: Mapping[str, str]) -> Measurement | None:
 
 
 def _client(source: str) -> str:
-    """Return the benchmark: InferenceX, or the collection of the wheel's authors."""
+    """Return the name of the benchmark: InferenceX, or the collection of the wheel's authors."""
     return "authors" if "auto-gap-analysis" in source else "inferencex"
 
 
 def _precision(row: Mapping[str, str], name: str) -> Precision:
     weights, experts = NUMBERS[row["gemm_quant_mode"]], NUMBERS[row["moe_quant_mode"]]
-    if name == "gpt-oss-120b":  # published with 4-bit experts and everything else in bf16
+    if name == "gpt-oss-120b":  # this model was published with 4-bit experts and all other weights in bf16
         weights, experts = Number.BF16, Number.FP4
     if weights is Number.INT4:  # Kimi's own checkpoint has attention in bf16
         weights = Number.BF16
@@ -167,5 +167,5 @@ def _parallelism(row: Mapping[str, str], role: str) -> ShardingDegrees:
         gpus = tp * dp // ep
         tp, dp, ep = (1, gpus, gpus) if dp > 1 else (gpus, 1, gpus)
     if ep not in (1, tp * dp):
-        ep = 1  # experts are sliced
+        ep = 1  # every GPU has a slice of each expert
     return ShardingDegrees(tp=tp, pp=pp, dp=dp, ep=ep)

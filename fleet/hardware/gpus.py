@@ -22,7 +22,7 @@ class Number(StrEnum):
     BF16 = "bf16"
     FP8 = "fp8"
     FP4 = "fp4"
-    INT4 = "int4"  # only for weights; engines convert them and multiply in bf16
+    INT4 = "int4"  # used only for weights, which engines convert to bf16 and then multiply
 
     @property
     def num_bytes(self) -> float:
@@ -38,37 +38,37 @@ class GpuLink(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A link out of one GPU; the link in the other direction is separate and as fast."""
 
     bandwidth: Positive
-    """Bytes a second between one pair of GPUs."""
+    """Bytes per second between one pair of GPUs."""
 
     latency_us: Annotated[float, Meta(ge=0)]
-    """Time of one transfer before its first byte."""
+    """Time in microseconds between the start of a transfer and its first byte."""
 
     links: Annotated[int, Meta(ge=1)] = 1
-    """Links to different GPUs that work at once, if GPUs are wired in pairs; 1 if a switch shares one link."""
+    """Number of links to different GPUs that work at once, if GPUs are wired in pairs; 1 if one link leads to a switch."""
 
 
 class GpuPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    dollars: Positive  # for one GPU and hour
+    dollars: Positive  # dollars for one GPU and one hour
     source: str
-    date: str  # of the price list, such as 2025-06
+    date: str  # month of the price list, such as 2025-06
 
 
 class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One accelerator in its usual node."""
+    """Data of one accelerator in its usual node."""
 
-    id: str  # short name, as in settings
+    id: str  # short name, as it is used in settings
     name: str
     maker: str
     memory_gib: Positive
-    bandwidth: Positive  # of its memory, bytes a second
-    flops: dict[Number, Positive]  # dense operations a second by data type
+    bandwidth: Positive  # bandwidth of the memory in bytes per second
+    flops: dict[Number, Positive]  # dense operations per second, by data type
     in_node: GpuLink
     between_nodes: GpuLink
     host: GpuLink
     gpus_per_node: Annotated[int, Meta(ge=1)]
-    watts: Positive  # the board's limit
-    idle_watts: Positive  # with a loaded model, while nothing runs
-    idle_source: str  # source of idle_watts, or that it is an assumption
+    watts: Positive  # power limit of the board
+    idle_watts: Positive  # power with a loaded model, while nothing runs
+    idle_source: str  # source of `idle_watts`, or a remark that it is an assumption
     source: str
     price: GpuPrice | None = None
 

@@ -14,7 +14,7 @@ from fleet.hardware.gpus import Number
 from fleet.hardware.models import ModelSizes, Precision, read_model
 
 AS_CONFIG = "config"
-"""Key of repositories whose config says how the weights are stored."""
+"""Key for repositories whose `config.json` states the data type of the weights."""
 
 
 class SizedModel(Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class SizedModel(Struct, frozen=True, kw_only=True):
 class KnownModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An entry of the table."""
 
-    parameters: float  # as the model's authors say
+    parameters: float  # number of parameters that the model's authors state
     repositories: Mapping[Literal["config", "bf16", "fp8", "fp4", "int4"], tuple[str, ...]]
     config: Mapping[str, Any]
 

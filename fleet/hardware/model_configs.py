@@ -1,4 +1,4 @@
-"""Model configs: sizes of a model from its Hugging Face folder, or from its `config.json` alone."""
+"""Model configs: reads the sizes of a model from its Hugging Face folder, or from its `config.json` alone."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from fleet.hardware.models import ModelSizes, read_model
 
 CONFIG = "config.json"
 QUANTIZATION = "hf_quant_config.json"
-"""File in which NVIDIA's checkpoints keep what others have in `quantization_config`."""
+"""File in which NVIDIA's checkpoints have the data that others have in the field `quantization_config`."""
 
 
 def read_model_config(path: Path) -> ModelSizes:
@@ -36,7 +36,7 @@ def _object(file: Path) -> Mapping[str, Any]:
         content = msgspec.json.decode(file.read_bytes())
     except OSError as error:
         raise ConfigurationRefused(f"{file}: {error.strerror}") from error
-    except (msgspec.DecodeError, RecursionError) as error:  # thousands of nested brackets
+    except (msgspec.DecodeError, RecursionError) as error:  # RecursionError: the file has thousands of nested brackets
         raise ConfigurationRefused(f"{file}: is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigurationRefused(f"{file}: must be a JSON object")

@@ -5,7 +5,7 @@ Rules:
 1. This module counts numbers and operations. Speeds and bytes on devices are in `sharding` and `latency.step_model`. A multiply-add
    counts as two operations.
 2. There are three kinds of attention: grouped heads (GQA, MHA), one latent vector per token (MLA), and linear attention, which keeps
-   a state of fixed size. Layers may differ: some see only a window, some are linear.
+   a state of fixed size. Layers may differ: some attend only to a window of tokens, some are linear.
 3. MLA caches the latent vector and the rotary key, whatever the number of heads, and every rank of a tensor-parallel group holds all
    of it. As in engines, decoding multiplies in the latent space, and prefill with unfolded heads.
 4. A field that cannot be used is refused by name. Fields that change neither size nor work are ignored.
@@ -23,10 +23,10 @@ from fleet.hardware.gpus import SCALES, Number
 LINEAR = ("linear_attention", "mamba", "recurrent")
 WINDOWED = ("sliding_attention", "chunked_attention")
 MOST = 1 << 24
-"""Highest count in a config; the largest vocabularies have a quarter million entries."""
+"""Highest count that is accepted in a config; the largest vocabularies have a quarter million entries."""
 
 MOST_LAYERS = 1 << 12
-"""Highest number of layers, which are read one by one; the deepest models have a few hundred."""
+"""Highest number of layers that is accepted, because layers are read one by one; the deepest models have a few hundred."""
 
 
 class Attention(StrEnum):
@@ -37,13 +37,13 @@ class Attention(StrEnum):
 class Precision(Struct, frozen=True, kw_only=True):
     """Data types of weights and KV."""
 
-    weights: Number = Number.BF16  # attention and dense layers
+    weights: Number = Number.BF16  # data type of attention and dense layers
     experts: Number = Number.BF16
     kv: Number = Number.BF16
 
 
 class ModelSizes(Struct, frozen=True, kw_only=True):
-    """Sizes of one decoder-only model, as counts of numbers instead of bytes."""
+    """Sizes of one decoder-only model, as counts of numbers, not of bytes."""
 
     name: str
     layers: int
@@ -53,22 +53,22 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
     attention: Attention
     heads: int
     kv_heads: int
-    key_dim: int  # of one head, in multiplications
+    key_dim: int  # size of one head's query or key, as multiplications count it
     value_dim: int
-    latent_dim: int = 0  # MLA: numbers that are cached for a token in a layer
-    full_layers: int  # layers whose cache grows with the context
+    latent_dim: int = 0  # only with MLA: count of numbers that are cached for a token in a layer
+    full_layers: int  # number of layers whose cache grows with the context
     window_layers: int = 0
-    window: int = 0  # tokens that a window layer sees
+    window: int = 0  # number of tokens to which a window layer attends
     linear_layers: int = 0
-    state_numbers: int = 0  # of one sequence in a linear layer
-    most_attended: int = 0  # sparse attention: tokens that one token attends to; 0: all
-    attention_parameters: int  # of one layer with attention
-    linear_parameters: int = 0  # of one linear layer
-    dense_mlp_parameters: int  # of all layers, including the shared experts of MoE layers
+    state_numbers: int = 0  # count of numbers in the state of one sequence in a linear layer
+    most_attended: int = 0  # only with sparse attention: most tokens to which one token attends; 0: all tokens
+    attention_parameters: int  # parameters of one layer with attention
+    linear_parameters: int = 0  # parameters of one linear layer
+    dense_mlp_parameters: int  # MLP parameters of all layers together, with the shared experts of MoE layers
     moe_layers: int = 0
     experts: int = 0
     experts_per_token: int = 0
-    expert_parameters: int = 0  # one expert, one layer
+    expert_parameters: int = 0  # parameters of one expert in one layer
     precision: Precision = Precision()
 
     @property
@@ -77,7 +77,7 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
 
     @property
     def dense_parameters(self) -> int:
-        """Parameters that every token uses: all but embeddings and routed experts."""
+        """Number of parameters that every token uses: all parameters except embeddings and routed experts."""
         attending = self.full_layers + self.window_layers
         return (
             attending * self.attention_parameters
@@ -93,7 +93,7 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token is multiplied with; the embeddings count once, for the output."""
+        """Number of parameters with which one token is multiplied; the embeddings count once, for the output."""
         routed = self.moe_layers * self.experts_per_token * self.expert_parameters
         return self.hidden * self.vocabulary + self.dense_parameters + routed
 
@@ -108,7 +108,7 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_numbers_per_token(self) -> int:
-        """Numbers that a token adds to the cache, once windows are full."""
+        """Count of numbers that a further token adds to the cache, after the windows are full."""
         if self.attention is Attention.LATENT:
             return self.full_layers * self.latent_dim
         return self.full_layers * self.kv_heads * (self.key_dim + self.value_dim)
@@ -197,7 +197,7 @@ def read_model(config: Mapping[str, Any], name: str = "", *, precision: Precisio
 
 
 class _Fields:
-    """The text part of a config; errors name the field."""
+    """Reads the fields of a config's text part; errors name the field."""
 
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
         inner = config.get("text_config", config)

@@ -16,7 +16,7 @@ from msgspec import Struct
 from fleet.hardware.gpus import Gpu
 
 ALONE = 0.28
-"""Share of the range while one sequence is decoded."""
+"""Share of the range between `idle_watts` and the board's limit while one sequence is decoded."""
 
 DOUBLED = 0.064
 """Increase of the share for every doubling of the step's tokens."""
@@ -25,16 +25,16 @@ MOST = 0.90
 """Highest share: an MI300X with prompts of 8,192 tokens draws 662 to 671 of 750 W (InferenceX, issue 828, 2026-03)."""
 
 ERROR = 0.30
-"""Relative error; all of `PUBLISHED` lie within it. Small models on one GPU draw less than any of these: 137 to 300 W on an H200
-while decoding (arXiv 2605.11999)."""
+"""Relative error of the model; all figures of `PUBLISHED` lie within it. Small models on one GPU draw less than any of these: 137
+to 300 W on an H200 while decoding (arXiv 2605.11999)."""
 
 
 class PublishedPower(Struct, frozen=True, kw_only=True):
-    """A published figure."""
+    """A published figure of the power of one GPU."""
 
     gpu: str
-    tokens: float  # approximate tokens of a step
-    watts: float  # of one GPU during steps
+    tokens: float  # approximate number of tokens of a step
+    watts: float  # power of one GPU during steps
     source: str
 
 
@@ -65,10 +65,10 @@ PUBLISHED = (
 
 
 def power_share(tokens: float) -> float:
-    """Return the share of its range that a GPU draws during a step with so many tokens, prompts and answers together."""
+    """Return the share of its range that a GPU draws during a step with `tokens` tokens, prompts and answers together."""
     return min(MOST, ALONE + DOUBLED * log2(max(1.0, tokens)))
 
 
 def watts(gpu: Gpu, share: float) -> float:
-    """Return the power at a share of the range; 0 is idle."""
+    """Return the power in watts at a share of the range; a share of 0 is the idle power."""
     return gpu.idle_watts + (gpu.watts - gpu.idle_watts) * share

@@ -1,4 +1,4 @@
-"""Sharding: how one replica of a model is split over GPUs, what each GPU holds, and how much KV fits.
+"""Sharding: how one replica of a model is split over GPUs, how many bytes each GPU holds, and how much KV fits.
 
 Rules:
 
@@ -6,7 +6,7 @@ Rules:
    its own sequences (data-parallel attention). Dense layers are split among `tp`. Experts are distributed among `tp` × `dp`: whole
    experts if `ep` is more than 1 (then it equals `tp` × `dp`), otherwise a slice of each.
 2. If there are fewer KV heads than `tp`, several ranks hold the same head. Every rank holds MLA's latent vectors.
-3. KV gets the rest of the memory share after weights and a reserve for activations, graphs and the runtime.
+3. KV gets the memory that is left of `MEMORY_SHARE` after the weights and a reserve for activations, graphs and the runtime.
 """
 
 from collections.abc import Iterator
@@ -33,10 +33,11 @@ MOST_TRIED = 64
 class ShardingDegrees(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Degrees of parallelism of one replica."""
 
-    tp: Positive = 1  # tensor
-    pp: Positive = 1  # pipeline
-    dp: Positive = 1  # attention groups of one replica; other replicas do not count
-    ep: Positive = 1  # whole experts on each GPU; 1: each expert is sliced
+    tp: Positive = 1  # tensor parallelism
+    pp: Positive = 1  # pipeline parallelism: number of stages
+    dp: Positive = 1  # data-parallel attention: number of attention groups of one replica
+    # Expert parallelism: number of GPUs over which whole experts are distributed; 1: experts are sliced.
+    ep: Positive = 1
 
     @property
     def gpus(self) -> int:
@@ -44,7 +45,7 @@ class ShardingDegrees(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ShardedModel(Struct, frozen=True, kw_only=True):
-    """A model cut that way, on that GPU. `shard_model` makes them and refuses what cannot be."""
+    """A model that is split over GPUs of one kind. `shard_model` makes it, and refuses an impossible split."""
 
     model: ModelSizes
     gpu: Gpu
@@ -60,23 +61,23 @@ class ShardedModel(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_ranks(self) -> int:
-        """GPUs of a stage among which the KV of one token is split; the others hold copies."""
+        """Number of GPUs of a stage among which the KV of one token is split; the other GPUs hold copies."""
         if self.model.attention is Attention.LATENT:
             return 1
         return min(self.parallelism.tp, self.model.kv_heads)
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes on each GPU that holds a sequence."""
+        """Bytes of KV per token on each GPU that holds a sequence."""
         return self.model.kv_bytes_per_token / self.kv_ranks / self.parallelism.pp
 
     @property
     def kv_bytes_per_sequence(self) -> float:
-        """Bytes on each GPU that holds a sequence, independent of its length."""
+        """Bytes per sequence, independent of its length, on each GPU that holds the sequence."""
         return self.model.kv_bytes_per_sequence / self.kv_ranks / self.parallelism.pp
 
     def kv_room_bytes(self, share: float = MEMORY_SHARE) -> float:
-        """Return the memory for KV on each GPU; it is negative if the weights do not fit."""
+        """Return the bytes for KV on each GPU; the number is negative if the weights do not fit."""
         return self.gpu.memory_bytes * share - self.weights_bytes - RESERVE_BYTES
 
     def kv_capacity_tokens(self, share: float = MEMORY_SHARE) -> int:
@@ -125,7 +126,7 @@ def feasible(
 
 
 def _remedy(tried: ShardedModel, share: float) -> str:
-    """Say what would hold the model: more GPUs of the same kind or narrower weights, and larger GPUs with the same degrees."""
+    """Return a text that proposes what would hold the model: more GPUs of this kind, narrower weights, or larger GPUs."""
     model, way = tried.model, tried.parallelism
     larger = [
         other.id

@@ -63,10 +63,10 @@ class SizingGoal(StrEnum):
     """Goals that a plan has to keep."""
 
     MEMORY = "memory"
-    """Fewest GPUs of one node for one engine."""
+    """One engine must fit into the GPUs of one node; the values are numbers of GPUs."""
 
     CONTEXT = "context"
-    """Longest context: tokens of prompt and answer together."""
+    """The KV of the longest request must fit; the values are tokens of prompt and answer together."""
 
     TTFT = "ttft"
     TPOT = "tpot"
@@ -74,14 +74,14 @@ class SizingGoal(StrEnum):
 
 
 class Demand(Struct, frozen=True, kw_only=True):
-    """Load of the model; either `rate` or `clients` is above 0."""
+    """Load of the model: either `rate` or `clients` is above 0."""
 
     request: RequestShape
     rate: float = 0.0
     """Requests per second."""
 
     clients: float = 0.0
-    """Clients that each wait for an answer before they send the next request."""
+    """Number of clients that each wait for an answer before they send the next request."""
 
     def __post_init__(self) -> None:
         assert (self.rate > 0) != (self.clients > 0), "one of rate and clients"
@@ -89,13 +89,13 @@ class Demand(Struct, frozen=True, kw_only=True):
 
 class LatencyGoals(Struct, frozen=True, kw_only=True):
     ttft: float
-    """TTFT in seconds."""
+    """Longest TTFT in seconds."""
 
     tpot: float
-    """TPOT in seconds."""
+    """Longest TPOT in seconds."""
 
     percentile: float
-    """Share of all requests that have to keep each goal."""
+    """Share of all requests that have to keep each goal, from 0 to 1."""
 
 
 class GpuSupply(Struct, frozen=True, kw_only=True):
@@ -124,7 +124,7 @@ class Sizing(Struct, frozen=True, kw_only=True):
 
     pools: tuple[SizedPool, ...]
     ttft: float
-    """Seconds at the percentile of the goals."""
+    """Predicted TTFT in seconds, at the percentile of the goals."""
 
     tpot: float
     most: float
@@ -136,7 +136,7 @@ class Sizing(Struct, frozen=True, kw_only=True):
 
     @property
     def room(self) -> int:
-        """Tokens of the longest request for which an engine can be started."""
+        """Number of tokens of the longest request for which an engine can be started."""
         return int(ONE_CONTEXT * self.placement.kv_capacity_tokens())
 
 
@@ -145,7 +145,7 @@ class Shortfall(Struct, frozen=True, kw_only=True):
 
     goal: SizingGoal
     wanted: float
-    """Goal in seconds or tokens, or the available GPUs."""
+    """The goal in seconds or tokens; for GPUs, their available number."""
 
     best: float
     """Best possible value; for GPUs the number that is needed. 0: there is no solution."""
@@ -209,14 +209,14 @@ class _SizedSharding:
 
     @property
     def idle(self) -> float:
-        """Mean number of running requests at almost no load."""
+        """Mean number of running requests at the lowest load that is examined."""
         return 1.0 if self.occupancy.waiting_clients else 0.0
 
     # Aggregated.
 
     @cached_property
     def aggregated(self) -> float:
-        """Most running requests of an aggregated engine; 0: the goals are not kept at all."""
+        """Most running requests of an aggregated engine that keep the goals; 0: even one request misses them."""
 
         def kept(running: float) -> bool:
             return (
@@ -238,7 +238,7 @@ class _SizedSharding:
 
     @cached_property
     def decode_running(self) -> float:
-        """Most running requests of an engine that only decodes; 0: the goal is not kept at all."""
+        """Most running requests of an engine that only decodes; 0: even one request misses the goal."""
 
         def kept(running: float) -> bool:
             return (
@@ -254,7 +254,7 @@ class _SizedSharding:
 
     @cached_property
     def prefill_rate(self) -> float:
-        """Most prompts per second of an engine that only prefills; 0: the goal is not kept at all."""
+        """Most prompts per second of an engine that only prefills; 0: even one prompt misses the goal."""
         most = HEADROOM * highest_prefill_rate(self.engine, self.request)
         return highest(lambda rate: self.prefill_ttft(rate) <= self.goals.ttft, 0.0, most)
 
@@ -310,7 +310,7 @@ def _disaggregated(sharding: _SizedSharding, demand: Demand) -> Sizing | None:
         decode = _replicas(demand.clients, running)
         here = max(1.0, demand.clients / decode)
         prefill = _replicas(rate := _highest_client_rate(sharding, demand.clients, here), prompts)
-        # If prefill were the limit, clients would wait there and send less often.
+        # If prefill were the limit, clients would wait for it, and send less often.
         most = decode * running
     else:
         limit = decode_rate(sharding.engine, sharding.request, running)
@@ -347,7 +347,7 @@ def _running_at(
 
 
 def _capacity(sharding: _SizedSharding, demand: Demand, gpus: int) -> float:
-    """Return the requests per second, or clients, that so many GPUs can serve."""
+    """Return the requests per second, or the number of clients, that the given number of GPUs can serve."""
 
     def enough(load: float) -> bool:
         changed = structs.replace(demand, **{"clients" if demand.clients else "rate": load})

@@ -1,18 +1,20 @@
-"""Transfers: links and bytes of KV that moves from one engine to another.
+"""Transfers: the links over which KV moves from one engine to another, and the bytes on the busiest link.
 
 Rules:
 
 1. All GPUs send their parts at once, each through its own link. A transfer takes as long as the GPU that sends or receives most.
    Every rank has the latent KV of MLA, so the ranks divide it among them.
 2. Large contiguous transfers reach `REACHED` of a link's data sheet.
-3. Transfers on one link share it evenly; those that come and go in between are `fleet.sim.cluster.network`'s.
+3. Transfers on one link share its bandwidth evenly; `fleet.sim.cluster.network` simulates transfers that begin and end meanwhile.
 """
 
 from fleet.hardware.gpus import Gpu, GpuLink
 from fleet.hardware.sharding import ShardedModel
 
 REACHED = 0.8
-"""Share of a link's bandwidth. aiconfigurator 0.12 has 75 to 85 % for large NCCL messages on NVLink; 400 Gb/s NICs reach more."""
+"""Share of a link's bandwidth that transfers reach. aiconfigurator 0.12 has 75 to 85 % for large NCCL messages on NVLink; 400 Gb/s
+NICs reach more.
+"""
 
 
 def link_between(gpu: Gpu, *, same_node: bool) -> GpuLink:

@@ -3,11 +3,12 @@
 Public measurements were taken in this way: a fixed number of clients start at once, each sends its next prompt when it has its
 answer, and the number of requests is fixed. The measured times differ from step times:
 
-1. During the turn of one request the engine also computes the prompts of all others. With `b` running requests, a turn takes b
-   prefills and one decode step for each token. The time after the first token, divided by the tokens, is the TPOT.
-2. All prompts of the first wave come at once and wait for each other. In the mean over all waves, their wait is divided by the
+1. Between the start and the end of one request, the engine also computes the prompts of all others. With `b` running requests, a
+   request therefore takes the time of b prefills and of one decode step for each token. The time after the first token, divided by
+   the number of tokens, is the TPOT.
+2. All prompts of the first wave arrive at once and wait for each other. In the mean over all waves, their wait is divided by the
    number of waves.
-3. A request that finds no room for its KV waits for a whole turn of another request.
+3. A request for whose KV there is no room waits for the whole time of another request.
 
 All times are seconds. As in `step_model`, the formulas do not branch on values.
 """
@@ -18,13 +19,13 @@ from fleet.hardware.latency.step_model import StepModel, pairs
 
 
 class BenchmarkClient(Struct, frozen=True, kw_only=True):
-    """How a benchmark sends requests, and the time that it measures outside the engine."""
+    """Properties of a benchmark: how it sends requests, and the time that it measures outside the engine."""
 
-    waves: float = 10.0  # number of requests divided by the concurrency
+    waves: float = 10.0  # number of requests, divided by the concurrency
     mean_length: float = 1.0  # mean length of prompts and answers, as a share of the stated length
-    front: float = 0.0  # seconds before the engine sees a request and after it has answered
+    front: float = 0.0  # seconds outside the engine: before it gets a request, and after it has answered
     front_token: float = 0.0  # additional seconds for each prompt token
-    late_slots: float = 0.0  # clients that wait although there is room, because engines free a slot late
+    late_slots: float = 0.0  # number of clients that wait although there is room, because engines free a slot late
 
 
 class ClientMeasurement(Struct, frozen=True, kw_only=True):
@@ -42,7 +43,7 @@ def closed_loop(
     capacity_tokens: float,
     budget_tokens: float,
 ) -> ClientMeasurement:
-    """Return what a client measures at an engine that prefills and decodes.
+    """Return the TTFT and TPOT that a client measures at an engine that prefills and decodes.
 
     Args:
         step: Step model of one attention group.
@@ -81,7 +82,7 @@ def closed_loop_disaggregated(
     budget_tokens: float,
     transfer: float,
 ) -> ClientMeasurement:
-    """Return what a client measures if some engines prefill and others decode.
+    """Return the TTFT and TPOT that a client measures if some engines prefill and others decode.
 
     Args:
         prefill: Step model of one attention group that prefills.
@@ -104,7 +105,7 @@ def closed_loop_disaggregated(
     own = chunks * prefill.seconds(prompt / chunks, pairs(prompt, 0.0) / chunks, 0.0, 0.0)
     queued = _most(concurrency / prefill_groups, 1.0)
     full = prefill.seconds(budget_tokens, budget_tokens * 0.5 * prompt, 0.0, 0.0) * prompt / budget_tokens
-    behind = _most(0.0, queued * full - own - answer * tpot)  # if the prefill engines limit the rate
+    behind = _most(0.0, queued * full - own - answer * tpot)  # positive if the prefill engines limit the rate
     burst = 0.5 * (queued - 1.0) * full / client.waves
     first = own + client.front + client.front_token * prompt + transfer
     return ClientMeasurement(ttft=first + burst + behind, tpot=tpot)

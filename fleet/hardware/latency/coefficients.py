@@ -40,7 +40,7 @@ OTHER_MAKERS_ERRORS = (0.5, 0.35)
 """Errors of TTFT and TPOT if only GPUs of other makers were measured. The error of TPOT is the median over five published figures of
 the MI300X, none of which was used to fit (docs/hardware.md); the error of TTFT is a guess."""
 
-LEAST_ROWS = 10  # fewest measurements of a set whose error is used
+LEAST_ROWS = 10  # the error of a set is used only if the set has at least this many measurements
 
 
 class CoefficientSubject(Struct, frozen=True, kw_only=True):
@@ -75,19 +75,19 @@ LEVELS: dict[str, Callable[[CoefficientSubject], str]] = {
 
 
 class EstimateBasis(StrEnum):
-    """Measurements on which an estimate rests, and with which its error was found."""
+    """Kind of measurements on which an estimate rests, and by which its error was found."""
 
-    MODEL = "model"  # this model, at other lengths, concurrencies or shardings
-    GPU = "gpu"  # other models on this GPU and engine
-    ENGINE = "engine"  # this engine on other GPUs
+    MODEL = "model"  # measurements of this model, at other lengths, concurrencies or shardings
+    GPU = "gpu"  # measurements of other models on this GPU and engine
+    ENGINE = "engine"  # measurements of this engine on other GPUs
 
 
 class GroupFactors(Struct, frozen=True, kw_only=True):
-    """Factors of one group."""
+    """Factors of one group (rule 1)."""
 
     level: str
     key: str
-    rows: int  # measurements of the group
+    rows: int  # number of measurements in the group
     of: tuple[float, ...]
 
 
@@ -96,11 +96,11 @@ class OperatorEfficiency(Struct, frozen=True, kw_only=True):
 
     gpu: str
     number: Number
-    rows: int  # shapes that were measured
+    rows: int  # number of shapes that were measured
     compute: float
     memory: float
     launch_us: float
-    median_error: float  # on shapes that were not used to fit
+    median_error: float  # median relative error on shapes that were not used for the fit
     source: str
 
 
@@ -108,10 +108,10 @@ class AccuracyRow(Struct, frozen=True, kw_only=True):
     """Errors on measurements that were held out of the fit."""
 
     basis: EstimateBasis
-    system: str  # "all": every GPU
-    backend: str  # "all": every engine
+    system: str  # name of the GPU; "all": every GPU
+    backend: str  # name of the engine; "all": every engine
     phase: MeasuredPhase
-    model: str = "all"  # "all": every model; otherwise its name in `fleet.hardware.aiconfigurator` calls it
+    model: str = "all"  # name of the model as in `fleet.hardware.aiconfigurator`; "all": every model
     accuracy: Accuracy
     fitted_on: str
     tested_on: str
@@ -127,7 +127,7 @@ class Provenance(Struct, frozen=True, kw_only=True):
 
 class Coefficients(Struct, frozen=True, kw_only=True):
     provenance: Provenance
-    start: tuple[float, ...]  # where the fit began, in the order of NAMES
+    start: tuple[float, ...]  # start values of the fit, in the order of `NAMES`
     factors: tuple[GroupFactors, ...]
     operators: tuple[OperatorEfficiency, ...]
     accuracy: tuple[AccuracyRow, ...]
@@ -140,9 +140,9 @@ class StepModelEstimate(Struct, frozen=True, kw_only=True):
     """A step model and the measurements on which it rests."""
 
     step: StepModel
-    client: BenchmarkClient  # time that clients measure outside of steps
+    client: BenchmarkClient  # times that clients measure outside of engine steps
     basis: EstimateBasis
-    rows: int  # measurements of the nearest group
+    rows: int  # number of measurements in the nearest group
     ttft_error: float  # median relative error on held-out measurements of that basis
     tpot_error: float
 
@@ -155,7 +155,7 @@ def coefficients() -> Coefficients:
 
 
 def shape_of(model: ModelSizes) -> str:
-    """Return what identifies a model, whatever its name is."""
+    """Return the sizes by which a model is recognised, whatever its name is (rule 4)."""
     return f"{model.layers}x{model.hidden}/{model.heads}/{model.vocabulary}/{model.experts}"
 
 

@@ -25,18 +25,18 @@ OUTLIER = 4.0
 SETTLED = 50
 SLACK = 0.2
 ALARM = 2.5
-LONGEST = 1e6  # most seconds of a step
+LONGEST = 1e6  # longest duration of a step, in seconds
 _KEPT = exp(-log(2.0) / HALF_LIFE)
-_SMALL, _LARGE = 0.01, 0.1  # seconds of the steps in the prior
+_SMALL, _LARGE = 0.01, 0.1  # durations in seconds of the small and the large step in the prior (rule 2)
 
 
 class LearnedCorrection(Struct, frozen=True, kw_only=True):
     """Learned difference between an engine and its profile."""
 
     factor: float
-    added: float  # seconds per step
+    added: float  # seconds that the engine adds to every step
     samples: int
-    """Samples since the start, or since the last alarm."""
+    """Number of samples since the start, or since the last alarm."""
 
     error: float
     """Typical relative error after correction: exp(m) - 1, where m is the moving mean of |log(measured / predicted)|."""
@@ -58,10 +58,10 @@ class Correction:
         return max(0.1 * profile, self._added + self._factor * profile)
 
     def observe(self, profile: float, seconds: float) -> bool:
-        """Learn from a step that took `seconds` where the profile predicts `profile`; return True for a drift alarm.
+        """Learn from a step that took `seconds`, where the profile predicts `profile`; return True for a drift alarm.
 
         Raises:
-            ValueError: One of them is not a positive number below `LONGEST`.
+            ValueError: One of the two durations is not a positive number below `LONGEST`.
         """
         if not (0.0 < profile < LONGEST and 0.0 < seconds < LONGEST):
             raise ValueError(
@@ -114,7 +114,7 @@ class Correction:
         self._product += weight * profile * seconds
 
     def _fit(self) -> None:
-        """Fit the line, or only the mean ratio if all steps were alike, because its two parts cannot be told apart then."""
+        """Fit the line; if all steps were alike, fit only the mean ratio, because two parameters cannot be determined then."""
         spread = self._weight * self._square - self._profile * self._profile
         if spread > 1e-3 * self._weight * self._square:
             factor = (self._weight * self._product - self._profile * self._seconds) / spread

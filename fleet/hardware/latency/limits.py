@@ -3,19 +3,21 @@
 from collections.abc import Callable
 
 HALVINGS = 40
-"""Halvings of an interval around a limit; more would not change a float."""
+"""Number of halvings of an interval around a limit; more halvings would not change the result."""
 
 LEAST_STRIDE = 0.25
 STRIDE = 1.1
-"""Distance between two loads in the search, in running requests and as a factor; the searched functions have no narrower humps."""
+"""Ratio of two consecutive loads in the search, which also differ by at least `LEAST_STRIDE` running requests. The searched
+functions have no narrower maximum.
+"""
 
 
 def highest_unbroken(
     kept: Callable[[float], bool], least: float, most: float, stride: float = STRIDE, halvings: int = HALVINGS
 ) -> float:
-    """Return the highest load below which every load is kept, although a higher one may be kept again; 0 if the least is not.
+    """Return the highest load up to which every load keeps the goal; 0 if the least load misses it.
 
-    In a full batch a short prompt costs the others less than in a small one, so a goal may be missed at a low load and kept at a high one.
+    A higher load may keep the goal again: in a full batch a short prompt costs the other requests less than in a small batch.
     """
     if not kept(least):
         return 0.0
@@ -29,7 +31,7 @@ def highest_unbroken(
 
 
 def highest(kept: Callable[[float], bool], least: float, most: float, halvings: int = HALVINGS) -> float:
-    """Return the highest load that is kept if every higher one is missed; 0 if the least is not kept."""
+    """Return the highest load that keeps the goal, if all higher loads miss it; 0 if the least load misses it."""
     if not kept(least):
         return 0.0
     if kept(most):

@@ -22,15 +22,16 @@ class EngineLatency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     prefill_base_ms: Milliseconds = 5.0
     prefill_ms_per_token: Milliseconds = 0.07
-    prefill_ms_per_token_and_context: Milliseconds = 0.0  # too small to measure at 4096 tokens on this model
+    # Zero, because it is too small to measure at 4,096 tokens with this model.
+    prefill_ms_per_token_and_context: Milliseconds = 0.0
     step_base_ms: Milliseconds = 2.2
     step_ms_per_sequence: Milliseconds = 0.2
     step_ms_per_context_token: Milliseconds = 0.0
     transfer_base_ms: Milliseconds = 0.5
-    transfer_ms_per_mib: Milliseconds = 0.3  # 3.4 GB/s, as measured on a loopback socket of the same machine
+    transfer_ms_per_mib: Milliseconds = 0.3  # 3.4 GB/s, which was measured on a loopback socket of the same machine
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
-        """Return the time of a step; `fleet.batching.attempts.StepTimes` names the arguments."""
+        """Return the duration of a step in seconds; `fleet.batching.attempts.StepTimes` has the arguments."""
         milliseconds = 0.0
         if prefill_tokens:
             milliseconds += self.prefill_base_ms + self.prefill_ms_per_token * prefill_tokens
@@ -41,7 +42,7 @@ class EngineLatency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return milliseconds * MILLISECOND / SECOND
 
     def transfer_ms(self, num_bytes: int) -> float:
-        """Return the time to move `num_bytes` of blocks; 0 if nothing moves."""
+        """Return the milliseconds to move `num_bytes` of blocks; 0 if there are no bytes."""
         assert num_bytes >= 0, num_bytes
         if not num_bytes:
             return 0.0

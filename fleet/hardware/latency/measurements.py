@@ -20,7 +20,7 @@ from fleet.hardware.models import Precision
 from fleet.hardware.sharding import ShardingDegrees
 
 ALL = "all"
-"""Any system, engine or model."""
+"""Name that stands for any system, engine or model."""
 
 HELD_OUT_OF = 5
 """One curve in so many is held out of the fit."""
@@ -41,16 +41,16 @@ class MeasuredRole(Struct, frozen=True, kw_only=True):
 
 
 class Measurement(Struct, frozen=True, kw_only=True):
-    gpu: str  # short name, as in `fleet.hardware.gpus`
+    gpu: str  # short name of the GPU, as in `fleet.hardware.gpus`
     backend: str
     version: str
     model: str
     precision: Precision
-    client: str  # the benchmark
-    concurrency: int  # of the whole deployment
+    client: str  # name of the benchmark
+    concurrency: int  # concurrent requests of the whole deployment
     prompt_tokens: int
     answer_tokens: int
-    prefill: MeasuredRole  # the same as `decode` if serving is aggregated
+    prefill: MeasuredRole  # prefill workers; equal to `decode` if serving is aggregated
     decode: MeasuredRole
     phase: MeasuredPhase
     ttft_ms: float
@@ -130,7 +130,7 @@ class AccuracyCell(Struct, frozen=True, order=True):
 
 
 def cells(measurements: Iterable[Measurement]) -> list[AccuracyCell]:
-    """Return the cells: all measurements, each engine, each GPU with each engine, each model."""
+    """Return the sets whose errors are reported: all measurements, each engine, each GPU with each engine, each model."""
     found: set[AccuracyCell] = set()
     for each in measurements:
         found |= {

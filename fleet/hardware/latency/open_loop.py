@@ -4,18 +4,20 @@ Rules:
 
 1. An engine prefills and decodes (aggregated), or only prefills, or only decodes. Its load is the mean number of running requests
    (`running`), or for prefills alone the number of prompts per second.
-2. In an aggregated engine, a turn of all running requests takes the decode steps of their answers and one prefill each. So
-   `running / (answer × step + running × prompt)` requests come and go per second, and the TPOT is a step and its share of prefills.
-3. If requests come at a rate, the number of others beside a running request is Poisson-distributed (as in M/G/inf; the tail is taken
-   from the normal distribution with that mean and variance). If clients wait for answers, it is at most the number of clients. A
-   percentile of the TPOT is the TPOT with the same percentile of others.
+2. In an aggregated engine, all running requests together take the time of the decode steps of one answer, and of one prefill for
+   each. So `running / (answer × step + running × prompt)` requests are served per second, and the TPOT is the duration of a step and
+   its share of prefills.
+3. If requests come at a rate, the number of other running requests beside one request is Poisson-distributed (as in M/G/inf; the tail
+   is taken from the normal distribution with that mean and variance). If clients wait for answers, this number is at most the number
+   of clients. A percentile of the TPOT is the TPOT with the same percentile of this number.
 4. Prompts wait for prompts before them, as in M/D/1: a share `u` waits at all, and waits have an exponential tail of rate
    2 (1 - u) / s (Kingman's heavy-traffic limit, 1962; its mean is that of Pollaczek and Khinchine). Waiting prompts are computed in
    full steps, so `s` is a prompt's share of a full step. Prompts of one step end together, so a prompt also waits for some that came
-   later: half as many as were before it, as far as a step has room. A wait is at least the rest of the step that is under way.
+   later: half as many as were before it, as far as a step has room. A wait is at least the remaining time of the running step.
 5. Without a stated number of engines, requests are assumed to be spread over engines at random. If the number is stated (`replicas`),
-   a router that sees the load of all engines shares them: a prompt waits only if all are busy (Sakasegawa's approximation of Erlang's C
-   formula, 1977), and waits shrink with their number (Allen and Cunneen's formula). `IMBALANCE` of the variance of random spreading stays.
+   a router that knows the load of all engines distributes the requests. A prompt then waits only if all engines are busy (Sakasegawa's
+   approximation of Erlang's C formula, 1977), and waits shrink with the number of engines (Allen and Cunneen's formula). The share
+   `IMBALANCE` of the variance of random spreading remains.
 6. Arrivals may be bursty: `dispersion` is the variance of the number of arrivals divided by its mean (1: Poisson). `spread` is the
    squared coefficient of variation of the prompts' lengths. Waits grow with their sum (Kingman, 1961).
 
@@ -35,12 +37,12 @@ IMBALANCE = 0.25
 
 
 class RequestShape(Struct, frozen=True, kw_only=True):
-    """Lengths of the requests."""
+    """Lengths of the requests in tokens."""
 
     prompt_tokens: float
     answer_tokens: float
     cached_tokens: float = 0.0
-    """Prompt tokens whose KV is cached."""
+    """Number of prompt tokens whose KV is cached."""
 
     @property
     def new_tokens(self) -> float:
@@ -66,24 +68,25 @@ class EngineReplica(Struct, frozen=True, kw_only=True):
 
 
 class BatchOccupancy(Struct, frozen=True, kw_only=True):
-    """Number of other requests beside a running one."""
+    """Distribution of the number of other running requests beside one request (rule 3)."""
 
     percentile: float
     waiting_clients: bool
     """True if each client sends its next request after its answer; otherwise requests come at a rate."""
 
     replicas: float = 1.0
-    """Engines that share the requests by a router that sees their load."""
+    """Number of engines to which a router that knows their load distributes the requests (rule 5)."""
 
     dispersion: float = 1.0
     spread: float = 0.0
 
     def others(self, running: float) -> float:
-        """Return the percentile of the number of others, where `running` is the mean."""
+        """Return the percentile of the number of other requests, whose mean is `running`."""
         if self.waiting_clients:
             return max(0.0, running - 1.0)
         shared = 1.0 / self.replicas + IMBALANCE * (1.0 - 1.0 / self.replicas)
-        variance = running * shared * 0.5 * (1.0 + self.dispersion)  # long answers smooth bursts: Eckberg, 1983
+        # Long answers smooth bursts, so only half of their excess counts (Eckberg, 1983).
+        variance = running * shared * 0.5 * (1.0 + self.dispersion)
         return running + max(0.0, NormalDist().inv_cdf(self.percentile)) * sqrt(variance)
 
     def wait(self, rate: float, busy: float, share: float, beside: float, longest: float) -> float:
@@ -91,20 +94,21 @@ class BatchOccupancy(Struct, frozen=True, kw_only=True):
 
         Args:
             rate: Prompts per second of one engine.
-            busy: Duration of a prompt's step when it is alone.
+            busy: Duration of a prompt's step when the prompt is alone.
             share: Part of a full step that a prompt takes.
-            beside: Other prompts that a step has room for.
+            beside: Number of other prompts for which a step has room.
             longest: Upper limit of the wait.
         """
         used = rate * share
         if used >= 1.0:
             return inf
         rest = 1.0 - self.percentile
-        together = sqrt(2.0 * (self.replicas / self.dispersion + 1.0)) - 1.0  # bursts meet fewer free engines each
+        # Exponent of Sakasegawa's formula; bursts have the effect of fewer engines.
+        together = sqrt(2.0 * (self.replicas / self.dispersion + 1.0)) - 1.0
         waits = used**together  # probability that all engines are busy
         slowness = share * (self.dispersion + self.spread) / (2.0 * self.replicas * (1.0 - used))
         queued = log(waits / rest) * slowness if waits > rest else 0.0
-        met = min(1.0, rate * busy) ** together  # probability that a step is under way on all of them
+        met = min(1.0, rate * busy) ** together  # probability that a step is running on all engines
         residual = busy * (1.0 - rest / met) if met > rest else 0.0
         return min(max(queued + min(0.5 * queued, beside * share), residual), longest)
 
@@ -144,7 +148,7 @@ def prefill_ttft(engine: EngineReplica, request: RequestShape, occupancy: BatchO
 
 
 def highest_prefill_rate(engine: EngineReplica, request: RequestShape) -> float:
-    """Return the rate beyond which prompts pile up at an engine that only prefills."""
+    """Return the prompts per second beyond which the queue of an engine that only prefills grows without bound."""
     return 1.0 / _full(engine, request)
 
 
@@ -161,7 +165,7 @@ def decode_tpot(
 
 
 def highest_concurrency(engine: EngineReplica, request: RequestShape) -> float:
-    """Return the number of requests that an engine has room for."""
+    """Return the number of requests for whose KV an engine has room."""
     return min(engine.most_running, engine.capacity_tokens / (request.prompt_tokens + request.answer_tokens))
 
 
@@ -208,5 +212,5 @@ def _beside(engine: EngineReplica, request: RequestShape) -> float:
 
 
 def _around(engine: EngineReplica, request: RequestShape) -> float:
-    """Return the time that the client measures outside the engine."""
+    """Return the seconds that the client measures outside the engine."""
     return engine.client.front + engine.client.front_token * request.prompt_tokens

@@ -1,4 +1,4 @@
-"""Prediction of a measurement: its configuration is sharded, and its benchmark is emulated."""
+"""Prediction of a measurement: shards the model as the measurement states, and computes what its benchmark would measure."""
 
 from collections.abc import Mapping
 
@@ -18,10 +18,12 @@ BUDGET_TOKENS = 8192.0
 """Most prompt tokens in one step: the default of vLLM's server on data-centre GPUs, of SGLang and of TensorRT-LLM."""
 
 MEAN_LENGTHS = {"inferencex": 0.9, "authors": 1.0}
-"""Mean length as a share of the stated length. InferenceX draws lengths evenly between 0.8 and 1; other benchmarks are exact."""
+"""Mean length of prompts and answers, as a share of the stated length, by benchmark. InferenceX draws lengths evenly between 0.8
+and 1; other benchmarks use the stated length.
+"""
 
 MEMORY_SHARE = 0.95
-"""Most of a GPU's memory that benchmarks gave to engines; a configuration that needs more was not run as stated."""
+"""Largest share of a GPU's memory that benchmarks gave to engines. A configuration that needs more was not run as stated."""
 
 
 def can_be_placed(measured: Measurement, models: Mapping[str, ModelSizes]) -> bool:
@@ -36,7 +38,7 @@ def can_be_placed(measured: Measurement, models: Mapping[str, ModelSizes]) -> bo
 
 
 def cut(measured: Measurement, models: Mapping[str, ModelSizes], side: MeasuredRole) -> ShardedModel:
-    """Return one side of a measurement as a sharded model, whether it fits or not."""
+    """Return the prefill or the decode workers of a measurement as a sharded model, whether it fits into memory or not."""
     model = msgspec.structs.replace(models[measured.model], precision=measured.precision)
     return ShardedModel(model=model, gpu=gpu(measured.gpu), parallelism=side.parallelism)
 
@@ -78,7 +80,7 @@ def predict(measured: Measurement, models: Mapping[str, ModelSizes], known: Coef
 
 
 def subject(measured: Measurement, models: Mapping[str, ModelSizes]) -> CoefficientSubject:
-    """Return what the coefficients of a measurement depend on."""
+    """Return the properties of a measurement on which its coefficients depend."""
     model = msgspec.structs.replace(models[measured.model], precision=measured.precision)
     return subject_of(model, measured.gpu, measured.backend, client=measured.client, phase=measured.phase)
 

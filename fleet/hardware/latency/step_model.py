@@ -1,12 +1,13 @@
-"""Step model: the duration of an engine step on real accelerators, in closed forms of what is read, multiplied and exchanged.
+"""Step model: the duration of an engine step on real accelerators, as a formula of the numbers that are read, multiplied and exchanged.
 
 Rules:
 
-1. `work` computes how long each part of a step would take if the hardware reached its data sheet. `Efficiency` says what share of
-   that an engine reaches, and what it adds; it is fitted to measurements (`coefficients`). `StepModel`, their quotient, consists of
-   a dozen numbers, and a call of it is only arithmetic: simulators make a hundred thousand calls a second.
-2. Reading weights overlaps with multiplying them; attention and exchange are added. The overlap of two times is the root of the sum
-   of their squares: about the larger one if they differ, and 1.4 times each if they are equal.
+1. `work` computes how long each part of a step would take if the hardware reached the figures of its data sheet. `Efficiency` has the
+   shares of these figures that an engine reaches, and the times that it adds; it is fitted to measurements (`coefficients`).
+   `StepModel` is the quotient of both. It consists of a dozen numbers, and a call is only arithmetic, because simulators make a
+   hundred thousand calls per second.
+2. Reading weights overlaps with multiplying them; the times of attention and exchange are added. The combined time of two overlapping
+   parts is the root of the sum of their squares: about the larger one if they differ, and 1.4 times each if they are equal.
 3. A step reads the experts that its tokens are sent to: 1 - (1 - k/E)^tokens of them, as if tokens chose independently.
 4. Sparse attention attends to a limited number of tokens. Windows and states of linear layers cost the same at any length.
 5. A time covers one pass through all pipeline stages. The caller models several batches in different stages.
@@ -31,20 +32,20 @@ class StepWork(Struct, frozen=True, kw_only=True):
     dense_token: float  # multiplying one token with the dense weights
     experts_read: float  # reading all experts of the GPU
     experts_token: float  # multiplying one token with its experts
-    missed: float  # probability that a token does not use an expert
-    groups: float  # attention groups whose tokens meet in the experts
+    missed: float  # probability that a token does not use a given expert
+    groups: float  # number of attention groups whose tokens go to the same experts
     pair: float  # one token attending to another one in prefill
-    context: float  # one token of context of a decoding sequence
-    sequence: float  # states and windows of a decoding sequence
+    context: float  # attention of a decoding sequence to one token of its context
+    sequence: float  # reading the states and windows of a decoding sequence
     most_attended: float
-    exchanges: float  # collective operations of a step, weighted by the number of GPUs
+    exchanges: float  # number of collective operations in a step, weighted by the number of GPUs
     exchange_token: float  # moving one token's bytes through the links
     layers: float
     moe_layers: float
 
 
 class Efficiency(Struct, frozen=True, kw_only=True):
-    """Efficiency of an engine: shares of the hardware's limits (1: all of it), and times that it adds."""
+    """Efficiency of an engine: the shares of the hardware's limits that it reaches (1: all), and the times that it adds."""
 
     memory: float  # reading dense weights
     compute: float  # multiplying with dense weights
@@ -54,8 +55,8 @@ class Efficiency(Struct, frozen=True, kw_only=True):
     kv: float  # reading KV
     link: float
     exchange_us: float  # one collective operation of two GPUs
-    layer_us: float  # rest of one layer: launches, norms, small kernels
-    moe_layer_us: float  # additional rest of a layer with experts: routing, sorting tokens, gathering
+    layer_us: float  # all other work of one layer: launches, norms, small kernels
+    moe_layer_us: float  # additional work of a layer with experts: routing, sorting tokens, gathering
     step_us: float
     sequence_us: float  # one decoding sequence: sampling, scheduling, detokenising
 
@@ -82,7 +83,7 @@ class StepModel(Struct, frozen=True, kw_only=True):
         Args:
             prefill_tokens: Tokens of all prompt chunks in the step, for one attention group.
             prefill_pairs: Sum over the chunks of `pairs(new, context)`.
-            decodes: Sequences that get one token each.
+            decodes: Number of sequences that get one token each.
             decode_context: Sum of the lengths of their contexts, in tokens.
         """
         tokens = prefill_tokens + decodes
@@ -105,7 +106,7 @@ class StepModel(Struct, frozen=True, kw_only=True):
 
 
 def pairs(new_tokens: float, context_tokens: float) -> float:
-    """Return the number of token pairs in a chunk's attention: each new token sees the context and the new tokens before it."""
+    """Return the number of token pairs in a chunk's attention: each new token with the context and the new tokens before it."""
     return new_tokens * (context_tokens + 0.5 * new_tokens)
 
 
@@ -161,7 +162,10 @@ def work(placement: ShardedModel) -> StepWork:
 
 
 def _context_seconds(placement: ShardedModel) -> float:
-    """Return the time for one token of context. With MLA, multiplying takes as long as reading, because all heads share one vector."""
+    """Return the seconds for one token of context.
+
+    With MLA, multiplying is counted besides reading, because all heads share one vector.
+    """
     model, gpu = placement.model, placement.gpu
     read = model.kv_bytes_per_token / placement.kv_ranks / gpu.bandwidth
     if model.attention is not Attention.LATENT:
@@ -171,7 +175,7 @@ def _context_seconds(placement: ShardedModel) -> float:
 
 
 def _exchanges(placement: ShardedModel) -> float:
-    """Return the number of collective operations of a step. One among 2 GPUs counts 1, and half more for every doubling."""
+    """Return the number of collective operations of a step. One among 2 GPUs counts as 1, with 0.5 more for every doubling."""
     model, way = placement.model, placement.parallelism
     attention = model.layers * _rounds(way.tp)
     if way.dp == 1:
@@ -184,7 +188,10 @@ def _rounds(ranks: int) -> float:
 
 
 def _exchange_seconds(placement: ShardedModel) -> float:
-    """Return the time of one token's hidden states on the links: all-reduces, and with several groups the way to the experts and back."""
+    """Return the seconds that one token's hidden states take on the links.
+
+    They are sent in all-reduces and, with several attention groups, to the experts and back.
+    """
     model, gpu, way = placement.model, placement.gpu, placement.parallelism
     num_bytes = 2.0 * model.hidden
     ranks = way.tp * way.dp
@@ -196,6 +203,6 @@ def _exchange_seconds(placement: ShardedModel) -> float:
 
 
 def group_bandwidth(gpu: Gpu, ranks: int) -> float:
-    """Return the bytes a second that one of `ranks` GPUs can send to the others, by the slowest link."""
+    """Return the bytes per second that one of `ranks` GPUs can send to the others over the slowest link."""
     link: GpuLink = gpu.in_node if ranks <= gpu.gpus_per_node else gpu.between_nodes
     return link.bandwidth * min(link.links, max(1, ranks - 1))

@@ -1,4 +1,4 @@
-"""Acceptance check: which attempts a worker refuses before anything is started."""
+"""Acceptance check: decides which attempts a worker refuses before anything is started."""
 
 from collections.abc import Iterable
 
@@ -18,7 +18,7 @@ TAKES: dict[Role, frozenset[Phase]] = {
 
 
 def refusal(start: Start, role: Role, facts: EngineFacts) -> Rejected | None:
-    """Return why this worker refuses `start`; None if it takes it."""
+    """Return why this worker refuses the attempt `start`; None if it accepts the attempt."""
     return (
         _unfit_phase(start, role)
         or _unfit_prompt(start, facts)
@@ -136,7 +136,7 @@ def _unfit_kv(start: Start, facts: EngineFacts) -> Rejected | None:
 
 
 def _other_values(start: Start, handoff: Handoff, facts: EngineFacts) -> Rejected:
-    """Name the first field of the fingerprints that differs, if both sides have one."""
+    """Return the rejection of a handoff with other blocks; name the first differing field if both fingerprints are known."""
     if handoff.kv is not None and facts.kv is not None:
         agreement = negotiate(writer=handoff.kv, reader=facts.kv)
         if isinstance(agreement, Incompatible):

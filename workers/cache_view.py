@@ -8,11 +8,11 @@ from fleet.core.work import KvCleared, KvEvent, KvRemoved, KvStored
 from kvstore.block import BlockHash
 
 CHUNK = 4096
-"""Block hashes in one message of a dump. They take 64 KiB, so that steps do not wait long behind a dump."""
+"""Most block hashes in one message of a cache dump. They take 64 KiB, so that steps do not wait long behind a dump."""
 
 
 class CacheView:
-    """Hashes in the order in which they were stored, so that a block comes after its predecessor."""
+    """Keeps the hashes of the cached blocks in the order in which they were stored, so a block follows its predecessor."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, None] = {}

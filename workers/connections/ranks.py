@@ -1,7 +1,7 @@
 """Connections between the ranks of one engine: TCP from each rank to the first, with one JSON object per line.
 
-`workers.rank_rendezvous` decides who joins and when a group ends. Both ends raise `EngineDied` in the body of their
-context if the group ends without an order.
+`workers.rank_rendezvous` decides which ranks join and when a group ends. If the group ends without an order, both ends
+raise `EngineDied` in the body of their context.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ from workers.settings import GroupSettings
 
 log = logging.getLogger(__name__)
 
-LINE_BYTES = 4096  # the longest message
-BEATS = 5  # heartbeats within the time that counts as silence
-LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.1, 1.0  # between two tries to join
+LINE_BYTES = 4096  # length of the longest message in bytes
+BEATS = 5  # number of heartbeats within the time that counts as silence
+LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.1, 1.0  # shortest and longest pause between two tries to join
 CONNECT_SECONDS = 5.0
-MAX_SILENT_CONNECTIONS = 64  # connections that have sent no message yet; one more closes the oldest
+MAX_SILENT_CONNECTIONS = 64  # most connections that have sent no message yet; a further one closes the oldest
 
 Word = TypeVar("Word")
 
@@ -51,11 +51,11 @@ FROM_LEADER: msgspec.json.Decoder[FromLeader] = msgspec.json.Decoder(FromLeader)
 
 
 class _Gone(Exception):
-    """The other side has gone; the message continues the text "rank 1 of its group ..."."""
+    """The other side of a connection is lost; the message continues the text "rank 1 of its group ..."."""
 
 
 class GroupLeader:
-    """The first rank's end, made by `leading_group`."""
+    """Leads a group as its first rank; made by `leading_group`."""
 
     def __init__(self, group: GroupSettings, common: str, clock: Clock) -> None:
         self.group = group
@@ -63,8 +63,8 @@ class GroupLeader:
 
         self._rendezvous = RankRendezvous(group, common, clock.now())
         self._clock = clock
-        self._links: dict[int, asyncio.StreamWriter] = {}  # by rank
-        self._silent: dict[int, asyncio.Task[None]] = {}  # connections without a message, oldest first
+        self._links: dict[int, asyncio.StreamWriter] = {}  # connections of the ranks that have joined, by rank
+        self._silent: dict[int, asyncio.Task[None]] = {}  # tasks of connections without a message yet, the oldest first
         self._changed = asyncio.Event()
         self._joined = asyncio.Event()
         self._on_leaving: Callable[[], None] | None = None
@@ -81,7 +81,7 @@ class GroupLeader:
         self._tell(GroupServing())
 
     def end(self) -> None:
-        """Tell the ranks that the leader has drained; from now on they may go."""
+        """Tell the ranks that the leader has drained; from now on they may end."""
         self._rendezvous.end()
         self._tell(GroupEnded())
 
@@ -90,7 +90,8 @@ class GroupLeader:
         while not self._rendezvous.complete:
             self._joined.clear()
             await self._joined.wait()
-        address = str(self._links[1].get_extra_info("sockname")[0])  # the address by which another host knows this one
+        # The address of this host at which rank 1 has reached it.
+        address = str(self._links[1].get_extra_info("sockname")[0])
         ports = self.group.engine_ports or _free_ports(address)
         begin = Begin(address=address, ports=ports)
         self._rendezvous.begin()
@@ -104,9 +105,9 @@ class GroupLeader:
             for number in itertools.count():
                 connection = await _accepted(listening)
                 if len(self._silent) == MAX_SILENT_CONNECTIONS:
-                    self._silent.pop(next(iter(self._silent))).cancel()  # ranks send at once
+                    self._silent.pop(next(iter(self._silent))).cancel()  # a real rank sends its first message at once
                 self._silent[number] = links.create_task(self._hear(number, connection))
-                await asyncio.sleep(0)  # the new task begins, and other tasks get their turn
+                await asyncio.sleep(0)  # lets the new task and other tasks run
 
     async def watch(self) -> None:
         """Send heartbeats until the group ends.
@@ -148,7 +149,7 @@ class GroupLeader:
                 writer.close()
 
     def _taken(self, asked: Join, writer: asyncio.StreamWriter) -> bool:
-        """Return whether a rank has joined; a refused rank is told why."""
+        """Return whether a rank has joined; tell a refused rank why it is refused."""
         if (refused := self._rendezvous.join(asked)) is not None:
             if not refused.again:
                 log.warning("engine rank refused", extra={"cause": refused.why})
@@ -184,7 +185,7 @@ async def leading_group(group: GroupSettings, common: str, clock: Clock) -> Asyn
 
     Raises:
         ConfigurationRefused: The address to listen at cannot be used.
-        EngineDied: A rank did not come in time, or was lost later.
+        EngineDied: A rank did not join in time, or was lost later.
     """
     listening, _ = bind_tcp(group.listen or group.leader, setting="group.listen" if group.listen else "group.leader")
     listening.setblocking(False)
@@ -201,7 +202,7 @@ async def leading_group(group: GroupSettings, common: str, clock: Clock) -> Asyn
 
 
 class GroupFollower:
-    """Another rank's end, made by `joined_group`."""
+    """Follows the leader of a group as one of the other ranks; made by `joined_group`."""
 
     def __init__(self, group: GroupSettings, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.group = group
@@ -231,7 +232,7 @@ class GroupFollower:
         """Handle the leader's messages until the group's orderly end.
 
         Raises:
-            EngineDied: The leader has gone without an order.
+            EngineDied: The connection to the leader was lost without an order to end.
         """
         while not self.over.is_set():
             try:
@@ -263,7 +264,7 @@ async def joined_group(group: GroupSettings, common: str, clock: Clock) -> Async
 
     Raises:
         ConfigurationRefused: The leader belongs to another group.
-        EngineDied: The group did not form in time, or the leader has gone.
+        EngineDied: The group did not form in time, or the connection to the leader was lost.
     """
     reader, writer, begin = await _joined(group, common, clock)
     follow = GroupFollower(engine_group(group, begin), reader, writer)
@@ -289,8 +290,8 @@ async def _joined(
         try:
             return await _tried(group, common, left)
         except TimeoutError:
-            cause = why  # nothing new
-        except (_Gone, OSError) as error:  # its name is unknown, nothing listens yet, it restarts, ...
+            cause = why  # a timeout is no new cause
+        except (_Gone, OSError) as error:  # the leader's name is unknown, it does not listen yet, or it restarts
             cause = f"the leader {error}" if isinstance(error, _Gone) else str(error)
         if cause != why:
             log.info("worker group not formed yet", extra={"leader": group.leader, "cause": cause})
@@ -319,11 +320,11 @@ async def _tried(
 async def _begun(
     group: GroupSettings, common: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> Begin:
-    """Join, and wait for the others.
+    """Join, and wait for the other ranks.
 
     Raises:
-        _Gone: Try again.
-        ConfigurationRefused: Do not try again.
+        _Gone: The caller should try again.
+        ConfigurationRefused: Another try cannot succeed.
     """
     _say(writer, Join(rank=group.rank, nodes=group.nodes, alike=common))
     while True:
@@ -357,14 +358,14 @@ async def _next(reader: asyncio.StreamReader, words: msgspec.json.Decoder[Word],
     """Return the next message.
 
     Raises:
-        _Gone: The other side was silent too long, has closed, or sent an invalid message.
+        _Gone: The other side was silent too long, has closed the connection, or sent an invalid message.
     """
     try:
         async with asyncio.timeout(group.silence_ms / 1000):
             line = await reader.readline()
     except TimeoutError as error:
         raise _Gone(f"has said nothing for {group.silence_ms / 1000:g} s") from error
-    except (OSError, ValueError) as error:  # ValueError: a line without end
+    except (OSError, ValueError) as error:  # ValueError: the line is too long
         raise _Gone("has ended") from error
     if not line.endswith(b"\n"):
         raise _Gone("has ended")

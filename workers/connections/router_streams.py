@@ -2,14 +2,15 @@
 
 Rules:
 
-1. Hello comes first, within `HELLO_SECONDS` and once. A stream that begins with anything else, or with bytes that
-   cannot be parsed, is told why and cut. An attempt that cannot be understood is rejected, and the stream goes on.
+1. A router sends hello first, within `HELLO_SECONDS`, and only once. If a stream begins with anything else, or with bytes
+   that cannot be parsed, the worker sends the cause and closes it. An attempt that cannot be decoded is rejected, and the
+   stream goes on.
    Before hello, both ends prove their identity if the worker has a secret or certificates
    (`fleet.net.streams.handshake`).
 2. When the connection ends, for any reason, its session and its attempts end too.
-3. A worker whose engine hangs takes no more streams.
-4. The worker's messages are encoded and passed to the connection at once, without a task in between, while the router
-   takes them. For a router that does not, they wait in the session, which is bounded.
+3. A worker whose engine hangs accepts no more streams.
+4. As long as the router reads, the worker's messages are encoded and passed to the connection at once, without a task in
+   between. If it does not read, they wait in the session, which is bounded.
 """
 
 import asyncio
@@ -37,8 +38,8 @@ log = logging.getLogger(__name__)
 HELLO_BYTES = 64 << 10
 """The longest payload before hello. The first bytes of a TLS handshake announce a longer one."""
 
-HELLO_SECONDS = 10  # a router says hello with its first packet
-LINGER_SECONDS = 2  # for the last messages of an ending stream; a router that does not read loses them
+HELLO_SECONDS = 10  # longest time for a router to send hello; a working router sends it in its first packet
+LINGER_SECONDS = 2  # longest time to send the last messages of a stream; a router that does not read loses them
 
 UNSECURED = "hello: you want to prove a secret, and this worker has none: set credentials.secret_file of the worker"
 
@@ -55,7 +56,7 @@ async def serve_routers(
     Args:
         worker: The worker, which the caller runs.
         listen: host:port (0: any) or unix:path.
-        identity: What both ends prove on connections over TCP.
+        identity: The proof that both ends need on connections over TCP.
 
     Raises:
         ConfigurationRefused: The address is in use or does not belong to this machine; nothing was started.
@@ -69,7 +70,7 @@ async def serve_routers(
 
 
 def routers_of(worker: WorkerServer) -> Accept:
-    """Return the receiver of a connected router's frames."""
+    """Return a function that makes the receiver of a router's frames for each connection."""
     return lambda connection: _RouterStream(connection, worker)
 
 
@@ -84,7 +85,7 @@ class _RouterStream:
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(HELLO_SECONDS, self.end, HELLO_FIRST)
 
-    # Called by the connection.
+    # Methods that the connection calls.
     def received(self, payload: bytes) -> None:
         try:
             message = decode_router_message(pb.RouterMessage.FromString(payload))
@@ -93,7 +94,8 @@ class _RouterStream:
         except MalformedMessage as error:
             told = False
             if error.request_id and self._session is not None:
-                told = self._session.offer(_refusal(error))  # the stream and its other attempts go on
+                # Only this attempt is rejected; the stream and its other attempts go on.
+                told = self._session.offer(_refusal(error))
             if not told:
                 self.end(str(error))
         else:
@@ -110,7 +112,7 @@ class _RouterStream:
         elif isinstance(cause, FrameTooLong):
             log.warning("stream refused", extra={"cause": str(cause)})
 
-    # Called by the worker.
+    # Methods that the worker calls.
     @property
     def full(self) -> bool:
         return self._connection.full
@@ -133,7 +135,8 @@ class _RouterStream:
                 self.end(HELLO_FIRST)
                 return
             if self._worker.hung:
-                self.end(HUNG)  # otherwise the router would believe that the worker has recovered
+                # The stream is refused, because the router would otherwise believe that the worker has recovered.
+                self.end(HUNG)
                 return
             self._timer.cancel()
             self._connection.allow(MAX_MESSAGE_BYTES)

@@ -1,4 +1,4 @@
-"""Novel work: requests of a kind that is new to an engine, so that a step may compile a kernel or load an adapter."""
+"""Novel work: tracks requests of a kind that is new to an engine, for which a step may compile a kernel or load an adapter."""
 
 from fleet.core.ids import RequestId
 from fleet.core.requests import Sampling
@@ -7,7 +7,7 @@ Kind = tuple[bool, ...]
 
 
 class NovelWork:
-    """The requests of a new kind whose first tokens the engine has not produced yet."""
+    """Remembers the requests of a new kind whose first tokens the engine has not produced yet."""
 
     def __init__(self) -> None:
         self._done: set[Kind] = set()
@@ -17,13 +17,13 @@ class NovelWork:
         return bool(self._waiting)
 
     def begun(self, request_id: RequestId, sampling: Sampling, *, loads: bool) -> None:
-        """Note that a request goes to the engine; `loads`: the engine has to load something for it first."""
+        """Record that a request was given to the engine; `loads` is True if the engine has to load something for it first."""
         kind = _kind_of(sampling)
         if loads or kind not in self._done:
             self._waiting[request_id] = kind
 
     def brought(self, request_id: RequestId) -> None:
-        """Note that the engine has produced tokens of a request."""
+        """Record that the engine has produced tokens of a request."""
         if (kind := self._waiting.pop(request_id, None)) is not None:
             self._done.add(kind)
 

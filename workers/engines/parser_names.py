@@ -1,10 +1,11 @@
-"""Parser names: which of vLLM's parsers fit a model, by its settings or by its model folder.
+"""Parser names: finds out which of vLLM's parsers fit a model, by its settings or by its model folder.
 
 Rules:
 
-1. A setting wins. ``auto`` looks at the chat template, which shows the model how to write calls, and at the model type.
-2. The first entry of `FAMILIES` whose marks all occur decides. A model that fits none has no parser, and requests with
-   tools are refused, because a wrong parser would hide calls.
+1. A parser that the settings name is used. With ``auto``, the parser follows from the model type and from the chat
+   template, which shows the model how to write calls.
+2. The first entry of `FAMILIES` whose marks all occur in the template decides. If there is none, the model has no parser.
+   Requests with tools are then refused, because a wrong parser would hide calls.
 3. A reasoning parser is chosen only for a template that mentions the mark of its reasoning.
 """
 
@@ -26,10 +27,10 @@ OWN_TEMPLATE = "hf"
 class ModelFamily(Struct, frozen=True):
     """Models that write calls and reasoning in the same way."""
 
-    tool_calls: str  # the parser
-    marks: tuple[str, ...]  # texts that occur in the chat template
-    model_types: tuple[str, ...] = ()  # of config.json; empty: any
-    reasoning: str = ""  # the parser; empty: these models do not reason
+    tool_calls: str  # name of the parser of tool calls
+    marks: tuple[str, ...]  # texts that all occur in the chat template of such a model
+    model_types: tuple[str, ...] = ()  # values of `model_type` in config.json; empty: any type
+    reasoning: str = ""  # name of the parser of reasoning; empty: these models do not reason
     reasoning_mark: str = "<think>"
 
 
@@ -68,11 +69,11 @@ FAMILIES = (
 
 
 def parsers_for(settings: WorkerSettings, *, in_engine: bool) -> AnswerParsers | None:
-    """Return the parsers of a worker's answers; None if it has none.
+    """Return the parsers of a worker's answers; None if there are none.
 
     Args:
         settings: Settings of the worker.
-        in_engine: Whether the worker's engine parses.
+        in_engine: True if the worker's engine parses.
 
     Raises:
         ConfigurationRefused: A file of the model folder cannot be read.
@@ -88,7 +89,7 @@ def parsers_for(settings: WorkerSettings, *, in_engine: bool) -> AnswerParsers |
 
 
 def _family(model_dir: str) -> ModelFamily:
-    """Return the family of a model folder; one without parsers if it fits none."""
+    """Return the family of the model in a folder; a family without parsers if no entry of `FAMILIES` fits."""
     folder = Path(model_dir)
     if model_dir and "response_template" in _read(folder / "tokenizer_config.json"):
         return ModelFamily(OWN_TEMPLATE, (), (), OWN_TEMPLATE)

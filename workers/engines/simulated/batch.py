@@ -2,10 +2,11 @@
 
 Rules:
 
-1. The scheduler decides who is admitted, what a step computes, and who is preempted. This module computes the bytes and the
-   tokens that follow from its decisions. A preempted sequence loses its bytes and computes them again.
-2. A sequence may wait for blocks from elsewhere after its admission; `take_loads` returns such sequences.
-3. A sequence holds the slot of its LoRA adapter from its first admission until it is removed, preemption and publishing included.
+1. The scheduler decides which sequences are admitted and preempted, and what a step computes. This module computes the bytes and
+   the tokens that follow from these decisions. A preempted sequence loses its bytes and computes them again.
+2. A sequence may wait for blocks from the store or from another engine after its admission; `take_loads` returns such sequences.
+3. A sequence has the slot of its LoRA adapter from its first admission until it is removed, also while it is preempted or its
+   blocks are published.
 4. A prefill keeps its blocks after its end, until `remove`.
 """
 
@@ -26,7 +27,7 @@ from workers.engines.simulated.sequence import Sequence, SequenceSample
 
 
 class StepOutcome(Struct, frozen=True, kw_only=True):
-    """The result of a step for one request."""
+    """Result of a step for one request."""
 
     sequence: Sequence
     filled: list[BlockHash]
@@ -34,7 +35,7 @@ class StepOutcome(Struct, frozen=True, kw_only=True):
 
 
 class Batch:
-    """All requests of one engine. It is the scheduler's block supply."""
+    """All requests of one engine. The batch is also the scheduler's `BlockSupply`."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Batch:
         self.blocks = self._scheduler.blocks
         self.memory = BlockMemory(self.blocks)
         self.sequences: dict[RequestId, Sequence] = {}
-        """Sequences that are not removed; read-only for others."""
+        """Sequences that were not removed yet; other classes only read it."""
 
     @property
     def load(self) -> LoadReport:
@@ -72,7 +73,7 @@ class Batch:
         self._scheduler.submit(job)
 
     def remove(self, request_id: RequestId) -> Sequence | None:
-        """Remove a request in any stage and free what it holds; return None if it is unknown."""
+        """Remove a request in any stage and free its blocks and its slot; return None if the request is unknown."""
         if (sequence := self.sequences.pop(request_id, None)) is None:
             return None
         if not self._scheduler.cancel(request_id):
@@ -83,8 +84,8 @@ class Batch:
 
     # Loads after admission.
 
-    def offer(self, job: Job[BlockHash], here: int) -> int:  # noqa: ARG002 - what the engine has is no reason to wait
-        """Implement `BlockSupply`; it is asked once, when a sequence is admitted."""
+    def offer(self, job: Job[BlockHash], here: int) -> int:  # noqa: ARG002 - whether a sequence waits does not depend on the engine's own blocks
+        """Implement `BlockSupply.offer`, which is called once, when a sequence is admitted."""
         sequence = self.sequences[job.attempt_id]
         if sequence.start.adapter:
             sequence.loads_adapter = self.adapters.hold(sequence.start.adapter)
@@ -92,7 +93,7 @@ class Batch:
         return job.prompt_tokens if self._loads(sequence) else 0
 
     def fetch(self, job: Job[BlockHash], here: int) -> None:
-        """Implement `BlockSupply`."""
+        """Implement `BlockSupply.fetch`."""
         sequence = self.sequences[job.attempt_id]
         sequence.begin(self.memory.find(job.keys[:here]))
         self._loading.append(sequence)
@@ -105,7 +106,7 @@ class Batch:
     def accept(
         self, sequence: Sequence, contents: Many[bytes], source: Source, origin: str, tiers: Mapping[str, int]
     ) -> bool:
-        """Give a sequence the blocks that came from elsewhere; return False if it was removed meanwhile."""
+        """Give a sequence its loaded blocks, and let it go on; return False if it was removed meanwhile."""
         if self.sequences.get(sequence.start.request_id) is not sequence:
             return False
         attempt = self._scheduler.fetched(sequence.start.request_id)
@@ -141,7 +142,7 @@ class Batch:
         self._grow()
         for attempt, tokens in plan.chunks:
             if scheduler.attempts.get(attempt.job.attempt_id) is not attempt:
-                continue  # it was removed meanwhile
+                continue  # the sequence was removed meanwhile
             sequence = self.sequences[attempt.job.attempt_id]
             if not sequence.computed:
                 sequence.begin(self.memory.find(attempt.held))
@@ -171,12 +172,12 @@ class Batch:
         self.memory.publish(attempt.held[known:], sequence.blocks)
 
     def _has_slot(self, job: Job[BlockHash]) -> bool:
-        """Return whether a LoRA slot is there for an attempt."""
+        """Return whether there is a LoRA slot for an attempt."""
         sequence = self.sequences[job.attempt_id]
         return not sequence.start.adapter or sequence.has_slot or self.adapters.takes(sequence.start.adapter)
 
     def check(self) -> None:
-        """Assert the invariants that hold between two calls."""
+        """Assert the invariants of the batch, which hold between two calls; for tests."""
         self._scheduler.check()
         self.memory.check()
         self.adapters.check()

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. `fleet.batching.handoff_leases` decides how long a prefill engine holds the blocks that it lends. A lease has a random
-   name, and a borrower needs nothing but that name.
+1. `fleet.batching.handoff_leases` decides how long a prefill engine keeps the blocks that it lends. A lease has a random
+   name, and a borrower needs only that name.
 2. A block's checksum is computed when the block is lent, so that the borrower notices any later change of its bytes.
    The borrower verifies every block before use; the first missing or wrong block ends the chain.
 3. One exchange has a request frame, an answer frame, and a request that returns the lease. A frame is its length in 4
@@ -32,7 +32,7 @@ from kvstore.net.listeners import stop_listening
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_BYTES = 1 << 20  # 60,000 names
+MAX_REQUEST_BYTES = 1 << 20  # length of the longest request: 60,000 names
 MAX_CONNECTIONS = 256
 IDLE_SECONDS = (
     10.0  # a connection without a request for this long is closed; the decode worker sends its request at once
@@ -50,7 +50,7 @@ class DirectParams(Struct, frozen=True, kw_only=True):
 class BlockRequest(Struct, frozen=True, kw_only=True):
     lease: str
     names: tuple[bytes, ...] = ()
-    done: bool = False  # true: the lease may end
+    done: bool = False  # True: the borrower returns the lease
 
 
 class LentBlock(Struct, frozen=True, kw_only=True):
@@ -61,24 +61,25 @@ class LentBlock(Struct, frozen=True, kw_only=True):
 
 
 class BlockLoan(Struct, frozen=True, kw_only=True):
-    """The answer to a borrower, in the order of the names.
+    """The answer to a borrower: the lent blocks in the order of the requested names.
 
-    None for a block that the lease does not cover (any more).
+    None stands for a block that the lease does not cover, or does not cover any more.
     """
 
     blocks: tuple[LentBlock | None, ...]
 
 
 class BlockLender:
-    """The prefill engine's side; the caller calls `expire` when the next lease ends."""
+    """The prefill engine's side of all leases, without I/O; the caller calls `expire` when the next lease ends."""
 
     def __init__(self, blocks: KvBlocks[BlockHash], lease: Nanos) -> None:
         self.leases = HandoffLeases(blocks, lease)
-        """The open leases; read-only for others."""
-        self._lent: dict[str, dict[BlockHash, tuple[bytearray, int]]] = {}  # by lease: contents and checksums
+        """The open leases; other classes only read them."""
+        # Contents and checksums of the lent blocks, by lease and name.
+        self._lent: dict[str, dict[BlockHash, tuple[bytearray, int]]] = {}
 
     def lend(self, lease: str, blocks: Mapping[BlockHash, bytearray], now: Nanos) -> None:
-        """Hold named blocks for a borrower under a lease with a new name."""
+        """Keep named blocks for a borrower under a lease; `lease` is a new random name."""
         self.leases.offer(lease, tuple(blocks), now)
         self._lent[lease] = {name: (content, _crc32c(content)) for name, content in blocks.items()}
 
@@ -88,7 +89,7 @@ class BlockLender:
         return self.leases.give_back(lease)
 
     def expire(self, now: Nanos) -> bool:
-        """End the leases whose time is over; return whether there were any."""
+        """End the leases whose duration has passed; return whether there were any."""
         expired = self.leases.expire(now)
         for lease in expired:
             log.info("handoff lease expired unfetched", extra={"lease": lease[:8]})
@@ -107,7 +108,7 @@ class BlockLender:
         )
 
     def check(self) -> None:
-        """Assert that exactly the open leases have contents."""
+        """Assert that contents exist exactly for the open leases."""
         self.leases.check()
         assert set(self.leases) == self._lent.keys()
 
@@ -129,7 +130,7 @@ class BlockBorrower:
         return BlockRequest(lease=self._lease, names=self._names) if self._names else self.end()
 
     def receive(self, loan: BlockLoan) -> list[bytes]:
-        """Take the answer, and return the leading blocks that are whole; return the lease next."""
+        """Verify the answer, and return the leading blocks that are correct; the caller returns the lease next."""
         self.state = advance_loan(self.state, LoanStep.RECEIVE)
         return _verified(loan, self._block_bytes)
 
@@ -138,7 +139,7 @@ class BlockBorrower:
         return BlockRequest(lease=self._lease, done=True)
 
     def fail(self) -> None:
-        """Give up: the connection is lost, or the answer is late or unreadable. An end that was reached stays."""
+        """Record a failure: the connection is lost, or the answer is late or unreadable. A final state stays as it is."""
         if self.state in (LoanState.OFFERED, LoanState.PULLING):
             self.state = advance_loan(self.state, LoanStep.FAIL)
 
@@ -148,23 +149,23 @@ class BlockLending:
 
     def __init__(self, blocks: KvBlocks[BlockHash], lease: Nanos, *, on_end: Callable[[], None]) -> None:
         self.lender = BlockLender(blocks, lease)
-        self.address = ""  # set by `listen`
+        self.address = ""  # address at which borrowers connect; set by `listen`
         self.connections: set[asyncio.Transport] = set()
         self._on_end = on_end  # called when blocks may have become available
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def leases(self) -> int:
-        """The number of leases that hold blocks now."""
+        """Number of leases that keep blocks now."""
         return len(self.lender.leases)
 
     @property
     def expired(self) -> int:
-        """The number of leases that no borrower returned."""
+        """Number of leases that ended by themselves, because no borrower returned them."""
         return self.lender.leases.expired
 
     def lend(self, blocks: Mapping[BlockHash, bytearray]) -> str:
-        """Hold named blocks for a borrower; return the lease."""
+        """Keep named blocks for a borrower; return the name of the lease."""
         lease = secrets.token_hex(16)
         self.lender.lend(lease, blocks, _now())
         if self._timer is None:
@@ -201,7 +202,7 @@ def _now() -> Nanos:
 
 
 class LenderProtocol(asyncio.Protocol):
-    """One borrower's connection, without a task: it answers when the bytes arrive."""
+    """Connection of one borrower. It has no task, and answers as soon as a request has arrived."""
 
     def __init__(self, lending: BlockLending) -> None:
         self._lending = lending
@@ -210,7 +211,8 @@ class LenderProtocol(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast("asyncio.Transport", transport)  # a stream socket's transport; uvloop's type does not say so
+        # A cast, because uvloop's transports are not asyncio's classes.
+        transport = cast("asyncio.Transport", transport)
         self._transport = transport
         if len(self._lending.connections) >= MAX_CONNECTIONS:
             transport.abort()
@@ -218,7 +220,7 @@ class LenderProtocol(asyncio.Protocol):
         self._lending.connections.add(transport)
         self._timer = asyncio.get_running_loop().call_later(IDLE_SECONDS, transport.abort)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the signature of asyncio.Protocol
         if self._timer is not None:
             self._timer.cancel()
         if self._transport is not None:
@@ -273,11 +275,11 @@ async def listen(lending: BlockLending, address: str) -> AsyncIterator[None]:
         lending.close()
         await server.wait_closed()
         if path != address:
-            Path(path).unlink(missing_ok=True)  # noqa: ASYNC240 - one local file
+            Path(path).unlink(missing_ok=True)  # noqa: ASYNC240 - this call does not block for long
 
 
 async def borrow(params: DirectParams, names: Sequence[BlockHash], *, block_bytes: int, deadline: Nanos) -> list[bytes]:
-    """Fetch the longest prefix of `names` that arrives whole within `deadline` from now, then return the lease."""
+    """Fetch the longest prefix of `names` that arrives correctly within `deadline` from now, then return the lease."""
     borrower = BlockBorrower(params.lease, names, block_bytes)
     blocks: list[bytes] = []
     try:

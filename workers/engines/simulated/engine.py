@@ -1,7 +1,8 @@
-"""Simulated engine: its loop, and the engine port.
+"""Simulated engine: its loop, and its implementation of the engine port.
 
-Flow: `submit` -> waiting -> (place and blocks) -> load from the store or the prefill engine -> prefill -> decode ->
-end. One loop drives the batch in real time. Loads and publications are separate tasks, so that no other request waits for them.
+A request passes these stages: `submit` -> waiting -> admission, with a place in the batch and blocks -> load from the store or
+the prefill engine -> prefill -> decode -> end. One loop drives the batch in real time. Loads and publications are separate
+tasks, so that no other request waits for them.
 """
 
 import asyncio
@@ -38,10 +39,10 @@ from workers.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-OUTPUTS = 64  # outputs that are queued for the consumer; the engine waits when the queue is full
-HANG_SECONDS = 0.05  # how often a hung engine checks whether the fault still exists
-CATCH_UP_SECONDS = 0.02  # the delay that later steps make up for; timers have a resolution of a millisecond
-NO_WORKER = WorkerId("")  # the server fills in this worker's id
+OUTPUTS = 64  # most outputs that are queued for the consumer; the engine waits when the queue is full
+HANG_SECONDS = 0.05  # seconds between two checks of a hung engine whether the file of the fault still exists
+CATCH_UP_SECONDS = 0.02  # largest delay that later steps make up for; timers have a resolution of a millisecond
+NO_WORKER = WorkerId("")  # placeholder, which the server replaces by the worker's id
 
 
 class SimulatedEngine:
@@ -81,15 +82,16 @@ class SimulatedEngine:
         self.memory = self.batch.memory
         lease = Nanos(simulated.direct_lease_ms * MILLISECOND)
         self.lending = BlockLending(self.batch.blocks, lease, on_end=self._wake.set)
-        self._transfers = asyncio.Semaphore(facts.max_running)  # so that a load's deadline covers no queue of loads
+        # Room for all requests, so that no load waits for another one before its deadline.
+        self._transfers = asyncio.Semaphore(facts.max_running)
         self._adapters_loading: dict[str, asyncio.Event] = {}
-        self._ended: list[Progress | Rejected] = []  # outputs since the last step
+        self._ended: list[Progress | Rejected] = []  # outputs of requests that ended since the last step
         self._outputs: asyncio.Queue[EngineOutput | EngineDied] = asyncio.Queue(OUTPUTS)
         self._cache_changed = asyncio.Event()
-        self._due = 0.0  # the end of the last step by the latency model
-        self._steps = 0  # steps begun
-        self._step_tokens = 0  # tokens of the latest step
-        self._waits = True  # true if the loop waits for work or for blocks
+        self._due = 0.0  # time at which the last step ended by the latency model
+        self._steps = 0  # number of steps that have begun
+        self._step_tokens = 0  # number of tokens of the latest step
+        self._waits = True  # True if the loop waits for work or for blocks
 
     # The port.
 
@@ -146,7 +148,7 @@ class SimulatedEngine:
         return is_traced([os.getpid()])
 
     def kill(self) -> None:
-        """Do nothing: the engine has no process of its own, and its task ends with the context."""
+        """Do nothing, because the engine has no process of its own, and its task ends with the context."""
 
     @property
     def lent(self) -> int:
@@ -166,14 +168,14 @@ class SimulatedEngine:
     # The loop.
 
     async def run(self) -> None:
-        """Run steps until cancelled; a failure goes to the reader of `outputs`."""
+        """Run steps until cancelled; a failure is raised in the reader of `outputs`."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self.store is not None:
                     deadline = Nanos(self._settings.publish_timeout_ms * MILLISECOND)
                     tasks.create_task(self.store.run(deadline), name="store writer")
                 await self._loop(tasks)
-        except Exception as error:  # supervisor: the engine's owner has to learn of any failure
+        except Exception as error:  # supervisor: every failure has to reach the reader of `outputs`
             log.exception("simulated engine failed")
             while self._outputs.full():
                 self._outputs.get_nowait()
@@ -212,7 +214,7 @@ class SimulatedEngine:
         if not self._settings.hang_file:
             return
         fault = Path(self._settings.hang_file)
-        while await asyncio.to_thread(fault.exists):  # noqa: ASYNC110 - a removed file sends no signal
+        while await asyncio.to_thread(fault.exists):  # noqa: ASYNC110 - polling, because the removal of a file sends no signal
             await asyncio.sleep(HANG_SECONDS)
 
     async def _wait_for_step(self, seconds: float) -> None:
@@ -249,15 +251,15 @@ class SimulatedEngine:
             )
         )
 
-    # Blocks from and to elsewhere.
+    # Loads and publications of blocks.
 
     def _loads(self, sequence: Running) -> bool:
-        """Return whether a sequence waits for a LoRA adapter or may have blocks elsewhere."""
+        """Return whether a sequence waits for a LoRA adapter, or may have blocks in the store or in another engine."""
         start = sequence.start
         return bool(start.adapter) or self.store is not None or _is_direct(start.handoff)
 
     async def _fetch(self, sequence: Running) -> None:
-        """Fetch the prompt's blocks that others have; missing blocks are computed."""
+        """Fetch the prompt's blocks that the store or the prefill engine has; missing blocks are computed."""
         if sequence.start.adapter:
             await self._load_adapter(sequence.start.adapter, first=sequence.loads_adapter)
         async with self._transfers:
@@ -279,7 +281,7 @@ class SimulatedEngine:
             origin = self.store.store_id or ""
             loaded = await self.store.load(names, deadline)
             blocks, tiers = loaded.blocks, loaded.tiers
-        if blocks:  # no faster than the latency model
+        if blocks:  # waits, so that the transfer takes at least the time of the latency model
             modelled = self._settings.latency.transfer_ms(sum(map(len, blocks))) / 1000 / self._settings.speedup
             await asyncio.sleep(max(0.0, began + modelled - clock.time()))
         if self.batch.accept(sequence, blocks, source, origin, tiers):
@@ -321,7 +323,7 @@ class SimulatedEngine:
             case _:
                 assert_never(start.kv_path)
         if self.batch.sequences.get(start.request_id) is not sequence:
-            return  # it was cancelled meanwhile
+            return  # the request was cancelled meanwhile
         self.batch.remove(start.request_id)
         handoff = Handoff(
             kv_path=start.kv_path,

@@ -1,8 +1,8 @@
 """Simulated engine, start: an engine without a model, with the timing of a latency model and exact KV.
 
-It has what a real engine has (continuous batching, chunked prefill, a block budget, a prefix cache with events, two
-KV paths) and needs nothing installed. Its tokens depend on every byte of KV (`workers.engines.simulated.model`), so
-each end-to-end test with it also proves that KV was moved whole.
+It has the parts of a real engine (continuous batching, chunked prefill, a block budget, a prefix cache with events, two
+KV paths), and needs no other software. Its tokens depend on every byte of KV (`workers.engines.simulated.model`), so
+each end-to-end test with it also proves that KV was moved correctly.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from workers.settings import WorkerSettings
 
 NAME = "simulated 1"
 
-LAYERS, KV_HEADS = 2, 4  # enough for 4 ranks and for different layouts
+LAYERS, KV_HEADS = 2, 4  # sizes of the model: enough for 4 ranks and for different layouts
 
 
 class ModelConfig(Struct, frozen=True):
@@ -48,7 +48,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
 
     Raises:
         ConfigurationRefused: config.json of the model folder, or the address to lend blocks at, cannot be used.
-        LayoutMismatch: The store's blocks of this model are not like these.
+        LayoutMismatch: The store has blocks of this model that differ from this engine's blocks.
     """
     await asyncio.sleep(settings.simulated.start_ms / 1000)
     model = model_of(settings)
@@ -98,7 +98,7 @@ async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
 
 
 def namespace_of(settings: WorkerSettings, model: SimulatedModel) -> KvNamespace:
-    """Return what must be equal for two simulated engines to share blocks; the seed stands for the weights."""
+    """Return the namespace, which must be equal for two simulated engines to share blocks; the seed stands for the weights."""
     return KvNamespace(
         model=settings.model,
         revision=f"seed {model.seed}, vocabulary {model.vocab_size}",
@@ -152,5 +152,6 @@ async def _running(engine: SimulatedEngine) -> AsyncIterator[None]:
             finally:
                 loop.cancel()
     except ExceptionGroup as group:
-        (error,) = group.exceptions  # the caller's exception, because the loop catches its own
+        # There is only the exception of the context's body, because the loop catches its own.
+        (error,) = group.exceptions
         raise error from error.__cause__

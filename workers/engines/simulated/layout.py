@@ -1,6 +1,6 @@
 """Layout of the simulated engine's KV in memory.
 
-The model gives a block's values by layer, head, token and element. The engine stores them like a real engine with
+The model computes a block's values by layer, head, token and element. The engine stores them like a real engine with
 several ranks: each rank has its share of the heads, and within a layer heads come before tokens (HND) or tokens
 before heads (NHD). Here the objects of all ranks follow each other in one buffer.
 
@@ -18,15 +18,15 @@ class EngineLayout(Struct, frozen=True, kw_only=True):
     """Sizes of the axes of a whole-model block, and its layout."""
 
     layers: int
-    kv_heads: int  # a multiple of `tensor_parallel`
+    kv_heads: int  # number of heads, a multiple of `tensor_parallel`
     block_tokens: int
-    head_bytes: int  # bytes of one head and token
+    head_bytes: int  # number of bytes of one head for one token
     tensor_parallel: int
     kv_layout: KvLayout
 
     @property
     def axes(self) -> str:
-        """The layout of one rank's object, in the letters of `kvstore.namespace`."""
+        """Layout of one rank's object, in the letters of `kvstore.namespace`."""
         return f"L{self.kv_layout}"
 
     def lay_out(self, values: bytes) -> bytes:

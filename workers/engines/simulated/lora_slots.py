@@ -1,10 +1,11 @@
-"""LoRA slots: which adapters an engine has loaded, a bounded number, each held by the requests that use it.
+"""LoRA slots: record which adapters an engine has loaded, a bounded number, and which of them are in use.
 
 Rules:
 
-1. A slot is free, idle (its adapter is loaded and unused) or held. A needed adapter takes its own slot, else a free
-   one, else the slot that has been idle longest, whose adapter it replaces. If all slots are held, requests wait.
-2. An adapter counts as loaded from when its slot is taken; whoever takes the slot has to load it.
+1. A slot is free, idle (its adapter is loaded, and no request uses it) or used. An adapter that a request needs takes the
+   slot in which it is loaded, otherwise a free slot, otherwise the slot that has been idle longest, whose adapter it
+   replaces. If all slots are used, requests wait.
+2. An adapter counts as loaded from the moment at which it takes its slot; the caller then has to load it.
 """
 
 from collections import Counter, OrderedDict
@@ -16,8 +17,8 @@ class LoraSlots:
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._held: Counter[str] = Counter()
-        self._idle: OrderedDict[str, None] = OrderedDict()  # idle longest first
-        self.loads = 0  # loads since the start
+        self._idle: OrderedDict[str, None] = OrderedDict()  # idle adapters, the longest idle one first
+        self.loads = 0  # number of loads since the start
 
     @property
     def loaded(self) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
-"""KV memory of the simulated engine: the bytes of its named blocks, and the events that routers hear of them.
+"""KV memory of the simulated engine: the bytes of its named blocks, and the KV events about them.
 
 Rules:
 
-1. `fleet.batching.kv_blocks` decides which blocks are kept. A block without a name has no bytes here; its sequence has them.
-2. Names that come or go are events. Events wait for one consumer. If they would outgrow the pool, they are replaced by a
-   clear and a dump. A removed name may be one that was never reported as stored.
+1. `fleet.batching.kv_blocks` decides which blocks are kept. The bytes of a block without a name are not here; its sequence has them.
+2. Each name that is stored or removed becomes a KV event. Events wait for one consumer. If more names wait than twice the number of
+   blocks, the events are replaced by a clear and a dump. An event may remove a name that was never reported as stored.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,25 +15,25 @@ from kvstore.block import BlockHash
 
 
 class BlockMemory:
-    """The bytes of one engine's cache. It is not thread-safe."""
+    """Keeps the bytes of one engine's cached blocks. Not thread-safe."""
 
     def __init__(self, blocks: KvBlocks[BlockHash]) -> None:
         self._blocks = blocks
         self._contents: dict[BlockHash, bytearray] = {}
         self._events: list[KvStored | KvRemoved] = []
-        self._waiting = 0  # names in the events
-        self._dumps = False  # true if the next events are a clear and a dump
+        self._waiting = 0  # number of names in the waiting events
+        self._dumps = False  # True if the next events are a clear and a dump
 
     def find(self, names: Sequence[BlockHash]) -> list[bytearray]:
         """Return the blocks of the longest cached prefix of a chain."""
         return [self._contents[name] for name in names[: self._blocks.leading(names)]]
 
     def publish(self, names: Iterable[BlockHash], contents: Mapping[BlockHash, bytearray]) -> None:
-        """Keep the bytes of blocks that just got their names."""
+        """Store the bytes of blocks that have just got their names."""
         self._contents.update((name, contents[name]) for name in names)
 
     def changed(self) -> bool:
-        """Drop the bytes of evicted blocks; return True if there are events to take."""
+        """Drop the bytes of evicted blocks; return True if events wait for `take_events`."""
         if self._blocks.changed:
             stored, removed = self._blocks.changes()
             for name in removed:
@@ -56,7 +56,7 @@ class BlockMemory:
         return tuple(events)
 
     def check(self) -> None:
-        """Assert that exactly the named blocks have bytes."""
+        """Assert that bytes exist exactly for the named blocks."""
         assert set(self._blocks.names()) <= self._contents.keys()
         if not self._blocks.changed:
             assert len(self._blocks.names()) == len(self._contents)

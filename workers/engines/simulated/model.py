@@ -1,14 +1,15 @@
-"""Model of the simulated engine: it has no layers and no weights, but its tokens depend on the KV bytes.
+"""Model of the simulated engine: a model without layers and weights, whose tokens depend on the KV bytes.
 
 Rules:
 
 1. The KV bytes of block i are expand(H(weights ‖ D(i-1) ‖ tokens of block i)), where D(i) = H(D(i-1) ‖ the bytes that
-   block i really has in memory), and D(-1) is a constant. So a block depends on everything before it, as with
+   block i really has in memory), and D(-1) is a constant. A block therefore depends on everything before it, as with
    attention. The bytes are ordered by layer, head, token and element; `workers.engines.simulated.layout` places them.
 2. The next token is f(H(weights ‖ D of the last full block ‖ tokens after it ‖ the sampling parameters)) mod
-   vocabulary. So one wrong, missing or swapped block anywhere in the context changes the answer. All tokens have the
-   logit 1, which `logit_bias` and penalties change; tokens that are not allowed, or would complete a forbidden sequence,
-   have none. Nothing depends on where the earlier tokens were sampled, so any engine continues any answer exactly.
+   vocabulary. One wrong, missing or swapped block anywhere in the context therefore changes the answer. All tokens have
+   the logit 1, which `logit_bias` and penalties change; tokens that are not allowed, or that would complete a forbidden
+   sequence, are never sampled. It does not matter which engine sampled the earlier tokens, so any engine continues any
+   answer exactly.
 3. Expansion is numpy's Philox with the digest as its key, whose raw stream is fixed by its specification (Salmon et
    al. 2011). Digests are XXH3-128, because a block has to cost microseconds and no adversary is expected.
 """
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from fleet.core.requests import Logprobs, Sampling, TokenBytes
 
 Digest = bytes
-"""16 bytes that cover all KV bytes up to the end of some block."""
+"""Digest of all KV bytes up to the end of a block; it has 16 bytes."""
 
 _BEGINNING: Digest = xxhash.xxh3_128_digest(b"fleet.simulated.v1")
 _WORD_BYTES = 8
@@ -35,25 +36,25 @@ class SampledToken(Struct, frozen=True):
     """One sampled token."""
 
     token: int
-    ends: bool  # true if it is an end of sequence
+    ends: bool  # True if the token is an end of sequence
 
 
 class SimulatedModel(Struct, frozen=True, kw_only=True):
-    """The parameters that stand for the weights and the vocabulary."""
+    """Computes KV bytes and tokens; its parameters stand for the weights and the vocabulary."""
 
     seed: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     eos_probability: float
-    block_bytes: int  # a multiple of 8
+    block_bytes: int  # size of a block in bytes, a multiple of 8
 
     @property
     def beginning(self) -> Digest:
-        """The digest before the first block."""
+        """Digest before the first block."""
         return _BEGINNING
 
     def beginning_with(self, adapter: str) -> Digest:
-        """Return the first digest with a LoRA adapter, by its identity; it changes everything that follows."""
+        """Return the digest before the first block with a LoRA adapter, from its identity; all later digests differ too."""
         return xxhash.xxh3_128_digest(_BEGINNING + adapter.encode())
 
     def compute(self, before: Digest, tokens: bytes | bytearray) -> bytes:
@@ -95,7 +96,7 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         return SampledToken(token, ends=False)
 
     def penalty_shifts(self, sampling: Sampling, prompt: TokenBytes, answer: TokenBytes) -> NDArray[np.float64] | None:
-        """Return what the penalties add to each token's logit of 1, as vLLM computes them; None without penalties.
+        """Return the number that the penalties add to each token's logit of 1, as vLLM computes it; None without penalties.
 
         Args:
             sampling: The parameters.
@@ -137,21 +138,21 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
             weights *= allowed
         weights[list(forbidden)] = 0.0
         sums = np.cumsum(weights)
-        if sums[-1] == 0:  # nothing is left, so that all logits are equal again
+        if sums[-1] == 0:  # no token is left, so all tokens are allowed again
             sums = np.cumsum(np.ones(self.vocab_size))
         drawn = ((chance ^ choice) / 2**64) * sums[-1]
         token = min(int(np.searchsorted(sums, drawn, side="right")), self.vocab_size - 1)
         return SampledToken(token, ends=may_end and token in ends)
 
     def logprobs(self, token: int, alternatives: int) -> Logprobs:
-        """Return invented but well-formed log probabilities, which fall by half from the chosen token on."""
+        """Return invented but well-formed log probabilities: each alternative is half as likely as the one before it."""
         ids = tuple((token + offset) % self.vocab_size for offset in range(min(alternatives, self.vocab_size)))
         values = tuple(-0.6931472 * (rank + 1) for rank in range(len(ids)))
         return Logprobs(chosen=-0.6931472, top_ids=ids, top=values)
 
 
 def _shape(sampling: Sampling) -> bytes:
-    """Return the sampling parameters as bytes; nothing if sampling is greedy."""
+    """Return the sampling parameters as bytes; empty if sampling is greedy."""
     if sampling.temperature == 0:
         return b""
     return _SHAPE.pack(

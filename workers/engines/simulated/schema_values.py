@@ -1,8 +1,8 @@
-"""Schema values: a small value that a JSON schema allows.
+"""Schema values: makes a small value that a JSON schema allows.
 
-It covers what tools and structured outputs commonly use: types, enumerations, constants, objects, arrays, numeric and
-length limits, common formats, alternatives and references within the schema. Patterns are not kept. A schema of a few
-bytes may demand a value of any size, so the size of a value is limited.
+The module supports the parts of schemas that tools and structured outputs commonly use: types, enumerations, constants,
+objects, arrays, numeric and length limits, common formats, alternatives and references within the schema. It ignores
+patterns. A schema of a few bytes may demand a value of any size, so the size of a value is limited.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 32
-MAX_CHARACTERS = 65536  # of a value as JSON, roughly: more than a simulated model answers
+MAX_CHARACTERS = 65536  # largest size of a value as JSON, roughly; more than a simulated model answers
 FORMATS = {
     "date": "2026-01-01",
     "date-time": "2026-01-01T00:00:00Z",
@@ -36,14 +36,14 @@ def value_of(schema: Any) -> Any:
 
 
 class _Document:
-    """A schema with all that it refers to, and the size that its value may still grow by."""
+    """A schema with its references, and the number of characters by which its value may still grow."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
         self._left = MAX_CHARACTERS
 
     def grow(self, characters: int) -> None:
-        """Count characters of the value before they are made."""
+        """Count characters of the value before they are made; raise ValueError if there are too many."""
         self._left -= characters
         if self._left < 0:
             raise ValueError(f"the schema demands a value of more than {MAX_CHARACTERS} characters")
@@ -79,7 +79,7 @@ def _value(schema: Any, root: _Document, depth: int) -> Any:
 
 
 def _given(value: Any, root: _Document) -> Any:
-    """Return a value that the schema itself has."""
+    """Return a value that the schema itself states, such as a constant."""
     root.grow(len(json.dumps(value)))
     return value
 

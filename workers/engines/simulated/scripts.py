@@ -1,13 +1,13 @@
-"""Scripts: what the simulated engine writes where an answer must have a form, so that clients can be tested without a model.
+"""Scripts: the texts that the simulated engine writes if an answer must have a form, so that clients can be tested without a model.
 
 Rules:
 
-1. A JSON schema and a choice are kept. A regular expression and a grammar are refused.
-2. Demanded tool calls are written as the worker's parser expects them: the named tool, else the first one. Its arguments
-   follow its schema. If the model may decide, it calls the first tool once in a conversation, so that agents come to an
-   end.
-3. A worker with a reasoning parser begins its answers with a sentence of reasoning, unless the prompt has closed it.
-4. The rest of an answer is the model's random text.
+1. Answers follow a JSON schema or a choice. A regular expression and a grammar are refused.
+2. Demanded tool calls are written as the worker's parser expects them. The named tool is called, otherwise the first one, with
+   arguments that its schema allows. If the model may decide, it calls the first tool once in a conversation, so that agents
+   come to an end.
+3. A worker with a reasoning parser begins its answers with a sentence of reasoning, unless the prompt has ended the reasoning.
+4. All other text of an answer is the model's random text.
 """
 
 import json
@@ -23,14 +23,14 @@ from fleet.core.work import ParsingTask, Start
 from workers.engines.simulated.schema_values import value_of
 
 REASONING = "A short thought."
-PROMPT_BYTES = 64 * TOKEN_BYTES  # the last tokens of the prompt, in which a chat template may begin the answer
+PROMPT_BYTES = 64 * TOKEN_BYTES  # bytes of the prompt's last tokens, in which a chat template may have begun the answer
 
 
 class Script(Struct, frozen=True):
-    """The beginning of an answer."""
+    """The text with which an answer begins."""
 
     tokens: tuple[int, ...]
-    is_whole: bool  # the answer ends with it
+    is_whole: bool  # True if the answer ends with this text
 
 
 class ScriptWriter:
@@ -53,7 +53,7 @@ class ScriptWriter:
         """Return the script of an attempt; None if the model decides from the first token on.
 
         Raises:
-            ValueError: The form is none that this engine keeps; the message says why.
+            ValueError: This engine does not support the form; the message says why.
         """
         answer = self._answer(start)
         reasoning = self._reasoning(start)
@@ -96,7 +96,7 @@ class ScriptWriter:
     def _reasoning(self, start: Start) -> str:
         if not self._parsers.reasoning or start.parsing is None:
             return ""
-        end = len(start.tokens) - start.generated_tokens * TOKEN_BYTES  # what follows belongs to the answer
+        end = len(start.tokens) - start.generated_tokens * TOKEN_BYTES  # the tokens after this belong to the answer
         ids = [
             int.from_bytes(start.tokens[at : at + TOKEN_BYTES], "little")
             for at in range(max(0, end - PROMPT_BYTES), end, TOKEN_BYTES)

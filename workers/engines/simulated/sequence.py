@@ -34,8 +34,8 @@ class SequenceContext(Struct, frozen=True, kw_only=True):
     layout: EngineLayout
     block_tokens: int
     max_model_len: int
-    adapters: Mapping[str, str] = {}  # identity by name
-    writer: ScriptWriter | None = None  # None: the engine writes random text alone
+    adapters: Mapping[str, str] = {}  # identities of the LoRA adapters, by name
+    writer: ScriptWriter | None = None  # None: the engine writes only random text
 
     def beginning(self, adapter: str) -> Digest:
         return self.model.beginning_with(self.adapters[adapter]) if adapter else self.model.beginning
@@ -48,22 +48,22 @@ class SequenceSample(Struct, frozen=True, kw_only=True):
 
 
 class Sequence:
-    """A request with its tokens and the bytes of its blocks. KV exists for its first `computed` tokens."""
+    """A request with its tokens and the bytes of its blocks. KV exists for the first `computed` tokens."""
 
     def __init__(self, start: Start, shape: SequenceContext) -> None:
         """Begin an attempt.
 
         Raises:
-            ValueError: Its answer must have a form that the engine does not keep.
+            ValueError: The answer must have a form that the engine does not support.
         """
         self.start = start
         self.prompt_tokens = len(start.tokens) // TOKEN_BYTES
         self.computed = 0
         self.blocks: dict[BlockHash, bytearray] = {}  # full blocks that are computed or fetched, in order
-        self.fetched: tuple[KvOrigin, ...] = ()  # origins of the blocks that came from elsewhere
-        self.generated = 0  # tokens
-        self.has_slot = False  # true while it holds the slot of its LoRA adapter
-        self.loads_adapter = False  # true if its LoRA adapter has to be loaded first
+        self.fetched: tuple[KvOrigin, ...] = ()  # origins of the blocks that were fetched
+        self.generated = 0  # number of generated tokens
+        self.has_slot = False  # True while the sequence has the slot of its LoRA adapter
+        self.loads_adapter = False  # True if the LoRA adapter has to be loaded first
         self._hits: int | None = None
         self._tokens = bytearray(start.tokens)
         self._digest: Digest = shape.beginning(start.adapter)
@@ -71,13 +71,14 @@ class Sequence:
         self._block_bytes = shape.block_tokens * TOKEN_BYTES
         self._script = None if shape.writer is None else shape.writer.write(start)
         self._keeps_state = bool(state_fields(start.sampling))
-        self._answer_at = len(start.tokens) - start.generated_tokens * TOKEN_BYTES  # bytes before the answer
+        # Where the answer begins in the bytes of the tokens.
+        self._answer_at = len(start.tokens) - start.generated_tokens * TOKEN_BYTES
         self.prompt_names = block.chain(start.tokens, shape.block_tokens, salt=start.salt)
 
     # Sizes.
     @property
     def answer_tokens(self) -> int:
-        """The most tokens that it can generate here."""
+        """Most tokens that the sequence can generate."""
         if self.start.phase is Phase.PREFILL:
             return 1
         return min(self.start.sampling.max_tokens, self._shape.max_model_len - self.prompt_tokens)
@@ -95,12 +96,12 @@ class Sequence:
 
     @property
     def most_blocks(self) -> int:
-        """The most blocks that the scheduler takes for it."""
+        """Most blocks that the scheduler takes for the sequence."""
         return block.blocks_for(self.prompt_tokens + self.answer_tokens, self._shape.block_tokens)
 
     @property
     def reusable_names(self) -> list[BlockHash]:
-        """The names of the prompt's blocks that need not be computed.
+        """Names of the prompt's blocks that need not be computed if they are found.
 
         These are all full blocks, but at least one token has to be computed, because computing it gives the first new
         token (as in vLLM).
@@ -109,7 +110,7 @@ class Sequence:
 
     # Progress.
     def begin(self, cached: Many[bytearray]) -> None:
-        """Start with the first blocks of the prompt, which the cache has."""
+        """Start with the first blocks of the prompt, which were found in the cache."""
         if self._hits is None:
             self._hits = len(cached)
         for name, content in zip(self.prompt_names, cached, strict=False):
@@ -117,15 +118,15 @@ class Sequence:
         self.computed = len(cached) * self._shape.block_tokens
 
     def reset(self) -> None:
-        """Lose all blocks, as after a preemption; the tokens stay."""
+        """Drop all blocks after a preemption; the tokens stay."""
         self.blocks, self.computed, self._digest = {}, 0, self._shape.beginning(self.start.adapter)
 
     def accept(self, contents: Many[bytes], source: Source, origin: str, tiers: Mapping[str, int]) -> None:
-        """Take blocks of the prompt from elsewhere, those after the blocks that it has.
+        """Add fetched blocks of the prompt, which follow the blocks that the sequence has.
 
         Args:
             contents: The bytes of the blocks.
-            source: The kind of place that they came from.
+            source: The kind of place from which they were fetched.
             origin: The worker or store node that gave them.
             tiers: The number of blocks by tier of the store; empty: no tiers.
         """
@@ -149,7 +150,7 @@ class Sequence:
         return filled
 
     def sample(self) -> SequenceSample:
-        """Sample the next token and append it, when KV exists for all tokens so far."""
+        """Sample the next token and append it; KV must exist for all tokens so far."""
         sampling = self.start.sampling
         assert self.computed == len(self._tokens) // TOKEN_BYTES
         may_end = not sampling.ignore_eos and self.generated >= sampling.min_tokens
@@ -183,14 +184,17 @@ class Sequence:
         return SequenceSample(token=drawn.token, logprobs=logprobs, finish=finish)
 
     def prompt_logprobs(self) -> tuple[Logprobs, ...]:
-        """Return log probabilities of the prompt's tokens but the first; none if the client does not want them."""
+        """Return log probabilities of each prompt token except the first; empty if the client did not ask for them."""
         if (wanted := self.start.sampling.prompt_logprobs) is None:
             return ()
         ids = np.frombuffer(self.start.tokens, "<u4")[1:].tolist()
         return tuple(self._shape.model.logprobs(token, wanted) for token in ids)
 
     def _scripted(self, script: Script, drawn: SampledToken) -> tuple[SampledToken, bool]:
-        """Return the token of the script, or the drawn one after its end, and whether the script ends the answer."""
+        """Return the next token, and whether the script ends the answer with it.
+
+        The token is that of the script, or the drawn one after the script's end.
+        """
         position = self.start.generated_tokens + self.generated
         if position >= len(script.tokens):
             return drawn, False
@@ -198,7 +202,7 @@ class Sequence:
         return SampledToken(script.tokens[position], ends=False), ends
 
     def report(self) -> KvReport:
-        """Return where the prompt's blocks came from."""
+        """Return the KV report: where the prompt's blocks came from."""
         total = block.blocks_for(self.prompt_tokens, self._shape.block_tokens)
         hits, fetched = self._hits or 0, sum(origin.blocks for origin in self.fetched)
         origins = [
@@ -226,7 +230,7 @@ class Sequence:
         return name
 
     def _complete(self, name: BlockHash, content: bytearray) -> None:
-        """Add a block to the context; the bytes that it really holds decide what follows."""
+        """Add a block to the context; the bytes that it really has decide about the later blocks and tokens."""
         self.blocks[name] = content
         self._digest = self._shape.model.read(self._digest, self._shape.layout.values(content))
 

@@ -2,14 +2,14 @@
 
 Rules:
 
-1. Threads never touch the engine's memory: loads arrive in separate buffers, and writes get copies. So a store that
-   hangs costs a buffer, never a block that another request needs.
+1. Threads never access the engine's memory: loads arrive in separate buffers, and writes get copies. A store that hangs
+   therefore occupies a buffer, and never a block that another request needs.
 2. Every wait has a deadline. A failure only means blocks that were not loaded or not kept, and a count.
-3. The client joins a node that does not answer at the start later, in its own thread; until then every call is a
-   miss.
-4. Background writes queue up to `MAX_WAITING` blocks; more are dropped and counted, because a store is only a cache.
-5. Blocks come and go in the engine's layout. The threads convert them after verification, and before their checksums
-   are computed (`kvstore.layouts.conversion`).
+3. If the node does not answer at the start, the client joins it later, in its own thread. Until then every call is a miss.
+4. At most `MAX_WAITING` blocks wait for a background write. Further blocks are dropped and counted, because a store is only
+   a cache.
+5. The engine passes and gets blocks in its own layout. The threads convert loaded blocks after their verification, and
+   blocks to write before their checksums are computed (`kvstore.layouts.conversion`).
 """
 
 import asyncio
@@ -33,27 +33,27 @@ from kvstore.security.credentials import Credentials
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 1024  # blocks
-BATCH = 64  # blocks a background write
-LEASE_SECONDS = 10.0  # longer than any deadline of a load
-CONNECT_SECONDS = 3.0  # a node that starts together with the engine answers by then; others are joined later
-THREADS = 4  # loads and writes at a time; each mostly waits for the store
+MAX_WAITING = 1024  # most blocks that wait for a background write
+BATCH = 64  # most blocks of one background write
+LEASE_SECONDS = 10.0  # duration of a read lease, longer than the deadline of any load
+CONNECT_SECONDS = 3.0  # longest wait for a node that starts together with the engine; a later node is joined later
+THREADS = 4  # most loads and writes at a time; each mostly waits for the store
 
 T = TypeVar("T")
 
 
 class Loaded(Struct, frozen=True):
-    """The result of a load."""
+    """Result of a load."""
 
     blocks: list[bytes] = []
-    tiers: dict[str, int] = {}  # the number of blocks by tier of the node
+    tiers: dict[str, int] = {}  # number of blocks by tier of the node
 
 
 class SimulatedStore:
     """Loads and publishes blocks; `run` writes offered blocks."""
 
     def __init__(self, client: StoreClient, conversion: Conversion, threads: ThreadPoolExecutor) -> None:
-        self.dropped = 0  # offered blocks that were not kept
+        self.dropped = 0  # number of offered blocks that were not written
         self._client = client
         self._conversion = conversion
         self._threads = threads
@@ -62,7 +62,7 @@ class SimulatedStore:
 
     @property
     def store_id(self) -> StoreId | None:
-        """The store node's id; None until it has answered once."""
+        """Id of the store node; None until it has answered once."""
         return StoreId(self._client.store_id) if self._client.joined else None
 
     @classmethod
@@ -70,7 +70,7 @@ class SimulatedStore:
         """Join a store node now or later, for an engine with blocks like `kv`.
 
         Raises:
-            LayoutMismatch: The node's blocks of this model are not like these; names the field.
+            LayoutMismatch: The node has blocks of this model that differ from `kv`; the error names the field.
         """
         conversion = Conversion(kv)
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="simulated-store")
@@ -88,11 +88,11 @@ class SimulatedStore:
         """Load the longest prefix of `names` that the store has and that arrives within `deadline` from now."""
         if not names:
             return Loaded()
-        max_wait_seconds = deadline / SECOND / 2  # the other half is for the blocks to be read
+        max_wait_seconds = deadline / SECOND / 2  # the other half of the time is left for reading the blocks
         return await self._in_thread(lambda: self._load(names, max_wait_seconds), deadline, otherwise=Loaded())
 
     async def publish(self, blocks: Mapping[BlockHash, bytes], deadline: Nanos) -> int:
-        """Write blocks now; return how many the store did not have before."""
+        """Write blocks now; return the number of blocks that the store did not have before."""
         if not blocks:
             return 0
         held = list(blocks.values())
@@ -120,7 +120,7 @@ class SimulatedStore:
             await self.publish(batch, deadline)
 
     def close(self) -> None:
-        """Close without waiting for threads that hang; they hold nothing of the engine."""
+        """Close without waiting for threads that hang, because they use no memory of the engine."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
@@ -130,7 +130,8 @@ class SimulatedStore:
             return Loaded()
         buffers = [bytearray(self._conversion.stored_bytes) for _ in range(len(match))]
         whole = self._client.read(match, range(len(match)), buffers)
-        self._threads.submit(self._client.release, match.lease_id)  # no need to wait for it
+        # In another thread, because the load need not wait for it.
+        self._threads.submit(self._client.release, match.lease_id)
         blocks = [
             self._conversion.read(buffer).tobytes()
             for buffer, _ in takewhile(itemgetter(1), zip(buffers, whole, strict=True))

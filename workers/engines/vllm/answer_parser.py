@@ -2,12 +2,12 @@
 
 Rules:
 
-1. A parser gets one token at a time, whatever the engine's steps are. So the parts of an answer depend neither on how the
-   steps cut it, nor on the worker: a worker that continues an answer feeds the tokens of its beginning again and sends
-   the parts of the whole (`ParsedDelta.from_start`).
-2. vLLM's own `adjust_request` says which structured output enforces the demanded calls. It is a structural tag or a JSON
+1. A parser gets one token at a time, whatever the engine's steps are. The parts of an answer therefore depend neither on the
+   steps nor on the worker. A worker that continues an answer gives the tokens of its beginning to the parser again, and
+   sends the parts of the whole answer (`ParsedDelta.from_start`).
+2. vLLM's own `adjust_request` decides which structured output enforces the demanded calls. It is a structural tag or a JSON
    schema, as the parser needs it.
-3. A parser that fails on malformed output is given up: the text since its last result, and all that follows, is text.
+3. If a parser fails on malformed output, it is not used any more: the answer since its last result is sent as text.
 4. Some of vLLM's older parsers stream other arguments than they find in the whole answer. Calls of all parsers that are
    neither declarative (`engine_based_streaming`) nor in `STREAMED` are sent at the end, as found in the whole answer.
 5. The parts of a call come in order: first its name, then its arguments. A call without arguments has the empty object.
@@ -43,16 +43,18 @@ STREAMED = frozenset(
     {"deepseek_v3", "deepseek_v31", "granite4", "hermes", "hf", "lfm2", "llama3_json", "llama4_json", "llama4_pythonic",
      "longcat", "openai", "pythonic", "qwen3_json"}
 )  # fmt: skip
-"""Older parsers whose streams equal the whole answer, for every way to cut it into tokens; a test checks most of them."""
+"""Older parsers that stream the same calls as they find in the whole answer, however it is divided into tokens. A test checks
+most of them.
+"""
 
-CONTEXT_TOKENS = 16  # last tokens of the prompt that a decoder may need
+CONTEXT_TOKENS = 16  # number of last prompt tokens that a decoder of tokens may need
 
 
 def check_names(settings: WorkerSettings) -> None:
     """Refuse settings that name a parser which vLLM does not have.
 
     Raises:
-        ConfigurationRefused: Names the setting and lists vLLM's parsers.
+        ConfigurationRefused: A parser is unknown; the message names the setting and lists vLLM's parsers.
     """
     if not {settings.tool_call_parser, settings.reasoning_parser} - {"", AUTO}:
         return
@@ -75,7 +77,7 @@ class VllmAnswerParsers:
     def __init__(
         self, names: AnswerParsers, tokenizer: "TokenizerLike", model_config: "ModelConfig", *, model_type: str
     ) -> None:
-        """Find the parsers.
+        """Find the classes of the parsers.
 
         Raises:
             TypeError: A parser does not fit the tokenizer; the message says why.
@@ -84,7 +86,7 @@ class VllmAnswerParsers:
 
         self.names = names
         self.tokenizer = tokenizer
-        self._backend: Tokenizer = tokenizer.backend_tokenizer  # fast tokenizers have one
+        self._backend: Tokenizer = tokenizer.backend_tokenizer  # every fast tokenizer has a backend tokenizer
         self._model_config = model_config
         parser = ParserManager.get_parser(
             tool_parser_name=names.tool_calls or None,
@@ -105,7 +107,9 @@ class VllmAnswerParsers:
         *,
         model_type: str,
     ) -> "VllmAnswerParsers | None":
-        """Return the parsers; a name that was found by the chat template is given up if the tokenizer lacks its tokens.
+        """Return the parsers that fit the model.
+
+        A parser that was found by the chat template is left out if the tokenizer lacks the parser's tokens.
 
         Raises:
             ConfigurationRefused: A parser that the settings name does not fit the model.
@@ -156,7 +160,8 @@ class VllmAnswerParsers:
             adjusted = _constrained(parser, request, task)
         except VLLMClientError as error:
             raise ValueError(str(error)) from error
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:  # of a schema that is none
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            # Raised for a tool whose schema is no JSON schema.
             raise ValueError(f"vLLM cannot read the tools: {error!r}") from error
         whole = None if not task.tools or self._streams_calls(parser) else new_parser
         return VllmAnswerParser(start, task, parser, adjusted, self._backend, template_args, whole)
@@ -167,7 +172,7 @@ class VllmAnswerParsers:
 
 
 class VllmAnswerParser:
-    """The parser of one attempt's answer."""
+    """Parses the answer of one attempt."""
 
     def __init__(
         self,
@@ -179,16 +184,16 @@ class VllmAnswerParser:
         template_args: dict[str, Any],
         whole: "Callable[[], Parser] | None",
     ) -> None:
-        """Begin, with the tokens of the answer that the prompt has already.
+        """Begin with the tokens of the answer that are a part of the prompt already.
 
         Args:
             start: The attempt.
-            task: What has to be parsed.
+            task: The demanded reasoning and tool calls.
             parser: A new parser.
-            request: The request as vLLM's server would have it.
+            request: The request in the form of vLLM's server.
             tokenizer: The model's tokenizer.
             template_args: Variables of the chat template.
-            whole: Makes a parser for the whole answer, if calls are sent at the end; None: they are streamed.
+            whole: Function that makes a parser for the whole answer, if calls are sent at the end; None: calls are streamed.
         """
         tokens = vllm_requests.token_ids(start)
         prompt = tokens[: len(tokens) - start.generated_tokens]
@@ -209,10 +214,10 @@ class VllmAnswerParser:
         )
         self._calls = _CallParts()
         self._whole = whole
-        self._answer: list[str] = []  # all text; only if calls are sent at the end
-        self._sent: list[str] = []  # content
+        self._answer: list[str] = []  # all text of the answer; used only if calls are sent at the end
+        self._sent: list[str] = []  # the parts of the text that were sent
         self._token_ids: list[int] = []
-        self._unparsed = ""  # text since the last result of the parser
+        self._unparsed = ""  # text of the answer since the last result of the parser
         self._failed = False
         self._begun = False
         self._parts: list[tuple[str, str, list[CallDelta]]] = []
@@ -221,12 +226,12 @@ class VllmAnswerParser:
 
     @property
     def structured_outputs(self) -> "StructuredOutputsParams | None":
-        """The structured output that the answer needs."""
+        """Structured output of the answer, which also enforces demanded calls; None: the answer is not restricted."""
         return self._request.extract_structured_outputs()
 
     @property
     def stopped(self) -> bool:
-        """True after a stop string."""
+        """True if a stop string has ended the text."""
         return self._text.stopped
 
     def add(
@@ -236,11 +241,11 @@ class VllmAnswerParser:
 
         Args:
             token_ids: The tokens.
-            is_finished: Whether the answer ends with them.
-            is_cut: Whether it ends because it may have no more tokens, perhaps within a call.
+            is_finished: True if the answer ends with these tokens.
+            is_cut: True if the answer ends because it may have no more tokens, perhaps within a call.
 
         Returns:
-            The number of tokens up to a stop string, and what they mean; None if that is not known yet.
+            The number of tokens up to a stop string, and their parsed form; None if they cannot be parsed yet.
         """
         taken = 0
         for token_id in token_ids:
@@ -266,8 +271,8 @@ class VllmAnswerParser:
         if not self._failed:
             try:
                 message = self._parser.parse_delta(text, token_ids, self._request, self._prompt, finished=is_last)
-            except Exception as error:  # noqa: BLE001 - supervisor: fifty parsers, and output that no model should write
-                # Messages of parsers may have parts of the answer, which belong in no log.
+            except Exception as error:  # noqa: BLE001 - supervisor: any of vLLM's parsers may fail on malformed output
+                # Messages of parsers may contain parts of the answer, which must not be logged.
                 log.warning("parser failed, passing the rest as text", extra={"cause": type(error).__name__})
                 self._failed = True
         if self._failed:
@@ -282,7 +287,7 @@ class VllmAnswerParser:
                 self._parse_whole(self._whole())
 
     def _parse_whole(self, parser: "Parser") -> None:
-        """Add the calls of the whole answer, and the text that the stream held back for calls that are none."""
+        """Add the calls of the whole answer, and text that was held back but belongs to no call."""
         try:
             _, content, calls = parser.parse(
                 "".join(self._answer), self._request, enable_auto_tools=True, model_output_token_ids=self._token_ids
@@ -349,15 +354,15 @@ def _is_supported(outputs: "StructuredOutputsParams | None") -> bool:
 
 
 class _CallParts:
-    """The parts of an answer's calls, numbered in the order of their names."""
+    """Collects the parts of an answer's calls, and numbers the calls in the order in which their names arrive."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}  # our index by the parser's
-        self._early: dict[int, str] = {}  # arguments that came before the name
-        self._empty: set[int] = set()  # calls without arguments so far
+        self._numbers: dict[int, int] = {}  # index of each call in the answer, by the parser's index
+        self._early: dict[int, str] = {}  # arguments that arrived before the name of their call, by the parser's index
+        self._empty: set[int] = set()  # indices of the calls that have no arguments so far
 
     def add(self, call: Any) -> list[CallDelta]:
-        """Return the parts that vLLM's delta of a call (``DeltaToolCall``) adds."""
+        """Return the parts that are ready after vLLM's delta of a call (``DeltaToolCall``)."""
         function = call.function
         name = (function.name if function is not None else None) or ""
         arguments = (function.arguments if function is not None else None) or ""
@@ -377,13 +382,13 @@ class _CallParts:
         return [CallDelta(index=number, arguments=arguments)]
 
     def finish(self) -> list[CallDelta]:
-        """Return the arguments of calls that have none."""
+        """Return empty objects as the arguments of the calls that have no arguments."""
         empty, self._empty = sorted(self._empty), set()
         return [CallDelta(index=number, arguments="{}") for number in empty]
 
 
 def _chat_request(start: Start, task: ParsingTask, template_args: dict[str, Any]) -> "ChatCompletionRequest":
-    """Return the request as vLLM's server would have it, as far as its parsers look at it."""
+    """Return the request in the form of vLLM's server, with the fields that its parsers read."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415 - loaded by now
 
     form = start.sampling.form

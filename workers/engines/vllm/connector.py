@@ -6,15 +6,15 @@ vLLM makes several connectors, each in a process of its own: one beside the sche
 (`workers.engines.vllm.store_planner`), and one beside the model on each rank, which moves bytes
 (`workers.engines.vllm.blocks.block_mover`). This module only translates between these and vLLM's hooks. Loads are
 asynchronous in vLLM's sense: a request whose blocks are being loaded waits while others go on, and its blocks enter
-the engine's prefix cache only when they are known to be whole.
+the engine's prefix cache only when they were verified.
 
 vLLM reports a load to the scheduler side as ended when every rank has ended it, and a block as bad as soon as one
 rank has reported it. It merges what the ranks report in one step. Ranks that end a load in different steps are merged
 here (`_AllRanks`).
 
-The connector also runs without a store: it counts where the blocks of a prompt came from, it counts the engine's
-steps for the watchdog (`workers.engines.vllm.step_counter`), and it ends vLLM's processes when the worker process has
-gone, which vLLM itself does not do.
+The connector also runs without a store. It counts where the blocks of a prompt came from, and counts the engine's steps
+for the watchdog (`workers.engines.vllm.step_counter`). It also ends vLLM's processes when the worker process has ended,
+which vLLM itself does not do.
 """
 
 # ruff: noqa: ARG002, ARG003 - the hooks' signatures are vLLM's
@@ -67,18 +67,19 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 CALL_SECONDS = {
-    KVConnectorRole.SCHEDULER: 0.25,  # every request of the engine waits for a match, which takes 0.5 ms
+    # Short, because every request of the engine waits for a match, which usually takes 0.5 ms.
+    KVConnectorRole.SCHEDULER: 0.25,
     KVConnectorRole.WORKER: 1.0,
 }
 STORE_SECONDS = (
     2.0  # how long a start waits for the store node, which the worker has just reached; else it is joined later
 )
-ORPHAN_GRACE_SECONDS = 5.0  # from SIGTERM to SIGKILL
-REMEMBERED_PER_BLOCK = 4  # names of offered blocks that are remembered, as a multiple of the engine's capacity
+ORPHAN_GRACE_SECONDS = 5.0  # time between SIGTERM and SIGKILL for processes without a worker
+REMEMBERED_PER_BLOCK = 4  # number of offered blocks whose names are remembered, per block of the engine's capacity
 
 
 class KvConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings from the worker to the connector, in vLLM's `kv_connector_extra_config`."""
+    """Settings that the worker passes to the connector, in vLLM's `kv_connector_extra_config`."""
 
     model: str
     revision: str
@@ -97,7 +98,7 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM's types are
 
 @dataclass
 class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
-    loaded: dict[str, int]  # good leading blocks by request
+    loaded: dict[str, int]  # number of leading blocks that were loaded correctly, by request
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepResults":
         assert isinstance(other, StepResults)
@@ -111,16 +112,16 @@ class _AllRanks:
         self._good: dict[str, int] = {}
 
     def told(self, good: Mapping[str, int]) -> None:
-        """Add the report of one rank, or of several."""
+        """Add a report of one rank, or a merged report of several ranks."""
         self._good = _worst(self._good, good)
 
     def ended(self, request_ids: Collection[str]) -> dict[str, int]:
-        """Return the leading blocks that are good on every rank, for loads that all ranks have ended."""
+        """Return the loads that all ranks have ended, each with the number of leading blocks that every rank has loaded."""
         return {request_id: self._good.pop(request_id) for request_id in request_ids if request_id in self._good}
 
 
 class _ClientStore:
-    """Implements `workers.engines.vllm.store_planner.PlannerStore` over a client."""
+    """Implements `workers.engines.vllm.store_planner.PlannerStore` with a store client."""
 
     def __init__(self, client: StoreClient):
         self.client = client
@@ -179,7 +180,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 algorithm=self._namespace.hash_algorithm,
                 store=None if client is None else _ClientStore(client),
                 remember=REMEMBERED_PER_BLOCK * kv_cache_config.num_blocks,
-                now=time.monotonic,  # noqa: TID251 - runs in vLLM's process, where nobody hands us a clock
+                now=time.monotonic,  # noqa: TID251 - this code runs in vLLM's process, to which no clock can be passed
                 ranks=self._parallel.tensor_parallel_size,
             )
 
@@ -190,9 +191,9 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a block that is not kept is only a later miss
+        return False  # False: vLLM need not keep the blocks, because a block that is not saved is only a later miss
 
-    # Hooks beside the scheduler.
+    # vLLM calls the following hooks beside its scheduler.
     def on_new_request(self, request: "Request") -> None:
         assert self._planner is not None
         vllm_continuation.replay(request)
@@ -249,7 +250,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return self.request_finished(request, block_ids[0])
 
     def _correct_stats(self, request_ids: Iterable[str]) -> None:
-        """Correct the statistics that vLLM sends with a request's first output: it counted awaited blocks as cached."""
+        """Correct the statistics of a request's first output, because vLLM counts blocks that are being loaded as cached."""
         assert self._planner is not None
         block_tokens = self._namespace.block_tokens
         for request, counts in self._planner.counts(request_ids):
@@ -257,9 +258,10 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 local = counts.engine * block_tokens
                 cached = min(local + (counts.store + counts.direct) * block_tokens, request.num_prompt_tokens)
                 stats.set(request.num_prompt_tokens, local, cached - local)
-                stats.num_external_cached_tokens = cached - local if counts.direct else 0  # used by `counts_at_start`
+                # `workers.engines.vllm.requests.counts_at_start` reads this.
+                stats.num_external_cached_tokens = cached - local if counts.direct else 0
 
-    # Hooks beside the model.
+    # vLLM calls the following hooks beside its model, on each rank.
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         if self.client is None:
             return
@@ -292,7 +294,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Begin a step, and on host memory its loads too, so that they run beside the forward pass.
 
-        vLLM calls `start_load_kv` when the pass has been launched, which on a CPU means that it is over.
+        vLLM calls `start_load_kv` when the forward pass was launched, which on a CPU means that it has ended.
         """
         super().bind_connector_metadata(connector_metadata)
         if self.mover is not None and self._starts_early:
@@ -303,12 +305,12 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self.mover.start(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        pass  # a request is scheduled when all of its blocks have arrived (ADR 0011)
+        pass  # nothing to wait for: a request is scheduled only after all of its blocks have arrived (ADR 0011)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
     ) -> None:
-        pass  # blocks are saved as a whole in wait_for_save
+        pass  # nothing to do for one layer: `wait_for_save` saves whole blocks
 
     def wait_for_save(self) -> None:
         if self.mover is not None:
@@ -349,27 +351,25 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
 
 def _worst(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Return for each request the leading blocks that are good on every rank, from two reports."""
+    """Merge two reports: return for each request the number of leading blocks that all ranks have loaded correctly."""
     return {**one, **{request_id: min(good, one.get(request_id, good)) for request_id, good in other.items()}}
 
 
 def _is_beyond_tokens(request: "Request") -> bool:
-    """Return whether the request's blocks depend on more than their names cover here.
-
-    They then stay in the engine's own cache.
+    """Return whether the request's blocks depend on inputs that their names do not cover; such blocks are not stored.
 
     The salt covers an adapter (ADR 13), and workers refuse an adapter without a salt. Names could also cover images
-    (rule 4 of `kvstore.block`), but such requests are not followed here yet.
+    (rule 4 of `kvstore.block`), but the connector does not support such requests yet.
     """
     nameless_adapter = request.lora_request is not None and not request.cache_salt
     return bool(request.mm_features) or nameless_adapter or request.prompt_embeds is not None
 
 
 def _end_with_parent(scratch: str) -> None:
-    """End this process when the worker process has gone; vLLM's other processes end with this one."""
+    """End this process when the worker process has ended; vLLM's other processes end with this one."""
     parent = multiprocessing.parent_process()
     if parent is None:
-        return  # the engine runs in the worker process itself
+        return  # there is no parent to watch, because the engine runs in the worker process itself
     parent.join()
     shutil.rmtree(scratch, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)

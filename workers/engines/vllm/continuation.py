@@ -1,17 +1,17 @@
-"""Continuation: vLLM goes on with an answer that another engine has begun, as if it had generated the tokens so far itself.
+"""Continuation: lets vLLM continue an answer that another engine has begun, as if it had generated the earlier tokens itself.
 
 Rules:
 
-1. vLLM gets the prompt alone. The tokens of the answer so far are in the sampling parameters (`workers.engines.vllm.requests.GENERATED`), whose limits are those of
-   the whole answer. Requests without such tokens are not touched.
+1. As the prompt, vLLM gets only the client's prompt. The earlier tokens of the answer are in the sampling parameters
+   (`workers.engines.vllm.requests.GENERATED`), whose limits are for the whole answer. Requests without such tokens are not changed.
 2. Beside the scheduler, the tokens become output of the request before it is scheduled for the first time, as if it had been
-   preempted (`replay`). Limits then count them. A grammar accepts them one by one, since reasoning may end among them.
-3. Beside the model, vLLM's model runner V2 gets all tokens of a request whenever that is scheduled anew, so penalties and forbidden
-   sequences see them. Its random numbers depend on the seed and the position alone. The runner V1 keeps a record of each request,
-   which gets the tokens here. Its random generator draws once for each of them.
-4. V1 draws a number after each part of a long prompt too, and takes it back. torch's generators for CPUs cannot do that, so that one
-   request with a seed would end the engine. They are replaced by generators that can (`RewindableGenerator`).
-5. vLLM offers no extension point for the grammar and for the records of V1. So two of its methods are wrapped, in the process that
+   preempted (`replay`). Limits then count them. A grammar accepts them one by one, because reasoning may end among them.
+3. Beside the model, vLLM's model runner V2 gets all tokens of a request whenever the request is scheduled anew, so penalties and
+   forbidden sequences include them. Its random numbers depend only on the seed and the position. The runner V1 has a record of each
+   request, to which this module adds the tokens. Its random generator draws once for each of them.
+4. V1 also draws a number after each part of a long prompt, and takes it back. torch's generators for CPUs cannot take a draw back, so
+   that one request with a seed would end the engine. They are replaced by generators that can (`RewindableGenerator`).
+5. vLLM has no extension points for grammars and for the records of V1. Therefore two of its methods are wrapped, in the process that
    calls them, when Fleet's connector is made there.
 """
 
@@ -39,10 +39,10 @@ def _generated(params: "SamplingParams | None") -> Sequence[int]:
 
 
 def replay(request: "Request") -> None:
-    """Add the tokens of the answer so far to a new request; with a grammar, that waits until the grammar is compiled."""
+    """Add the earlier tokens of the answer to a new request; with a grammar, `replay_with_grammar` does this later."""
     if not (tokens := _generated(request.sampling_params)):
         return
-    request.prefill_stats = None  # vLLM asserts that no more tokens than the prompt's are cached
+    request.prefill_stats = None  # dropped, because vLLM asserts that no more tokens are cached than the prompt has
     if not request.use_structured_output:
         request.append_output_token_ids(list(tokens))
 
@@ -51,7 +51,7 @@ def replay_with_grammar(scheduler: Any, request: "Request") -> bool:
     """Add the tokens of the answer so far to a request whose grammar is compiled, unless that has been done.
 
     Returns:
-        Whether the request may go on; the scheduler ends one whose grammar refuses the tokens with an error.
+        True if the request may go on. If the grammar refuses the tokens, the scheduler ends the request with an error.
     """
     for token in _generated(request.sampling_params)[request.num_output_tokens :]:
         request.append_output_token_ids(token)
@@ -62,8 +62,8 @@ def replay_with_grammar(scheduler: Any, request: "Request") -> bool:
 
 
 def install_in_scheduler() -> None:
-    """Let this process's scheduler replay an answer when its grammar is compiled."""
-    handle = Scheduler._handle_blocked_waiting_request  # noqa: SLF001 - rule 5
+    """Let this process's scheduler replay an answer after its grammar was compiled."""
+    handle = Scheduler._handle_blocked_waiting_request  # noqa: SLF001 - vLLM has no public way (rule 5)
     if hasattr(handle, "replays"):
         return
 
@@ -71,14 +71,14 @@ def install_in_scheduler() -> None:
         return handle(scheduler, request) and replay_with_grammar(scheduler, request)
 
     _handle_blocked_waiting_request.replays = True  # type: ignore[attr-defined]
-    Scheduler._handle_blocked_waiting_request = _handle_blocked_waiting_request  # noqa: SLF001 - rule 5
+    Scheduler._handle_blocked_waiting_request = _handle_blocked_waiting_request  # noqa: SLF001 - vLLM has no public way (rule 5)
 
 
 # Beside the model.
 
 
 def install_in_batches(config: "VllmConfig") -> None:
-    """Let this process's batches take over the tokens of the answer so far; only model runner V1 has such batches."""
+    """Let this process's batches take over the earlier tokens of answers; only model runner V1 has such batches."""
     add = InputBatch.add_request
     if hasattr(add, "replays"):
         return
@@ -97,7 +97,7 @@ def install_in_batches(config: "VllmConfig") -> None:
 
 
 def _advanced(request: "CachedRequestState", vocab_size: int, noise: torch.dtype) -> torch.Generator:
-    """Return the generator of a seeded request, after its draws for the tokens of the answer so far."""
+    """Return the generator of a seeded request, after its draws for the earlier tokens of the answer."""
     generator: torch.Generator = request.generator
     if generator.device.type == "cpu":
         return RewindableGenerator(generator.initial_seed(), request.output_token_ids, vocab_size, noise)
@@ -106,7 +106,7 @@ def _advanced(request: "CachedRequestState", vocab_size: int, noise: torch.dtype
 
 
 class RewindableGenerator(torch.Generator):  # type: ignore[misc]  # torch's types are not read
-    """A generator for CPUs whose last draw can be taken back, in the way that vLLM takes back that of an accelerator."""
+    """A generator for CPUs whose last draw can be taken back by the methods that vLLM uses for accelerators."""
 
     def __new__(cls, *_: object) -> Self:
         made: Self = super().__new__(cls)
@@ -121,7 +121,7 @@ class RewindableGenerator(torch.Generator):  # type: ignore[misc]  # torch's typ
     def get_offset(self) -> int:
         return 0
 
-    def set_offset(self, offset: int) -> None:  # noqa: ARG002 - only ever the one before the last draw
+    def set_offset(self, offset: int) -> None:  # noqa: ARG002 - vLLM only ever passes the offset before the last draw
         self.manual_seed(self._seed)
         draw(self, len(self._answer), vocab_size=self._vocab_size, noise=self._noise)
 

@@ -1,4 +1,4 @@
-"""KV memory of a vLLM engine as blocks, or as one rank's shards of them."""
+"""KV memory of a vLLM engine, seen as blocks, or as one rank's shards of blocks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,15 +15,15 @@ from workers.engines.vllm.store_planner import BlockLoad
 if TYPE_CHECKING:
     import torch
 
-GATHER_BYTES = 32 << 20  # memory of the device that a copy takes for a moment, twice
+GATHER_BYTES = 32 << 20  # bytes of device memory that one copy uses temporarily; loads and saves may each use them
 
 Source: TypeAlias = Callable[[int], ByteArray | list[ByteArray]]
-"""Returns the block at an index, in one piece or in several; it stays valid until `kvstore.client.store_client.batch_blocks` more
-were asked for."""
+"""A function that returns the block at an index, in one piece or in several. The block stays valid until
+`kvstore.client.store_client.batch_blocks` further blocks were requested."""
 
 
 class BlockReader(Protocol):
-    """Reads blocks from the store; a store client implements it."""
+    """Protocol of reading blocks from the store; a store client implements it."""
 
     def read(self, match: Match, indices: Sequence[int], destinations: Sequence[MutableBlock]) -> list[bool]:
         """Read blocks as `kvstore.client.StoreClient.read` does."""
@@ -42,28 +42,31 @@ class ShareReader:
 
 
 Wait: TypeAlias = Callable[[], None]
-"""Waits until something that was begun on the device has ended."""
+"""A function that waits until an operation that was begun on the device has ended."""
 
 
 class EngineBlocks(Protocol):
-    """KV memory of one rank by block number; it holds whole blocks, or this rank's shards."""
+    """KV memory of one rank, by block number; it contains whole blocks, or this rank's shards."""
 
     block_bytes: int
 
     def fence(self) -> Wait:
-        """Return an order for `load`: what the engine's thread has launched so far goes first. The engine's thread calls it."""
+        """Return a fence for `load`, so that the work which the engine's thread has launched so far is done first.
+
+        Only the engine's thread may call this.
+        """
         ...
 
     def load(self, reader: BlockReader, load: BlockLoad, fence: Wait) -> list[bool]:
-        """Fill the blocks of `load` after `fence`; return for each whether its bytes arrived whole."""
+        """Fill the blocks of `load` after `fence`; return for each block whether its bytes arrived correctly."""
         ...
 
     def source(self, block_ids: Sequence[int]) -> Source:
-        """Return the source of these blocks' bytes for a write to the store. One source is in use at a time."""
+        """Return the source of these blocks' bytes for a write to the store. Only one source may be in use at a time."""
         ...
 
     def host_rows(self, count: int) -> ByteArray:
-        """Return host memory for blocks, [count, block_bytes], to and from which copies are fast."""
+        """Return host memory for blocks, of shape [count, block_bytes], to and from which copies are fast."""
         ...
 
     def copy_out(self, block_ids: Sequence[int], rows: Sequence[ByteArray]) -> Wait:
@@ -76,7 +79,7 @@ class EngineBlocks(Protocol):
 
 
 def _done() -> None:
-    """Wait for nothing: the copy was complete when the call returned."""
+    """Do nothing, because the copy was complete when the call returned."""
 
 
 class HostBlocks:
@@ -90,7 +93,7 @@ class HostBlocks:
         """
         import torch  # noqa: PLC0415 - heavy; only the engine's processes have it
 
-        # [blocks, bytes of one layer's block]
+        # one array of shape [blocks, bytes of a block in one layer] for each layer
         self.layers: list[ByteArray] = [layer.view(len(layer), -1).view(torch.uint8).numpy() for layer in layers]
         self._layer_bytes: int = self.layers[0].shape[1]
         self.block_bytes = self._layer_bytes * len(self.layers)
@@ -107,7 +110,7 @@ class HostBlocks:
         return lambda index: self._pieces(block_ids[index])
 
     def host_rows(self, count: int) -> ByteArray:
-        # Filled in advance, because the first touch of a page is thirty times slower than a copy.
+        # Filled in advance, because the first access to a page is thirty times slower than a copy.
         return np.full((count, self.block_bytes), 1, dtype=np.uint8)
 
     def copy_out(self, block_ids: Sequence[int], rows: Sequence[ByteArray]) -> Wait:
@@ -122,15 +125,15 @@ class HostBlocks:
 
 
 class DeviceBlocks:
-    """KV memory of an accelerator. Blocks are gathered on the device, and cross to pinned host memory many at a time.
+    """KV memory of an accelerator. Blocks are gathered on the device, and copied to pinned host memory many at a time.
 
     Rules:
 
-    1. Reading blocks (`copy_out`, `source`) begins with a gather on the engine's own stream, so it sees what was launched
-       before it and nothing that was launched after it. The gathered bytes then cross on a stream of their own, while the
-       engine goes on.
-    2. Loads have a stream of their own too. On the engine's stream each of their copies would wait for the steps
-       that the engine has launched. `fence` orders a load after the work that may still use its blocks.
+    1. Reading blocks (`copy_out`, `source`) begins with a gather on the engine's own stream. It therefore reads the results
+       of all work that was launched before it, and of no later work. The gathered bytes are then copied to the host on a
+       stream for saves, while the engine goes on.
+    2. Loads have another stream. On the engine's stream, each of their copies would wait for the steps that the engine has
+       launched. `fence` orders a load after the work that may still use the load's blocks.
     3. At most `GATHER_BYTES` are gathered at a time, because the engine has taken nearly all memory of the device.
     """
 
@@ -173,10 +176,10 @@ class DeviceBlocks:
     def source(self, block_ids: Sequence[int]) -> Source:
         """Return the source of these blocks' bytes.
 
-        Indices are usually requested one after the other, so it copies a batch ahead. After the first gap it copies single
-        blocks: a row is then never overwritten before `batch_blocks` more were requested.
+        Indices are usually requested one after the other, so the source copies a batch ahead. After the first gap it copies
+        single blocks. A row is then never overwritten before `batch_blocks` further blocks were requested.
         """
-        rows: dict[int, ByteArray] = {}  # by index: what was copied ahead
+        rows: dict[int, ByteArray] = {}  # blocks that were copied ahead, by index
         used, expected, ahead = 0, -1, self._batch
 
         def block(index: int) -> ByteArray:
@@ -236,23 +239,23 @@ class DeviceBlocks:
                     layer.index_copy_(0, ids, pieces[:, index])
 
     def _indices(self, block_ids: Sequence[int]) -> "torch.Tensor":
-        """Return block numbers on the device. They come from pinned memory, because a copy from other memory waits."""
+        """Return block numbers on the device. They are copied from pinned memory, because other copies make the thread wait."""
         pinned = self._torch.tensor(block_ids, dtype=self._torch.int64, pin_memory=self._streams is not None)
         return pinned.to(self._device, non_blocking=True)
 
     def _host_tensor(self, count: int) -> "torch.Tensor":
-        """Return host memory for blocks; `ones` touches every page, which a first copy would pay for."""
+        """Return host memory for blocks; it is filled now, because the first access to each page is slow."""
         pinned = self._streams is not None
         return self._torch.ones((count, self.block_bytes), dtype=self._torch.uint8, pin_memory=pinned)
 
 
 class _Streams:
-    """The streams of one device for loads and for saves; other work of the process is on the engine's own stream."""
+    """Streams of one device for loads and for saves; all other work of the process is on the engine's own stream."""
 
     def __init__(self, torch: Any, device: "torch.device"):
-        self._cuda = torch.cuda  # ROCm's builds of torch have the same name
+        self._cuda = torch.cuda  # ROCm's builds of torch use the same name
         self._device = device
-        # A small copy need not wait for room beside the engine's large kernels, and hardly delays them.
+        # High priority: a small copy then need not wait for the engine's large kernels, and hardly delays them.
         self._loads = torch.cuda.Stream(device, priority=-1)
         self._saves = torch.cuda.Stream(device)
 

@@ -5,8 +5,8 @@ Rules:
 1. Everything here runs in the engine's worker process, between two steps of the model. An exception would end the
    engine, so a failure becomes a block that was not loaded, and a log line (for saves, see
    `workers.engines.vllm.blocks.saves`).
-2. Loads run in one thread of their own, while the engine computes for other requests. Nobody else uses the
-   destination until the load is reported as ended, and every load is reported.
+2. Loads run in a separate thread, while the engine computes for other requests. No request uses the destination until
+   the load is reported as ended, and every load is reported.
 3. If an engine has several ranks, each loads its shard. vLLM counts a load as ended when all ranks have reported it,
    and a block as bad when one rank has. Then the scheduler side returns the lease, not the rank that ends first.
 """
@@ -31,7 +31,8 @@ from workers.engines.vllm.store_planner import BlockLoad, StoreWork
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_SECONDS = 0.001  # how long a step without computation waits for a load, so that it does not spin
+# Time for which a step without computation waits for a load, so that the engine does not spin.
+IDLE_WAIT_SECONDS = 0.001
 
 
 class BlockMover:
@@ -43,7 +44,7 @@ class BlockMover:
         Args:
             client: Client of the store.
             blocks: The KV blocks of this rank.
-            end: This rank's end of the channels between the engine's ranks; None: it is the only rank.
+            end: This rank's end of the channels between the engine's ranks; None: the engine has only one rank.
         """
         self.client = client
         self.blocks = blocks
@@ -78,7 +79,7 @@ class BlockMover:
         return results
 
     def close(self) -> None:
-        """End all threads; staged blocks are written first."""
+        """End all threads after staged blocks were written."""
         self.saver.close()
         self.loader.shutdown(cancel_futures=True)
         if isinstance(self.ranks, LeaderRank):
@@ -90,7 +91,7 @@ class BlockMover:
             whole = self.blocks.load(self._reader, load, fence)
             if self.ranks is None:
                 self.client.release(load.match.lease_id)
-        except Exception:  # supervisor: every load has to end; the request computes its blocks instead
+        except Exception:  # supervisor: every load has to be reported; after an error the request computes its blocks
             log.exception("kv block load failed", extra={"request": load.request_id})
         if not all(whole):
             log.warning(

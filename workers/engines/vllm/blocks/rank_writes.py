@@ -1,6 +1,6 @@
 """Rank writes: how the ranks of one engine write a store block together, each rank its share of the heads.
 
-It knows nothing of vLLM.
+This module does not use vLLM.
 
 Rules:
 
@@ -10,13 +10,13 @@ Rules:
 2. The leader does not publish a block that a rank did not write in time. Its place is free again at once, or when the
    reservation ends if the leader died. A late write there changes no checksum.
 3. Orders name blocks by their step and save, which are the same on all ranks, because the scheduler gives all ranks
-   the same orders. So a rank that missed an order is not confused by it: it answers that it has nothing.
-4. Urgent and deferred blocks have a channel each: a socket in a folder that only this engine's processes can enter.
-   Each channel carries one order at a time. Orders wait for answers, and followers wait for orders, up to a deadline;
-   saves that exceed it are lost, which is only a later miss. A rank that leaves an order unanswered gets no more of
-   that save, and then nothing for a pause (`kvstore.circuit_breaker`), so that the other ranks do not wait for it again and
-   again.
-5. If several ranks hold the same head, they take turns: one of them writes it, and the others add nothing.
+   the same orders. If a rank has missed a save, it therefore notices this, and answers that it has no block.
+4. Urgent and deferred blocks have separate channels: each is a socket in a folder that only this engine's processes can
+   access. Each channel carries one order at a time. The leader waits for answers, and followers wait for orders, up to a
+   deadline. Saves that exceed it are lost, which only causes later misses. If a rank leaves an order unanswered, it gets
+   no more orders of that save, and then none for a pause (`kvstore.circuit_breaker`). The other ranks therefore do not wait
+   for it again and again.
+5. If several ranks hold the same head, one of them writes it, a different one for each block, and the others add nothing.
 """
 
 import logging
@@ -42,15 +42,15 @@ from kvstore.namespace import KvNamespace
 
 log = logging.getLogger(__name__)
 
-JOIN = Nanos(60 * SECOND)  # engines start their ranks together, but some machines have fewer cores than ranks
-LEAD = Nanos(2 * SECOND)  # the wait for the answers to an order
-FOLLOW = Nanos(4 * SECOND)  # the wait for a save's next order: the leader may wait for the node, and for another rank
+JOIN = Nanos(60 * SECOND)  # longest wait for the other ranks at the start; a machine with few cores starts them slowly
+LEAD = Nanos(2 * SECOND)  # longest wait of the leader for the answers to an order
+# Longest wait of a follower for the next order of a save: the leader may wait for the node and a rank.
+FOLLOW = Nanos(4 * SECOND)
 
-ORDER_BLOCKS = 256  # the most blocks in one order, which is then 10 KB
-ENDED_SAVES = 1024  # the most ended saves in one message
-ORDER_BYTES = (
-    256 << 20
-)  # the blocks of one order, unless one block is larger; written well within `LEAD` on any machine
+ORDER_BLOCKS = 256  # most blocks in one order, which then has 10 KB
+ENDED_SAVES = 1024  # most ended saves in one message
+# Most bytes of the blocks of one order, unless a single block is larger. Every machine writes them faster than in `LEAD`.
+ORDER_BYTES = 256 << 20
 MESSAGE_BYTES = 64 << 10
 
 SaveKey = tuple[int, int]
@@ -58,7 +58,7 @@ SaveKey = tuple[int, int]
 
 
 class RankChannel(IntEnum):
-    URGENT = 0  # used by the engine's thread, within a step
+    URGENT = 0  # channel that the engine's thread uses within a step
     DEFERRED = 1
 
 
@@ -70,11 +70,11 @@ class SavedBlock(Struct, frozen=True, array_like=True):
 
 
 class RankPosition(Struct, frozen=True):
-    """One rank among those of an engine, and its shard of a block."""
+    """Position of a rank in its engine, and its shard of a block."""
 
     rank: int
     ranks: int
-    replicas: int  # the number of ranks that hold the same head
+    replicas: int  # number of ranks that hold the same head
     share: RankShard
 
     @classmethod
@@ -92,7 +92,7 @@ class RankPosition(Struct, frozen=True):
         return self.rank == 0
 
     def writes(self, turn: int) -> bool:
-        """Return whether it is this rank's turn among its replicas to write (rule 5)."""
+        """Return whether this rank, among its replicas, has to write the block (rule 5)."""
         return turn % self.replicas == self.rank % self.replicas
 
 
@@ -102,41 +102,41 @@ class RankHello(Struct, frozen=True, array_like=True):
 
 
 class WriteOrder(Struct, frozen=True, array_like=True):
-    """The leader's order to write these blocks, or none, and the saves that are over."""
+    """The leader's order to write these blocks, which may be none, and the saves that have ended."""
 
     number: int
     grant: WriteGrant | None = None
     first: int = 0  # index of the first place among all reserved places
-    blocks: tuple[SavedBlock, ...] = ()  # one for each place
+    blocks: tuple[SavedBlock, ...] = ()  # one block for each place
     ended: tuple[SaveKey, ...] = ()  # saves without further orders
 
     @property
     def save(self) -> SaveKey:
-        """The save that the order is about, or the first of them."""
+        """The save to which the order's blocks belong; the first one if there are several."""
         return self.blocks[0].save if self.blocks else self.ended[0]
 
 
 class WrittenShards(Struct, frozen=True, array_like=True):
-    """A rank's answer to the leader: what it adds to the checksums of the blocks that it wrote, by place."""
+    """A rank's answer to the leader: by place, its contribution to the checksum of each block that it wrote."""
 
     number: int
     sums: dict[int, int]
 
 
 class LeaderLost(Exception):
-    """The first rank has gone, and the engine with it."""
+    """The first rank has ended, and with it the engine."""
 
 
 Source: TypeAlias = "Callable[[SavedBlock], Block | None]"
-"""Returns a rank's shard of a block; None: the rank does not have it. It stays valid until `kvstore.client.store_client.batch_blocks`
-more were asked for."""
+"""A function that returns a rank's shard of a block; None: the rank does not have the block. The shard stays valid until
+`kvstore.client.store_client.batch_blocks` further shards were requested."""
 
 
 class LeaderRank:
-    """The first rank's end of all channels."""
+    """The leader's end of all channels, on the first rank."""
 
     def __init__(self, client: StoreClient, seat: RankPosition, path: Path, clock: Clock):
-        """Listen on a Unix socket at that path; `gather` accepts the other ranks."""
+        """Listen on a Unix socket at the given path; `gather` accepts the other ranks."""
         self.seat = seat
         self._client = client
         self.clock = clock
@@ -146,8 +146,8 @@ class LeaderRank:
         self._listener.listen(len(RankChannel) * seat.ranks)
         self._turns = [threading.Lock() for _ in RankChannel]
         self._numbers = [0 for _ in RankChannel]
-        self._followers: list[dict[int, socket.socket]] = [{} for _ in RankChannel]  # by rank
-        self.answering = [CircuitBreaker() for _ in RankChannel]  # open while a rank does not answer
+        self._followers: list[dict[int, socket.socket]] = [{} for _ in RankChannel]  # for each channel: sockets by rank
+        self.answering = [CircuitBreaker() for _ in RankChannel]  # for each channel: open after a rank has not answered
         self.lost = False
         self.at_once = min(max(ORDER_BYTES // seat.share.block_bytes, 1), ORDER_BLOCKS)
 
@@ -178,13 +178,13 @@ class LeaderRank:
         tenant: bytes,
         ended: Sequence[SaveKey],
     ) -> int:
-        """Let all ranks write the blocks that the store lacks; return how many blocks the store holds newly.
+        """Let all ranks write the blocks that the store lacks; return the number of newly stored blocks.
 
         Args:
             lane: The channel on which the followers expect the order.
-            names: The chain from its start.
-            blocks: The identity of each block, one for each name.
-            source: This rank's shards.
+            names: Block hashes from the start of the chain.
+            blocks: The identity of each block, one for each hash.
+            source: Function that returns this rank's shards.
             tenant: Salt of the chain.
             ended: Saves without further orders.
         """
@@ -203,7 +203,7 @@ class LeaderRank:
         return published
 
     def close(self) -> None:
-        """Close all channels, which the followers notice."""
+        """Close all channels; the followers notice this."""
         for lane in self._followers:
             for follower in lane.values():
                 follower.close()
@@ -248,7 +248,7 @@ class LeaderRank:
                 self._lose(rank, error)
 
     def _answer(self, rank: int, follower: socket.socket, number: int, deadline: Nanos) -> Mapping[int, int] | None:
-        """Return what a rank adds to the checksums; None if it does not answer."""
+        """Return a rank's contributions to the checksums; None if the rank does not answer."""
         while not self.lost:
             try:
                 follower.settimeout(_left(deadline, self.clock))
@@ -278,10 +278,10 @@ class LeaderRank:
 
 
 class FollowerRank:
-    """Another rank's end of its channels, each of which one thread uses at a time."""
+    """A follower's end of its channels; one thread at a time uses each channel."""
 
     def __init__(self, client: StoreClient, seat: RankPosition, path: Path, clock: Clock):
-        """Join the leader at that path, which may still be starting.
+        """Join the leader at the given path; the leader may still be starting.
 
         Raises:
             TimeoutError: The leader does not start.
@@ -291,7 +291,7 @@ class FollowerRank:
         self.clock = clock
         deadline = Nanos(clock.now() + JOIN)
         self._lanes = [_join(path, RankHello(seat.rank, lane), deadline, clock) for lane in RankChannel]
-        self._early: WriteOrder | None = None  # an order of a later save
+        self._early: WriteOrder | None = None  # an order that has arrived, but belongs to a later save
 
     def follow(self, save: SaveKey, source: Source) -> bool:
         """Write this rank's shard of an urgent save as the leader orders.
@@ -299,7 +299,7 @@ class FollowerRank:
         Return False if no order came, and none is likely in this step.
 
         Raises:
-            LeaderLost: The leader has gone, so no orders will come.
+            LeaderLost: The leader has ended, so no more orders will come.
         """
         while True:
             deadline = Nanos(self.clock.now() + FOLLOW)
@@ -316,9 +316,9 @@ class FollowerRank:
                 return True
 
     def orders(self, source: Source) -> Iterator[Sequence[SaveKey]]:
-        """Write this rank's shards of deferred blocks as ordered, until the leader has gone.
+        """Write this rank's shards of deferred blocks as ordered, until the leader ends.
 
-        Yield saves that are over.
+        Yield saves that have ended.
         """
         with suppress(LeaderLost):
             while True:
@@ -331,7 +331,7 @@ class FollowerRank:
     def close(self) -> None:
         """Close the channels, which ends the threads that wait for orders."""
         for lane in self._lanes:
-            with suppress(OSError):  # the leader has closed it
+            with suppress(OSError):  # raised if the leader has closed the channel already
                 lane.shutdown(socket.SHUT_RDWR)
             lane.close()
 
@@ -352,7 +352,7 @@ class FollowerRank:
         sums: Mapping[int, int] = {}
         try:
             sums = _put(self._client, self.seat, order, source)
-        finally:  # the leader waits for any answer
+        finally:  # after an error too, because the leader waits for an answer
             try:
                 self._lanes[lane].settimeout(seconds(LEAD))
                 self._lanes[lane].send(msgspec.msgpack.encode(WrittenShards(order.number, dict(sums))))
@@ -367,7 +367,8 @@ def _put(client: StoreClient, seat: RankPosition, order: WriteOrder, source: Sou
     assert order.grant is not None
     sums = {at: 0 for at in range(len(order.blocks)) if not seat.writes(order.first + at)}
     mine = [at for at in range(len(order.blocks)) if at not in sums]
-    step = batch_blocks(seat.share.block_bytes)  # counted in whole blocks, so never more than the source allows
+    # Computed from the size of a whole block, so never more shards than the source allows.
+    step = batch_blocks(seat.share.block_bytes)
     for start in range(0, len(mine), step):
         found = {at: block for at in mine[start : start + step] if (block := source(order.blocks[at])) is not None}
         sums |= client.write_shard(order.grant, list(found), seat.share, list(found.values()))

@@ -1,4 +1,4 @@
-"""Saves: the engine's full blocks are written to the store, either before the step ends or when there is time.
+"""Saves: write the engine's full blocks to the store, either before the step ends or when there is time.
 
 Rules:
 
@@ -40,29 +40,30 @@ from workers.engines.vllm.store_planner import BlockSave, StoreWork
 
 log = logging.getLogger(__name__)
 
-STAGING_BYTES = 64 << 20  # 500 blocks of a tiny model, 6 of a large one
-MIN_STAGED_BLOCKS = 16  # a decode step of 16 requests may complete this many
-PAUSE_SECONDS = 0.02  # if no step begins or ends for so long, a write hardly slows the engine
+STAGING_BYTES = 64 << 20  # bytes of the staging area: 500 blocks of a tiny model, 6 of a large one
+MIN_STAGED_BLOCKS = 16  # least blocks of the staging area: a decode step of 16 requests may complete that many
+# Time without the begin or end of a step that counts as a pause, in which a write hardly slows the engine.
+PAUSE_SECONDS = 0.02
 LONGEST_WAIT_SECONDS = (
-    0.25  # a computed block waits at most this long before it is saved; until then other engines compute it again
+    0.25  # longest time that a computed block waits for its save; until then other engines compute it again
 )
-LAG_SECONDS = 1.0  # how long a rank waits for its own copy of a block that the first rank has staged already
-CLOSE_SECONDS = 5.0  # for writing staged blocks when the engine stops
+LAG_SECONDS = 1.0  # longest wait of a rank for its own copy of a block that the first rank has staged already
+CLOSE_SECONDS = 5.0  # longest time to write staged blocks when the engine stops
 
 
 class BlockSaverThread(Protocol):
     """Saves the blocks that became full. The engine's thread makes all calls."""
 
     def stepped(self) -> None:
-        """Note that a step has begun."""
+        """Record that a step has begun."""
         ...
 
     def keep(self, work: StoreWork) -> None:
-        """Save the blocks of a step that has ended. Never raises."""
+        """Save the blocks of a step that has ended; never raise an exception."""
         ...
 
     def close(self) -> None:
-        """Stop; staged blocks are written first, if there is time."""
+        """Stop after staged blocks were written, if there is time."""
         ...
 
 
@@ -74,7 +75,7 @@ class Staged(Struct, frozen=True):
     names: list[BlockHash] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     blocks: list[SavedBlock] = field(default_factory=list)
-    saves: list[SaveKey] = field(default_factory=list)  # the saves that these blocks complete
+    saves: list[SaveKey] = field(default_factory=list)  # saves that have ended when these blocks are written
 
 
 def by_request(gathered: Sequence[Staged]) -> list[Staged]:
@@ -100,7 +101,8 @@ class StagingArea:
         self.engine_blocks = blocks
         self.capacity = max(MIN_STAGED_BLOCKS, STAGING_BYTES // blocks.block_bytes)
         self._rows = blocks.host_rows(self.capacity)
-        self._copied: list[Wait] = [_never] * self.capacity  # by slot: waits for the copy into it
+        # For each slot: function that waits for the copy into the slot.
+        self._copied: list[Wait] = [_never] * self.capacity
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.give_back(range(self.capacity))
         self._full = False
@@ -110,7 +112,7 @@ class StagingArea:
         return self._free.qsize()
 
     def take(self, block_ids: Sequence[int]) -> list[int]:
-        """Begin to copy as many of the engine's blocks as fit; return their slots. Never raises."""
+        """Begin to copy as many of the engine's blocks as fit; return their slots; never raise an exception."""
         slots: list[int] = []
         with suppress(queue.Empty):
             while len(slots) < len(block_ids):
@@ -143,10 +145,10 @@ class StagingArea:
 
 
 class SaveStore(Protocol):
-    """Takes whole blocks, or the first rank's shards of them. Calls are short, and their errors are the caller's."""
+    """Protocol of writing blocks to the store: whole blocks, or the first rank's shards. The caller handles errors."""
 
     def urgent(self, save: BlockSave, key: SaveKey, source: Source) -> None:
-        """Write the blocks of a save that the store does not have; `source` is called in order."""
+        """Write the blocks of a save that the store does not have; `source` is called in the order of the blocks."""
         ...
 
     def deferred(self, staged: Staged, rows: Sequence[ByteArray]) -> None:
@@ -160,7 +162,7 @@ class SingleRankStore:
     def __init__(self, client: StoreClient):
         self._client = client
 
-    def urgent(self, save: BlockSave, key: SaveKey, source: Source) -> None:  # noqa: ARG002 - the key is for other ranks
+    def urgent(self, save: BlockSave, key: SaveKey, source: Source) -> None:  # noqa: ARG002 - only engines with several ranks need the key
         self._client.write(save.names, source, tenant=save.tenant)
 
     def deferred(self, staged: Staged, rows: Sequence[ByteArray]) -> None:
@@ -198,15 +200,16 @@ class LeaderRankStore:
 
 
 class LeadingSaver:
-    """Saver of an engine's only rank, or of the first one: decides what is written when."""
+    """Saver of an engine's only rank, or of its first rank: decides which blocks are written, and when."""
 
     def __init__(self, store: SaveStore, blocks: EngineBlocks):
         self._store = store
         self.engine_blocks = blocks
         self.area = StagingArea(blocks)
-        self._turns = 0  # begins and ends of steps
+        self._turns = 0  # number of begins and ends of steps
         self.closing = threading.Event()
-        self.staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()  # None: the end
+        # Blocks for the writer's thread; None ends the thread.
+        self.staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_staged, name="fleet-kv-write", daemon=True)
         self._writer.start()
 
@@ -264,16 +267,16 @@ class FollowingSaver:
         self._follower = follower
         self.engine_blocks = blocks
         self.area = StagingArea(blocks)
-        self._changed = threading.Condition()  # guards the fields below
+        self._changed = threading.Condition()  # lock of the following fields, and condition for their changes
         self.staged: dict[SaveKey, list[int]] = {}
         self.finished: set[SaveKey] = set()  # saves that must not be staged any more
         self.lost = False
-        self._told = False  # the log says why nothing is kept any more
+        self._told = False  # True after the loss of the first rank was logged
         self._writer = threading.Thread(target=self._follow, name="fleet-kv-write", daemon=True)
         self._writer.start()
 
     def stepped(self) -> None:
-        pass  # only the first rank counts steps
+        pass  # steps are counted only by the first rank
 
     def keep(self, work: StoreWork) -> None:
         if self.lost:
@@ -281,7 +284,7 @@ class FollowingSaver:
             return
         for at, save in enumerate(work.urgent):
             if not self._write((work.step, at), save):
-                break  # orders for the remaining saves are answered in the next step
+                break  # orders for the remaining saves are answered in a later step
         for at, save in enumerate(work.deferred):
             self._stage((work.step, at), save)
         self._forget(work.step)
@@ -291,7 +294,7 @@ class FollowingSaver:
         self._writer.join(timeout=CLOSE_SECONDS)
 
     def _write(self, key: SaveKey, save: BlockSave) -> bool:
-        """Write an urgent save as the first rank orders; return False if it orders nothing."""
+        """Write an urgent save as the first rank orders; return False if no order comes."""
         try:
             return self._follower.follow(key, _by_block(self.engine_blocks.source(save.block_ids)))
         except LeaderLost:
@@ -303,10 +306,10 @@ class FollowingSaver:
             return True
 
     def _tell_lost(self) -> None:
-        """Log once that the first rank is gone.
+        """Log once that the first rank has ended.
 
-        Only the engine's thread calls this. The writer's thread may notice the loss first, but cannot tell it from an engine that
-        is shut down: only a step that follows shows that blocks are lost.
+        Only the engine's thread calls this. The writer's thread may notice the end first, but cannot distinguish a loss from the
+        engine's shutdown. Only a later step shows that the engine goes on and that blocks are lost.
         """
         if not self._told:
             self._told = True
@@ -322,7 +325,7 @@ class FollowingSaver:
                 self._changed.notify()
 
     def _forget(self, step: int) -> None:
-        """Forget the saves of steps up to this one: they are staged, or never will be."""
+        """Forget the saves of steps up to this one, because they are staged or will never be staged."""
         with self._changed:
             self.finished = {key for key in self.finished if key[0] > step}
 
@@ -330,7 +333,9 @@ class FollowingSaver:
         try:
             for ended in self._follower.orders(self._find):
                 self.end_saves(ended)
-        except Exception:  # supervisor: without this thread nothing is saved, and the first rank should not wait for it
+        except Exception:
+            # Supervisor: without this thread no block is saved; the channels are closed, so that the first rank does
+            # not wait.
             log.exception("kv block writes stopped")
             self._told = True
             self._follower.close()
@@ -338,9 +343,9 @@ class FollowingSaver:
             self.lost = True
 
     def _find(self, block: SavedBlock) -> ByteArray | None:
-        """Return this rank's shard of a deferred block, which may be about to be staged.
+        """Return this rank's shard of a deferred block; wait if the shard is about to be staged.
 
-        None if there was no room for it.
+        None if there was no room for the shard.
         """
         with self._changed:
             known = self._changed.wait_for(
@@ -362,5 +367,5 @@ class FollowingSaver:
 
 
 def _by_block(source: Source) -> vllm_ranks.Source:
-    """Return a source that takes the block identities which all ranks share."""
+    """Return a source by the identities of blocks, which are the same on all ranks."""
     return lambda block: source(block.index)

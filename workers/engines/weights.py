@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-WHOLE_CONTENT_BYTES = 1 << 30  # SHA-256 reads about 1.5 GB a second; above this, headers stand for the content
+# Up to this many bytes, all content is read by SHA-256, at about 1.5 GB/s; above, only headers are read.
+WHOLE_CONTENT_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 20
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -15,8 +16,8 @@ def revision_of(files: Iterable[Path]) -> str:
 
     Up to 1 GiB, all files are read. Above, each weight file counts by its name, size, modification time and header,
     which lists the type, shape and place of every tensor. Two copies of one model then share blocks only if they were
-    copied with their times, but two models never do. A file from the Hugging Face Hub counts by its SHA-256 instead
-    of its time, wherever and whenever it was fetched.
+    copied with their times, but two different models never do. A file from the Hugging Face Hub counts by its SHA-256
+    instead of its time, wherever and whenever it was fetched.
     """
     files = sorted(files)
     whole = sum(file.stat().st_size for file in files) <= WHOLE_CONTENT_BYTES
@@ -35,6 +36,6 @@ def revision_of(files: Iterable[Path]) -> str:
 
 
 def _sha256_of(file: Path) -> str:
-    """Return the SHA-256 that the hub's client put into the name of a stored file; empty: it is not a stored file."""
+    """Return the SHA-256 in the name of a file that the hub's client has stored; empty if the file is another one."""
     name = file.resolve().name if file.is_symlink() else ""
     return name if SHA256.fullmatch(name) else ""

@@ -58,7 +58,7 @@ def check_names(settings: WorkerSettings) -> None:
     """
     if not {settings.tool_call_parser, settings.reasoning_parser} - {"", AUTO}:
         return
-    from vllm.reasoning import ReasoningParserManager  # noqa: PLC0415 - loaded by now
+    from vllm.reasoning import ReasoningParserManager  # noqa: PLC0415 - vLLM is loaded already
     from vllm.tool_parsers import ToolParserManager  # noqa: PLC0415
 
     for setting, name, known in (
@@ -82,7 +82,7 @@ class VllmAnswerParsers:
         Raises:
             TypeError: A parser does not fit the tokenizer; the message says why.
         """
-        from vllm.parser import ParserManager  # noqa: PLC0415 - loaded by now
+        from vllm.parser import ParserManager  # noqa: PLC0415 - vLLM is loaded already
 
         self.names = names
         self.tokenizer = tokenizer
@@ -142,7 +142,7 @@ class VllmAnswerParsers:
         Raises:
             ValueError: vLLM refuses the tools or the demanded calls.
         """
-        from vllm.exceptions import VLLMClientError  # noqa: PLC0415 - loaded by now
+        from vllm.exceptions import VLLMClientError  # noqa: PLC0415 - vLLM is loaded already
 
         template_args: dict[str, Any] = json.loads(task.template_args) if task.template_args else {}
         try:
@@ -328,7 +328,7 @@ def _constrained(parser: "Parser", request: "ChatCompletionRequest", task: Parsi
     Arguments of demanded calls follow their schemas if the grammar library can enforce these. Otherwise it enforces the
     form of the calls alone, as vLLM does for tools that are not strict.
     """
-    from vllm.tool_parsers.tool_strict_level import ToolStrictLevel  # noqa: PLC0415 - loaded by now
+    from vllm.tool_parsers.tool_strict_level import ToolStrictLevel  # noqa: PLC0415 - vLLM is loaded already
 
     if task.tool_choice not in (ToolChoice.REQUIRED, ToolChoice.NAMED):
         return parser.adjust_request(request)
@@ -342,7 +342,7 @@ def _constrained(parser: "Parser", request: "ChatCompletionRequest", task: Parsi
 
 def _is_supported(outputs: "StructuredOutputsParams | None") -> bool:
     """Return whether the grammar library can enforce a structured output."""
-    from vllm.exceptions import VLLMValidationError  # noqa: PLC0415 - loaded by now
+    from vllm.exceptions import VLLMValidationError  # noqa: PLC0415 - vLLM is loaded already
     from vllm.sampling_params import SamplingParams  # noqa: PLC0415
     from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar  # noqa: PLC0415
 
@@ -389,7 +389,7 @@ class _CallParts:
 
 def _chat_request(start: Start, task: ParsingTask, template_args: dict[str, Any]) -> "ChatCompletionRequest":
     """Return the request in the form of vLLM's server, with the fields that its parsers read."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415 - loaded by now
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415 - vLLM is loaded already
 
     form = start.sampling.form
     fields: dict[str, Any] = {

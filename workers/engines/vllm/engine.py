@@ -61,9 +61,10 @@ __all__ = ["available", "open_engine", "open_rank"]
 
 log = logging.getLogger(__name__)
 
-STORE_SECONDS = 10.0  # how long a start waits for the KV store node, which may be starting as well
-INLINE_CHARACTERS = 4096  # tools that are read in the event loop; larger ones are read in a thread
-HEALTH_SECONDS = 0.5  # how often an idle engine is checked; a dead engine with work in flight is noticed at once
+STORE_SECONDS = 10.0  # longest wait of a start for the KV store node, which may be starting as well
+INLINE_CHARACTERS = 4096  # longest tools as text that are parsed in the event loop; longer ones are parsed in a thread
+# Seconds between two checks of an idle engine; a dead engine with work in flight is noticed at once.
+HEALTH_SECONDS = 0.5
 
 
 @asynccontextmanager
@@ -71,7 +72,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[Engine]:
     """Run vLLM while the context is open; the start takes 15 to 30 s on CPUs.
 
     Raises:
-        ConfigurationRefused: Names the setting that vLLM cannot work with; nothing was started.
+        ConfigurationRefused: vLLM cannot work with a setting, which the message names; nothing was started.
         EngineDied: vLLM ended while starting; its log above has the cause.
     """
     vllm_launch.check(settings)
@@ -91,14 +92,14 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[Engine]:
                 await asyncio.to_thread(awaited.close)
             await asyncio.to_thread(_stop, llm)
             del llm, engine
-            gc.collect()  # otherwise its finaliser would run and fail when the interpreter ends
+            gc.collect()  # runs the engine's finaliser now, because it would fail at the end of the interpreter
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 async def _start(settings: WorkerSettings, scratch: Path) -> "Started":
     await asyncio.to_thread(_import_vllm)
-    starting = asyncio.ensure_future(  # noqa: TID251 - the next lines wait for it in every case
+    starting = asyncio.ensure_future(  # noqa: TID251 - the following lines wait for the task in every case
         asyncio.to_thread(_start_blocking, settings, scratch)
     )
     try:
@@ -118,14 +119,14 @@ async def _start(settings: WorkerSettings, scratch: Path) -> "Started":
 
 
 def _import_vllm() -> None:
-    """Import vLLM before the start, because it keeps tracebacks of its imports and so the objects of their callers."""
-    import vllm.v1.engine.async_llm  # noqa: F401, PLC0415 - takes seconds, and only this worker needs it
+    """Import vLLM before the start, because it keeps tracebacks of its imports, and with them the objects of the callers."""
+    import vllm.v1.engine.async_llm  # noqa: F401, PLC0415 - the import takes seconds, and only this worker needs it
 
     vllm_launch.end_quickly()
 
 
 def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
-    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415 - loaded by now
+    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415 - vLLM is loaded already
 
     revision = weights_revision(Path(settings.model_dir))
     check_names(settings)
@@ -134,7 +135,7 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
     if settings.store:
         vllm_launch.check_model(config)
     namespace = namespace_of(config, model=settings.model, revision=revision)
-    # Each replica of a head lies in the memory of another rank.
+    # Each replica of a head is in the memory of another rank.
     replicas = max(1, vllm_launch.ranks_of(settings) // max(namespace.kv_heads, 1))
     vllm_launch.check_cache(settings, namespace.block_bytes * replicas)
     store_id, awaited = meet_store(settings, namespace) if settings.store else (None, None)
@@ -179,7 +180,7 @@ def _answer_parsers(llm: "AsyncLLM", settings: WorkerSettings, names: AnswerPars
 
 
 def _stop(llm: "AsyncLLM") -> None:
-    if llm.output_handler is not None:  # it would report the end of the engine as a failure
+    if llm.output_handler is not None:  # cancelled, because it would report the end of the engine as a failure
         llm.output_handler.get_loop().call_soon_threadsafe(llm.output_handler.cancel)
     llm.shutdown()
 
@@ -194,12 +195,12 @@ def _configure(settings: WorkerSettings, revision: str, scratch: Path, parsers: 
 
 
 def meet_store(settings: WorkerSettings, namespace: KvNamespace) -> "tuple[StoreId | None, StoreClient | None]":
-    """Return the store node's id; if it does not answer yet, a client that joins it as soon as it does.
+    """Return the store node's id, or a client that joins the node as soon as it answers.
 
-    vLLM's own processes have clients of their own, which also join by themselves (`workers.engines.vllm.connector`).
+    vLLM's own processes have other clients, which also join by themselves (`workers.engines.vllm.connector`).
 
     Raises:
-        ConfigurationRefused: The node answers, and cannot hold these blocks.
+        ConfigurationRefused: The node answers, and cannot store these blocks.
     """
     try:
         client = StoreClient.join(
@@ -231,7 +232,7 @@ answered, or there is none), and the parsers of its answers."""
 
 
 class _InFlight:
-    """A request that vLLM works on."""
+    """A request on which vLLM works."""
 
     def __init__(self, start: Start):
         self.start = start
@@ -266,11 +267,13 @@ class VllmEngine:
         self._tasks = tasks
         self._vocab_size = llm.model_config.get_vocab_size()
         self._requests: dict[RequestId, _InFlight] = {}
-        self._step: list[Progress | Rejected] = []  # outputs of this turn of the event loop
-        self._steps: deque[EngineOutput] = deque()  # bounded by what the requests in flight may generate
+        self._step: list[Progress | Rejected] = []  # outputs of this iteration of the event loop
+        # Outputs for the server; bounded by the tokens that the requests in flight may generate.
+        self._steps: deque[EngineOutput] = deque()
         self._arrived = asyncio.Event()
         self._dead: str | None = None
-        self.lent_until: deque[float] = deque()  # on the event loop's clock; bounded by the handoffs within a lease
+        # Ends of the leases of handoffs, by the event loop's clock; bounded by the handoffs within one lease.
+        self.lent_until: deque[float] = deque()
         self._prefilled = _keep_prefill_stats(llm)
         self._novel = NovelWork()
         self._counters = _step_readers(scratch, vllm_spread.engines(settings))
@@ -315,7 +318,7 @@ class VllmEngine:
 
     async def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
         if not vllm_launch.tells_events(self._settings):
-            await asyncio.Event().wait()  # for ever: routers believe that its cache is empty
+            await asyncio.Event().wait()  # waits for ever, so routers believe that the cache is empty
         books = KvEventTranslator(
             block_tokens=self._facts.block_tokens,
             algorithm=HashAlgorithm.SHA256_128,
@@ -365,7 +368,7 @@ class VllmEngine:
 
     @property
     def lent(self) -> int:
-        """The number of handoffs whose lease may still run; vLLM does not report that blocks were fetched."""
+        """Number of handoffs whose lease may not have ended; vLLM does not report that blocks were fetched."""
         now = asyncio.get_running_loop().time()
         while self.lent_until and self.lent_until[0] <= now:
             self.lent_until.popleft()
@@ -384,9 +387,9 @@ class VllmEngine:
             self.cancel(request_id)
 
     def _is_working(self, engine: int) -> bool:
-        """Return whether one of vLLM's engines holds requests.
+        """Return whether one of vLLM's engines has requests.
 
-        If there are several, vLLM's client knows which engine has which.
+        If there are several engines, vLLM's client knows which engine has which request.
         """
         client = self._llm.engine_core
         if (held := getattr(client, "engine_inflight", None)) is None:
@@ -399,7 +402,7 @@ class VllmEngine:
         if start.request_id in self._requests:
             return _rejected(start, Reason.INVALID_ARGUMENT, "request_id", "is in use")
         if int(np.frombuffer(start.tokens, dtype="<u4").max()) >= self._vocab_size:
-            # Such a token would kill the engine, not only the request.
+            # Such a token would end the whole engine, not only the request.
             return _rejected(start, Reason.INVALID_ARGUMENT, "tokens", f"the vocabulary has {self._vocab_size} tokens")
         if (field := field_beyond_vocabulary(start.sampling, self._vocab_size)) is not None:
             fault = f"a token is not in the vocabulary of {self._vocab_size}"
@@ -410,7 +413,7 @@ class VllmEngine:
 
     async def _serve(self, request: _InFlight) -> None:
         """Run one request to its end."""
-        from vllm.exceptions import VLLMClientError, VLLMError  # noqa: PLC0415 - loaded by now
+        from vllm.exceptions import VLLMClientError, VLLMError  # noqa: PLC0415 - vLLM is loaded already
         from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
 
         start = request.start
@@ -433,7 +436,7 @@ class VllmEngine:
             self._prefilled.pop(start.request_id, None)
 
     async def _generate(self, request: _InFlight) -> None:
-        from vllm.inputs import tokens_input  # noqa: PLC0415 - loaded by now
+        from vllm.inputs import tokens_input  # noqa: PLC0415 - vLLM is loaded already
 
         start = request.start
         try:
@@ -444,7 +447,7 @@ class VllmEngine:
         params = vllm_requests.sampling_params(start, vllm_requests.transfer_params(start), parser)
         ids = vllm_requests.token_ids(start)
         if replayed := vllm_requests.replayed_tokens(start):
-            ids = ids[:-replayed]  # the rest is in `params`
+            ids = ids[:-replayed]  # the earlier tokens of the answer are in `params`
         prompt = tokens_input(ids, cache_salt=start.salt.hex() or None)
         adapter = lora_request(start.adapter, self._settings)
         loads = adapter is not None and start.adapter not in self._adapters.names
@@ -476,7 +479,7 @@ class VllmEngine:
     def _progress(self, request: _InFlight, output: "RequestOutput") -> Progress | Rejected:
         start = request.start
         (completion,) = output.outputs
-        stats = self._prefilled.pop(start.request_id, None)  # present with the first tokens
+        stats = self._prefilled.pop(start.request_id, None)  # the statistics exist when the first tokens arrive
         if self._novel:
             self._novel.brought(start.request_id)
         request.generated += len(completion.token_ids)
@@ -515,13 +518,13 @@ class VllmEngine:
         return vllm_requests.report_of(start, counts, self._facts, self._block_bytes)
 
     async def _abort(self, request_id: RequestId) -> None:
-        """Abort a request; vLLM answers with a last output, which ends the request's task."""
+        """Abort a request; vLLM responds with a last output, which ends the request's task."""
         await self._llm.abort(request_id)
 
     def _tell(self, item: Progress | Rejected) -> None:
         """Add an output to this step.
 
-        vLLM wakes all requests of a step in one turn of the event loop; the next turn sends them.
+        vLLM wakes all requests of a step in one iteration of the event loop; the next iteration sends their outputs.
         """
         if not self._step:
             asyncio.get_running_loop().call_soon(self._end_step)
@@ -539,7 +542,7 @@ class VllmEngine:
 
 
 def _parsed(progress: Progress, parser: VllmAnswerParser, start: Start) -> Progress:
-    """Add what the tokens of a step mean. Tokens after a stop string are dropped."""
+    """Add the parsed form of a step's tokens to the progress. Tokens after a stop string are dropped."""
     if parser.stopped or progress.finish is Finish.CANCELLED:
         return progress
     ends = progress.finish is not None and not (start.phase is Phase.PREFILL and progress.finish is Finish.LENGTH)
@@ -550,7 +553,7 @@ def _parsed(progress: Progress, parser: VllmAnswerParser, start: Start) -> Progr
 
 
 def _step_readers(scratch: Path, engines: int) -> dict[int, StepReader]:
-    """Return the step counters by engine number; engines on another node count their steps there."""
+    """Return the step counters by engine number, except those of engines on other nodes, which count there."""
     readers = {}
     for engine in range(engines):
         with suppress(OSError):
@@ -561,7 +564,7 @@ def _step_readers(scratch: Path, engines: int) -> dict[int, StepReader]:
 
 
 def _keep_prefill_stats(llm: "AsyncLLM") -> "dict[str, PrefillStats]":
-    """Return a dict that gets each request's prefill statistics before its first new token is delivered.
+    """Return a dict to which each request's prefill statistics are added before its first new token is delivered.
 
     vLLM's engine sends them with the first output of a request, and its output processor keeps only a sum. Tracebacks
     may keep the processor alive longer than the engine, so it must not refer to the engine.
@@ -581,7 +584,7 @@ def _keep_prefill_stats(llm: "AsyncLLM") -> "dict[str, PrefillStats]":
 
 
 def _form_field(start: Start) -> str:
-    """Return the field that vLLM may refuse only when it compiles the form of an answer."""
+    """Return the field to blame if vLLM refuses an attempt only when it compiles the structured output."""
     if start.parsing is not None and start.parsing.tools:
         return "chat.tools"
     return "sampling" if start.sampling.form is None else "sampling.form"

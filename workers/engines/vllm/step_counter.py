@@ -15,8 +15,8 @@ from pathlib import Path
 from fleet.core.clock import Nanos
 from workers.ports import Pulse
 
-WORD_BYTES = 8  # one write, so that nobody reads half of a word
-WORDS = 2  # the number of steps, and the tokens of the latest one
+WORD_BYTES = 8  # size of a word, which is written at once, so that a reader never gets half of it
+WORDS = 2  # number of words: the count of steps, and the tokens of the latest step
 
 
 def step_file(scratch: Path | str, engine: int) -> Path:
@@ -25,7 +25,7 @@ def step_file(scratch: Path | str, engine: int) -> Path:
 
 
 class StepCounter:
-    """The writing side."""
+    """Writes the counter, beside vLLM's scheduler."""
 
     def __init__(self, file: Path) -> None:
         file.write_bytes(bytes(WORDS * WORD_BYTES))
@@ -34,9 +34,9 @@ class StepCounter:
         self._before = 0
 
     def begin(self, tokens: int) -> None:
-        """Note that a step with so many tokens begins.
+        """Record that a step with the given number of tokens begins.
 
-        The previous step may still run, so the larger number is written.
+        The previous step may still run, so the larger one of both numbers is written.
         """
         self._steps += 1
         self._words[1] = max(tokens, self._before)
@@ -45,14 +45,14 @@ class StepCounter:
 
 
 class StepReader:
-    """The reading side."""
+    """Reads the counter, in the worker's process."""
 
     def __init__(self, file: Path) -> None:
         """Map the file; raises OSError if there is no counter."""
         self._words = _mapped(file)
 
     def pulse(self, *, working: bool, novel: bool, fetch_limit: Nanos) -> Pulse:
-        """Return the current step and token counts, with what the caller knows of the engine: whether it has work, and work of a new kind."""
+        """Return the counts of steps and tokens as a `Pulse`, with the caller's knowledge of the engine's work."""
         return Pulse(steps=self._words[0], tokens=self._words[1], working=working, novel=novel, fetch_limit=fetch_limit)
 
 

@@ -1,6 +1,6 @@
 """Store planner: decides which blocks an engine's workers load from the KV store and save to it.
 
-It knows no class of vLLM.
+This module does not use vLLM.
 
 Rules:
 
@@ -17,7 +17,7 @@ Rules:
    request waits for. The prefetch pins nothing, because queues are long, and costs the scheduler only a few calls in
    each step.
 7. A request reports where its prompt's blocks came from at its first admission: blocks in the engine's own cache,
-   blocks loaded (as the worker side confirmed them), and blocks pulled directly. The rest was computed.
+   blocks loaded (as the worker side confirmed them), and blocks pulled directly. All other blocks were computed.
 """
 
 from collections import deque
@@ -34,14 +34,15 @@ from kvstore.block import BlockHash, HashAlgorithm
 from kvstore.messages import LeaseId, Match, blocks_by_tier, merge_promoted
 from kvstore.recent_map import RecentMap
 
-LEASE_SECONDS = 30.0  # vLLM's NIXL connector holds handed-off blocks as long
-MAX_WAIT_SECONDS = 10.0  # for blocks of slower tiers; well within the lease
-LEAST_TOKENS = 64  # in a step that counts for `PrefillSpeed`, because smaller steps only decode
-SAMPLES = 16  # step durations that `PrefillSpeed` remembers
-UNKNOWN_SECONDS_A_TOKEN = 0.0005  # until something was measured: a small model on a CPU, an unhurried GPU
-LOOK_AGAIN_SECONDS = 0.002  # between two calls about blocks that are being promoted
-MATCH_FRESH_SECONDS = 10.0  # a request that waits for room asks again after this long, well within the lease
-FETCHES_A_STEP = 4  # prefetches for queued requests; a call takes 0.5 ms, and the step waits for it
+LEASE_SECONDS = 30.0  # duration of a read lease; vLLM's NIXL connector keeps handed-off blocks as long
+MAX_WAIT_SECONDS = 10.0  # longest wait for blocks of slower tiers, shorter than the lease
+LEAST_TOKENS = 64  # a step with fewer tokens does not count for `PrefillSpeed`, because such steps only decode
+SAMPLES = 16  # number of step durations that `PrefillSpeed` remembers
+UNKNOWN_SECONDS_A_TOKEN = 0.0005  # assumed prefill time of a token before the first measurement
+LOOK_AGAIN_SECONDS = 0.002  # pause between two calls about blocks that are being promoted
+MATCH_FRESH_SECONDS = 10.0  # a request that waits for room asks the store again after this time, before its lease ends
+# Most prefetches for queued requests in a step, because a call takes 0.5 ms and the step waits for it.
+FETCHES_A_STEP = 4
 MAX_QUEUED = (
     1024  # queued requests that are remembered for an early look-up; others are looked up when vLLM schedules them
 )
@@ -59,7 +60,7 @@ class PlannerStore(Protocol):
     def match(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> Match:
         """Match the longest prefix in the node's memory and lease it for `LEASE_SECONDS`.
 
-        The promotion of what follows may begin.
+        The promotion of the blocks after the prefix may begin.
         """
         ...
 
@@ -82,16 +83,16 @@ class EngineRequest(Protocol):
     num_preemptions: int
     cache_salt: str | None
     kv_transfer_params: dict[str, Any] | None
-    prefill_stats: Any  # vLLM's `PrefillStats`; None once they were sent
+    prefill_stats: Any  # vLLM's `PrefillStats`; None after they were sent
 
 
 class PromptBlockCounts(Struct, frozen=True, array_like=True):
-    """Where a prompt's blocks came from; the rest was computed."""
+    """Counts of a prompt's blocks by their source; all other blocks were computed."""
 
     engine: int = 0
     store: int = 0
     direct: int = 0
-    tiers: dict[str, int] = {}  # the store's blocks by tier of the node
+    tiers: dict[str, int] = {}  # number of the store's blocks by tier of the node
 
 
 class BlockLoad(Struct, frozen=True):
@@ -109,17 +110,17 @@ class BlockSave(Struct, frozen=True):
     request_id: str
     names: list[BlockHash]
     block_ids: list[int]
-    tenant: bytes = b""  # salt of the chain; it decides which quota they count against
+    tenant: bytes = b""  # salt of the chain; the blocks count towards the quota of its tenant
 
 
 class StoreWork(Struct):
-    """The orders of one step to the worker side."""
+    """Orders of one step to the worker side."""
 
     loads: list[BlockLoad]
-    urgent: list[BlockSave]  # whole chains, to be saved before the step ends
-    deferred: list[BlockSave]  # to be saved when there is time
+    urgent: list[BlockSave]  # whole chains that must be saved before the step ends
+    deferred: list[BlockSave]  # blocks that are saved when there is time
     releases: list[LeaseId]  # leases that are not needed any more
-    idle: bool  # true if the step computes nothing
+    idle: bool  # True if the step computes nothing
     step: int = 0  # identifies the saves of this step on all ranks
 
 
@@ -131,18 +132,19 @@ class _Tracked:
         self.salt = salt
         self.root = root
         self.hashes: list[BlockHash] = []
-        self.match: Match | None = None  # a match that is not claimed yet
+        self.match: Match | None = None  # the match that is not claimed yet; None: there is none
         self.matched_at = 0.0
-        self.waits_until: float | None = None  # while blocks are being promoted
+        # Time until which the request waits for blocks that are being promoted; None: it does not wait.
+        self.waits_until: float | None = None
         self.looked_at = 0.0
         self.has_waited = False
-        self.offered = 0  # leading blocks that the store holds or was offered
-        self.local = 0  # leading blocks found in the engine's own cache
-        self.claimed: list[int] = []  # engine blocks being filled from the store
-        self.will_pull = False  # another connector fills its blocks directly
-        self.pulling: list[int] = []  # engine blocks being filled that way
+        self.offered = 0  # number of leading blocks that the store has or was offered
+        self.local = 0  # number of leading blocks that were found in the engine's own cache
+        self.claimed: list[int] = []  # numbers of the engine's blocks that are being loaded from the store
+        self.will_pull = False  # True if another connector fills the request's blocks directly
+        self.pulling: list[int] = []  # numbers of the engine's blocks that another connector is filling
         self.may_load = True
-        self.promoted: dict[str, int] = {}  # promoted blocks of its matches, by tier
+        self.promoted: dict[str, int] = {}  # number of promoted blocks in the request's matches, by tier
         self.counts = PromptBlockCounts()
 
     @property
@@ -151,7 +153,7 @@ class _Tracked:
 
 
 class StorePlanner:
-    """The decisions of the KV connector in the engine's scheduler.
+    """Makes the decisions of the KV connector in the engine's scheduler.
 
     It is not thread-safe, because the engine's scheduler has one thread.
     """
@@ -173,7 +175,7 @@ class StorePlanner:
             algorithm: Hash algorithm of the chain.
             store: The store; None: there is none.
             remember: The number of offered blocks whose names are remembered.
-            now: Returns monotonic seconds.
+            now: Function that returns monotonic seconds.
             ranks: The number of ranks, each of which reads its shard of a claim's blocks.
         """
         self._block_tokens = block_tokens
@@ -182,16 +184,16 @@ class StorePlanner:
         self._speed = PrefillSpeed()
         self._now = now
         self._tracked: dict[str, _Tracked] = {}
-        self.queued: dict[str, EngineRequest] = {}  # not looked up yet, the oldest first
+        self.queued: dict[str, EngineRequest] = {}  # requests that were not looked up yet, the oldest first
         self._offered: RecentMap[BlockHash, None] = RecentMap(remember)
         self._loads: list[BlockLoad] = []
         self._releases: list[LeaseId] = []
         self._steps = 0
         self._is_shared = ranks > 1
-        self._reading: dict[str, LeaseId] = {}  # by request: leases that several ranks read
+        self._reading: dict[str, LeaseId] = {}  # leases whose blocks several ranks are reading, by request
 
     def arrived(self, request: EngineRequest) -> None:
-        """Note that a request is in the engine's queue; it may be looked up in the next step or much later."""
+        """Record that a request is in the engine's queue; it may be looked up in the next step or much later."""
         pulls = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
         if self._store is not None and not pulls and len(self.queued) < MAX_QUEUED:
             self.queued[request.request_id] = request
@@ -199,7 +201,7 @@ class StorePlanner:
     def look_up(self, request: EngineRequest, local_tokens: int) -> int | None:
         """Return how many tokens after the `local_tokens` of the engine's own cache the store can provide.
 
-        It may be called again while the request waits for room. None: ask again with the next step (rule 5).
+        The method may be called again while the request waits for room. None: ask again with the next step (rule 5).
         """
         self.queued.pop(request.request_id, None)
         tracked = self._tracked.get(request.request_id)
@@ -208,7 +210,8 @@ class StorePlanner:
         tracked.local = local_tokens // self._block_tokens
         if request.num_preemptions == 0:
             tracked.counts = PromptBlockCounts(engine=tracked.local)
-        tracked.will_pull = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))  # vLLM sets it once only
+        # Read only now, because vLLM sets it only once.
+        tracked.will_pull = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
         if tracked.will_pull:
             return 0
         if self._store is None or not tracked.may_load:
@@ -270,13 +273,13 @@ class StorePlanner:
         return work
 
     def loaded(self, results: Mapping[str, int]) -> None:
-        """Note that all ranks of the worker side ended these loads, with the number of good leading blocks of each."""
+        """Record that all ranks have ended these loads, each with the number of leading blocks that were loaded correctly."""
         for request_id, good in results.items():
             if (lease_id := self._reading.pop(request_id, None)) is not None:
                 self._releases.append(lease_id)
             tracked = self._tracked.get(request_id)
             if tracked is None:
-                continue  # it was cancelled meanwhile
+                continue  # the request was cancelled meanwhile
             if tracked.request.num_preemptions == 0:
                 tiers = blocks_by_tier(good, len(tracked.claimed), tracked.promoted)
                 tracked.counts = PromptBlockCounts(engine=tracked.local, store=good, tiers=tiers)
@@ -286,7 +289,7 @@ class StorePlanner:
             tracked.claimed = []
 
     def pulled(self, request_ids: AbstractSet[str], invalid_blocks: AbstractSet[int], failed: AbstractSet[str]) -> None:
-        """Note that direct transfers from another engine have ended for these requests."""
+        """Record that direct transfers from another engine have ended for these requests."""
         for request_id in request_ids:
             tracked = self._tracked.get(request_id)
             if tracked is None or not tracked.pulling:
@@ -296,7 +299,7 @@ class StorePlanner:
             tracked.pulling = []
 
     def counts(self, request_ids: Iterable[str]) -> Iterator[tuple[EngineRequest, PromptBlockCounts]]:
-        """Yield what is known by now about those of these requests that have not ended."""
+        """Yield the requests that have not ended, each with its counts so far."""
         for request_id in request_ids:
             if (tracked := self._tracked.get(request_id)) is not None:
                 yield tracked.request, tracked.counts
@@ -318,7 +321,7 @@ class StorePlanner:
         return tracked
 
     def _fresh_match(self, store: PlannerStore, tracked: _Tracked, num_tokens: int) -> Match | None:
-        """Return what the store holds; None while more of it is being promoted and worth waiting for (rule 5)."""
+        """Return the store's match; None while further blocks are being promoted that are worth waiting for (rule 5)."""
         now = self._now()
         num_blocks = num_tokens // self._block_tokens
         if tracked.waits_until is not None:
@@ -334,7 +337,8 @@ class StorePlanner:
         before = tracked.match
         tracked.match = store.match(names, max_wait_seconds=max_wait, tenant=tracked.salt)
         tracked.promoted = merge_promoted(tracked.promoted, tracked.match.promoted)
-        if before is not None and before.slots:  # not earlier: it kept the first blocks while the rest was promoted
+        if before is not None and before.slots:
+            # Released only now, because it kept the first blocks while the others were promoted.
             self._releases.append(before.lease_id)
         tracked.matched_at = tracked.looked_at = now
         tracked.offered = len(tracked.match.slots)
@@ -350,7 +354,7 @@ class StorePlanner:
         return store.coming(self._hashes(tracked, num_blocks)[:num_blocks])
 
     def _fetch_for_queued(self, store: PlannerStore) -> None:
-        """Prefetch for queued requests (rule 6), once for each, because a request is looked up when its turn comes."""
+        """Prefetch for queued requests (rule 6), once for each, because a request is looked up again at its admission."""
         for request_id in list(islice(self.queued, FETCHES_A_STEP)):
             request = self.queued.pop(request_id)
             num_tokens = len(request.all_token_ids)
@@ -375,7 +379,8 @@ class StorePlanner:
         request_id, names = tracked.request.request_id, self._hashes(tracked, full)[:full]
         fresh = [index for index in range(tracked.offered, full) if names[index] not in self._offered]
         tracked.offered = full
-        if tracked.hands_off:  # the whole chain: the store skips what it holds, and keeps its start for longer
+        if tracked.hands_off:
+            # The whole chain, because the store skips blocks that it has, and evicts the start of the chain later.
             work.urgent.append(BlockSave(request_id, names, list(block_ids[:full]), tracked.salt))
         elif fresh:
             first = fresh[0]
@@ -385,18 +390,20 @@ class StorePlanner:
 
 
 class PrefillSpeed:
-    """An upper estimate of the seconds per prompt token, learned from when the scheduler plans steps.
+    """Upper estimate of the seconds per prompt token, learned from the times at which the scheduler plans steps.
 
-    Schedulers may plan a step while the previous one still runs. So a step's duration is taken as the time until the
-    second plan after it, if none of them was idle. The shortest of the last samples contains the least other work.
+    Schedulers may plan a step while the previous one still runs. Therefore the duration of a step is taken as the time
+    until the second plan after it, if none of these steps was idle. The shortest of the last samples is used, because it
+    contains the least other work.
     """
 
     def __init__(self) -> None:
-        self._plans: deque[tuple[float, int]] = deque(maxlen=3)  # seconds, tokens
+        # Time in seconds and number of tokens of each of the last plans.
+        self._plans: deque[tuple[float, int]] = deque(maxlen=3)
         self._samples: deque[float] = deque(maxlen=SAMPLES)
 
     def planned(self, tokens: int, now: float) -> None:
-        """Note that a step with that many tokens was planned; `now` is in monotonic seconds."""
+        """Record that a step with the given number of tokens was planned; `now` is in monotonic seconds."""
         self._plans.append((now, tokens))
         if len(self._plans) == 3 and all(tokens for _, tokens in self._plans):
             (began, tokens), _, (ended, _) = self._plans
@@ -404,5 +411,5 @@ class PrefillSpeed:
                 self._samples.append((ended - began) / tokens)
 
     def seconds(self, tokens: int) -> float:
-        """Return how long computing that many tokens will take."""
+        """Return the predicted seconds to compute the given number of tokens."""
         return tokens * min(self._samples, default=UNKNOWN_SECONDS_A_TOKEN)

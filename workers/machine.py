@@ -1,30 +1,29 @@
-"""Worker machine: decides over the life of the worker process and of each attempt that it runs.
+"""Worker machine: decides about the life of the worker process and of each attempt that it runs.
 
 Rules:
 
-1. The process goes STARTING -> SERVING -> DRAINING -> GONE and never back (`NEXT`). Only SERVING takes new attempts.
-   DRAINING finishes what runs until its deadline and then gives up the rest. It becomes GONE when the engine holds
-   nothing more (rule 7), or `GRACE` after the deadline. A drain begins with SIGTERM (`fleet.app.worker`), and
+1. The phases of the process are STARTING -> SERVING -> DRAINING -> GONE, in this order (`NEXT`). Only in SERVING it accepts
+   new attempts. In DRAINING, running attempts may finish until a deadline; then the others are given up. The phase becomes
+   GONE when the engine has no more work and no blocks that are needed (rule 7), or `GRACE` after the deadline. A drain begins with SIGTERM (`fleet.app.worker`), and
    `drain_timeout_ms` (`workers.settings`) sets its deadline.
 2. A router is told exactly one end of each attempt that it started: a step with a finish, or a rejection. Later
    outputs of the engine for that attempt are dropped. A router whose stream has ended is told nothing.
 3. Routers choose request ids, and two routers may choose the same one, but the engine needs unique ids. Outside, an
    attempt is known by (stream, request id). Inside, its engine id is the request id, with a suffix if that id is
    taken. A second start of an attempt that still runs on the same stream is refused.
-4. An attempt that nobody waits for is cancelled in the engine: its router cancelled it, its stream ended, its
-   deadline passed, or the drain's deadline passed. It counts towards the capacity until the engine reports its end,
-   because it holds blocks until then.
-5. A router has one stream. When it connects again, the older stream is cut, because its attempts are lost to the
-   router anyway.
+4. An attempt is cancelled in the engine when its router cancels it, when its stream ends, or when its deadline or the
+   drain's deadline has passed. It counts towards the capacity until the engine reports its end, because it uses blocks
+   until then.
+5. A router has one stream. When it connects again, the older stream is closed, because the router has lost its attempts
+   anyway.
 6. The worker holds at most `capacity` attempts, running and waiting together. The next one is refused with
    QUEUE_FULL.
-7. Ended attempts may leave blocks behind that others still need, and a drain waits for these until its deadline: for
-   blocks lent to a decode worker, until the engine holds none; if the store ends with this process, `FETCHED_WITHIN`
-   for handoffs through the store; and for the evacuation of warm blocks. An evacuation runs when the drain begins,
-   and once more after the last attempt if any attempt ran then.
-8. An engine that hangs ends the process at once, in every phase. All streams are cut, so that routers continue their
-   requests elsewhere, just as if the process had been killed. Nothing is drained, because the engine would answer
-   nothing.
+7. After attempts have ended, other workers may still need their blocks. Until its deadline, a drain therefore waits for
+   three things: until the engine lends no blocks to decode workers; `FETCHED_WITHIN` for handoffs through the store, if
+   the store ends with this process; and for the evacuation of warm blocks. An evacuation runs when the drain begins, and
+   once more after the last attempt if any attempt ran when the drain began.
+8. If the engine hangs, the process ends at once, in every phase. All streams are closed, so that routers continue their
+   requests on other workers, as if the process had been killed. There is no drain, because the engine would not respond.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,9 +64,9 @@ from workers.messages import (
 )
 from workers.ports import EngineFacts
 
-GRACE = Nanos(2 * SECOND)  # a healthy engine ends cancelled work within one step
+GRACE = Nanos(2 * SECOND)  # time for cancelled attempts to end after the deadline; a healthy engine needs one step
 FETCHED_WITHIN = Nanos(5 * SECOND)
-"""The time within which a decode worker begins to fetch a handoff from a store. Routers pass a handoff on within
+"""Time in which a decode worker begins to fetch a handoff from a store. Routers pass a handoff on within
 milliseconds. A decode attempt that waits longer in a queue computes the missing blocks."""
 
 
@@ -81,7 +80,7 @@ class LifePhase(StrEnum):
 class LifeEvent(StrEnum):
     ENGINE_READY = "engine_ready"
     DRAIN_ASKED = "drain_asked"
-    EMPTIED = "emptied"  # or the wait for the engine's last work was given up
+    EMPTIED = "emptied"  # the engine has no more work, or the wait for its last work was given up
     ENGINE_STUCK = "engine_stuck"
 
 
@@ -89,7 +88,8 @@ NEXT: dict[tuple[LifePhase, LifeEvent], LifePhase] = {
     (LifePhase.STARTING, LifeEvent.ENGINE_READY): LifePhase.SERVING,
     (LifePhase.STARTING, LifeEvent.DRAIN_ASKED): LifePhase.DRAINING,
     (LifePhase.SERVING, LifeEvent.DRAIN_ASKED): LifePhase.DRAINING,
-    (LifePhase.DRAINING, LifeEvent.DRAIN_ASKED): LifePhase.DRAINING,  # an earlier deadline may replace a later one
+    # Another request to drain may set an earlier deadline.
+    (LifePhase.DRAINING, LifeEvent.DRAIN_ASKED): LifePhase.DRAINING,
     (LifePhase.DRAINING, LifeEvent.EMPTIED): LifePhase.GONE,
     (LifePhase.SERVING, LifeEvent.ENGINE_STUCK): LifePhase.GONE,
     (LifePhase.DRAINING, LifeEvent.ENGINE_STUCK): LifePhase.GONE,
@@ -108,14 +108,14 @@ def advance(phase: LifePhase, event: LifeEvent) -> LifePhase:
 
 
 class PendingReport(StrEnum):
-    """The messages that a router still gets for an attempt."""
+    """Messages that a router will still get for an attempt."""
 
     ALL = "all"
-    NOTHING = "nothing"  # the router knows the end, or its stream has ended
+    NOTHING = "nothing"  # no message: the router knows the end, or its stream has ended
 
 
 class WorkerAttempt(Struct, kw_only=True):
-    """One attempt that the engine holds."""
+    """One attempt that the engine runs or has queued."""
 
     engine_id: RequestId
     request_id: RequestId
@@ -134,11 +134,11 @@ class WorkerMachine:
         """Start in the phase STARTING.
 
         Args:
-            role: The phases that the worker takes.
-            facts: Description of its engine.
-            capacity: The most attempts that it holds (rule 6).
-            evacuates: Whether an evacuator exists for its warm blocks.
-            store_goes: Whether its store's memory ends with this process.
+            role: The kinds of attempts that the worker takes.
+            facts: Description of the engine.
+            capacity: The most attempts that the worker holds (rule 6).
+            evacuates: True if there is an evacuator for its warm blocks.
+            store_goes: True if the store's memory ends with this process.
         """
         assert capacity >= 1, capacity
         self.phase = LifePhase.STARTING
@@ -148,13 +148,15 @@ class WorkerMachine:
         self._evacuates = evacuates
         self._store_goes = store_goes
         self._streams: dict[StreamId, str] = {}
-        self._attempts: dict[RequestId, WorkerAttempt] = {}  # by engine id
-        self._unreported: dict[tuple[StreamId, RequestId], WorkerAttempt] = {}  # their end is not reported yet
+        self._attempts: dict[RequestId, WorkerAttempt] = {}  # all attempts that have not ended, by engine id
+        # Attempts whose end was not reported to their router yet.
+        self._unreported: dict[tuple[StreamId, RequestId], WorkerAttempt] = {}
         self._drain_deadline: Nanos | None = None
         self._given_up = 0
         self._suffix = 0
         self._lent = 0
-        self._handoff_until = Nanos(0)  # handoffs in a store that ends with this process
+        # Instant until which a drain waits for handoffs in a store that ends with this process.
+        self._handoff_until = Nanos(0)
         self._evacuating = False
         self._evacuates_again = False
 
@@ -186,7 +188,7 @@ class WorkerMachine:
             case EngineStuck():
                 return self._abandon()
             case EngineReady():
-                if self.phase is LifePhase.STARTING:  # otherwise a drain was requested before
+                if self.phase is LifePhase.STARTING:  # False if a drain was requested before
                     self.phase = advance(self.phase, LifeEvent.ENGINE_READY)
                 return []
             case _:
@@ -194,11 +196,11 @@ class WorkerMachine:
 
     @property
     def held(self) -> int:
-        """The number of attempts that the engine has not ended."""
+        """Number of attempts that the engine has not ended."""
         return len(self._attempts)
 
     def check(self) -> None:
-        """Assert the invariants that hold between two events."""
+        """Assert the invariants of the state, which hold between two events; for tests."""
         assert len(self._attempts) <= self._capacity, len(self._attempts)
         assert all(attempt.engine_id == engine_id for engine_id, attempt in self._attempts.items())
         reported = {id(attempt) for attempt in self._attempts.values() if attempt.report is PendingReport.ALL}
@@ -237,7 +239,7 @@ class WorkerMachine:
     # Attempts.
     def _request(self, stream: StreamId, start: Start, now: Nanos) -> list[WorkerCommand]:
         if stream not in self._streams:
-            return []  # the stream was cut a moment ago
+            return []  # the stream was closed a moment ago
         if (rejected := self._refusal(stream, start)) is not None:
             return [Tell(stream=stream, message=rejected)]
         engine_id = self._engine_id(start.request_id)
@@ -285,13 +287,13 @@ class WorkerMachine:
         for output in outputs:
             attempt = self._attempts.get(output.request_id)
             if attempt is None:
-                continue  # it has ended already
+                continue  # the attempt has ended already
             ended = isinstance(output, Rejected) or output.finish is not None
             if isinstance(output, Progress) and output.handoff is not None:
                 self._note_handoff(output.handoff, now)
             if attempt.report is PendingReport.ALL:
                 if attempt.engine_id != attempt.request_id:
-                    output = msgspec.structs.replace(output, request_id=attempt.request_id)  # noqa: PLW2901 - the router's id
+                    output = msgspec.structs.replace(output, request_id=attempt.request_id)  # noqa: PLW2901 - the same output with the router's id
                 if isinstance(output, Rejected):
                     commands.append(Tell(stream=attempt.stream, message=output))
                 else:
@@ -368,7 +370,7 @@ class WorkerMachine:
         yield Drained(cancelled=self._given_up, unfetched=self._lent)
 
     def _abandon(self) -> list[WorkerCommand]:
-        """Apply rule 8."""
+        """End everything at once, because the engine hangs (rule 8)."""
         lost = len(self._unreported)
         self.phase = advance(self.phase, LifeEvent.ENGINE_STUCK)
         self._streams.clear()
@@ -382,5 +384,5 @@ class WorkerMachine:
         return Evacuate(deadline=self._drain_deadline)
 
     def _is_needed(self, now: Nanos) -> bool:
-        """Return whether others still need blocks of this worker (rule 7)."""
+        """Return whether other workers may still need blocks of this worker (rule 7)."""
         return self._lent > 0 or now < self._handoff_until or self._evacuating

@@ -11,15 +11,15 @@ from fleet.core.work import Draining, Progress, Rejected, Start, Step
 from workers.ports import EngineFacts
 
 StreamId = NewType("StreamId", int)
-"""The number of one connection of one router. No number is used twice."""
+"""Number of one connection of one router; no number is used twice."""
 
 
 class EngineReady(Struct, frozen=True):
-    """The engine runs."""
+    """The engine has started and runs."""
 
 
 class FactsChanged(Struct, frozen=True, kw_only=True):
-    """The engine has joined its store, so its description changed."""
+    """The engine's description has changed, because the engine has joined its store."""
 
     facts: EngineFacts
 
@@ -49,7 +49,7 @@ class EngineStepped(Struct, frozen=True, kw_only=True):
     """The engine has finished a step."""
 
     outputs: Sequence[Progress | Rejected]
-    lent: int = 0  # handoffs whose blocks the engine still holds, with those of these outputs
+    lent: int = 0  # number of handoffs whose blocks the engine still keeps, including those of these outputs
 
 
 class DrainRequested(Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class DrainRequested(Struct, frozen=True, kw_only=True):
 class WorkerTicked(Struct, frozen=True, kw_only=True):
     """Time has passed, so deadlines may have passed as well."""
 
-    lent: int = 0  # the same as in `EngineStepped`
+    lent: int = 0  # number of handoffs whose blocks the engine still keeps
 
 
 class EngineStuck(Struct, frozen=True):
@@ -67,7 +67,7 @@ class EngineStuck(Struct, frozen=True):
 
 
 class EvacuationEnded(Struct, frozen=True):
-    """The evacuation is over: all warm blocks were copied, or no more can be."""
+    """The evacuation has ended: all warm blocks were copied, or no more can be copied."""
 
 
 WorkerEvent = (
@@ -86,7 +86,7 @@ WorkerEvent = (
 
 
 class Submit(Struct, frozen=True, kw_only=True):
-    """Give an attempt to the engine. The request id is the engine's (`workers.machine`, rule 3)."""
+    """Give an attempt to the engine. The request id is the engine's id (`workers.machine`, rule 3)."""
 
     start: Start
 
@@ -103,7 +103,7 @@ class Tell(Struct, frozen=True, kw_only=True):
 
 
 class CutStream(Struct, frozen=True, kw_only=True):
-    """End a stream from the worker's side."""
+    """Close a router's stream from the worker's side."""
 
     stream: StreamId
 
@@ -115,16 +115,16 @@ class Evacuate(Struct, frozen=True, kw_only=True):
 
 
 class Drained(Struct, frozen=True, kw_only=True):
-    """The worker has drained, and the process may end. From now on it only sends rejections."""
+    """The worker has drained, and the process may end. From now on the worker only sends rejections."""
 
-    cancelled: int  # requests that did not finish in time
-    unfetched: int = 0  # handoffs that no decode worker had fetched by the deadline
+    cancelled: int  # number of requests that did not finish in time
+    unfetched: int = 0  # number of handoffs that no decode worker had fetched by the deadline
 
 
 class Abandon(Struct, frozen=True, kw_only=True):
-    """End all streams and the engine now, because the process ends. Routers are told nothing else."""
+    """Close all streams and end the engine now, because the process ends. Routers get no other message."""
 
-    lost: int  # requests that their routers now have to run elsewhere
+    lost: int  # number of requests that their routers now have to run on other workers
 
 
 WorkerCommand = Submit | CancelInEngine | Tell | CutStream | Evacuate | Drained | Abandon

@@ -1,4 +1,4 @@
-"""Ports of a worker: what its server needs of the engine, the routers' streams, the store and the registry."""
+"""Ports of a worker: the interfaces that its server needs of the engine, the routers' streams, the store and the registry."""
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Literal, Protocol, runtime_checkable
@@ -19,7 +19,7 @@ KvLayout = Literal["HND", "NHD"]
 
 
 class PinChain(Struct, frozen=True, kw_only=True):
-    """Pin a chain, as far as the store has it; it replaces the session's former pin."""
+    """Pin the part of a chain that the store has; this replaces the session's former pin."""
 
     session: str
     tokens: TokenBytes
@@ -41,7 +41,7 @@ class RecentPrompt(Struct, frozen=True):
 class EngineFacts(Struct, frozen=True, kw_only=True):
     """Description of a started engine."""
 
-    name: str  # with its version, as in "vllm 0.32.0"
+    name: str  # name and version, as in "vllm 0.32.0"
     model: ModelName
     block_tokens: int
     max_model_len: int
@@ -49,14 +49,14 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     max_running: int
     fingerprint: str  # digest of the KV namespace
     kv_paths: tuple[KvPath, ...]
-    store_id: StoreId | None = None  # the KV store node that the engine writes to
-    kv: Fingerprint | None = None  # the meaning and the layout of its blocks; None: unknown
-    keeps_forms: bool = False  # true if it supports structured output
-    sampling_fields: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that it supports
-    continued_fields: tuple[str, ...] = ()  # `fleet.core.requests.STATE_FIELDS` whose state it rebuilds
-    adapters: tuple[LoraAdapter, ...] = ()  # LoRA adapters that it can load
-    adapter_slots: int = 0  # LoRA adapters loaded at a time; 0: all of them
-    parsers: AnswerParsers | None = None  # parsers of its answers; None: none
+    store_id: StoreId | None = None  # id of the KV store node to which the engine writes; None: there is none now
+    kv: Fingerprint | None = None  # the meaning and the layout of the engine's blocks; None: unknown
+    keeps_forms: bool = False  # True if the engine supports structured output
+    sampling_fields: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that the engine supports
+    continued_fields: tuple[str, ...] = ()  # `fleet.core.requests.STATE_FIELDS` whose state the engine rebuilds
+    adapters: tuple[LoraAdapter, ...] = ()  # LoRA adapters that the engine can load
+    adapter_slots: int = 0  # number of LoRA adapters that can be loaded at a time; 0: all of them
+    parsers: AnswerParsers | None = None  # parsers of the engine's answers; None: there are none
 
 
 def facts_with_store(facts: EngineFacts, kv_paths: Sequence[KvPath], store_id: StoreId | None) -> EngineFacts:
@@ -65,36 +65,36 @@ def facts_with_store(facts: EngineFacts, kv_paths: Sequence[KvPath], store_id: S
     Args:
         facts: Facts of the engine, with any store or none.
         kv_paths: KV paths of the engine when its store answers.
-        store_id: The node. Without it the path through the store is left out.
+        store_id: Id of the node. If it is None, the KV path through the store is left out.
     """
     open_paths = tuple(path for path in kv_paths if path is not KvPath.STORE or store_id is not None)
     return msgspec.structs.replace(facts, store_id=store_id, kv_paths=open_paths)
 
 
 EngineOutput = Sequence[Progress | Rejected]
-"""The output of one decode step, for all requests that it advanced."""
+"""Output of one decode step, for all requests that the step advanced."""
 
 
 class Pulse(Struct, frozen=True, kw_only=True):
     """The progress of one scheduler of an engine, for the watchdog."""
 
     steps: int
-    """Steps that the scheduler has begun. It begins a step when the previous one has ended, or at most one step earlier.
+    """Number of steps that the scheduler has begun. It begins a step when the previous one has ended, or at most one step earlier.
     """
 
     tokens: int
-    """Prompt and answer tokens of the current step, or of the last step if none runs."""
+    """Number of prompt and answer tokens in the current step, or in the last step if none runs."""
 
     working: bool
-    """True if the scheduler holds work that its steps should advance."""
+    """True if the scheduler has work that its steps should advance."""
 
     novel: bool = False
     """True if some of that work is of a kind that it has not done before and that may take far longer than a usual step.
     """
 
     fetch_limit: Nanos = Nanos(0)
-    """The time limit of the KV transfers from other engines that this work waits for, which a step may wait for as well;
-    0: it waits for none."""
+    """Time limit of the KV transfers from other engines for which this work waits, because a step may wait for them too;
+    0: the work waits for no transfer."""
 
 
 class Engine(Protocol):
@@ -104,10 +104,10 @@ class Engine(Protocol):
 
     An engine never blocks the event loop. After `submit` a request ends in exactly one `Progress` with a `finish`, or
     one `Rejected`. After `cancel` it ends as well, with `Finish.CANCELLED` unless it ended before, and the engine
-    spends no further step on it. When the engine itself dies, `outputs()` raises `EngineDied`.
+    computes no further step for it. When the engine itself ends, `outputs()` raises `EngineDied`.
 
-    The first `Progress` with tokens has the KV report (`kv`), so that it is known however the request ends. The
-    finish has it again, and its values count.
+    The first `Progress` with tokens has the KV report (`kv`), so that the report is known however the request ends. The
+    finish has the report again, and these later values are valid.
     """
 
     @property
@@ -120,7 +120,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, start: Start) -> None:
-        """Take an attempt; an invalid one comes back as `Rejected` from `outputs()`.
+        """Queue an attempt; if it is invalid, `outputs()` yields a `Rejected` for it.
 
         For prefill, the final `Progress` carries the first token and a `Handoff`; the server fills in its
         `prefill_worker`. For decode, `start.handoff` names the blocks to fetch; blocks that cannot be fetched are
@@ -165,7 +165,7 @@ class Engine(Protocol):
 
     @property
     def lent(self) -> int:
-        """The number of handoffs whose blocks the engine holds until a decode engine has fetched them or their lease ends."""
+        """Number of handoffs whose blocks the engine keeps until a decode engine has fetched them or their lease ends."""
         ...
 
 
@@ -174,11 +174,9 @@ class BlockSaver(Protocol):
     """An engine that writes blocks to the store on request; other engines write each block once, when it is full."""
 
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
-        """Write the given blocks that the engine holds and the store lacks, within a time from now.
+        """Write the given blocks that the engine has and the store lacks, within a time from now; return their number.
 
-        Return their number.
-
-        Store failures raise nothing.
+        Failures of the store raise no exception.
         """
         ...
 
@@ -196,11 +194,11 @@ class Outlet(Protocol):
 
     @property
     def full(self) -> bool:
-        """True if the router has not taken earlier messages yet; `RouterSession.flow` is called when it has."""
+        """True if the router has not read earlier messages yet; `RouterSession.flow` is called after it has read them."""
         ...
 
     def put(self, message: WorkerMessage) -> None:
-        """Send a message. The call never waits and never calls back."""
+        """Send a message. The call never waits, and never calls the session."""
         ...
 
     def end(self, why: str) -> None:
@@ -220,7 +218,7 @@ class Evacuator(Protocol):
     """Copies warm blocks to where other workers can read them."""
 
     async def evacuate(self, prompts: Sequence[RecentPrompt], cached: Sequence[BlockHash], deadline: Nanos) -> None:
-        """Return when all blocks have been copied or no more can be, at the latest at the deadline.
+        """Copy blocks until all were copied or no more can be copied; return at the deadline at the latest.
 
         Args:
             prompts: The recent prompts; the last one is the newest.

@@ -7,14 +7,14 @@ Rules:
 1. The first rank leads: it serves requests and registers. The other ranks run the rest of the engine, and no other
    process connects to them.
 2. A group forms once. No engine starts before all ranks have joined, because an engine that waits for a rank does not
-   say so. While the group forms, a rank may join again, and its newest process counts. A rank that comes later, for
+   report this. While the group forms, a rank may join again, and its newest process counts. A rank that joins later, for
    example after a crash, is refused, and it tries again until the leader is a new process too.
 3. All ranks end together. If a rank ends or falls silent, the leader ends; if the leader ends or falls silent, the
    ranks end. Their supervisor starts all processes again, and they form a new group.
-4. The leader announces an orderly end when it has drained. A rank that is asked to end asks the leader to drain, and
-   waits.
-5. All ranks have the same settings, apart from the fields that belong to one rank (`common_settings_digest`).
-   Different settings would make an engine that is wrong or hangs.
+4. The leader announces an orderly end when it has drained. If another rank is asked to end, it asks the leader to drain,
+   and waits.
+5. All ranks have the same settings, except the fields that belong to one rank (`common_settings_digest`). With different
+   settings the engine would compute wrong results, or hang.
 """
 
 import hashlib
@@ -29,12 +29,11 @@ from kvstore.security.credentials import Credentials
 from workers.settings import GroupSettings, WorkerSettings
 
 ENGINE_PORTS = 2
-"""The number of ports that an engine's ranks need on the leader's host: one for collective operations, one for
-schedulers."""
+"""Number of ports that an engine's ranks need on the leader's host: one for collective operations, one for schedulers."""
 
 
 class Join(Struct, frozen=True, kw_only=True, tag="join"):
-    """The first message of a rank."""
+    """Message of a rank to the leader, which comes first: the rank wants to join."""
 
     rank: int
     nodes: int
@@ -42,15 +41,15 @@ class Join(Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class RankAlive(Struct, frozen=True, tag="alive"):
-    """A heartbeat, from both sides, several times within the time that counts as silence."""
+    """Heartbeat, which both sides send several times within the time that counts as silence."""
 
 
 class RankLeaving(Struct, frozen=True, tag="leaving"):
-    """A rank was asked to end, so the leader shall drain."""
+    """Message of a rank that was asked to end: the leader shall drain."""
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
-    """All ranks have joined: start your part of the engine."""
+    """Message of the leader: all ranks have joined, and each starts its part of the engine."""
 
     address: str  # IP address of the leader's host
     ports: tuple[int, ...]  # `ENGINE_PORTS` ports of that host, for the engine's own use
@@ -58,15 +57,15 @@ class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
 
 class RankRefused(Struct, frozen=True, kw_only=True, tag="refused"):
     why: str
-    again: bool  # true if a later try may succeed
+    again: bool  # True if a later try may succeed
 
 
 class GroupServing(Struct, frozen=True, tag="serving"):
-    """The whole engine runs."""
+    """Message of the leader: the whole engine runs."""
 
 
 class GroupEnded(Struct, frozen=True, tag="over"):
-    """The leader has drained, and all ranks end."""
+    """Message of the leader: it has drained, and all ranks end."""
 
 
 FromRank = Join | RankAlive | RankLeaving
@@ -93,7 +92,7 @@ def common_settings_digest(settings: WorkerSettings) -> str:
 
 
 class RankRendezvous:
-    """The leader's list of the ranks that have joined. `check` holds after every call."""
+    """Records at the leader which ranks have joined, and decides when the group ends. `check` holds after every call."""
 
     def __init__(self, group: GroupSettings, common: str, now: Nanos) -> None:
         """Start without ranks; `common` comes from `common_settings_digest`."""
@@ -101,7 +100,7 @@ class RankRendezvous:
         self._common = common
         self._until = now + group.join_timeout_ms * MILLISECOND
         self._joined: set[int] = set()
-        self._lost: str | None = None  # how a rank was lost after the group had formed
+        self._lost: str | None = None  # how a rank was lost after the group had formed; None: no rank was lost
         self._begun = False
         self._over = False
 
@@ -114,7 +113,7 @@ class RankRendezvous:
         return tuple(rank for rank in range(1, self._group.nodes) if rank not in self._joined)
 
     def join(self, asked: Join) -> RankRefused | None:
-        """Let a rank join, in place of its former process if there is one; return None, or why it is refused."""
+        """Let a rank join, in place of its former process if there is one; return why the rank is refused, or None."""
         if not 1 <= asked.rank < self._group.nodes or asked.nodes != self._group.nodes:
             why = f"group: rank {asked.rank} of {asked.nodes} does not belong to the {self._group.nodes - 1} ranks of this leader"
             return RankRefused(why=why, again=False)
@@ -127,18 +126,18 @@ class RankRendezvous:
         return None
 
     def gone(self, rank: int, how: str) -> None:
-        """Note that a rank has gone; `how` continues the text "rank 1 of its group"."""
+        """Record that a rank is lost; `how` continues the text "rank 1 of its group"."""
         self._joined.discard(rank)
         if self._begun and not self._over and self._lost is None:
             self._lost = f"rank {rank} of its group {how}"
 
     def begin(self) -> None:
-        """Note that the engine starts; from now on no rank may be missing."""
+        """Record that the engine starts; from now on the loss of a rank ends the group."""
         assert self.complete
         self._begun = True
 
     def end(self) -> None:
-        """Note the orderly end; from now on every rank may go."""
+        """Record the orderly end; from now on every rank may end."""
         self._over = True
 
     def fault(self, now: Nanos) -> str | None:

@@ -4,16 +4,17 @@ Rules:
 
 1. The worker registers at once, and renews three times per lease. While the registry does not answer, it tries again
    with growing pauses.
-2. A draining worker deregisters first, so that no further router finds it. Routers with a stream keep it until it
-   ends: running attempts go on, and the stream says that the worker takes no more.
+2. A draining worker deregisters first, so that no further router finds it. Routers that have a stream to the worker keep
+   the stream until it ends: running attempts go on, and a message on the stream says that the worker takes no new ones.
 3. A registry that cannot be reached does not delay the end of the worker, because the lease ends by itself.
-4. A worker whose id another process holds waits for that process, at most `name_wait_seconds`: it may be the worker's
-   own predecessor, whose end the router has not noticed yet. The worker is not ready meanwhile.
-5. A worker that was replaced by another process with its id does not try again, because the two would take turns. It
-   ends with an error, so that its supervisor acts. A registered worker that finds its id held by another process
-   counts as replaced.
-6. A worker is ready when each of its registries has accepted it once. A registry that fails later changes nothing,
-   because the routers have their streams. A worker that was replaced or has left is not ready.
+4. If another process is registered under the worker's id, the worker waits for the end of that process, at most
+   `name_wait_seconds`. The process may be the worker's own predecessor, whose end the router has not noticed yet. The worker
+   is not ready meanwhile.
+5. A worker that was replaced by another process with its id does not try again, because the two processes would replace
+   each other for ever. It ends with an error, so that its supervisor acts. A registered worker also counts as replaced if
+   it finds another process registered under its id.
+6. A worker is ready when each of its registries has accepted it once. If a registry fails later, the worker stays ready,
+   because the routers have their streams. A worker that was replaced or has deregistered is not ready.
 """
 
 import asyncio
@@ -31,10 +32,10 @@ from fleet.membership.ports import NameHeld, RegistrationRefused, Registry, Regi
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 2.0  # a restarted router knows its workers again within this time
-HELD_PAUSE_SECONDS = 0.5  # between two tries to get an id that another process holds
+LONGEST_PAUSE_SECONDS = 2.0  # longest pause between two tries, so that a restarted router soon knows its workers again
+HELD_PAUSE_SECONDS = 0.5  # pause between two tries to register an id under which another process is registered
 DEREGISTER_SECONDS = 2.0
-NAME_WAIT_SECONDS = 60.0  # the default of `WorkerSettings.name_wait_seconds`
+NAME_WAIT_SECONDS = 60.0  # default of `WorkerSettings.name_wait_seconds`
 
 
 class RegistryEntry(Struct, kw_only=True):
@@ -49,12 +50,13 @@ class RegistryEntry(Struct, kw_only=True):
     """True if the registry has the entry, as far as is known."""
 
     async def run(self) -> str:
-        """Stay registered until cancelled, or until another process has the id for good; return the reason."""
+        """Stay registered until cancelled, or until another process has replaced this worker; return the reason."""
         pause = FIRST_PAUSE_SECONDS
         reachable: bool | None = None
         failures = LogDeduplicator()
-        registered = False  # once
-        waits_until: float | None = None  # the time until which the worker waits for another holder of its id
+        registered = False  # True after the first successful registration
+        # Time until which the worker waits for another process with its id (rule 4); None: there is none.
+        waits_until: float | None = None
         while True:
             try:
                 lease = await self.registry.register(self.worker_id, self.incarnation, self.address)
@@ -120,14 +122,14 @@ class WorkerMembership:
         self._left = asyncio.Event()
         self._when_replaced: Callable[[], None] = lambda: None
         self.replaced = ""
-        """Why another process has this worker's id for good; empty: no process has."""
+        """Why another process has replaced this worker; empty: no process has."""
 
     @property
     def ready(self) -> bool:
         return not self._leaving.is_set() and all(each.taken for each in self.registrations)
 
     def when_replaced(self, tell: Callable[[], None]) -> None:
-        """Call `tell` when another process has the worker's id for good, or at once if one has it already."""
+        """Call `tell` when another process has replaced this worker, or at once if this has happened already."""
         self._when_replaced = tell
         if self.replaced:
             tell()

@@ -9,10 +9,10 @@ from workers.ports import Outlet
 
 
 class RouterSession:
-    """Receives a router's messages, and sends messages to it in order. While its outlet is full, they wait in a queue.
+    """Receives a router's messages, and sends messages to the router in order. While the outlet is full, they wait in a queue.
 
-    The introduction (the worker's description and its cache) may be large and does not count. After it, at most
-    `limit` messages wait. One more cuts the stream, so that a router that does not read costs no memory.
+    The introduction (the worker's description and its cache) may be large and does not count. After it, at most `limit`
+    messages wait. If there is another one, the stream is closed, so that a router that does not read uses no more memory.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RouterSession:
                 self._absorb(CancelRequested(stream=self.stream, request_id=message.request_id))
 
     def offer(self, message: WorkerMessage) -> bool:
-        """Send a message in order; return False if there is no room, so that the stream has to be cut."""
+        """Send a message in order; return False if the queue is full, so that the stream has to be closed."""
         if not (self._introduction or self.waiting or self._outlet.full):
             self._outlet.put(message)
         elif len(self.waiting) < self._limit:
@@ -57,7 +57,7 @@ class RouterSession:
         return True
 
     def offer_changes(self, events: tuple[KvEvent, ...]) -> bool:
-        """Send changes of the cache, numbered for this stream."""
+        """Send changes of the cache with sequence numbers of this stream."""
         return self.offer(self._numbered(events))
 
     def flow(self) -> None:

@@ -1,9 +1,9 @@
 """Worker server: the async shell that connects an engine, the worker machine and the streams of routers.
 
-Flow: routers -> `RouterSession.receive` -> machine -> engine -> `outputs()` -> machine -> `RouterSession.offer` ->
-routers. One task reads `outputs()`; no other task is in between. Changes of the engine's cache go to every router,
-and a newly connected router first gets the whole cache. When the worker drains, a separate task evacuates its warm
-blocks.
+A request flows in this order: routers -> `RouterSession.receive` -> machine -> engine -> `outputs()` -> machine ->
+`RouterSession.offer` -> routers. One task reads `outputs()`; no other task is in between. Changes of the engine's cache are
+sent to every router, and a newly connected router first gets the whole cache. When the worker drains, a separate task
+evacuates its warm blocks.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ from workers.watchdog import EngineHealth, Watchdog
 log = logging.getLogger(__name__)
 
 END_SECONDS = 10.0
-"""A worker whose engine hangs ends within this time, enough to close its ports and its store. Later the process counts
-as stuck too."""
+"""Time within which a worker whose engine hangs ends; it is enough to close its ports and its store. After this time the
+process counts as hanging too."""
 
 
 class WorkerServer:
@@ -78,10 +78,10 @@ class WorkerServer:
             engine: The running engine.
             clock: The clock of deadlines.
             incarnation: The incarnation of this process.
-            keeper: Pins the chains of waiting sessions.
+            keeper: The port that pins the chains of waiting sessions.
             tokenizer_digests: The worker's result of the tokenizer check.
-            evacuator: Copies warm blocks when the worker drains.
-            store_goes: Whether its store's memory ends with this process.
+            evacuator: The port that copies warm blocks when the worker drains.
+            store_goes: True if the store's memory ends with this process.
             start_seconds: Time from the start of this process until now; 0: unknown.
         """
         facts = self._facts = engine.facts
@@ -143,22 +143,22 @@ class WorkerServer:
 
     @property
     def held(self) -> int:
-        """The number of requests that the engine has not ended."""
+        """Number of requests that the engine has not ended."""
         return self._machine.held
 
     @property
     def hung(self) -> bool:
-        """True if the engine hangs: the worker takes no more routers and work, and the process ends."""
+        """True if the engine hangs: the worker accepts no more routers and requests, and the process ends."""
         return self._hung_at is not None
 
     @property
     def live(self) -> bool:
-        """False if the engine hangs and the process has not ended in time, so that somebody must end it."""
+        """False if the engine hangs and the process has not ended in time, so that its supervisor must end it."""
         return self._hung_at is None or self._clock.now() - self._hung_at < END_SECONDS * SECOND
 
     @property
     def warm_blocks(self) -> int:
-        """The number of blocks in the engine's cache: the cost of losing this worker."""
+        """Number of blocks in the engine's cache, which is the cost of losing this worker."""
         return len(self._cache)
 
     async def run(self) -> None:
@@ -184,7 +184,8 @@ class WorkerServer:
         except BaseExceptionGroup as group:
             if (died := group.subgroup(EngineDied)) is None:
                 raise
-            if (hung := group.subgroup(EngineHung)) is not None:  # other failures followed from the hang
+            if (hung := group.subgroup(EngineHung)) is not None:
+                # Raised instead of the other failures, which are consequences of the hang.
                 raise EngineHung(f"{self.description.engine}: {hung.exceptions[0]}") from group
             raise EngineDied(f"{self.description.engine}: {died.exceptions[0]}") from group
         finally:
@@ -213,13 +214,13 @@ class WorkerServer:
         return session
 
     def close(self, session: RouterSession) -> None:
-        """Note that a router's stream has ended, and cancel its requests."""
+        """Handle the end of a router's stream: cancel its requests."""
         self._sessions.pop(session.stream, None)
         self._absorb(RouterGone(stream=session.stream))
         log.info("router disconnected", extra={"stream": session.stream})
 
     async def drain(self, timeout: Nanos) -> int:  # noqa: ASYNC109 - the machine watches this deadline
-        """Take no more work and finish what runs within `timeout`; return the number of unfinished requests."""
+        """Accept no more requests, and let running ones finish within `timeout`; return the number of unfinished requests."""
         self._absorb(DrainRequested(deadline=Nanos(self._clock.now() + timeout)))
         async with asyncio.timeout((timeout + GRACE) / SECOND + 1):
             await self._gone.wait()
@@ -243,7 +244,7 @@ class WorkerServer:
         raise EngineDied("its cache events ended")
 
     async def _keep_time(self) -> Never:
-        """Tell the machine the time, watch the engine, and report the load on change and at every heartbeat."""
+        """Pass the time to the machine, watch the engine, and report the load on change and at every heartbeat."""
         interval = self._settings.load_interval_ms
         heartbeat = self._settings.heartbeat_ms * MILLISECOND
         reported: LoadReport | None = None
@@ -275,7 +276,7 @@ class WorkerServer:
         """Ask the watchdog about the engine.
 
         Raises:
-            EngineHung: The engine hangs. Routers were told, and the engine was killed.
+            EngineHung: The engine hangs. The routers' streams were closed, and the engine was killed.
         """
         if self.phase is LifePhase.GONE:
             return
@@ -312,7 +313,7 @@ class WorkerServer:
                     await self._evacuator.evacuate(self._prompts.all(), self._cache.names(), deadline)
             except TimeoutError:
                 log.warning("evacuation ran out of time")
-            except Exception:  # supervisor: blocks that are left behind are only computed again
+            except Exception:  # supervisor: blocks that were not copied are only computed again
                 log.exception("evacuation failed")
             self._absorb(EvacuationEnded())
 
@@ -380,7 +381,7 @@ class WorkerServer:
         self._gone.set()
 
     def _overflowed(self, session: RouterSession) -> list[WorkerCommand]:
-        """Cut the stream of a router that reads too slowly; return the resulting commands."""
+        """Close the stream of a router that reads too slowly; return the resulting commands."""
         log.warning("router reads too slowly, stream cut", extra={"stream": session.stream})
         self._sessions.pop(session.stream, None)
         session.cut("the router does not read fast enough")

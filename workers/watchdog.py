@@ -2,22 +2,25 @@
 
 Rules:
 
-1. Progress is a step of the engine's scheduler, not a token: a long prompt that is computed chunk by chunk brings no token for minutes,
-   and steps all the time. A scheduler that has no work makes no progress and does not hang.
+1. Progress is a step of the engine's scheduler, not a token: a long prompt that is computed chunk by chunk produces no token for
+   minutes, but steps all the time. A scheduler that has no work makes no progress and does not hang.
 2. The patience is the time without progress after which an engine with work counts as hung. It is `step_factor` times the slowest step
    of that size lately, and never below `floor_seconds` or above `ceiling_seconds`.
-3. Steps are told apart by size, because a step that computes 4,096 prompt tokens may take a thousand times as long as one that decodes.
-   A size is a power of two of tokens. For a size that was not seen there are two bounds: a larger step takes at least as long, and the
-   time of a smaller one grows in proportion to the tokens at most. The lower bound of both counts. An engine of which no step was seen
-   gets the ceiling.
-4. Slow steps are forgotten: a size's slowest time halves in `HALF_LIFE` of observation. A first compilation does not count for ever.
-5. Work of a kind that the engine has not done before (an adapter to load, a kernel to compile) gets the ceiling, and its time is not
-   learned. Only work that was present when the step began counts: requests that reach a hanging engine give it no more time.
-6. A step may wait for a KV transfer from another engine. While work that was present when the step began waits for one, the patience
-   is not below the transfer's own time limit, and the step's time is not learned.
+3. Steps are distinguished by size, because a step that computes 4,096 prompt tokens may take a thousand times as long as one that
+   decodes. A size is a power of two of tokens. For a size without an observed step there are two upper bounds: the time of a larger
+   step, and the time of a smaller step in proportion to the tokens. The lower one of both is used. If no step was observed at all,
+   the patience is the ceiling.
+4. Slow steps are forgotten: the slowest time of a size halves in `HALF_LIFE` of observation, so a first compilation does not count for
+   ever.
+5. If there is work of a kind that the engine has not done before (an adapter to load, a kernel to compile), the patience is the
+   ceiling, and the time of the step is not learned. Only work that was present when the step began counts, so requests that reach a
+   hanging engine give it no more time.
+6. A step may wait for a KV transfer from another engine. While work that was present when the step began waits for a transfer, the
+   patience is at least the transfer's own time limit, and the step's time is not learned.
 7. The time between two looks counts as a tenth of the patience at most, because a stopped process, a suspended machine and a starved
-   event loop do not watch. So a hang needs at least ten looks without progress. The time of such a step is not learned.
-8. An engine is as bad as the worst of its schedulers.
+   event loop do not watch. A hang is therefore detected after at least ten looks without progress. The time of a step with such a gap
+   is not learned.
+8. The state of an engine is the worst state of its schedulers.
 """
 
 from collections.abc import Sequence
@@ -30,10 +33,10 @@ from msgspec import Meta, Struct
 from fleet.core.clock import SECOND, Nanos
 from workers.ports import Pulse
 
-# Long enough to remember the prompts of one session, short enough to forget a compilation within the hour.
+# Long enough to remember the slow steps of recent prompts, and short enough to forget a compilation within an hour.
 HALF_LIFE = 600 * SECOND
-SHARE_OF_A_LOOK = 10  # rule 7
-SIZES = 32  # powers of two; no step has 2**31 tokens
+SHARE_OF_A_LOOK = 10  # the time between two looks counts as at most the patience divided by this (rule 7)
+SIZES = 32  # number of step sizes, which are powers of two; no step has 2**31 tokens
 
 
 class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,7 +77,7 @@ class EngineHealth(StrEnum):
 
 
 class Watchdog:
-    """The watchdog of one engine."""
+    """Watches the steps of one engine."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
         self._settings = settings
@@ -82,12 +85,12 @@ class Watchdog:
         self._looked_at: Nanos | None = None
 
     def look(self, pulses: Sequence[Pulse], now: Nanos) -> EngineHealth:
-        """Take in the pulses of the engine's schedulers.
+        """Observe the pulses of the engine's schedulers.
 
         Args:
-            pulses: One pulse for each scheduler, always in the same order; empty: the engine does not show its steps
+            pulses: One pulse for each scheduler, always in the same order; empty: the engine does not report its steps,
                 and is not watched.
-            now: The current instant; never earlier than in the call before.
+            now: The current instant, never earlier than in the previous call.
         """
         if not self._settings.enabled:
             return EngineHealth.HEALTHY
@@ -105,12 +108,12 @@ class Watchdog:
 
     @property
     def waited(self) -> Nanos:
-        """The longest time that a scheduler with work has made no progress for, as far as it was watched."""
+        """Longest watched time for which a scheduler with work has made no progress."""
         return max((scheduler.waited for scheduler in self._schedulers), default=Nanos(0))
 
 
 class _Scheduler:
-    """The observed steps of one scheduler."""
+    """Observations of the steps of one scheduler."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
         self.waited = Nanos(0)
@@ -120,13 +123,13 @@ class _Scheduler:
         self._pulse: Pulse | None = None
         self._slowest: list[_Slowest | None] = [None] * SIZES
         self._watched = Nanos(0)
-        self._novel = False  # true if work of a new kind was present when the current step began
-        self._fetch_limit = Nanos(0)  # of the transfers that work waited for when the current step began
-        self._slept = False  # true if more time passed since the last step than counts (rule 7)
+        self._novel = False  # True if work of a new kind was present when the current step began
+        self._fetch_limit = Nanos(0)  # time limit of the transfers for which work waited when the current step began
+        self._slept = False  # True if more time has passed since the last step than counts (rule 7)
 
     def look(self, pulse: Pulse, since: Nanos) -> EngineHealth:
         before, self._pulse = self._pulse, pulse
-        if before is None or not before.working:  # it had no work: idle time is no step's time
+        if before is None or not before.working:  # the scheduler had no work, and idle time does not belong to a step
             self.waited = Nanos(0)
             self._begin(pulse)
             return EngineHealth.HEALTHY
@@ -150,7 +153,7 @@ class _Scheduler:
         return EngineHealth.SUSPECT if 2 * self.waited >= patience else EngineHealth.HEALTHY
 
     def _begin(self, pulse: Pulse) -> None:
-        """Note the work that is present when a step begins (rules 5 and 6)."""
+        """Record the work that is present when a step begins (rules 5 and 6)."""
         self._novel = pulse.novel
         self._fetch_limit = pulse.fetch_limit
 
@@ -172,7 +175,7 @@ class _Scheduler:
         return Nanos(round(min(max(self._factor * expected, self._floor, self._fetch_limit), self._ceiling)))
 
     def _expected(self, size: int) -> float | None:
-        """Return the time that a step of this size may take, in nanoseconds; None: nothing is known."""
+        """Return the expected longest time of a step of this size in nanoseconds (rule 3); None if no step was observed."""
         if (seen := self._slowest[size]) is not None:
             return seen.took
         larger = (seen.took for seen in self._slowest[size:] if seen is not None)
@@ -185,10 +188,10 @@ class _Scheduler:
 
 
 class _Slowest(Struct, frozen=True):
-    """The slowest step of a size."""
+    """Slowest step of a size."""
 
-    took: float  # nanoseconds
-    at: Nanos  # on the clock that counts watched time only
+    took: float  # duration in nanoseconds
+    at: Nanos  # instant of the step, by a clock that counts only watched time
 
 
 def _size_of(tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Store thread: a client of a store node with one thread for its calls, so that the worker's event loop never waits."""
+"""Store thread: a client of a store node, with a thread for its calls, so that the worker's event loop never waits."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -21,7 +21,7 @@ class StoreThread:
 
     def __init__(self, client: StoreClient, thread: ThreadPoolExecutor) -> None:
         self.client = client
-        """The client. Its calls go through `call`; what it knows without a call may be read anywhere."""
+        """The client. Calls of the node must go through `call`; properties that need no call may be read in any thread."""
 
         self._thread = thread
 
@@ -44,10 +44,10 @@ async def open_store_thread(
         kv: Fingerprint of the engine's blocks.
         credentials: Credentials for a node on another host.
         name: Name of the thread.
-        wait_seconds: How long to wait for the node here; None: as long as a starting node takes.
+        wait_seconds: Longest wait for the node in this call; None: as long as a starting node takes.
 
     Raises:
-        LayoutMismatch: The node answers, and its blocks of this model are not like these.
+        LayoutMismatch: The node answers, and has blocks of this model that differ from `kv`.
         BadCredentials: A file of the credentials cannot be used.
     """
     with ThreadPoolExecutor(1, thread_name_prefix=name) as thread:

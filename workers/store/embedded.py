@@ -19,7 +19,7 @@ from workers.settings import WorkerSettings
 class SettingsWithStore(Struct, frozen=True):
     """A worker's settings together with its running store node."""
 
-    settings: WorkerSettings  # for the engine; they name the node's address
+    settings: WorkerSettings  # settings for the engine, which name the node's address
     node: StoreEndpoints | None  # the node in this process; None: there is none
 
 
@@ -31,7 +31,7 @@ async def open_embedded_store(
 
     Args:
         settings: Settings of the worker.
-        new_loop: Makes the node's event loop.
+        new_loop: Function that makes the node's event loop.
 
     Raises:
         ConfigurationRefused: The node's settings cannot be used here; the message names the field.

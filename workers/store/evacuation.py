@@ -5,15 +5,15 @@ Rules:
 1. Blocks are copied from memory that is freed when the worker ends to memory that remains. The engine's blocks go to the
    store, if the engine can still write them. From the store they go to a tier that other nodes read
    (`kvstore.service.evacuation`), and if the store ends with this process, to its peers or its disk too.
-2. Blocks go in the order of `workers.store.evacuation_priority`, so that a drain with little time or a small
-   `most_bytes` saves the hottest prefixes.
+2. Blocks are copied in the order of `workers.store.evacuation_priority`, so that a drain with little time or a small
+   `most_bytes` saves the prefixes that are used most.
 3. One thread makes the calls one after the other. Each has the client's deadline, and none begins after the drain's
    deadline. The engine and the routers never wait for an evacuation.
-4. A call that the node does not answer in time counts as one failure, and so does a batch that the tier refuses. Its
-   blocks are tried once more. The evacuation goes on while there is time, also past the pause of a circuit breaker,
+4. A call that the node does not answer in time counts as one failure, and so does a batch that the tier refuses. The
+   blocks are tried once more. The evacuation goes on while there is time, also after the pause of a circuit breaker,
    and stops after `MOST_FAILURES` failures in a row.
-5. The log has one line with the result: blocks and bytes copied, blocks that were there already, blocks left, and
-   failures. If requests still ran, a second line follows with what they added.
+5. The log has one line with the result: blocks and bytes copied, blocks that were in the tier already, blocks left, and
+   failures. If requests still ran, a second line follows for the blocks that they added.
 """
 
 import asyncio
@@ -35,26 +35,26 @@ from workers.store.evacuation_priority import by_evacuation_priority
 log = logging.getLogger(__name__)
 
 BLOCKS_PER_CALL = 1024
-"""The node looks up all blocks of a call before anything else, which takes a few milliseconds."""
+"""Most blocks in one call. The node looks up all blocks of a call before other work, which takes a few milliseconds."""
 
-MOST_FAILURES = 5  # in a row; by then a lost tier or node has been tried for some seconds
-TRY_AGAIN_SECONDS = 0.05  # while the client's circuit breaker is open
+MOST_FAILURES = 5  # failures in a row that end the evacuation; a lost tier or node was then tried for some seconds
+TRY_AGAIN_SECONDS = 0.05  # pause between two tries while the client's circuit breaker is open
 
-BLOCKS_PER_SAVE = 64  # blocks that the engine copies in one turn of the loop
+BLOCKS_PER_SAVE = 64  # most blocks that the engine writes in one call
 SAVE_WITHIN = Nanos(2 * SECOND)
 
 
 class EvacuationSummary(Struct, frozen=True, kw_only=True):
-    """The result of an evacuation."""
+    """Result of an evacuation."""
 
-    warm: int = 0  # blocks that may have been warm
-    saved: int = 0  # blocks written from the engine's memory to the store
-    moved: int = 0  # blocks copied from the store to a tier that others read
-    moved_bytes: int = 0  # their size in the store
-    there: int = 0  # blocks that were there before
-    left: int = 0  # blocks left behind: too little time, too many bytes, or a failing tier
-    failed: int = 0  # failed calls and batches
-    tier: str = ""  # the destination; empty: none, or none was needed
+    warm: int = 0  # number of blocks that may have been warm
+    saved: int = 0  # number of blocks that were written from the engine's memory to the store
+    moved: int = 0  # number of blocks that were copied from the store to a tier that other nodes read
+    moved_bytes: int = 0  # size of these copied blocks in the store
+    there: int = 0  # number of blocks that were in the tier before
+    left: int = 0  # number of blocks that were not copied, for lack of time or room, or because the tier failed
+    failed: int = 0  # number of failed calls and batches
+    tier: str = ""  # name of the tier; empty: there was none, or no copy was needed
 
 
 class StoreEvacuator:
@@ -75,11 +75,11 @@ class StoreEvacuator:
         self._engine = engine
         self._clock = clock
         self._leaving = leaving
-        self._budget = most_bytes // store.client.namespace.block_bytes  # blocks that may still be moved
+        self._budget = most_bytes // store.client.namespace.block_bytes  # number of blocks that may still be copied
 
     async def evacuate(self, prompts: Sequence[RecentPrompt], cached: Sequence[BlockHash], deadline: Nanos) -> None:
         if not self._client.joined:
-            return  # the node has never answered, so it holds no blocks and takes none
+            return  # the node has never answered, so it has no blocks and takes none
         began = self._clock.now()
         names = await self._call(lambda: self._by_priority(prompts, cached))
         self.summary = EvacuationSummary(warm=len(names), left=len(names))
@@ -151,14 +151,14 @@ async def open_evacuator(
         address: Address of the node's control plane.
         kv: Fingerprint of the engine's blocks.
         credentials: Credentials for a node on another host.
-        engine: The engine, if it can still write its own blocks to the store; None: it cannot.
+        engine: The engine, if it can still write its blocks to the store; None: it cannot.
         clock: The clock of the deadlines.
-        leaving: Whether the node ends with this process.
-        most_bytes: The most bytes to move, as the blocks are in the store.
-        wait_seconds: How long to wait for the node here; None: as long as a starting node takes.
+        leaving: True if the node ends with this process.
+        most_bytes: The most bytes to copy, by the size of blocks in the store.
+        wait_seconds: Longest wait for the node in this call; None: as long as a starting node takes.
 
     Raises:
-        LayoutMismatch: The node's blocks of this model are not like these.
+        LayoutMismatch: The node has blocks of this model that differ from `kv`.
     """
     async with open_store_thread(address, kv, credentials, "evacuation", wait_seconds=wait_seconds) as store:
         yield StoreEvacuator(store, engine, clock, leaving=leaving, most_bytes=most_bytes)

@@ -2,14 +2,15 @@
 
 Rules:
 
-1. The worth of a worker is its number of warm blocks, each counted alike. Routers count it, its Lease reports it, and
-   Kubernetes compares it to choose the worker to remove. Here the blocks are ordered, because there may not be time
-   or room for all of them.
-2. A block comes first if more of the recent prompts began with it; among equal blocks, if it was used more recently;
-   then by its position in its chain. So no block comes before a block that its chain needs first.
-3. Blocks that no recent prompt began with (answers, and old prompts) come last, in the order in which the cache
+1. The worth of a worker is its number of warm blocks, and all of them count the same. Routers count them, the worker's
+   Lease reports the number, and Kubernetes compares it to choose the worker to remove. This module orders the blocks,
+   because there may not be time or room for all of them.
+2. A block precedes another one if more of the recent prompts contain it; among equal blocks, if it was used more recently;
+   then by its position in its chain. Therefore no block precedes an earlier block of its own chain.
+3. Blocks that no recent prompt contains (of answers, and of older prompts) come last, in the order in which the cache
    stored them.
-4. The newest prompts are kept, up to `MOST_BYTES`. Their blocks are named only when an evacuation needs them.
+4. The newest prompts are kept, up to `MOST_BYTES`. The names of their blocks are computed only when an evacuation needs
+   them.
 """
 
 from collections import deque
@@ -22,11 +23,13 @@ from kvstore.block import BlockHash, HashAlgorithm, chain
 from workers.ports import RecentPrompt
 
 MOST_BYTES = 8 << 20
-"""Bytes of tokens: 2 million tokens, or 65,000 blocks of 32, which take a tenth of a second to name."""
+"""Most bytes of the kept prompts: 2 million tokens, or 65,000 blocks of 32 tokens, whose names take a tenth of a second to
+compute.
+"""
 
 
 class RecentPrompts:
-    """The newest prompts of one worker."""
+    """Keeps the newest prompts of one worker (rule 4)."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most = most_bytes
@@ -45,9 +48,9 @@ class RecentPrompts:
 
 
 class _BlockUse(Struct):
-    """How recent prompts use one block."""
+    """Use of one block by the recent prompts."""
 
-    position: int  # in its chain
+    position: int  # position of the block in its chain
     count: int = 0
     latest: int = 0  # number of the newest prompt that uses it
 
@@ -59,8 +62,8 @@ def by_evacuation_priority(
 
     Args:
         prompts: The recent prompts, the newest one last.
-        cached: Blocks that the engine holds, in the order in which they were stored.
-        block_tokens: Tokens in a block.
+        cached: Names of the blocks in the engine's cache, in the order in which they were stored.
+        block_tokens: Number of tokens in a block.
         algorithm: Hash algorithm of the names.
     """
     uses: dict[BlockHash, _BlockUse] = {}

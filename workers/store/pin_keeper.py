@@ -2,11 +2,11 @@
 
 Rules:
 
-1. Nothing here delays the engine or a router. One thread makes the calls one after the other, with the client's
-   deadlines, and at most `MAX_QUEUED_PINS` are pending. Further ones are dropped and counted, and so are calls that
+1. The pin keeper never delays the engine or a router. One thread makes the calls one after the other, with the client's
+   deadlines, and at most `MAX_QUEUED_PINS` pins are pending. Further pins are dropped and counted, and so are calls that
    the node does not answer.
-2. An engine's last blocks reach the store some moments after the end of the answer. So a chain that is not pinned as
-   a whole is tried again after each of `RETRY_PAUSES_SECONDS`, unless its session has gone on meanwhile.
+2. An engine's last blocks reach the store shortly after the end of the answer. Therefore a chain that was not pinned
+   completely is pinned again after each of `RETRY_PAUSES_SECONDS`, unless its session has gone on meanwhile.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ class StorePinKeeper:
     """Implements `workers.ports.PinKeeper`; made by `open_pin_keeper`."""
 
     def __init__(self, store: StoreThread, tasks: asyncio.TaskGroup) -> None:
-        self.pinned = 0  # chains
-        self.refused = 0  # chains of which a part exceeded the node's limit for pins
-        self.dropped = 0  # pins that were not requested, or not answered
+        self.pinned = 0  # number of chains that were pinned
+        self.refused = 0  # number of chains of which a part exceeded the node's limit for pins
+        self.dropped = 0  # number of pins that were not requested, or that the node did not answer
         self._store = store
         self._tasks = tasks
         self._numbers = count(1)
-        self._wanted: dict[str, int] = {}  # the number of the pin that each session shall have
+        self._wanted: dict[str, int] = {}  # number of the newest pin of each session; older pins are not tried again
         self.running: set[asyncio.Task[None]] = set()
 
     def keep(self, asked: Iterable[PinChain | UnpinChain]) -> None:
@@ -113,7 +113,7 @@ async def open_pin_keeper(
     Leaving the context waits for the current call.
 
     Raises:
-        LayoutMismatch: The node's blocks of this model are not like these.
+        LayoutMismatch: The node has blocks of this model that differ from `kv`.
     """
     async with (
         open_store_thread(address, kv, credentials, "store-holds", wait_seconds=wait_seconds) as store,

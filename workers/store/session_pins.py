@@ -1,16 +1,15 @@
-"""Session pins: which blocks a store keeps while a session waits, for example for a tool or a person. Pure.
+"""Session pins: decides which blocks a store keeps while a session waits, for example for a tool or a person. Pure.
 
 Rules:
 
-1. An attempt with a session has a chain: its prompt, and the answer as far as its KV was computed, which is all but
-   the last token. When the attempt ends, for any reason, its chain is pinned. The router detects tool calls and stop
-   strings, so such an end looks like a cancellation here. A prefill attempt, and an attempt without a token, pins
-   nothing.
-2. A pin lasts as long as `LATEST` of the observed pauses did that followed a pause of similar length
-   (`kvstore.eviction.session_pauses`), but at most `longest`. While too few pauses are known, it lasts `longest`.
+1. An attempt with a session has a chain: its prompt and its answer, except the answer's last token, whose KV was not
+   computed. When the attempt ends, for any reason, its chain is pinned. The router detects tool calls and stop strings, so
+   at the worker such an end is a cancellation. Prefill attempts, and attempts without a token, cause no pin.
+2. Pins are made to outlast the share `LATEST` of the observed pauses that followed a pause of similar length
+   (`kvstore.eviction.session_pauses`), but they last at most `longest`. While too few pauses are known, they last `longest`.
 3. When the session goes on, its pin ends with the first tokens. Until then the pin keeps the blocks in the store, and
    from then on the engine has them.
-4. The store knows a session by a digest of its name and the tenant's salt, so that nobody can end another tenant's
+4. The store identifies a session by a digest of its name and the tenant's salt, so that no tenant can end another tenant's
    pins.
 5. The pauses of `MAX_SESSIONS` sessions are remembered; the session that was idle longest is forgotten first.
 """
@@ -44,14 +43,14 @@ class _SessionAttempt:
 
 
 class _SessionPauses(Struct):
-    """Pauses of one session."""
+    """Observed pauses of one session."""
 
-    ended: Nanos | None = None  # the end of its last attempt; None while one runs
-    last: Nanos | None = None  # the length of the pause before
+    ended: Nanos | None = None  # instant at which the last attempt ended; None while an attempt runs
+    last: Nanos | None = None  # length of the last pause
 
 
 class SessionPinPolicy:
-    """Decides which chains to pin, by the rules above. Attempts are known by the engine's ids."""
+    """Decides which chains to pin, by the rules of this module. Attempts have the engine's ids."""
 
     def __init__(self, longest: Nanos):
         assert longest > 0, longest
@@ -61,7 +60,7 @@ class SessionPinPolicy:
         self._gaps = GapTimes()
 
     def began(self, start: Start, now: Nanos) -> None:
-        """Note that the engine was given an attempt."""
+        """Record that an attempt was given to the engine."""
         if not start.session or start.phase is Phase.PREFILL:
             return
         session = store_session_name(start.session, start.salt)
@@ -104,7 +103,7 @@ class SessionPinPolicy:
         )
 
     def _pauses(self, session: str) -> _SessionPauses:
-        """Return the pauses of a session, which counts as just used."""
+        """Return the pauses of a session, and mark the session as just used."""
         pauses = self.sessions.setdefault(session, _SessionPauses())
         self.sessions.move_to_end(session)
         if len(self.sessions) > MAX_SESSIONS:

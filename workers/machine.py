@@ -2,12 +2,13 @@
 
 Rules:
 
-1. The phases of the process are STARTING -> SERVING -> DRAINING -> GONE, in this order (`NEXT`). Only in SERVING it accepts
-   new attempts. In DRAINING, running attempts may finish until a deadline; then the others are given up. The phase becomes
-   GONE when the engine has no more work and no blocks that are needed (rule 7), or `GRACE` after the deadline. A drain begins with SIGTERM (`fleet.app.worker`), and
-   `drain_timeout_ms` (`workers.settings`) sets its deadline.
-2. A router is told exactly one end of each attempt that it started: a step with a finish, or a rejection. Later
-   outputs of the engine for that attempt are dropped. A router whose stream has ended is told nothing.
+1. The phases of the process are STARTING -> SERVING -> DRAINING -> GONE, in this order (`NEXT`). Only in SERVING it
+   accepts new attempts. In DRAINING, running attempts may finish until a deadline; then the others are given up. The
+   phase becomes GONE when the engine has no more work and no blocks that are needed (rule 7), or `GRACE` after the
+   deadline. A drain begins with SIGTERM (`fleet.app.worker`), and `drain_timeout_ms` (`workers.settings`) sets its
+   deadline.
+2. A router gets exactly one end of each attempt that it started: a step with a finish, or a rejection. Later
+   outputs of the engine for that attempt are dropped. A router whose stream has ended gets nothing.
 3. Routers choose request ids, and two routers may choose the same one, but the engine needs unique ids. Outside, an
    attempt is known by (stream, request id). Inside, its engine id is the request id, with a suffix if that id is
    taken. A second start of an attempt that still runs on the same stream is refused.

@@ -47,7 +47,7 @@ class RegistryEntry(Struct, kw_only=True):
     address: str
     name_wait_seconds: float = NAME_WAIT_SECONDS
     taken: bool = False
-    """True if the registry has the entry, as far as is known."""
+    """True if the registry has the entry, as far as the worker knows."""
 
     async def run(self) -> str:
         """Stay registered until cancelled, or until another process has replaced this worker; return the reason."""

@@ -285,7 +285,7 @@ class WorkerServer:
             if before is not EngineHealth.HEALTHY:
                 log.info("engine makes progress again", extra={"worker": self.description.worker_id})
             return
-        # `traced` looks at all processes, so it is not called at every tick.
+        # `traced` examines all processes of the engine, so it is not called at every tick.
         if (self._health is EngineHealth.HUNG or before is EngineHealth.HEALTHY) and self.engine.traced():
             self._watchdog.excuse()
             self._health = EngineHealth.HEALTHY

@@ -233,7 +233,8 @@ class Nodes:
                     self.cluster.catalogue.at(PODS), metadata["namespace"], metadata["name"], {"gracePeriodSeconds": 0}
                 )
             return
-        if not self.working:
+        has_ended = pod["status"].get("phase") in {"Succeeded", "Failed"}
+        if not self.working or has_ended:  # no kubelet brings an ended pod back
             return
         if pod["spec"].get("schedulingGates"):
             said = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}

@@ -104,7 +104,10 @@ class BackingTier(Protocol):
 
 
 class Codec(Protocol):
-    """How a backing tier stores a block's bytes: plain, compressed or sealed. Bound to one namespace; thread-safe."""
+    """Converts blocks to the form in which a backing tier stores them: plain, compressed or sealed.
+
+    A codec belongs to one namespace. Thread-safe.
+    """
 
     @property
     def codec_id(self) -> int:

@@ -2,9 +2,9 @@
 
 Rules:
 
-1. The phases of the process are STARTING -> SERVING -> DRAINING -> GONE, in this order (`NEXT`). Only in SERVING it
-   accepts new attempts. In DRAINING, running attempts may finish until a deadline; then the others are given up. The
-   phase becomes GONE when the engine has no more work and no blocks that are needed (rule 7), or `GRACE` after the
+1. The phases of the process are STARTING -> SERVING -> DRAINING -> GONE, in this order (`NEXT`). The worker accepts
+   new attempts only in SERVING. In DRAINING, running attempts may finish until a deadline; then the others are given up.
+   The phase becomes GONE when the engine has no more work and no blocks that are needed (rule 7), or `GRACE` after the
    deadline. A drain begins with SIGTERM (`fleet.app.worker`), and `drain_timeout_ms` (`workers.settings`) sets its
    deadline.
 2. A router gets exactly one end of each attempt that it started: a step with a finish, or a rejection. Later

@@ -49,7 +49,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The durations of prefills, decode steps and transfers."""
 
     speedup: Annotated[float, Meta(gt=0)] = 1.0
-    """Divides every latency; large values make tests fast."""
+    """Factor by which every latency is divided; large values make tests fast."""
 
     kv_blocks: Positive = 4096
     """Blocks of the engine's own cache."""
@@ -65,7 +65,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     store."""
 
     seed: Annotated[int, Meta(ge=0)] = 0
-    """Stands for the weights: engines with different seeds compute different KV and different tokens."""
+    """Number that stands for the weights: engines with different seeds compute different KV and different tokens."""
 
     vocab_size: Annotated[int, Meta(ge=2)] = 4096
     """The vocabulary, if `model_dir` has no config.json."""
@@ -80,10 +80,10 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The most tokens in one step, answers and prompts together; long prompts take several steps (chunked prefill)."""
 
     load_timeout_ms: Positive = 2000
-    """How long admission waits for blocks from elsewhere before it computes them."""
+    """Longest wait of a request for blocks from the store or a prefill engine; then they are computed."""
 
     publish_timeout_ms: Positive = 2000
-    """How long the finish of a prefill waits until its blocks are in the store."""
+    """Longest time for which the end of a prefill waits until its blocks are in the store."""
 
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 50.0
     """The time to load a LoRA adapter: tens of megabytes from a nearby file system."""
@@ -95,10 +95,10 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A fault for tests: while a file with this path exists, the engine hangs in its next step. Empty: never."""
 
     direct_listen: str = "127.0.0.1:0"
-    """Where decode engines fetch blocks: host:port (0: any) or unix:path."""
+    """Address at which decode engines fetch blocks: host:port (port 0: any free port) or unix:path."""
 
     direct_lease_ms: Positive = 30_000
-    """How long handed-off blocks wait to be fetched; vLLM's NIXL connector has the same default."""
+    """Time for which handed-off blocks are kept for a decode engine; vLLM's NIXL connector has the same default."""
 
     def __post_init__(self) -> None:
         if self.bytes_per_token % 8:
@@ -130,7 +130,7 @@ class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Two ports of the first rank's host, at which the engine's own ranks find each other; empty: any free ports."""
 
     join_timeout_ms: Positive = 600_000
-    """How long the leader waits for all ranks; nodes may have to be created, and images fetched."""
+    """Longest wait of the leader for all ranks; nodes may have to be created, and images fetched."""
 
     silence_ms: Annotated[int, Meta(ge=100)] = 15_000
     """A rank that sends nothing for this time counts as lost, and the whole group ends, to be started anew."""
@@ -163,7 +163,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     revision than the newest. The simulated engine reads only its config.json, if there is one."""
 
     hub: HubSettings = HubSettings()
-    """Where a repository in `model_dir` is fetched from, and where it is kept."""
+    """The hub from which a repository in `model_dir` is downloaded, and the folder for downloads."""
 
     model: Annotated[ModelName, Meta(min_length=1)]
     """The model name in clients' requests."""
@@ -178,7 +178,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Empty: none, and reasoning is a part of the text."""
 
     listen: str = "127.0.0.1:0"
-    """Where routers connect: host:port (0: any) or unix:path."""
+    """Address at which routers connect: host:port (port 0: any free port) or unix:path."""
 
     credentials: Credentials = Credentials()
     """The credentials that routers prove at `listen`, unless it is a Unix socket: the secret in `secret_file`, which the
@@ -187,8 +187,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     on that network."""
 
     control_listen: str = ""
-    """Where operators connect: gRPC with the Worker service, health and reflection; unix:path, or host:port with
-    `control_credentials`. Empty: nowhere."""
+    """Address at which operators connect: gRPC with the Worker service, health and reflection; unix:path, or host:port with
+    `control_credentials`. Empty: there is no control port."""
 
     control_credentials: Credentials = Credentials()
     """The credentials that callers of `control_listen` over TCP have to prove: the secret in `secret_file`, or a
@@ -208,7 +208,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     secret, or a certificate. They also protect `control_listen` if `control_credentials` are empty."""
 
     name_wait_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
-    """How long a worker waits for another process that holds its `worker_id`; then it ends with an error. A router
+    """Longest wait for the end of another process with the same `worker_id`; then the worker ends with an error. A router
     notices the end of a process within 10 s (its lease), so a minute is enough for a predecessor, and a second worker
     with the same name is soon noticed."""
 
@@ -225,10 +225,10 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     separate node."""
 
     store_credentials: Credentials = Credentials()
-    """The proof to a store node on another host that this worker may use it."""
+    """Credentials by which a store node on another host accepts this worker."""
 
     hold_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 120
-    """How long at most the store pins the blocks of a session after a request of it has ended. The node's
+    """Longest time for which the store pins the blocks of a session after one of its requests has ended. The node's
     `max_hold_seconds` applies if it is shorter, and all its pins together keep `max_held_share` of its memory. 0: no
     pins. In the public trace of coding agents, nine in ten pauses are shorter than 129 s."""
 
@@ -245,10 +245,10 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The most requests in one batch."""
 
     prefill_speed: Annotated[float, Meta(gt=0)] = 1.0
-    """The prefill speed of its hardware, relative to the other workers of its model: twice as fast is 2."""
+    """Prefill speed of the worker's hardware, relative to the other workers of its model: 2 means twice as fast."""
 
     decode_speed: Annotated[float, Meta(gt=0)] = 1.0
-    """The decode speed, relative to the others in the same way."""
+    """Decode speed of the worker's hardware, relative to the other workers in the same way."""
 
     labels: tuple[str, ...] = ()
     """Labels that a request may demand, such as a zone or a licence."""
@@ -262,13 +262,13 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Workers of one model should have the same adapter under the same name."""
 
     adapter_slots: Positive = 4
-    """LoRA adapters loaded at a time, each with memory of its own on the device."""
+    """Number of LoRA adapters that are loaded at a time; each uses memory of the device."""
 
     max_waiting: Annotated[int, Meta(ge=0)] = 256
     """Requests that may wait for a place in the batch; more are refused with QUEUE_FULL."""
 
     stream_buffer: Annotated[int, Meta(ge=16)] = 1024
-    """Messages that may wait for a slow router; one more cuts its stream. At 400 steps a second, this is 2.5 s."""
+    """Most messages that wait for a slow router; a further one closes its stream. At 400 steps a second, this is 2.5 s."""
 
     load_interval_ms: Annotated[int, Meta(ge=10, le=500)] = 100
     """The load is reported on change, at most this often; deadlines, also a drain's, are checked as often."""
@@ -277,10 +277,10 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The load is reported at least this often."""
 
     watchdog: WatchdogSettings = WatchdogSettings()
-    """When an engine without progress counts as hung."""
+    """Settings of the watchdog, which decides when an engine without progress counts as hung."""
 
     drain_timeout_ms: Annotated[int, Meta(ge=0)] = 30_000
-    """How long running requests may go on after SIGTERM; Kubernetes kills after 30 s by default."""
+    """Time in which running requests may finish after SIGTERM. Kubernetes kills a pod after 30 s by default."""
 
     evacuate_bytes: Annotated[int, Meta(ge=0)] = 8 << 30
     """The most bytes of warm blocks that a draining worker copies to where other workers read them, the most valuable

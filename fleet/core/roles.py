@@ -22,8 +22,8 @@ class Phase(StrEnum):
 class KvPath(StrEnum):
     """Path of blocks from the prefill worker to the decode worker."""
 
-    STORE = "store"  # through the KV store node
-    DIRECT = "direct"  # from engine memory to engine memory
+    STORE = "store"  # blocks are written to and read from the KV store node
+    DIRECT = "direct"  # blocks move from engine memory to engine memory
 
 
 class Placement(StrEnum):

@@ -28,7 +28,7 @@ SMALL = 0.1
 MOST_USES = 3
 
 IN_USE = Nanos(30 * SECOND)
-"""How long a key that left the main queue is remembered: the default of the longest read lease."""
+"""Time for which a key that left the main queue is remembered: the default of the longest read lease."""
 
 MOST_IN_USE = 65_536  # largest number of keys that are remembered after they left the main queue
 

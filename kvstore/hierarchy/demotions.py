@@ -125,7 +125,7 @@ class Demotions:
         """End a `Confirm`. `answers` tells for each of its keys whether the tier has the block."""
         confirmation = self._answered(confirm_id)
         if confirmation is None:
-            return  # its deadline has passed, and its blocks count as lost already
+            return  # the deadline of the `Confirm` has passed, and its blocks count as lost already
         tier = self._tiers[confirmation.tier]
         tier.reading.succeeded()
         self._tiers.forget(tier, [key for key, there in zip(confirmation.keys, answers, strict=True) if not there])
@@ -134,7 +134,7 @@ class Demotions:
         """End a `Confirm` that failed or missed its deadline. Its blocks count as lost (rule 3)."""
         confirmation = self._answered(confirm_id)
         if confirmation is None:
-            return  # its deadline has passed, and its blocks count as lost already
+            return  # the deadline of the `Confirm` has passed, and its blocks count as lost already
         tier = self._tiers[confirmation.tier]
         tier.failed(tier.reading, started, now)
         self._tiers.forget(tier, confirmation.keys)

@@ -8,7 +8,7 @@ class BlockState(StrEnum):
     RESERVED = "reserved"  # a writer is writing its bytes
     HELD = "held"  # readable; may be evicted
     PINNED = "pinned"  # readable; a lease keeps it in place
-    CONDEMNED = "condemned"  # its bytes are wrong; the place is reused after the last reader has gone
+    CONDEMNED = "condemned"  # the bytes are wrong; the place is reused after the last pin has ended
     GONE = "gone"
 
 

@@ -52,7 +52,7 @@ class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     stays."""
 
     duration_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
-    """How long the others wait for a leader that does not renew any more."""
+    """Time for which the other candidates wait for a leader that does not renew the Lease any more."""
 
     renew_within_seconds: Seconds = 10.0
     """A leader that could not renew for this time stops acting."""

@@ -27,7 +27,8 @@ class S3Settings(TierSettings, frozen=True, kw_only=True, tag="s3"):
     """Profile in the AWS configuration files. Empty: the default profile."""
 
     addressing: Literal["auto", "path", "virtual"] = "auto"
-    """Where the bucket's name stands in URLs. Many object stores other than Amazon S3 need "path"."""
+    """Position of the bucket's name in URLs: in the path or in the host name. Many object stores other than Amazon S3 need "path".
+    """
 
     ca_file: str = ""
     """PEM file with the certificates to trust. Empty: the system's certificates."""

@@ -71,9 +71,8 @@ CALL_SECONDS = {
     KVConnectorRole.SCHEDULER: 0.25,
     KVConnectorRole.WORKER: 1.0,
 }
-STORE_SECONDS = (
-    2.0  # how long a start waits for the store node, which the worker has just reached; else it is joined later
-)
+# Longest wait of a start for the store node, which the worker has just reached; later it is joined in the background.
+STORE_SECONDS = 2.0
 ORPHAN_GRACE_SECONDS = 5.0  # time between SIGTERM and SIGKILL for processes without a worker
 REMEMBERED_PER_BLOCK = 4  # number of offered blocks whose names are remembered, per block of the engine's capacity
 

@@ -340,7 +340,7 @@ def engine_args(
         "block_size": settings.block_tokens,
         "enforce_eager": settings.vllm.enforce_eager,
         "enable_prefix_caching": True,
-        "scheduling_policy": "priority",  # by priority, and among equals in the order of arrival
+        "scheduling_policy": "priority",  # requests run by priority, and among equals in the order of arrival
         # The router tokenizes; in the engine only grammars need the tokenizer.
         "skip_tokenizer_init": not settings.vllm.keeps_forms,
         "disable_log_stats": True,  # off, because Fleet counts by itself, and each step is cheaper without it

@@ -14,14 +14,14 @@ from fleet.core.roles import Phase
 log = logging.getLogger("fleet.access")
 
 LONGEST_NAME = 128
-"""Characters of a name that a line quotes; clients choose the names."""
+"""Most characters of a name in a line; clients choose the names, and also request ids that are refused."""
 
 
 class AccessEntry:
     """The line of one request, which is written at its end."""
 
     def __init__(self, request_id: RequestId, model: str, tenant: str) -> None:
-        self._request_id = request_id
+        self.request_id = request_id
         self._model = model
         self.tenant = tenant
 
@@ -43,7 +43,7 @@ class AccessEntry:
             first_seconds: From its arrival to its first token; None if it had none.
             seconds: From its arrival to its end.
         """
-        fields: dict[str, object] = {"request": self._request_id, "model": quoted(self._model)}
+        fields: dict[str, object] = {"request": quoted(self.request_id), "model": quoted(self._model)}
         if self.tenant:
             fields["tenant"] = quoted(self.tenant)
         fields["outcome"] = outcome.value

@@ -191,6 +191,8 @@ class Generation:
             except RequestRejected as refused:
                 measured.ended(refused.reason)
                 raise
+            if entry is not None:
+                entry.request_id, entry.tenant = request.id, request.tenant
         if request.id in self._running:
             measured.ended(Reason.INVALID_ARGUMENT)
             raise invalid("request_id", "a running request has the same id; use another one")

@@ -21,6 +21,7 @@ from fleet.v1 import control_pb2
 from fleet.v1 import replica_pb2 as pb
 
 PROMPTS_A_MESSAGE = 1000  # most prompts in one message; 4 MB if all have the maximum length
+MOST_AGE_MS = 0xFFFF_FFFF  # largest age that its field takes, 49 days; older prompts are sent with this age
 MEMBERS_A_MESSAGE = 1000  # most members in one message; about 100 kB
 TOKENS_A_MESSAGE = 200_000  # number of answer tokens after which a message is sent; at most 1 MB
 ANSWER_TOKENS = 10  # the size of an answer's key and position in a message, counted in tokens
@@ -146,7 +147,7 @@ def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private:
                 worker_id=each.worker_id,
                 number=each.number,
                 keys=pack(f"<{len(each.keys)}Q", *each.keys),
-                age_ms=each.age_ms,
+                age_ms=min(each.age_ms, MOST_AGE_MS),
             )
             for each in placed[first : first + PROMPTS_A_MESSAGE]
         ]

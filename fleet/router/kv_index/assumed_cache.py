@@ -37,7 +37,7 @@ class AssumedCache:
         return self._held.blocks
 
     def sent(self, keys: Keys, until: Nanos) -> None:
-        """Add a prompt as far as there is room; `until` never goes back."""
+        """Add a prompt as far as there is room; it stays at least as long as the prompt that it continues."""
         keys = keys[: self.capacity]
         if not keys:
             return
@@ -51,7 +51,7 @@ class AssumedCache:
         else:
             chain = self._chains.add(self._held, keys)
             self.listed += len(keys)
-        chain.until = until
+        chain.until = max(chain.until, until)
         self._sent[keys[-1]] = chain
         while self._held.blocks > self.capacity or self.listed > MAX_LISTED_FACTOR * self.capacity:
             self._forget_first()

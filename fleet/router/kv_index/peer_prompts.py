@@ -47,7 +47,7 @@ class PlacedPrompt(Struct, frozen=True, kw_only=True):
 
     worker_id: WorkerId
     number: int = 0
-    """The router's number of an unfinished prompt (rule 1). 0: the prompt is assumed to be cached from now on (rule 3)."""
+    """The router's number of an unfinished prompt (rule 1). 0: the prompt is assumed to be cached since it was sent (rule 3)."""
 
     keys: tuple[int, ...]  # the keys of its marks, or of all blocks if it is assumed to be cached
     age_ms: int = 0  # milliseconds since it was sent, if it is assumed to be cached

@@ -2,7 +2,9 @@
 
 import pytest
 
-from fleet.frontend.access_log import quoted
+from fleet.core.errors import Reason
+from fleet.core.ids import RequestId
+from fleet.frontend.access_log import AccessEntry, quoted
 
 
 @pytest.mark.parametrize("name", ["tiny", "org/model-7b@main", ""])
@@ -17,3 +19,13 @@ def test_names_that_could_forge_a_field_are_quoted(name):
 
 def test_long_names_are_cut():
     assert len(quoted("m" * 10_000)) == 128
+
+
+def test_refused_request_id_cannot_forge_a_field(caplog):
+    caplog.set_level("INFO", "fleet.access")
+    entry = AccessEntry(RequestId("a outcome=stop"), "tiny", "")
+
+    entry.write(Reason.INVALID_ARGUMENT, usage=None, kv=(), first_seconds=None, seconds=0.001)
+
+    (record,) = caplog.records
+    assert record.request == "'a outcome=stop'"

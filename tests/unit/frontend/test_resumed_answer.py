@@ -1,5 +1,7 @@
 """Tests of resumed generations: at every cut, text and tokens together are those of an undisturbed answer."""
 
+from hashlib import sha256
+
 import pytest
 from msgspec import structs
 from prometheus_client import CollectorRegistry
@@ -156,6 +158,34 @@ async def test_tokens_of_both_routers_are_charged_once(open_generation, codec):
 
     counted = usage.usage()["acme"]
     assert (counted.requests, counted.prompt_tokens, counted.answer_tokens) == (0, 0, len(answer) - 4)
+
+
+async def test_access_log_names_resumed_request_and_its_tenant(open_generation, codec, caplog):
+    """The tenant follows from the key, as for any request; a client need not name it."""
+    answer = token_ids(codec.encode(TEXT))[1:]
+    request = a_request(sampling=GREEDY, resumable=True, tenant="acme")
+    seen = (await events_of(open_generation(FakeRouter(answer)), request))[:5]
+    keys = {"acme": TenantSettings(api_key_sha256=(sha256(b"key").hexdigest(),))}
+    threads = TokenizerThreads()
+    second = Generation(
+        FakeRouter(answer),
+        {MODEL: codec},
+        clock=SystemClock(),
+        tenants=Tenants(keys, SystemClock().now()),
+        tenant_secret=b"",
+        metrics=RouterProcessMetrics(CollectorRegistry()),
+        threads=threads,
+        resume_tokens=ResumeTokens(b"secret", 60, lambda: 1000),
+        logs_access=True,
+    )
+    caplog.set_level("INFO", "fleet.access")
+
+    resumed = structs.replace(request, tenant="", resume=resumption(seen))
+    await events_of(second, resumed, authorization="Bearer key")
+    threads.close()
+
+    (record,) = [each for each in caplog.records if each.name == "fleet.access"]
+    assert (record.request, record.tenant) == (f"{request.id}.r1", "acme")
 
 
 async def refusal_of(generation, request):

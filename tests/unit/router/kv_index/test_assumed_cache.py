@@ -147,6 +147,14 @@ def test_prompt_that_was_sent_again_is_not_made_older():
     assert len(cache) == 2
 
 
+def test_earlier_prompt_does_not_shorten_the_one_it_continues():
+    _, cache = a_cache(100)
+    cache.sent((1, 2), LATER)
+    cache.add_earlier((1, 2, 3), Nanos(START + SECOND))
+    cache.expire(Nanos(START + SECOND))
+    assert len(cache) == 3
+
+
 def test_prompt_returns_to_its_worker_until_expiry():
     router = RouterMachineDriver()
     for name in ("a", "b"):

@@ -35,6 +35,9 @@ KINDS: Mapping[str, type[Struct]] = {
 
 UNITS = (
     ("_ms_per_token", "milliseconds per token"),
+    ("_ms_per_mib", "milliseconds per MiB"),
+    ("dollars_per_million_prompt_tokens", "US dollars per million tokens"),
+    ("dollars_per_million_answer_tokens", "US dollars per million tokens"),
     ("_bytes_per_second", "bytes per second"),
     ("_tokens_per_second", "tokens per second"),
     ("_per_minute", "per minute"),

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fleet.cli.console.command_line import command_parser, did_you_mean
+from fleet.cli.console.command_line import command_parser, option_meant
 from fleet.cli.console.exits import CONFIGURATION_REFUSED, DONE, FAILED
 from fleet.core.errors import ConfigurationRefused
 
@@ -64,7 +64,7 @@ def _run(argv: Sequence[str]) -> int:
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         known = parser.options(argv)
-        guesses = (did_you_mean(word.partition("=")[0], known) for word in unknown if word.startswith("--"))
+        guesses = (option_meant(word.partition("=")[0], known) for word in unknown if word.startswith("--"))
         message = f"unrecognized arguments: {' '.join(unknown)}{next(filter(None, guesses), '')}"
         (parser if chosen is None else parser.commands()[chosen]).error(message)
     status: int = modules[arguments.command].run(arguments)

@@ -179,8 +179,8 @@ def _only_local() -> Path:
         )
     if len(found) > 1:
         raise ConfigurationRefused(
-            "several clusters run on this machine: --address or --plans names one of\n"
-            + "\n".join(f"  {_grpc_address(plans):<24} {plans}" for plans in found)
+            "several clusters run on this machine: --address or --plans names one of "
+            + ", ".join(f"{_grpc_address(plans)} ({plans})" for plans in found)
         )
     return found[0]
 

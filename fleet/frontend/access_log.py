@@ -22,7 +22,7 @@ class AccessEntry:
 
     def __init__(self, request_id: RequestId, model: str, tenant: str) -> None:
         self.request_id = request_id
-        self._model = model
+        self.model = model
         self.tenant = tenant
 
     def write(
@@ -43,7 +43,7 @@ class AccessEntry:
             first_seconds: From its arrival to its first token; None if it had none.
             seconds: From its arrival to its end.
         """
-        fields: dict[str, object] = {"request": quoted(self.request_id), "model": quoted(self._model)}
+        fields: dict[str, object] = {"request": quoted(self.request_id), "model": quoted(self.model)}
         if self.tenant:
             fields["tenant"] = quoted(self.tenant)
         fields["outcome"] = outcome.value

@@ -271,6 +271,7 @@ class Generation:
         resumed: ResumedAnswer | None,
     ) -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)
+        measured.serves(card.name)
         prompt_tokens = len(tokens) // TOKEN_BYTES
         prompt_only = request.sampling.max_tokens == 0 and not request.fill_context
         parsing = None
@@ -688,6 +689,11 @@ class _RequestTimes:
         self._over = False
         self.usage: Usage | None = None  # None until the tenant is charged
         self._kv: tuple[KvPhase, ...] = ()
+
+    def serves(self, model: ModelName) -> None:
+        """Note the model that serves the request, which may not have named one."""
+        if self._entry is not None:
+            self._entry.model = model
 
     def admitted(self, prompt_tokens: int) -> None:
         self.usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=0, cached_tokens=0)

@@ -10,7 +10,6 @@ Rules:
 
 import errno
 import json
-import os
 import secrets
 import socket
 import sys
@@ -356,7 +355,7 @@ def claim_address(field: str, listen: str, held: ExitStack) -> str:
             raise ConfigurationRefused(
                 f"{field}: {listen} is in use; name another port, or 0 for any free one"
             ) from error
-        raise ConfigurationRefused(f"{field}: {listen}: {os.strerror(error.errno or 0)}") from error
+        raise ConfigurationRefused(f"{field}: {listen}: {error.strerror or error}") from error
 
 
 def _dialled(listen: str) -> str:

@@ -71,10 +71,23 @@ class CommandParser(argparse.ArgumentParser):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a question that proposes the known word most like `word`; empty if none is like it."""
+    return _question(_nearest(word, known))
+
+
+def option_meant(option: str, known: Iterable[str]) -> str:
+    """Return such a question for a long option. The dashes do not count: short options would be like any other because of them."""
+    name = _nearest(option.removeprefix("--"), (each.removeprefix("--") for each in known))
+    return _question(f"--{name}" if name else "")
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
     from difflib import get_close_matches  # noqa: PLC0415 - only for errors
 
-    near = get_close_matches(word, sorted(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return next(iter(get_close_matches(word, sorted(known), n=1)), "")
+
+
+def _question(proposed: str) -> str:
+    return f"; did you mean {proposed!r}?" if proposed else ""
 
 
 class _VersionAction(argparse.Action):

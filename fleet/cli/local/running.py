@@ -32,8 +32,8 @@ def local_cluster(address: str | None, *, killed: bool = False) -> LocalRun:
         found = [run for run in found if run.answers_at(address)]
     alive = [run for run in found if not run.killed] or found
     if len(alive) > 1:
-        lines = [f"  {grpc_address(run):<24} {run.folder}" for run in alive]
-        raise ConfigurationRefused("\n".join(["several clusters run on this machine: --address names one of", *lines]))
+        places = ", ".join(f"{grpc_address(run)} ({run.folder})" for run in alive)
+        raise ConfigurationRefused(f"several clusters run on this machine: --address names one of {places}")
     if not alive:
         place = "no cluster of fleet up runs on this machine"
         raise ConfigurationRefused(place if address is None else f"--address: {place} with the router {address}")

@@ -221,16 +221,9 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request that would wait longer is rejected at once. The predicted wait in the queue follows from the departure rate, the wait in
     the prefill queue of the chosen worker from its prefill rate. Ten seconds is the longest common goal for a first token, so a request
     that waits longer misses every goal. In `loadtests/studies/conversation.toml`, whose goals are 10 s and 100 ms, 16 H100 serve 2.5
-    requests a second. The table has the requests a second that meet the goals at 1.35, 1.75 and 2.7 times that load; the last column
-    is the number of rejected requests, of 12,031, at half the load::
-
-        seconds   1.35  1.75  2.7   rejected
-        5         2.68  2.84  3.63  29
-        10        2.44  2.66  3.60  1
-        20        2.26  2.48  3.18  0
-        no limit  0.52  0.06  0.04  0
-
-    Raise it if clients would rather wait than try again, as batch jobs do."""
+    requests a second. At 1.35, 1.75 and 2.7 times that load, 2.44, 2.66 and 3.60 requests a second meet the goals; with 5 s 2.68, 2.84
+    and 3.63, with 20 s 2.26, 2.48 and 3.18, and with no limit 0.52, 0.06 and 0.04. At half the load, 1 of 12,031 requests is rejected;
+    with 5 s 29, and with 20 s none. Raise it if clients would rather wait than try again, as batch jobs do."""
 
     priority_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
     """The wait that a step of priority is worth: a request goes before those of one step less that arrived up to so much

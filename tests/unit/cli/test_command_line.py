@@ -96,6 +96,7 @@ def test_a_misused_command_line_exits_2_with_one_line(argv, capsys):
         (["statsu"], "; did you mean 'status'?"),
         (["up", "--http-prot", "1"], "unrecognized arguments: --http-prot 1; did you mean '--http-port'?"),
         (["up", "--engin3=vllm"], "unrecognized arguments: --engin3=vllm; did you mean '--engine'?"),
+        (["up", "--dtype", "auto"], "fleet up: unrecognized arguments: --dtype auto (see fleet up --help)"),
         (["kube", "crdz"], "; did you mean 'crds'?"),
         (["kube", "crds", "--otput", "x"], "unrecognized arguments: --otput"),
         (["--nosuch"], "fleet: the following arguments are required: COMMAND"),

@@ -6,7 +6,7 @@ import jsonschema
 import msgspec
 import pytest
 
-from fleet.app.settings_reference import KINDS
+from fleet.app.settings_reference import KINDS, settings_keys
 from fleet.cli.main import run
 
 
@@ -29,6 +29,13 @@ def test_list_gives_meaning_unit_and_default(capsys):
     at = lines.index("max_queue_seconds  default: 10.0  [seconds]")
     assert lines[at + 1].startswith("    A request that would wait longer is rejected at once.")
     assert "tenants.NAME.requests_per_minute  default: 0.0  [per minute]" in lines
+
+
+@pytest.mark.parametrize("part", KINDS)
+def test_unit_of_a_rate_is_no_plain_amount(part):
+    rates = {key.path: key.unit for key in settings_keys(KINDS[part]) if "_per_" in key.path.rpartition(".")[2]}
+
+    assert {path: unit for path, unit in rates.items() if unit and "per " not in unit} == {}
 
 
 def test_list_shows_sections_inside_arrays(capsys):

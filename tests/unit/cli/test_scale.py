@@ -183,5 +183,5 @@ def test_a_cluster_on_this_machine_is_named_by_its_address(tmp_path, monkeypatch
     assert target("--address", "127.0.0.1:2") == FolderTarget(folder=str(folders[2] / "plans"))
     with pytest.raises(ConfigurationRefused, match="--address: no cluster"):
         target("--address", "127.0.0.1:3")
-    with pytest.raises(ConfigurationRefused, match=f"127.0.0.1:1 +{folders[1]}"):
+    with pytest.raises(ConfigurationRefused, match=rf"127.0.0.1:1 \({folders[1]}"):
         target()

@@ -72,6 +72,7 @@ def generations(codec):
         router: FakeRouter,
         codecs: Mapping[ModelName, TextCodec] | None = None,
         counted: Tenants | None = None,
+        logs_access: bool = False,
         **tenants: TenantSettings,
     ) -> Generation:
         metrics = RouterProcessMetrics(CollectorRegistry())
@@ -83,6 +84,7 @@ def generations(codec):
             tenant_secret=SECRET,
             metrics=metrics,
             threads=threads,
+            logs_access=logs_access,
         )
 
     yield make
@@ -318,6 +320,14 @@ async def test_single_model_needs_no_name(generations):
 
     assert isinstance(events[0], Admitted)
     assert events[0].model == MODEL
+
+
+async def test_access_log_names_the_model_that_served(generations, caplog):
+    caplog.set_level("INFO", logger="fleet.access")
+
+    await collect(generations(FakeRouter([5]), logs_access=True).generate(a_request(model="")))
+
+    assert [record.model for record in caplog.records] == [MODEL]
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,12 @@ UNAVAILABLE = frozenset({502, 503, 504})
 EXCERPT_BYTES = 200
 UNFINISHED = "the stream ended before its last event"
 LEARNED_FIRST_BYTES = 16  # kept between two checks, which come ten times a second: enough to know a server's speed
-USAGE_BYTES = 4096  # last bytes of an answer in which the usage is searched
+USAGE_BYTES = 4096  # last bytes of a stream in which the usage is searched; bytes before and after a count otherwise
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*([0-9]{1,12})')
 _COMPLETION_TOKENS = re.compile(
     rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})(?![0-9])'
 )  # a number with more digits is not accepted as a count
+_TOKEN_COUNT = b'_tokens"'  # end of the names of all counts; the quote is escaped within a JSON string
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
 
 _BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}(?:;[^\r\n]*)?\r\n")
@@ -162,6 +163,7 @@ class Upstream(asyncio.Protocol):
         self._unsent: list[bytes] = []
         self.latest = b""  # bytes since the latest read in which an event began; of long ones the end
         self.earlier = b""  # the bytes of the read before `latest`
+        self._counted = b""  # an answer in one piece: its bytes around the latest count of tokens that was read
         self._interim_heads = 0  # number of interim heads before the present answer
         self._served = 0  # number of requests that this connection has served
         self._events = 0  # number of events that were not reported yet
@@ -212,6 +214,7 @@ class Upstream(asyncio.Protocol):
         self._complete = False
         self._held = b""
         self._events = 0
+        self._counted = b""
         self._interim_heads = 0
         self.spoke = False
         self.quiet = True
@@ -272,13 +275,19 @@ class Upstream(asyncio.Protocol):
             assert self._relayed is not None
             self.spoke = True
             self._owner.spoke(self, self._relayed)
-        if events := data.count(b"data:"):
+        events = data.count(b"data:")
+        self._events += events
+        if self._head is not None and not self._head.streams:
             self.quiet = False
-            self._events += events
+            end = self.latest[-USAGE_BYTES:]
+            self._keep_count(end + data, 0 if len(end) < USAGE_BYTES else USAGE_BYTES // 2)
+            self.latest = end + data[-USAGE_BYTES:]
+        elif events:
+            self.quiet = False
             self.earlier, self.latest = self.latest, data
         else:  # this read continues the one before
             self.latest = self.latest[-USAGE_BYTES:] + data[-USAGE_BYTES:]
-            if self._head is None or not self._head.streams or _COMMENT_LINE.search(data) is None:
+            if _COMMENT_LINE.search(data) is None:
                 self.quiet = False
         if not self._due.end:
             self._complete = True
@@ -308,12 +317,22 @@ class Upstream(asyncio.Protocol):
         """Return the usage at the end of the answer that has just come; None if there is none."""
         return read_usage(self._end())
 
+    def _keep_count(self, content: bytes, begin: int) -> None:
+        """Keep the usage of an answer in one piece, because much may follow it, such as `prompt_token_ids`.
+
+        Args:
+            content: The bytes just read, behind the end of those before.
+            begin: Where the search begins; what stands before has been searched with enough bytes on both sides.
+        """
+        if (found := content.rfind(_TOKEN_COUNT, begin)) >= 0:
+            self._counted = content[max(0, found - USAGE_BYTES) : found + USAGE_BYTES]
+
     def _end(self) -> bytes:
-        """Return the end of the answer, where its usage is, joined from reads and chunks."""
+        """Return the bytes of the answer where its usage is, joined from reads and chunks."""
         latest = self.latest
         if len(latest) < USAGE_BYTES:
             latest = self.earlier[-USAGE_BYTES:] + latest
-        end = latest[-USAGE_BYTES:]
+        end = self._counted + latest[-USAGE_BYTES:]
         return _BETWEEN_CHUNKS.sub(b"", end) if self._head is not None and self._head.chunked else end
 
     @property
@@ -412,6 +431,8 @@ class Upstream(asyncio.Protocol):
             )
         )
         self.earlier, self.latest = b"", content
+        if not head.streams and len(content) >= USAGE_BYTES:  # all of a shorter one is kept
+            self._keep_count(content, 0)
         self._events = max(1, content.count(b"data:"))
         self._complete = complete
         owner.write_batcher.afterwards(self._finish if complete else self._tell)

@@ -315,6 +315,29 @@ async def test_usage_counts_in_however_many_chunks_it_comes(asked, size):
     assert relayed.answer_tokens == 567
 
 
+@pytest.mark.parametrize("size", [1, 30, 900, 4096, 5000, 1 << 20])
+@pytest.mark.parametrize("chunked", [False, True], ids=["sized", "chunked"])
+async def test_usage_counts_however_much_of_the_answer_follows_it(asked, size, chunked):
+    """vLLM puts `prompt_logprobs` and `prompt_token_ids` behind the usage of an answer in one piece."""
+    upstream, relayed = asked
+    relayed.tenant = "somebody"
+    usage = b'"usage":{"prompt_tokens":7,"completion_tokens":21,"prompt_tokens_details":{"cached_tokens":3}}'
+    text, ids = b'{"choices":[{"text":"' + b"data: a" * 900 + b'"}],', b',"prompt_token_ids":[' + b"5," * 9000 + b"5]}"
+    body = text + usage + ids
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+    if chunked:
+        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        body = b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in (text + usage[:30], usage[30:] + ids)) + LAST
+    answer = head + body
+
+    for begin in range(0, len(answer), size):
+        upstream.data_received(answer[begin : begin + size])
+    await turns()
+
+    assert (relayed.ended, relayed.answer_tokens) == (1, 21)
+    assert upstream.usage() == UpstreamUsage(7, 3)
+
+
 @pytest.mark.parametrize("piece", [EVENT, b"3e8\r\n" + bytes(1000) + b"\r\n"], ids=["events", "something else"])
 async def test_however_long_an_answer_is_little_of_it_is_kept(asked, piece):
     upstream, _ = asked

@@ -1,1 +1,1 @@
-"""Simulator: the machines that run in production, in virtual time, on simulated engines, links and clients."""
+"""Simulator: runs production's machines, such as the router's, in virtual time with simulated engines, links and clients."""

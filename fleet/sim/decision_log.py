@@ -1,4 +1,4 @@
-"""Decision log: the decisions of a router's machine, one line each, in the same form in production and in the simulator.
+"""Decision log: writes each decision of a router's machine as a line of text, in the same form in production and in the simulator.
 
 Rules:
 
@@ -12,11 +12,11 @@ Rules:
        refuse R: REASON
        drift W: yes | no
 
-2. `place` is a decision with its data: the candidates in the order of their joining, each with its cost and with the leading
-   blocks of the prompt that it was known to hold. It stands before the `send` that it led to. A `send` without a `place` is the
-   decode part of a handoff, whose worker was chosen when the request was placed.
-3. `book` lines are the reservations on a worker after the event, one line for each worker whose reservations have changed.
-   New reservations, growing answers and releases all appear in them.
+2. A `place` line states a decision with its data: the candidates in the order in which they joined, each with its cost and
+   the number of leading blocks of the prompt that it was known to hold. The `send` line of the chosen worker follows. A
+   `send` line without a `place` line is the decode part of a handoff; its worker was chosen when the request was placed.
+3. A `book` line states the reservations on one worker after an event. There is one line for each worker whose reservations
+   have changed, by a new reservation, a growing answer, or a release.
 4. Costs are printed with nine significant digits, because sums of floats may differ in the last bits between two machines.
 """
 
@@ -47,14 +47,14 @@ from fleet.router.state.live_requests import request_of
 
 
 class DecisionLog:
-    """The log of one machine; implements `fleet.router.observer.Observer`."""
+    """Writes the decisions of one router machine as lines. It is called as a `fleet.router.observer.Observer`."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        # the machine whose state is read for the lines; nothing is logged before it is set
+        # the router machine whose decisions and reservations are logged; nothing is logged while this is None
         self.machine: RouterMachine | None = None
         self._booked: dict[WorkerId, ReservationTotals] = {}
-        self._placed: dict[str, Decision] = {}  # the decision that was logged last for each live request
+        self._placed: dict[str, Decision] = {}  # the decision of each live request that was logged last
 
     def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:  # noqa: ARG002
         if self.machine is None or commands is None:
@@ -89,7 +89,7 @@ class DecisionLog:
             case CacheDriftChanged():
                 self.lines.append(f"{now} drift {command.worker_id}: {'yes' if command.drifting else 'no'}")
             case Emit():
-                pass  # a worker's output is only passed on, so there is no decision to log
+                pass  # these commands only pass a worker's output on, so there is no decision to log
             case _:
                 assert_never(command)
 

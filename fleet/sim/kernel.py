@@ -3,8 +3,8 @@
 Rules:
 
 1. Time moves only from one event to the next. An event is a call without arguments that is due at an instant.
-2. The seed draws the order of events of one instant, so results that depend on such an order differ between seeds.
-3. The same calls with the same seed always give the same order.
+2. Events of one instant run in a random order that the seed determines. So a result that depends on their order differs between seeds.
+3. The same calls with the same seed always give the same order of events.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,18 @@ from typing import Any
 from fleet.core.clock import Nanos
 
 ScheduledEvent = list[Any]
-"""An event: instant, random tie-breaker, number, action. It is a list because Python creates and compares lists without calling
-Python code."""
+"""An event: instant, random tie-breaker, number, action. It is a list, because a class with its own comparison would be slower."""
 
 _ACTION = 3
 
 
 def cancel(event: ScheduledEvent) -> None:
-    """Cancel an event."""
+    """Cancel an event: its action will not be called."""
     event[_ACTION] = None
 
 
 class Kernel:
-    """The event heap; it is also a `fleet.core.clock.Clock`."""
+    """Runs events in the order of their instants. Implements `fleet.core.clock.Clock`."""
 
     def __init__(self, seed: int, begin: int = 0):
         self._heap: list[ScheduledEvent] = []
@@ -40,8 +39,8 @@ class Kernel:
         return self.instant
 
     def at(self, when: int, action: Callable[[], None]) -> ScheduledEvent:
-        """Schedule an action at an instant; if the instant is past, the action happens at the present instant."""
-        if when < self.instant:  # noqa: PLR1730 - max() takes longer than all the rest
+        """Schedule an action at an instant, or at the present instant if the given one is past."""
+        if when < self.instant:  # noqa: PLR1730 - max() would be slower
             when = self.instant
         self._scheduled += 1
         event = [when, self._tie(), self._scheduled, action]
@@ -56,7 +55,7 @@ class Kernel:
         return event
 
     def skip(self, to: Nanos) -> None:
-        """Move time forward to an instant that must be before the next event."""
+        """Move time forward to an instant without running events. No event may be due earlier than this instant."""
         assert self.instant <= to, (self.instant, to)
         assert not self._heap or self._heap[0][0] >= to, self._heap[0]
         self.instant = to

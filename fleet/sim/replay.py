@@ -1,15 +1,16 @@
-"""Replay of a live router's recording: the same events through the same machine must give the same commands.
+"""Replay of a live router's recording: gives the recorded events to the same machine, and compares its commands with the recorded ones.
 
 Rules:
 
-1. The machine gets only the recording's seed, settings and events, at their instants. If its commands differ, its code or the
-   recording has changed. Otherwise the machine is not a pure function of its history, which is a bug.
-2. Commands are compared as they are recorded (`fleet.recording.format`), event by event. With the first difference the replay
-   ends, because the rest of the recording belongs to another history.
-3. With profiles of the workers, the replay also measures how well these predict the recorded latencies
+1. The machine gets only the recording's seed and settings, and its events at their recorded instants. If its commands
+   differ from the recorded ones, the machine's code or the recording has changed. If neither has changed, the machine's
+   commands depend on something besides its events, which is a bug.
+2. Commands are compared event by event, in the form in which they are recorded (`fleet.recording.format`). The replay ends at the
+   first difference, because the later events of the recording depend on the recorded commands.
+3. If the caller gives profiles of the workers, the replay also measures how well these predict the recorded latencies
    (`fleet.router.latency_predictions`).
 4. Policies of other packages are called without a time limit. If such a policy was too slow when the recording was made, the
-   default policy decided instead; the replay reports this as a difference.
+   default policy decided in its place. The replay then reports a difference.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -39,24 +40,25 @@ UNHURRIED_MS = 1e6
 
 
 class ReplayDifference(Struct, frozen=True, kw_only=True):
-    """The first event whose commands differ."""
+    """The first event for which the replayed commands differ from the recorded ones."""
 
     line: int  # line of the recording
     seconds: float  # time since the beginning of the recording
     event: str
     fields: dict[str, Any]  # fields of the event, as recorded
-    recorded: list[Any] | None  # recorded commands; None: the machine raised an error
+    recorded: list[Any] | None  # recorded commands; None: the router's machine raised an error
     replayed: list[Any] | None
-    why: str = ""  # reason: the machine raises an error now, or asks for block keys that it did not ask for before
+    # why the commands differ: the machine raises an error now, or requests block keys that are not in the recording
+    why: str = ""
     decisions: list[str] = []  # lines of the decision log for this event, from the replay
 
 
 class WorkerDrift(Struct, frozen=True, kw_only=True):
-    """A latency drift of a worker."""
+    """An alarm of the replay: measured latencies of a worker no longer fit the predictions (latency drift)."""
 
     seconds: float  # time since the beginning of the recording
     worker_id: WorkerId
-    kind: PredictionKind  # kind of the predictions that began to miss
+    kind: PredictionKind  # kind of latency that is predicted wrongly
 
 
 class RecordingReplayResult(Struct, frozen=True, kw_only=True):
@@ -66,7 +68,7 @@ class RecordingReplayResult(Struct, frozen=True, kw_only=True):
     events: int
     commands: int
     requests: int
-    recorded_seconds: float  # from the first event to the last
+    recorded_seconds: float  # recorded time from the first event to the last, in seconds
     recorded_by: str  # version of Fleet that made the recording
     began_unix: int
     notes: list[str]
@@ -81,12 +83,12 @@ class _RecordedKeys:
 
     def __init__(self) -> None:
         self._keys: list[Keys] = []
-        self.missed = ""  # message about a request for keys that has no recorded answer
+        self.missed = ""  # error message if the machine requested keys that were not recorded; else empty
 
     def expect(self, keys: Sequence[Keys]) -> None:
         self._keys = list(reversed(keys))
 
-    def hash(self, tokens: TokenBytes, block_tokens: int, salt: bytes) -> Keys:  # noqa: ARG002 - a `Hasher`
+    def hash(self, tokens: TokenBytes, block_tokens: int, salt: bytes) -> Keys:  # noqa: ARG002 - signature of `Hasher`
         if self._keys:
             return self._keys.pop()
         self.missed = (
@@ -99,10 +101,10 @@ class RecordingReplay:
     """Replays one recording with a new machine; `run` works only once."""
 
     def __init__(self, path: Path, profile_of: Callable[[WorkerDescription], WorkerProfile | None] | None = None):
-        """Read the head of a recording. Latencies are predicted for workers for which `profile_of` returns a profile.
+        """Read the head of a recording. The replay predicts latencies for each worker for which `profile_of` returns a profile.
 
         Raises:
-            ConfigurationRefused: It is no recording, or its policy is not installed.
+            ConfigurationRefused: The file is no recording, or its policy is not installed.
         """
         self._recording = Recording(path)
         self._recorded_keys = _RecordedKeys()
@@ -118,7 +120,7 @@ class RecordingReplay:
         """Replay the recording to its end, or to the first difference.
 
         Args:
-            decided: Called with the decisions of each event, as lines of `fleet.sim.decision_log`.
+            decided: Called for each event with its decisions, as lines of `fleet.sim.decision_log`. May be None.
 
         Raises:
             RecordingError: A line cannot be understood.
@@ -165,7 +167,7 @@ class RecordingReplay:
         )
 
     def _handle(self, entry: RecordedEvent) -> tuple[list[Command] | None, str]:
-        """Return the machine's commands, or None and the reason if it raised an error."""
+        """Return the machine's commands and an empty text, or None and the error message if the machine raised an error."""
         self._recorded_keys.expect(entry.keys)
         try:
             return self._machine.handle(entry.event, entry.now), ""

@@ -1,4 +1,4 @@
-"""One run: a world and its clients from the first request to the last, and the results."""
+"""Run: simulates a world and its clients from the first request to the last, and collects the results."""
 
 import gc
 import time
@@ -31,11 +31,11 @@ from fleet.sim.world import World
 HOUR = 3600.0
 SAMPLE_EVERY = Nanos(10 * SECOND)
 MOST_SAMPLES = 240
-"""Most samples of a timeline; a plot cannot show more."""
+"""Maximum number of samples of a timeline, because a plot cannot show more."""
 
 
 class RunPlan(Struct, frozen=True, kw_only=True):
-    """All inputs of a run except for its requests."""
+    """All inputs of a simulation run except for its requests."""
 
     pools: tuple[PoolProfile, ...]
     router: RouterSettings
@@ -51,7 +51,7 @@ class RunPlan(Struct, frozen=True, kw_only=True):
 
 
 class RunResult(Struct, frozen=True, kw_only=True):
-    """Results of a run, with the data from which its report is drawn."""
+    """Results of a simulation run: its figures, and the sums and samples from which its report is drawn."""
 
     outcome: RunOutcome
     totals: RequestSums
@@ -66,14 +66,14 @@ def simulate(
     progress: Callable[[int, float], None] | None = None,
     sample_every: Nanos = SAMPLE_EVERY,
 ) -> RunResult:
-    """Run to the end of the last request.
+    """Simulate a run until its last request has ended, and return the results.
 
     Args:
-        plan: What is simulated.
-        traffic: What clients send: requests in the order of their arrival, or sessions.
-        on_end: Called with each request that is over.
-        progress: Called from time to time with the number of requests that are over, and the simulated seconds.
-        sample_every: Time between two samples of the timeline. It grows with the run, so that there are at most `MOST_SAMPLES`.
+        plan: All inputs of the run except for its requests.
+        traffic: Requests in the order of their arrival, or sessions, that the clients send.
+        on_end: Called with each request that has ended.
+        progress: Called at each sample of the timeline with the number of ended requests, and the simulated seconds.
+        sample_every: First interval between two samples of the timeline. It doubles whenever there are `MOST_SAMPLES` samples.
     """
     began = time.process_time()
     kernel = Kernel(plan.seed)
@@ -100,7 +100,7 @@ def simulate(
 
 
 def world_arguments(plan: RunPlan) -> dict[str, Any]:
-    """Return the arguments of a world that follow from a plan; the agreement test makes its worlds with the same ones."""
+    """Return keyword arguments for `World` that are read from a plan. The agreement test creates its world from them, too."""
     return {
         "seed": plan.seed,
         "block_tokens": plan.block_tokens,
@@ -112,7 +112,7 @@ def world_arguments(plan: RunPlan) -> dict[str, Any]:
 
 
 class _TimelineSampler:
-    """Takes samples of the timeline; the interval between two samples doubles whenever there are `MOST_SAMPLES`."""
+    """Takes samples of a run's timeline. Whenever there are `MOST_SAMPLES`, it joins pairs of samples and doubles the interval."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ def _joined(earlier: TimelineSample, later: TimelineSample) -> TimelineSample:
 
 
 class _GarbageCollectorOff:
-    """Turns Python's cyclic garbage collector off: it would take a third of the time of a run, which makes hardly any cycles."""
+    """Turns Python's cyclic garbage collector off during a run, because it would take a third of the time and find little."""
 
     def __enter__(self) -> None:
         self._was_on = gc.isenabled()
@@ -200,7 +200,7 @@ def _outcome(world: World, totals: RequestSums, end: Nanos, cpu_seconds: float) 
 
 
 class _PoolSums:
-    """Sums over the workers of one pool, including workers that died."""
+    """Adds up the results of the workers of one pool, including workers that died."""
 
     def __init__(self, profile: PoolProfile):
         self._profile = profile

@@ -40,16 +40,16 @@ from kvstore.messages import POOL_TIER
 
 MOST_WORKERS = 10_000
 MOST_NAMES = 8
-"""Most names of workers or nodes that an error message lists."""
+"""Maximum number of names of workers or nodes that an error message lists."""
 
 
 def plan(scenario: Scenario, folder: Path) -> RunPlan:
-    """Return the plan of a scenario whose paths are relative to a folder.
+    """Return the run plan of a scenario. Paths in the scenario are relative to `folder`.
 
     Raises:
         ConfigurationRefused: A GPU, model or policy is unknown, or the model does not fit; the message names the field.
     """
-    open_policy(scenario.router)  # raises an error for an unknown policy before anything runs
+    open_policy(scenario.router)  # the call raises an error for an unknown policy; its result is not used
     model = _model(folder / scenario.model)
     sections = list(enumerate(scenario.pools))
     profiles = [_profile(scenario, index, pool, model) for index, pool in sections]
@@ -73,8 +73,8 @@ def traffic(scenario: Scenario, folder: Path) -> Traffic:
     """Return the requests or sessions that the clients of a scenario send.
 
     Raises:
-        ConfigurationRefused: The workload cannot be read, or does not suit the clients. An invalid row of a trace raises this
-            error later, when the row is reached.
+        ConfigurationRefused: The workload cannot be read, or does not suit the clients. For an invalid row of a trace, the
+            returned iterator raises this error when it reaches the row.
     """
     made = sessions_of if isinstance(scenario.clients, SessionClients) else requests_of
     return made(scenario.workload, folder, block_tokens=scenario.engine.block_tokens, seed=scenario.seed)
@@ -246,9 +246,9 @@ def _flops(pool: SimulatedPoolSection, index: int) -> float:
 
 
 def _bandwidth(sharded: ShardedModel) -> float:
-    """Return the bytes per second between workers, assumed to be on different nodes.
+    """Return the bytes per second between two workers, under the assumption that they are on different nodes.
 
-    All GPUs of a pipeline stage send at the same time.
+    All GPUs of a worker send at the same time, so their bandwidths add up.
     """
     degrees = sharded.parallelism
     return sharded.gpu.between_nodes.bandwidth * REACHED * degrees.tp * degrees.pp

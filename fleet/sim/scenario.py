@@ -35,10 +35,10 @@ class EngineSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Number of tokens in a KV block; must be equal to the block size of the trace."""
 
     max_running: Positive = 256
-    """Most sequences in one batch."""
+    """Maximum number of sequences in one batch."""
 
     step_tokens: Positive = 8192
-    """Most tokens of one step. Running sequences use one each; prompts are computed in chunks of the remaining tokens."""
+    """Maximum number of tokens of one step. Running sequences use one each; prompts are computed in chunks of the remaining tokens."""
 
     memory_share: Share = MEMORY_SHARE
     """Share of a GPU's memory for weights, activations and KV."""

@@ -1,17 +1,17 @@
-"""Virtual engine: drives `fleet.batching.scheduler` in virtual time.
+"""Virtual engine: simulates the engine of a worker by running `fleet.batching.scheduler` in virtual time.
 
 Rules:
 
 1. While no prompt is being computed, steps differ only by the length of their contexts, so their durations lie on a straight
    line. Such steps are simulated as one step run, up to the next end of a sequence; the instant of every token is still exact.
-2. An attempt that arrives during a step run ends the run after the step that is under way. If it arrives at the instant at which a
-   step within the run ends, it joins the next step. At the end of the run itself, the kernel draws which of the two events is
-   first.
+2. If an attempt arrives during a step run, the run ends after the step that is under way. If the attempt arrives at the
+   instant at which a step within the run ends, it joins the next step. If it arrives at the instant at which the whole
+   run ends, the kernel draws at random which of these two events happens first.
 3. When a fetch begins or ends during a step run, the blocks for the tokens of the finished steps are allocated first. If too few
    blocks remain for the other steps of the run, the run ends after the step that is under way.
-4. An answer's full blocks get their names when the answer ends, as far as their names are known.
-5. Progress is reported when an answer begins a new block, because routers count blocks, but at most every `REPORT_TOKENS` tokens.
-   `progress` returns the tokens that are not reported yet, at any time.
+4. When an answer ends, its full blocks get names, if the job states their names.
+5. Progress is reported when an answer begins a new block, because routers count blocks, but not before `REPORT_TOKENS` further
+   tokens. The method `progress` returns the tokens that are not reported yet; it can be called at any time.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,23 +28,26 @@ from fleet.hardware.power import power_share
 from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
 from fleet.sim.results.quantiles import Quantiles
 
-REPORT_TOKENS = 64  # least number of generated tokens between two progress reports of an attempt
+REPORT_TOKENS = 64  # about the minimum number of generated tokens between two progress reports of an attempt
 
 
 _power_share = lru_cache(1 << 14)(power_share)
 
 
 class StepProgress(Struct, frozen=True):
-    """The progress of one attempt since its last report."""
+    """Reports the tokens that one attempt has generated since its previous report, and whether it has ended."""
 
     attempt_id: RequestId
     tokens: int  # tokens generated since the last report
     ended: bool
-    cached_tokens: int | None = None  # cached prompt tokens; set with the first token
+    cached_tokens: int | None = None  # cached prompt tokens, stated in an attempt's first report only
 
 
 class VirtualEngine:
-    """The engine of one worker in virtual time. It calls `report` with progress, and `cache_changed` with stored and removed blocks."""
+    """Simulates the engine of one worker in virtual time.
+
+    The engine calls `report` with the progress of attempts, and `cache_changed` with the names of stored and removed blocks.
+    """
 
     def __init__(
         self,
@@ -68,11 +71,11 @@ class VirtualEngine:
         self._slowed_by: list[float] = []
         self._slowness = 1.0
         self.busy = Nanos(0)
-        # nanoseconds in steps, each weighted by the share of its power range (idle to busy) that a GPU drew
+        # duration of all steps in nanoseconds, each weighted by the power of a GPU during the step: 0 is idle, 1 is busy
         self.weighted_busy = 0.0
-        self.computed_tokens = 0  # computed prompt tokens
+        self.computed_tokens = 0  # prompt tokens that the engine has computed
         self.generated_tokens = 0
-        self.gaps = Quantiles()  # distribution of the ms between two tokens of a sequence
+        self.gaps = Quantiles()  # distribution of the time between two tokens of a sequence, in ms
 
     @property
     def held(self) -> int:
@@ -86,12 +89,12 @@ class VirtualEngine:
 
     @property
     def preempted(self) -> int:
-        """How often an attempt lost its blocks to an older one."""
+        """Number of times that an attempt lost its blocks to an older attempt."""
         return self._scheduler.preempted
 
     @property
     def idle(self) -> bool:
-        """True if there is no attempt, and no kept block that a decode worker may fetch."""
+        """True if the engine has no attempt, and keeps no block that a decode worker may fetch."""
         return not self._scheduler.attempts and not self._scheduler.kept
 
     @property
@@ -109,16 +112,16 @@ class VirtualEngine:
     # Attempts.
 
     def submit(self, job: Job[int]) -> None:
-        """Queue an attempt; it is admitted as soon as there is room."""
+        """Queue an attempt. The engine admits it to the batch as soon as a batch place and enough blocks are free."""
         self._scheduler.submit(job)
         self._interrupt()
 
     def fetch(self, job: Job[int]) -> int | None:
-        """Take an attempt whose prompt blocks come from a prefill worker, and make room for them.
+        """Take an attempt whose prompt blocks come from a prefill worker, and allocate blocks for them.
 
         Returns:
-            The number of blocks to fetch; `fetched` or `not_fetched` has to follow. None if there is no room now: the attempt is then
-            queued, and asks the block supply when it is admitted.
+            The number of blocks that the caller has to fetch; later it calls `fetched` or `not_fetched`. None if too few
+            blocks are free: the attempt is then queued, and the engine calls its block supply when it admits the attempt.
         """
         self._count_steps()
         if (blocks := self._scheduler.fetch(job)) is None:
@@ -128,7 +131,7 @@ class VirtualEngine:
         return blocks
 
     def fetched(self, attempt_id: RequestId) -> None:
-        """Note that all blocks of a fetch have come."""
+        """Continue an attempt after all blocks of its fetch have arrived."""
         self._count_steps()
         if (attempt := self._scheduler.fetched(attempt_id)) is not None:  # None: the attempt was cancelled meanwhile
             attempt.computed = max(attempt.computed, attempt.coming)
@@ -136,17 +139,17 @@ class VirtualEngine:
             self._interrupt()
 
     def not_fetched(self, attempt_id: RequestId) -> None:
-        """Note that a fetch has failed. The prompt is then computed from the end of its cached prefix."""
+        """Continue an attempt whose fetch has failed: the engine computes the prompt after its cached prefix."""
         if self._scheduler.fetched(attempt_id) is not None:
             self._interrupt()
 
     def cancel(self, attempt_id: RequestId) -> None:
-        """Forget an attempt; do nothing if it is unknown."""
+        """End an attempt without a report; do nothing if its id is unknown."""
         if self._scheduler.cancel(attempt_id):
             self._interrupt()
 
     def progress(self) -> list[StepProgress]:
-        """Return the generated tokens that were not reported yet, and mark them as reported."""
+        """Return for each running attempt the generated tokens that were not reported yet, and mark them as reported."""
         done = 0 if (step_run := self._step_run) is None else step_run.done(self._kernel.instant) - step_run.counted
         scheduler, reports = self._scheduler, []
         for attempt in scheduler.attempts.values():
@@ -156,16 +159,16 @@ class VirtualEngine:
         return reports
 
     def keeps(self, attempt_id: RequestId) -> bool:
-        """Return whether the blocks of a handed-off attempt are still here."""
+        """Return True if the engine still keeps the blocks of a handed-off attempt."""
         return attempt_id in self._scheduler.kept
 
     def release(self, attempt_id: RequestId) -> None:
-        """Free the blocks of a handed-off attempt."""
+        """Free the blocks that are kept for a handed-off attempt. Do nothing if none are kept for it."""
         if self._scheduler.release(attempt_id) and self._scheduler.wanted:
             self._interrupt()
 
     def slow(self, factor: float) -> None:
-        """Multiply the duration of later steps by `factor`; several slowdowns multiply."""
+        """Begin a slowdown: multiply the durations of later steps by `factor`. Factors of several slowdowns multiply."""
         assert factor > 0, factor
         self._slowed_by.append(factor)
         self._slowness = prod(self._slowed_by)
@@ -185,7 +188,7 @@ class VirtualEngine:
         return attempt_ids
 
     def stop(self) -> None:
-        """Lose all attempts and kept blocks, and report nothing from now on, as when the process dies."""
+        """Stop the engine as if its process died: drop all attempts and kept blocks, and report nothing any more."""
         if self._step_run is not None:
             self._step_run.forget()
         self._scheduler.clear()
@@ -193,14 +196,17 @@ class VirtualEngine:
     # Steps.
 
     def _interrupt(self) -> None:
-        """End the step run after the step that is under way, or begin a step if none is."""
+        """End the step run after the step that is under way. If no step is under way, begin one."""
         if (step_run := self._step_run) is None:
             self._begin()
         elif step_run.steps > 1:
             step_run.cut(self._kernel, self._end)
 
     def _count_steps(self) -> None:
-        """Count the finished steps of the step run, so that their tokens have blocks before other attempts take blocks."""
+        """Count the steps of the step run that have ended, and allocate blocks for the next tokens of the running attempts.
+
+        Call this before another attempt takes blocks, so that the running attempts get theirs first.
+        """
         if (step_run := self._step_run) is not None and (steps := step_run.count(self._kernel.instant)):
             self.generated_tokens += self._scheduler.advance(steps)
             self._scheduler.grow()
@@ -218,7 +224,7 @@ class VirtualEngine:
         step_run.end = self._kernel.at(step_run.until(steps), self._end)
 
     def _steps_together(self) -> int:
-        """Return how many steps can run before a sequence ends or blocks may run out."""
+        """Return the number of steps until the first sequence ends, or until blocks may run out."""
         steps = self._scheduler.steps_to(self._ends)
         assert steps is not None
         if self._may_need(steps) > self._blocks.available and (growth := self._scheduler.steps_to_growth()) is not None:
@@ -226,7 +232,7 @@ class VirtualEngine:
         return steps
 
     def _may_need(self, steps: int) -> int:
-        """Return the most blocks that the running attempts need for this number of steps."""
+        """Return an upper bound of the blocks that the running attempts need for this number of steps."""
         return len(self._scheduler.running) * (1 + steps // self._block_tokens)
 
     def _end(self) -> None:
@@ -243,8 +249,7 @@ class VirtualEngine:
             self.gaps.add(lasted / steps / MILLISECOND, running * steps)
             if step_run.left > 1:
                 self.generated_tokens += scheduler.advance(step_run.left - 1)
-            # Allocate blocks for the last step before it is counted, because sequences that end with it keep their blocks until
-            # then.
+            # Allocate blocks for the last step before any sequence ends, because ending sequences still hold their blocks.
             scheduler.grow()
             self.generated_tokens += scheduler.advance(1)
             now = scheduler.steps
@@ -257,7 +262,7 @@ class VirtualEngine:
                     self._report_later(attempt)
             scheduler.grow()
         for attempt, tokens in step_run.plan.chunks:
-            # a different attempt or None: this attempt was cancelled meanwhile
+            # skip an attempt that was cancelled during the step; its id may then belong to another attempt
             if scheduler.attempts.get(attempt.job.attempt_id) is attempt:
                 self._computed(attempt, tokens, reports)
         self._begin()
@@ -285,7 +290,10 @@ class VirtualEngine:
         self._report_later(attempt)
 
     def _report_later(self, attempt: BatchedAttempt[int]) -> None:
-        """Schedule the next progress report for when the answer begins a new block; the end is reported in any case."""
+        """Schedule the next progress report for a step at which the answer begins a new block.
+
+        Schedule nothing if the answer ends before this step, because its end is always reported.
+        """
         prompt, size = attempt.job.prompt_tokens, self._block_tokens
         tokens = prompt + self._scheduler.generated(attempt) + max(0, REPORT_TOKENS - size)
         if (due := -(-tokens // size) * size + 1 - prompt) < attempt.job.answer_tokens:
@@ -297,7 +305,7 @@ class VirtualEngine:
         return StepProgress(attempt.job.attempt_id, tokens, ended, attempt.cached if tokens == generated else None)
 
     def _over(self, attempt: BatchedAttempt[int], reports: list[StepProgress]) -> None:
-        """Add the last report of an attempt that has generated all its tokens, and end the attempt."""
+        """End an attempt that has generated all its tokens, and append its last report to `reports`."""
         job = attempt.job
         assert self._scheduler.generated(attempt) == job.answer_tokens, job
         reports.append(self._progress_of(attempt, ended=True))
@@ -308,14 +316,14 @@ class VirtualEngine:
         self._scheduler.end(attempt)
 
     def check(self) -> None:
-        """Assert that the sums agree with the attempts, and that all tokens have blocks."""
+        """Assert that the scheduler's sums agree with its attempts, and that all tokens of attempts have blocks."""
         self._scheduler.check()
 
 
 class StepRun:
-    """Several steps that are simulated as one event. Closed forms give the instant of each of them.
+    """Several steps that are simulated as one event. The end of each step is computed by a formula.
 
-    The step of number n (from 0) lasts `first + n * slope` seconds. A step that computes prompts is a run of one.
+    Step n (counted from 0) lasts `first + n * slope` seconds. A step that computes prompts is a run of a single step.
     """
 
     __slots__ = ("began", "counted", "end", "first", "plan", "slope", "steps")
@@ -337,7 +345,7 @@ class StepRun:
         return self.began + max(1, round(seconds * SECOND))
 
     def done(self, now: int) -> int:
-        """Return the number of finished steps; the run must not be over."""
+        """Return the number of steps that have ended until `now`. The run itself must not have ended."""
         running = self._running_at(now)
         return running if running < self.steps and self.until(running) == now else running - 1
 
@@ -350,7 +358,7 @@ class StepRun:
         return self.counted - before
 
     def cut(self, kernel: Kernel, ended: Callable[[], None]) -> None:
-        """End the run after the step that is under way; if a step ends exactly now, the run ends after that step."""
+        """Shorten the run so that it ends after the step that is under way. A step that ends exactly now is the last one."""
         steps = self._running_at(kernel.instant)
         if steps < self.steps:
             self.forget()
@@ -363,12 +371,12 @@ class StepRun:
             cancel(self.end)
 
     def _running_at(self, now: int) -> int:
-        """Return the smallest number of steps that take at least until `now`: the root of a parabola, corrected to whole steps."""
+        """Return the number of the step that runs at `now`, counted from 1. A step that ends exactly at `now` still runs."""
         elapsed = (now - self.began) / SECOND
         half, guess = 0.5 * self.slope, 1
         linear = self.first - half
         root = linear * linear + 4 * half * elapsed
-        # Root of the quadratic as 2c / (b + sqrt(b² + 4ac)), because this form also works with a slope of 0.
+        # Solve the quadratic equation for the number of steps as 2c / (b + sqrt(b² + 4ac)), which also works for a slope of 0.
         if linear > 0 and root >= 0:
             guess = min(self.steps, max(1, int(2 * elapsed / (linear + root**0.5)) + 1))
         while guess < self.steps and self.until(guess) < now:

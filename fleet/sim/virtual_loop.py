@@ -2,16 +2,16 @@
 
 Rules:
 
-1. Ready callbacks run in a turn, which is an event of the kernel at the present instant; each timer is an event, too. So when no
-   callback is ready, time jumps to the next timer or other event. The kernel's seed draws the order of timers of one instant;
-   callbacks run in the order in which they became ready, as in every event loop.
+1. All ready callbacks run in one event of the kernel at the present instant, which is called a turn. Each timer is an event, too.
+   So when no callback is ready, time jumps to the next timer or other event. The kernel draws the order of timers of one instant at
+   random. Callbacks run in the order in which they became ready, as in every event loop.
 2. Time is counted in whole nanoseconds. asyncio states the instant of a timer in seconds; it is rounded to the nearest nanosecond.
-   So two timers with equal spans in nanoseconds end at the same instant.
+   So two timers that begin at one instant with equal delays in nanoseconds end at the same instant.
 3. `create_unix_connection` connects in memory to the protocol that listens at a path of this loop (`listen`). Written data arrives
-   at the other end after `delay`, in order and in the same pieces. So does the end of the connection, orderly or not, after the
-   data written before it. While a path is held (`hold`), written data waits, in both directions.
+   at the peer after `delay`, in order and in the same pieces. The end of a connection also arrives after `delay`, behind the
+   data that was written before it. While a path is held (`hold`), written data of both directions waits.
 4. An exception of a callback ends the kernel's run, because the state of the simulation cannot be trusted any more.
-5. Methods that use the world outside the process (sockets, threads, signals, subprocesses) raise `NotImplementedError`.
+5. Methods that use sockets, threads, signals or subprocesses raise `NotImplementedError`.
 """
 
 import asyncio
@@ -30,18 +30,21 @@ from fleet.sim.kernel import Kernel
 Result = TypeVar("Result")
 
 LAST_ROUNDS = 10_000
-"""Most turns that cancelled tasks may use to clean up."""
+"""Maximum number of turns that cancelled tasks may use to clean up."""
 
 
 class Deadlocked(Exception):
-    """No event is left, but the awaited coroutine has not ended."""
+    """The awaited coroutine has not ended, but no event is left that could continue it."""
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """An asyncio event loop whose time is that of a kernel. `complete` runs the kernel until no event is left."""
+    """An asyncio event loop that uses the virtual time of a kernel.
+
+    `complete` runs the kernel until no event is left.
+    """
 
     def __init__(self, kernel: Kernel, delay: Nanos):
-        """Begin without tasks; data on connections arrives after `delay`."""
+        """Create a loop without tasks. Data that is written on a connection arrives after `delay`."""
         self.kernel = kernel
         self.delay = delay
         self._ready: deque[asyncio.Handle] = deque()
@@ -55,7 +58,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Run the kernel until no event is left, and return the result of `main`.
 
         Raises:
-            Deadlocked: `main` has not ended by then.
+            Deadlocked: No event is left, but `main` has not ended.
         """
         task = self.create_task(main)
         self.kernel.run()
@@ -64,7 +67,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task.result()
 
     def begin(self, main: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
-        """Start a task. If it raises an exception, the kernel's run ends with that exception."""
+        """Start a task. If the task raises an exception, the kernel's run ends with that exception."""
         task = self.create_task(main)
         task.add_done_callback(self._ended)
         return task
@@ -74,7 +77,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._fault = self._fault or error
 
     def cancel_all(self) -> None:
-        """Cancel every task at the next turn."""
+        """Request the cancellation of every task; the tasks notice it in the next turn."""
         for task in self._tasks:
             task.cancel()
 
@@ -95,7 +98,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # Turns.
 
     def turn(self) -> None:
-        """Run all ready callbacks, and all that become ready in the meantime. Must not be called within a turn."""
+        """Run all ready callbacks, and those that become ready while they run. Callbacks must not call this method."""
         assert not self._running
         self._turn_set = False
         ready = self._ready
@@ -108,7 +111,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     handle._run()  # noqa: SLF001 - asyncio has no public name for it
         finally:
             self._running = False
-            asyncio._set_running_loop(None)  # noqa: SLF001 - as above
+            asyncio._set_running_loop(None)  # noqa: SLF001 - asyncio's interface for other loops
         if self._fault is not None:
             raise self._fault
 
@@ -154,7 +157,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self.turn()
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Do nothing: a cancelled timer is skipped when it is due."""
+        """Do nothing, because a cancelled timer is skipped when it is due."""
 
     # Tasks.
 
@@ -185,14 +188,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # Connections.
 
     def listen(self, path: str, made: Callable[[], asyncio.Protocol]) -> None:
-        """Accept connections to `path`; `made` creates the protocol for each of them."""
+        """Accept connections to `path`. The function `made` creates the listener's protocol for each connection."""
         assert path not in self._listening, path
         self._listening[path] = _PathListener(made)
 
     def cut(self, path: str) -> None:
-        """Stop listening and end all connections, as when the listening process is killed.
+        """Stop listening at a path and end all its connections, as if the listening process was killed.
 
-        The protocols of that process are not notified; the protocols of its clients are.
+        The protocols of the clients are notified. The protocols of the killed process are not.
         """
         listener = self._listening.pop(path)
         listener.forget()
@@ -200,19 +203,19 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             end.cut()
 
     def hold(self, path: str) -> bool:
-        """Make data to and from a path wait until `release`; return False if nothing listens there or the path is held already."""
+        """Make the data of a path's connections wait until `release`. Return False if nothing listens at it or it is held already."""
         listener = self._listening.get(path)
         return listener is not None and listener.hold()
 
     def release(self, path: str) -> None:
-        """Send the data that waited, in order, if a protocol still listens at the path."""
+        """End a `hold`: send the waiting data in order. Do nothing if nothing listens at the path any more."""
         if (listener := self._listening.get(path)) is not None:
             listener.release()
 
     async def create_unix_connection(  # type: ignore[override]
         self, protocol_factory: Callable[[], asyncio.Protocol], path: str
     ) -> tuple[asyncio.Transport, asyncio.Protocol]:
-        """Connect to `path`; this takes one round trip.
+        """Connect to the protocol that listens at `path`. This takes one round trip of virtual time.
 
         Raises:
             ConnectionRefusedError: No protocol listens at `path`.
@@ -231,12 +234,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
 
 class _PathListener:
-    """The listener at a path, with its connections."""
+    """Listens at a path, and knows the connections to it. It can hold their data back."""
 
     def __init__(self, made: Callable[[], asyncio.Protocol]):
         self.made = made
         self.ends: list[_ConnectionEnd] = []
-        # sends that wait while the path is held; None: it is not held
+        # functions that send the data that waits while the path is held; None: the path is not held
         self._held: deque[Callable[[], None]] | None = None
         self._free = asyncio.Event()
         self._free.set()
@@ -266,14 +269,14 @@ class _PathListener:
         self._free.set()
 
     def forget(self) -> None:
-        """Drop the data that waits because the path is held."""
+        """Drop the data that waits while the path is held, and end the hold."""
         if self._held is not None:
             self._held.clear()
             self.release()
 
 
 class _ConnectionEnd(asyncio.Transport):
-    """One end of a connection in memory."""
+    """The transport of one end of a connection in memory: sends data to the peer end, and gives received data to its protocol."""
 
     peer: "_ConnectionEnd"
 
@@ -282,9 +285,9 @@ class _ConnectionEnd(asyncio.Transport):
         self.protocol = protocol
         self._loop = loop
         self._listener = listener
-        # data that has arrived but was not received; None: the other end has closed
+        # data that has arrived, but was not given to the protocol; an entry None says that the peer has closed the connection
         self._arrived: deque[bytes | None] = deque()
-        self._under_way: deque[bytes | None] = deque()  # data on its way to the other end
+        self._under_way: deque[bytes | None] = deque()  # data on its way to the peer
         self._reading = True
         self._closing = False
         self._over = False
@@ -297,7 +300,7 @@ class _ConnectionEnd(asyncio.Transport):
         self.write(b"".join(list_of_data))
 
     def close(self) -> None:
-        self.abort()  # no need to flush: written data is on its way already
+        self.abort()  # `close` need not wait for written data, because `write` sends it at once
 
     def abort(self) -> None:
         if not self._closing:
@@ -306,7 +309,7 @@ class _ConnectionEnd(asyncio.Transport):
             self._loop.call_soon(self._lose)
 
     def cut(self) -> None:
-        """End the connection without notifying this end; the other end is notified after the delay."""
+        """End the connection without a notification of this side's protocol. The peer's protocol is notified after the delay."""
         if not self._closing:
             self._closing = self._over = True
             self._send(None)
@@ -322,13 +325,13 @@ class _ConnectionEnd(asyncio.Transport):
         self._loop.call_soon(self._receive)
 
     def get_write_buffer_size(self) -> int:
-        return 0  # nothing is buffered: written data is on its way at once
+        return 0  # 0, because written data is sent at once and never buffered
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """Do nothing, because written data is never buffered."""
 
     def take(self, data: bytes | None) -> None:
-        """Receive data from the other end."""
+        """Receive data that the peer has sent; None means that the peer has closed the connection."""
         self._arrived.append(data)
         self._receive()
 

@@ -1,17 +1,19 @@
-"""World: a cluster in virtual time, with the router machine that runs in production on simulated engines, links and clients.
+"""World: runs the same router machine as production in virtual time, with a simulated cluster and simulated clients.
 
 Rules:
 
-1. Every decision is made by `fleet.router.machine`. The world sends it the events that a router would get. Arrivals and the first
-   workers' registrations come at once; events of workers and stores come a message delay after they happened. Commands also reach
-   a worker a message delay later. Messages of one channel between router and worker arrive in the order in which they were sent,
-   as on the wire.
-2. Generated tokens are reported with the first token, when an answer begins a new block, and with the end. The instants of
-   first tokens and ends are exact, and the router counts blocks. Tokens generated before a fault are reported, too.
+1. Every decision is made by `fleet.router.machine`. The world sends it the events that a router would get. Arrivals of
+   requests and the first workers' registrations reach the router without delay. Events of workers and stores reach it
+   after a message delay, and commands reach workers after a message delay, too. Messages of one channel between router
+   and worker arrive in the order in which they were sent, as on the wire.
+2. Generated tokens are not reported one by one, but with the first token, when an answer begins a new block, and at its end.
+   This suffices, because the instants of first tokens and ends are exact, and the router counts blocks. Tokens that were
+   generated before a fault are reported, too.
 3. `fleet.sim.cluster` simulates the workers, their network, their stores, and the faults.
-4. The time outside an engine (`front`: HTTP, tokenizer) is added to the latencies that the client sees; no other part of the
-   simulation waits for it.
-5. The digest covers the end of every request, in order. Two runs are the same if their digests are equal.
+4. The time outside an engine (`front`: HTTP, tokenizer) is added to the latencies that the client sees. Nothing in the
+   simulation happens later because of it.
+5. The digest of a run covers the ends of all requests in their order. If two runs have equal digests, the same requests
+   ended at the same instants with the same results.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +60,7 @@ ENDS_PER_HASH = 256  # Number of ended requests that are hashed into the digest 
 
 
 class _ClientView(Struct, kw_only=True, eq=False):
-    """The client's view of its request, and the block names of its prompt."""
+    """State of a live request: what its client has received, and the block names of its prompt and answer."""
 
     request: TraceRequest
     chain: Sequence[int]
@@ -70,7 +72,7 @@ class _ClientView(Struct, kw_only=True, eq=False):
 
 
 class World:
-    """A router machine with its clients and its cluster; hands events and commands from one to the other."""
+    """Connects a router machine with its clients and its cluster: hands events to the machine, and performs its commands."""
 
     def __init__(
         self,
@@ -87,37 +89,37 @@ class World:
         store: StoreProfile | None = None,
         verbatim_answers: bool = False,
     ):
-        """Begin with all workers joined.
+        """Create a world in which all workers of the pools have joined already.
 
         Args:
-            kernel: Virtual time.
-            pools: Profiles of the workers.
+            kernel: The kernel in whose virtual time the world runs.
+            pools: Profiles of the pools, with their numbers of workers.
             settings: Settings of the router.
             seed: Seed of the router's random source.
             block_tokens: Block size of all engines.
             message_delay: One-way delay between router and workers.
-            ended: Called with each request that is over.
-            policy: A policy instead of the one that the settings name.
-            record: Called with each event of the router and its commands.
-            store: Store of each node; None: there are no stores.
-            verbatim_answers: Whether the next prompt of a conversation repeats the answer (`AnswerBlockNames`).
+            ended: Called with each request that has ended.
+            policy: The policy of the router; None: the policy that the settings name.
+            record: Called with each event of the router and the commands that follow from it; or None.
+            store: Profile of the store on each node; None: there are no stores.
+            verbatim_answers: True if the next prompt of a conversation repeats the answer (`AnswerBlockNames`).
         """
         self._kernel = kernel
-        # Explanations of ended requests are never read here, and each would keep a candidate table in memory.
+        # Keep only one explanation: nothing reads explanations of ended requests, and each needs memory for a candidate table.
         self._machine = RouterMachine(structs.replace(settings, explained_requests=1), Random(seed), policy, keys_of)
         self._block_tokens = block_tokens
         self._answer_names = AnswerBlockNames(block_tokens) if verbatim_answers else None
         self._ended = ended
         self._record = record
         self._digest = blake2b(digest_size=16)
-        self._ends: list[str] = []  # ended requests that are not in the digest yet
+        self._ends: list[str] = []  # descriptions of ended requests that are not in the digest yet
         self._clients: dict[RequestId, _ClientView] = {}
         self._has_deadlines = False
         self._tick: ScheduledEvent | None = None
         self._ticks_at: Nanos | None = None
         self._numbered = 0
         self.finished = 0
-        self.last_end = Nanos(0)  # instant at which a request ended last
+        self.last_end = Nanos(0)  # instant of the latest end of a request so far
         serving = [profile for profile in pools if profile.role is not Role.DECODE] or list(pools)
         self._front_base = sum(profile.front for profile in serving) / len(serving)
         self._front_per_token = sum(profile.front_per_token for profile in serving) / len(serving)
@@ -141,7 +143,7 @@ class World:
         ended: Callable[[EndedRequest], None] | None = None,
         deadline: Nanos | None = None,
     ) -> RequestId:
-        """Send a request now; `ended` replaces the world's callback, and is not called if the request is cancelled."""
+        """Send a request now and return its id. `ended` replaces the world's callback; for a cancelled request it is not called."""
         self._has_deadlines = self._has_deadlines or deadline is not None
         self._numbered += 1
         request_id = RequestId(str(self._numbered))
@@ -167,7 +169,7 @@ class World:
         return request_id
 
     def cancel(self, request_id: RequestId) -> None:
-        """Cancel a request now, unless it is over."""
+        """Cancel a request now. Do nothing if it has ended already."""
         if self._clients.pop(request_id, None) is not None:
             self._handle(RequestCancelled(request_id=request_id))
 
@@ -188,11 +190,14 @@ class World:
     # The router.
 
     def fail(self, fault: Fault) -> None:
-        """Schedule a fault. It has no effect if its worker no longer exists at that instant."""
+        """Schedule a fault. The fault has no effect if its worker does not exist at the instant of the fault."""
         self._cluster.fail(fault)
 
     def _handle(self, event: RouterEvent) -> None:
-        """Send an event to the router and perform its commands. `fleet.app.agreement` replaces this by production's servers."""
+        """Send an event to the router, and perform the commands that it returns.
+
+        `fleet.app.agreement` replaces this method, because in it production's servers perform the commands.
+        """
         now = self._kernel.instant
         commands = self._machine.handle(event, now)
         if self._record is not None:
@@ -202,7 +207,7 @@ class World:
                 case Emit():
                     self._emitted(command, now)
                 case Dispatch() | CancelAttempt():
-                    # None: the worker died, and WorkerLeft is on its way to the router
+                    # the worker is None if it has died, and WorkerLeft has not reached the router yet
                     if (worker := self._cluster.get(command.worker_id)) is not None:
                         worker.from_router.send(command)
                 case StartedOver():
@@ -245,7 +250,7 @@ class World:
         self.finished += 1
         self.last_end = now
         if first_token is not None:
-            # Only the client sees this time; nothing in the simulation depends on it.
+            # Only the client's latencies contain this time; nothing in the simulation depends on it.
             front = round(self._front_base + self._front_per_token * request.prompt_tokens)
             first_token, end = Nanos(first_token + front), Nanos(now + front)
         self._note(f"{request_id} {first_token} {now} {client.tokens} {cached_tokens} {refused}\n")
@@ -294,13 +299,13 @@ class World:
         return self._machine
 
     def workers(self) -> Iterator[tuple[PoolProfile, Nanos, VirtualEngine]]:
-        """Yield each worker that was ever up: its profile, the time for which it has had its GPUs, and its engine."""
+        """Yield for each worker that was ever up: its profile, the time for which it has occupied its GPUs, and its engine."""
         for worker in self._cluster.ever():
             until = self.last_end if worker.until is None else min(worker.until, self.last_end)
             yield worker.profile, Nanos(max(0, until - worker.since)), worker.engine
 
     def look(self, seconds: float, finished: int) -> TimelineSample:
-        """Return the present state of the cluster."""
+        """Return a sample of the timeline: the present numbers of requests and workers of the cluster."""
         cluster, held = self._cluster, self._cluster.held
         return TimelineSample(
             seconds=seconds,
@@ -312,7 +317,7 @@ class World:
         )
 
     def check(self) -> None:
-        """Assert that all parts are consistent, and that no capacity is reserved if no request is live."""
+        """Assert that router and cluster are consistent. If no request is live, assert also that no capacity is reserved."""
         self._machine.check()
         self._cluster.check(idle=not self._clients)
 

@@ -1,14 +1,17 @@
-"""Block names of simulated requests: prompts with a length and block keys but without tokens, and names for answer blocks.
+"""Block names of simulated requests.
 
-A trace names only the blocks of prompts. The next prompt of a conversation has all blocks of the prompt before it, followed by
-blocks that contain the rest of that prompt and its answer. The trace does not name these blocks at the time of the answer. So:
+The prompt of a simulated request has a length and block keys, but no tokens. The blocks of its answer get names, too.
+
+A trace names only the blocks of prompts. The next prompt of a conversation begins with all full blocks of the previous
+prompt. Then follow blocks that contain the end of the previous prompt and its answer. The trace names these blocks only
+in the next prompt, but an engine caches them already when the answer ends. So:
 
 1. `AnswerBlockNames` creates new names for the blocks of an answer. When a later prompt continues the conversation, the names that
    the trace gives these blocks are translated into the created names, in this prompt and in all later ones.
 2. A prompt B continues a prompt A if B has all full blocks of A, is at least as long as A with its answer, and belongs to the same
    session if sessions are known. The last full block of A must have been new when A arrived; otherwise the block may belong to a
    system prompt that A and B share.
-3. At most `REMEMBERED` prompts and as many names are remembered; the oldest are forgotten first.
+3. At most `REMEMBERED` prompts and `REMEMBERED` names are remembered; the oldest are forgotten first.
 """
 
 from collections import OrderedDict
@@ -23,11 +26,11 @@ from kvstore.block import HASH_BYTES
 from kvstore.eviction.trace_replay import TraceRequest
 
 REMEMBERED = 1 << 18
-FIRST_OWN_NAME = 1 << 63  # Created names start here; the names in traces are smaller.
+FIRST_OWN_NAME = 1 << 63  # the first name that this module creates; all names in traces are smaller numbers
 
 
 class BlankTokens(bytes):
-    """Placeholder for the token ids of a prompt: it has a length in bytes and block keys by block size, but stores no tokens."""
+    """Stands for the token ids of a prompt: has their length in bytes and block keys for each block size, but stores no tokens."""
 
     _length: int
     keys: Mapping[int, tuple[int, ...]]
@@ -41,19 +44,22 @@ class BlankTokens(bytes):
     def __len__(self) -> int:
         return self._length
 
-    # Called by the router when another worker continues an answer: it appends the generated tokens to the prompt.
+    # The router calls this when another worker continues an answer: the new prompt is the old one and the generated tokens.
     def __add__(self, more: Any) -> Self:
         return type(self)((self._length + memoryview(more).nbytes) // TOKEN_BYTES, self.keys)
 
 
-def keys_of(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - a `Hasher`
-    """Return the block keys of a prompt. Blocks that generated tokens fill have none, because no other prompt has them."""
+def keys_of(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - signature of `Hasher`
+    """Return the block keys of a prompt. Blocks with generated tokens get no keys, because no other prompt contains them."""
     assert isinstance(tokens, BlankTokens)
     return tokens.keys[block_tokens]
 
 
 def hashes_of(keys: Iterable[int]) -> tuple[bytes, ...]:
-    """Return block hashes whose first bytes are these block keys, which is the only part that a router reads; the rest is zero."""
+    """Return block hashes whose first 8 bytes are these block keys.
+
+    The other bytes are zero, because a router reads only the keys.
+    """
     return tuple([key.to_bytes(KEY_BYTES, "little").ljust(HASH_BYTES, b"\0") for key in keys])
 
 
@@ -70,15 +76,15 @@ class AnswerBlockNames:
     def __init__(self, block_tokens: int, remembered: int = REMEMBERED):
         self._block_tokens = block_tokens
         self._remembered = remembered
-        # the key is the trace's name of the prompt's last full block
+        # answered prompts; the key is the name that the trace gives the prompt's last full block
         self._answered: OrderedDict[int, _AnsweredPrompt] = OrderedDict()
-        # block names of earlier prompts, in the order of their last use
+        # block names that the trace used in earlier prompts, the most recently used last
         self._seen: OrderedDict[int, None] = OrderedDict()
-        self._own_names: OrderedDict[int, int] = OrderedDict()  # from a name in the trace to the created name
+        self._own_names: OrderedDict[int, int] = OrderedDict()  # maps a block's name in the trace to the created name
         self._next = FIRST_OWN_NAME
 
     def named(self, request: TraceRequest) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the names of a prompt's full blocks, and of the blocks that its answer will fill."""
+        """Return two tuples: the names of a prompt's full blocks, and the names of the blocks that its answer will fill."""
         size = self._block_tokens
         blocks = request.prompt_tokens // size
         traced = request.chain[:blocks]
@@ -97,7 +103,7 @@ class AnswerBlockNames:
         return chain, answer
 
     def _learn(self, request: TraceRequest, traced: tuple[int, ...]) -> None:
-        """If this prompt continues an answered prompt, map its names for the answer's blocks to the created names."""
+        """If this prompt continues an answered prompt, map the trace's names of the answer's blocks to the created names."""
         for name in reversed(traced):
             before = self._answered.get(name)
             if before is None:
@@ -105,7 +111,7 @@ class AnswerBlockNames:
             if before.tokens <= request.prompt_tokens and before.session == request.session:
                 names = traced[before.blocks : before.blocks + len(before.answer)]
                 self._own_names.update(zip(names, before.answer, strict=False))
-            # Each answered prompt is matched once: a later prompt extends this longer prompt, or has another answer to it.
+            # Each answered prompt is matched at most once. The next prompts of the conversation continue the present prompt.
             del self._answered[name]
             return
 

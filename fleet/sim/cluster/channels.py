@@ -1,4 +1,4 @@
-"""Channels: the paths of messages between a router and its workers in virtual time, which can be cut."""
+"""Channels: carry messages between a router and its workers in virtual time; a channel can be cut for a time."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,19 +11,19 @@ Message = TypeVar("Message")
 
 
 class Channel(Generic[Message]):
-    """One direction of a stream between router and worker. Messages arrive after a delay and in the order in which they were sent.
+    """Carries messages in one direction between router and worker. They arrive after a delay, in the order of sending.
 
-    The kernel draws the order of events of one instant at random, but this does not change the order of messages.
+    Messages that were sent in one instant keep their order, too, although the kernel draws the order of events of one instant.
     """
 
     __slots__ = ("_delay", "_deliver", "_held_back", "_kernel", "_latest", "_sent_at", "_under_way")
 
     def __init__(self, kernel: Kernel, delay: Nanos, deliver: Callable[[Message], None]):
         self._kernel, self._delay, self._deliver = kernel, delay, deliver
-        # each list has the messages that were sent at one instant; they arrive in one event
+        # messages that have not arrived; one list contains all messages of one instant, which arrive in one event
         self._under_way: deque[list[Message]] = deque()
         self._latest: list[Message] = []
-        self._sent_at: Nanos | None = None  # instant of the messages in _latest
+        self._sent_at: Nanos | None = None  # instant at which the messages in _latest were sent
         # messages sent while the channel is cut; None: the channel is not cut
         self._held_back: list[Message] | None = None
 
@@ -44,7 +44,7 @@ class Channel(Generic[Message]):
         return self._held_back is not None
 
     def cut(self) -> None:
-        """Hold back all later messages."""
+        """Cut the channel: hold back all messages that are sent from now on."""
         self._held_back = []
 
     def restore(self) -> None:
@@ -54,14 +54,14 @@ class Channel(Generic[Message]):
             self.send(message)
 
     def drop_held(self) -> None:
-        """Drop the messages that were held back during a cut."""
+        """Drop the messages that the present cut has held back; the cut goes on."""
         if self._held_back is not None:
             self._held_back = []
 
     def _arrive(self) -> None:
         messages = self._under_way.popleft()
         if messages is self._latest:
-            self._sent_at = None  # a message that is sent later in this instant must not join the list that has arrived
+            self._sent_at = None  # a message that is sent from now on gets a new list, because this one has arrived
         deliver = self._deliver
         for message in messages:
             deliver(message)

@@ -1,12 +1,13 @@
-"""Elastic pools: simulated pools that grow, start up, drain and shrink to the number of replicas that is wanted.
+"""Elastic pools: simulated pools that start and drain replicas until they have the wanted number.
 
 Rules:
 
 1. A replica occupies its GPUs from the beginning of its start to the end of its drain.
-2. A pool that shrinks first cancels replicas that are starting, the newest first. Then it drains the replicas whose cache is worth
-   least. The value of a cache is the time that computing again those of its blocks that no other worker has would take. Among
-   equal values, the replica with the fewest requests drains first.
-3. A drain cannot be undone. A replica that still has requests after `drain_limit` ends, and other workers continue these requests.
+2. A pool that shrinks first cancels replicas that are starting, the newest first. Then it drains the replicas whose
+   cache is worth least. The value of a cache is the time to compute again those of its blocks that no other worker
+   caches. Among equal values, the replica with the fewest requests drains first.
+3. A drain cannot be undone. If a replica still has requests after `drain_limit`, it ends anyway, and other workers
+   continue these requests.
 4. A new replica waits until there are GPUs for it. If several pools wait, they get GPUs in the order of their names.
 """
 
@@ -26,7 +27,7 @@ from fleet.sim.kernel import Kernel, ScheduledEvent, cancel
 
 
 class ElasticPool(Struct, frozen=True, kw_only=True):
-    """A pool, the durations of its starts, and the limit of its drains."""
+    """Settings of an elastic pool: its profile, how much the durations of starts vary, and the longest drain."""
 
     profile: PoolProfile
     """Profile of the pool's workers; `workers` is the number at the start, and `start_time` the mean duration of a start."""
@@ -35,11 +36,11 @@ class ElasticPool(Struct, frozen=True, kw_only=True):
     """Variation of start durations, as a share of the mean: 0.2 draws them evenly from 0.8 to 1.2 times the mean."""
 
     drain_limit: Nanos
-    """Longest duration of a drain; then the replica ends."""
+    """Maximum duration of a drain. After this time the replica ends, even if it still has requests."""
 
 
 class PoolState(Struct, frozen=True, kw_only=True):
-    """Numbers of replicas of one pool from the instant `at` until the next state."""
+    """Numbers of replicas of one pool. They are valid from the instant `at` until the instant of the next state."""
 
     at: Nanos
     wanted: int
@@ -49,7 +50,7 @@ class PoolState(Struct, frozen=True, kw_only=True):
 
     @property
     def held(self) -> int:
-        """Replicas that hold GPUs."""
+        """Number of replicas that occupy GPUs: starting, ready and draining ones."""
         return self.starting + self.ready + self.draining
 
 
@@ -94,7 +95,7 @@ class ElasticPools:
         return tuple(self._pools)
 
     def resize(self, name: str, replicas: int) -> None:
-        """Set the wanted number of replicas of a pool, and start or drain workers to reach it."""
+        """Set the wanted number of replicas of a pool, and start or drain workers until the pool has this number."""
         assert replicas >= 0, replicas
         self._pools[name].wanted = replicas
         self._work()
@@ -104,7 +105,7 @@ class ElasticPools:
         return self._pools[name].history[-1]
 
     def lacks_room(self, name: str) -> bool:
-        """Return whether a pool has replicas that wait for free GPUs."""
+        """Return True if a pool wants more replicas than it has, so that some of them wait for free GPUs."""
         pool = self._pools[name]
         return len(pool.starting) + len(pool.up) < pool.wanted
 
@@ -126,7 +127,7 @@ class ElasticPools:
         return held * pool.pool.profile.gpus / SECOND
 
     def check(self) -> None:
-        """Assert that the replicas are those of the cluster, and that the limit on GPUs is kept."""
+        """Assert that all draining replicas are up and drain in the cluster, and that the limit on GPUs is kept."""
         for pool in self._pools.values():
             for worker_id in pool.draining:
                 worker = self._cluster.get(worker_id)
@@ -138,7 +139,7 @@ class ElasticPools:
         return sum(pool.held * pool.pool.profile.gpus for pool in self._pools.values())
 
     def _work(self) -> None:
-        """Start and end the replicas that can be started or ended now."""
+        """Bring each pool nearer to its wanted number: drain surplus replicas, and start missing ones while GPUs are free."""
         for name, pool in self._pools.items():
             excess = len(pool.starting) + len(pool.up) - pool.wanted
             for worker_id in list(reversed(pool.starting))[: max(0, excess)]:
@@ -183,7 +184,7 @@ class ElasticPools:
         for pool in self._pools.values():
             if (limit := pool.draining.pop(worker_id, None)) is not None:
                 cancel(limit)
-                # in a later event, because this function is called while the cluster removes a worker
+                # Start replicas only in the next event, because the cluster calls this function while it removes a worker.
                 self._kernel.after(0, self._work)
                 return
 
@@ -209,7 +210,7 @@ def _counts(state: PoolState) -> tuple[int, ...]:
 
 
 def _cache_values(workers: Sequence[SimulatedWorker], among: Sequence[SimulatedWorker]) -> dict[WorkerId, float]:
-    """Return the cache value of each worker of `among`: the seconds to compute again the blocks that only this worker has."""
+    """Return the cache value of each worker in `among`: the seconds to compute again the blocks that no other worker caches."""
     copies = Counter(name for worker in workers for name in worker.engine.names())
     values = {}
     for worker in among:

@@ -1,6 +1,6 @@
-"""Faults: failures and operator actions in a simulated cluster, each at an instant.
+"""Faults: failures and actions of administrators in a simulated cluster, each at an instant.
 
-No fault loses a request: attempts that were under way are repeated elsewhere, and requests that no worker can serve wait.
+No fault loses a request. The router repeats interrupted attempts on other workers, and requests that no worker can serve wait.
 """
 
 from msgspec import Struct
@@ -15,7 +15,7 @@ class WorkerLost(Struct, frozen=True, kw_only=True):
 
     at: Nanos
     worker: WorkerId
-    down: Nanos  # time until the new worker begins to start
+    down: Nanos  # time from the death until the new worker begins to start
     start: Nanos | None = None  # duration of the start; None: the duration in the pool's profile
 
 
@@ -37,10 +37,10 @@ class WorkerSlow(Struct, frozen=True, kw_only=True):
 
 
 class NetworkCut(Struct, frozen=True, kw_only=True):
-    """No message passes between a worker and the router.
+    """The network between a worker and the router is cut: no message passes for a time.
 
     A short cut delays the messages. In a cut that is longer than the router's heartbeat timeout, the router gives the worker up and
-    places its requests elsewhere, and the worker drops its attempts. It comes back with its cache.
+    places its requests elsewhere, and the worker drops its attempts. After the cut, the worker returns with its cache.
     """
 
     at: Nanos
@@ -49,7 +49,7 @@ class NetworkCut(Struct, frozen=True, kw_only=True):
 
 
 class StoreLost(Struct, frozen=True, kw_only=True):
-    """The store of a node dies with its pool; blocks on disk are there again when it returns."""
+    """The store of a node dies and loses its pool. When it is started again, it still has its blocks on disk."""
 
     at: Nanos
     node: StoreId

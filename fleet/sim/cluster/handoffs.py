@@ -1,10 +1,11 @@
-"""Direct handoffs: blocks stay in the engine that computed them until the decode worker has fetched them.
+"""Direct handoffs: decode workers fetch blocks directly from the engines that computed them.
 
 Rules:
 
-1. A prefill worker keeps the computed blocks of a prompt until the decode worker has fetched them, does not need them, or cannot
-   get them. If no transfer begins within `LEASE`, the blocks are released.
-2. A decode worker without free blocks waits for them, and then fetches the prompt's blocks if the prefill worker still keeps them.
+1. A prefill worker keeps the computed blocks of a prompt until the decode worker has fetched them, or does not need them, or the
+   transfer has failed. If no transfer begins within `LEASE`, the blocks are released.
+2. A decode worker whose KV memory is full waits until it has free blocks. Then it fetches the prompt's blocks, if the prefill worker
+   still keeps them.
 3. If a transfer fails because one of its ends died, the decode worker computes the prompt.
 4. Leases go through the states of `fleet.batching.handoff_leases`, as in the engines that workers host.
 """
@@ -26,7 +27,7 @@ from fleet.sim.virtual_engine import VirtualEngine
 from kvstore.block import blocks_for
 
 LEASE = Nanos(30 * SECOND)
-"""Time for which a prefill worker keeps blocks that no decode worker fetches: the default of vLLM's NIXL connector."""
+"""Time for which a prefill worker keeps blocks that no decode worker fetches. It is the default of vLLM's NIXL connector."""
 
 
 class HandoffParams(Struct, frozen=True):
@@ -36,12 +37,12 @@ class HandoffParams(Struct, frozen=True):
 
 
 def handoff_params(attempt_id: RequestId) -> bytes:
-    """Return `Handoff.params` for a prefill attempt."""
+    """Return the encoded content of `Handoff.params` for a prefill attempt."""
     return msgspec.json.encode(HandoffParams(attempt_id))
 
 
 class TransferEndpoint(Struct, frozen=True, kw_only=True):
-    """An engine that sends and receives blocks, with the speed of its transfers."""
+    """An engine that exchanges blocks with other engines, with the bytes for each token and the latency of its transfers."""
 
     engine: VirtualEngine
     bytes_per_token: float
@@ -49,14 +50,14 @@ class TransferEndpoint(Struct, frozen=True, kw_only=True):
 
 
 class _KeptBlocks(Struct):
-    """The lease of a prefill attempt whose engine keeps the blocks."""
+    """The lease under which an engine keeps the blocks of one ended prefill attempt."""
 
     ends: ScheduledEvent  # the event that ends the lease; it is cancelled when the transfer begins
     state: LeaseState = LeaseState.OFFERED
 
 
 class _HandoffSource(Struct, frozen=True):
-    """A decode attempt that has not begun to fetch: which worker fetches, and which worker keeps the blocks."""
+    """Source of the blocks of a decode attempt that has not begun to fetch them: the worker and attempt that computed them."""
 
     fetcher: WorkerId
     keeper: WorkerId
@@ -64,7 +65,7 @@ class _HandoffSource(Struct, frozen=True):
 
 
 class Handoffs:
-    """Keeps the leases of all handed-off blocks in a cluster, and transfers the blocks to decode workers (rules 1 to 4)."""
+    """Manages the leases of all handed-off blocks in a cluster, and transfers the blocks to decode workers (rules 1 to 4)."""
 
     def __init__(
         self,
@@ -73,7 +74,10 @@ class Handoffs:
         block_tokens: int,
         released: Callable[[WorkerId], None] | None = None,
     ):
-        """Begin without engines; `released` is called with a worker's id whenever that worker releases the blocks of a prompt."""
+        """Create the object without engines.
+
+        `released` is called with a worker's id whenever that worker releases the blocks of a prompt.
+        """
         self._kernel = kernel
         self._network = network
         self._block_tokens = block_tokens
@@ -83,7 +87,7 @@ class Handoffs:
         self._sources: dict[RequestId, _HandoffSource] = {}  # the key is the id of the decode attempt
 
     def join(self, worker: WorkerId, endpoint: TransferEndpoint) -> None:
-        """Add an engine; its name must be free."""
+        """Add the engine of a worker; no engine may have this name yet."""
         self._endpoints[worker] = endpoint
 
     def leave(self, worker: WorkerId) -> None:
@@ -111,7 +115,10 @@ class Handoffs:
             self._move(job.attempt_id, blocks)
 
     def offered(self, job: Job[int]) -> int:
-        """Return how many prompt tokens a decode attempt that waited for room can still fetch; 0 if the blocks were released."""
+        """Return the number of prompt tokens whose KV a waiting decode attempt can still fetch from a prefill worker.
+
+        Return 0 if the attempt fetches no blocks, or if the prefill worker has released them.
+        """
         if (source := self._sources.get(job.attempt_id)) is None:
             return 0
         if self._is_offered(source.keeper, source.attempt_id):
@@ -120,11 +127,11 @@ class Handoffs:
         return 0
 
     def fetch(self, job: Job[int], here: int) -> None:
-        """Fetch the blocks of a handoff, except for the first `here` ones, which the engine's cache has."""
+        """Fetch the blocks of a handoff except for the first `here` ones, which the decode engine has in its cache already."""
         self._move(job.attempt_id, blocks_for(job.fetched_tokens, self._block_tokens) - here)
 
     def cancel(self, attempt_id: RequestId) -> None:
-        """Release the blocks kept for a decode attempt that was cancelled; a transfer that has begun goes on."""
+        """Release the blocks that are kept for a cancelled decode attempt. If their transfer has begun, it goes on."""
         if (source := self._sources.pop(attempt_id, None)) is not None:
             self._release(source.keeper, source.attempt_id)
 
@@ -153,7 +160,7 @@ class Handoffs:
         )
 
     def _is_offered(self, worker: WorkerId, attempt_id: RequestId) -> bool:
-        """Return whether the blocks of a prefill attempt are kept and no transfer of them has begun."""
+        """Return True if a worker keeps the blocks of a prefill attempt, and no transfer of them has begun."""
         lease = self._leases.get((worker, attempt_id))
         return lease is not None and lease.state is LeaseState.OFFERED
 

@@ -4,11 +4,12 @@ Messages between routers and workers do not use links, but channels with a fixed
 
 Rules:
 
-1. A link is one direction of a network or disk connection, such as what a worker sends or what a disk reads. It has a bandwidth.
-2. A transfer uses one or several links at once. Each link divides its bandwidth evenly among its transfers, and a transfer gets the
-   smallest of its shares. (Max-min fairness would give some transfers more, where others cannot use their share.)
-3. Each transfer waits for its latency first, and takes no share meanwhile.
-4. A link that is closed loses its transfers.
+1. A link is one direction of a network or disk connection, such as from a worker to the network. It has a bandwidth.
+2. A transfer uses one or several links at once. Each link divides its bandwidth evenly among its transfers. The rate of
+   a transfer is the smallest share that one of its links gives it. (Under max-min fairness, a transfer could also use
+   bandwidth that others cannot use; this is not simulated.)
+3. Each transfer first waits for its latency. During this time it uses no bandwidth.
+4. If a link is closed, its transfers are lost.
 """
 
 from collections.abc import Callable, Sequence
@@ -115,7 +116,7 @@ class Network:
         done: Callable[[], None],
         lost: Callable[[], None] | None = None,
     ) -> None:
-        """Move bytes over several links at once.
+        """Begin to move bytes over several links at once.
 
         `done` is called when the last byte has arrived, and `lost` if one of the links closes before.
         """
@@ -124,7 +125,7 @@ class Network:
         self._kernel.after(latency, partial(self._begin, transfer))
 
     def seconds(self, links: Sequence[LinkName], num_bytes: float, latency: Nanos) -> float | None:
-        """Return the seconds that one more transfer would take if no other transfer began or ended; None if a link is closed."""
+        """Return the seconds that a new transfer would take if no other one began or ended, or None if a link is closed."""
         if any(link not in self._bandwidth for link in links):
             return None
         rate = min(self._bandwidth[link] / (len(self._transfers[link]) + 1) for link in links)
@@ -152,7 +153,7 @@ class Network:
         self._share_out(transfer)
 
     def _share_out(self, changed: Transfer) -> None:
-        """Recompute the shares of all transfers on the links of a transfer that began or ended."""
+        """Compute the rates of all transfers again that share a link with a transfer that has begun or ended."""
         now, bandwidth, transfers = self._kernel.instant, self._bandwidth, self._transfers
         affected: dict[Transfer, None] = {}
         for link in changed.links:

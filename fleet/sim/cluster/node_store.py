@@ -1,14 +1,15 @@
-"""KV store of a simulated node: block names in tiers below the engines' memory, and the links that transfers take.
+"""Node store: simulates the KV store of one node: the names of the blocks in its tiers, and the transfers of these blocks.
 
 Rules:
 
 1. Tiers are searched in order, beginning with the node's memory (the pool). Each tier has a capacity, and an eviction policy and
-   an admission rule from `kvstore`. The last tier may be shared by all nodes.
+   an admission rule from `kvstore`. All nodes may share the last tier.
 2. Computed blocks are saved to the pool. When they are saved, and again whenever they are used, they are demoted to each lower
-   tier that admits them. No request waits for a demotion. At most `QUEUE_BLOCKS` blocks wait for a demotion to one tier; further
-   ones are not demoted.
-3. A load fetches the leading blocks that an engine does not have, each from the first tier that has it, as long as loading is
-   predicted to be faster than computing (rule 4 of `kvstore.hierarchy`). Blocks from lower tiers are then also kept in the pool.
+   tier that admits them. No request waits for a demotion. At most `QUEUE_BLOCKS` blocks wait for a demotion to one tier. If more
+   blocks have to wait, they are not demoted.
+3. A load fetches the leading blocks that an engine does not have. It takes each from the first tier that has it, and stops at the
+   first blocks that can be computed faster than loaded (rule 4 of `kvstore.hierarchy`). Blocks from lower tiers are then also
+   stored in the pool.
 4. Blocks are not evicted while they are loaded.
 5. A store that dies loses its pool and all transfers; engines then compute the blocks. Lower tiers keep their blocks until the
    store returns.
@@ -29,11 +30,12 @@ from fleet.sim.cluster.store_tiers import SimulatedTier, TierProfile
 from fleet.sim.kernel import Kernel
 from kvstore.messages import POOL_TIER
 
-QUEUE_BLOCKS = 4096  # Most blocks that may wait for a demotion to one tier, as in `kvstore.hierarchy.TierRule`.
+# Maximum number of blocks that may wait for a demotion to one tier; `kvstore.hierarchy.TierRule` has the same limit.
+QUEUE_BLOCKS = 4096
 
 
 class StoreProfile(Struct, frozen=True, kw_only=True):
-    """Tiers and rules of the stores; all nodes have the same."""
+    """Tiers and block size of a node's store; the stores of all nodes have the same profile."""
 
     tiers: tuple[TierProfile, ...]  # the first tier is the pool
     block_bytes: float
@@ -41,7 +43,7 @@ class StoreProfile(Struct, frozen=True, kw_only=True):
 
 
 class TierChange(Struct, frozen=True):
-    """A change of one tier, as the store announces it to routers: stored and removed block names."""
+    """Names of the blocks that were stored in one tier, or removed from it. The store announces each change to the router."""
 
     tier: str
     stored: Sequence[int] = ()
@@ -50,14 +52,14 @@ class TierChange(Struct, frozen=True):
 
 
 class _TierRun(Struct, frozen=True):
-    """Consecutive blocks of a chain that come from one tier."""
+    """Consecutive blocks of a chain that a load takes from the same tier."""
 
     tier: SimulatedTier
     keys: Sequence[int]
 
 
 class AttachedWorker(Struct, frozen=True, kw_only=True):
-    """Data that a store needs about a worker on its node: step times, and the links for loads and saves."""
+    """Data that a store needs of a worker on its node: its step times, and the links for loads and saves of its blocks."""
 
     times: StepTimes
     load_link: LinkName
@@ -76,7 +78,7 @@ class NodeStore:
         shared: Mapping[str, SimulatedTier],
         notify: Callable[["NodeStore", SimulatedTier, TierChange], None],
     ):
-        """Start the store; `shared` maps names to the tiers that all stores share, and `notify` is called with each change."""
+        """Start the store. `shared` maps the names of tiers that all stores share to these tiers; `notify` gets each change."""
         self._kernel = kernel
         self._network = network
         self.id = store_id
@@ -93,7 +95,7 @@ class NodeStore:
         self.come()
 
     def come(self) -> None:
-        """Start or restart the store; lower tiers still have their blocks, and these are announced."""
+        """Start or restart the store, and announce to the router the blocks that its lower tiers still have."""
         if self.up:
             return
         self.up = True
@@ -122,7 +124,7 @@ class NodeStore:
     def offer(self, attached_worker: AttachedWorker, keys: Sequence[int], here: int) -> int:
         """Return how many leading blocks of `keys` the engine will have after a load.
 
-        It has the first `here` of them now. Blocks that are faster to compute than to load are not loaded.
+        The engine has the first `here` of these blocks already. Blocks that are faster to compute than to load are not loaded.
         """
         return here + sum(len(run.keys) for run in self._worth_loading(attached_worker, keys, here))
 
@@ -133,9 +135,9 @@ class NodeStore:
         here: int,
         ended: Callable[[Mapping[str, int] | None], None],
     ) -> None:
-        """Load the blocks that `offer` has just counted.
+        """Load the blocks that the last call of `offer` with the same arguments has counted.
 
-        `ended` is called with the loaded tokens by tier, or with None if a block is missing.
+        At the end, `ended` is called with the number of loaded tokens by tier, or with None if a transfer was lost.
         """
         runs = self._worth_loading(attached_worker, keys, here)
         assert runs, "nothing was offered"
@@ -180,7 +182,7 @@ class NodeStore:
         return worth
 
     def _runs(self, keys: Sequence[int]) -> list[_TierRun]:
-        """Group the leading blocks that some tier has by tier."""
+        """Return the leading blocks that are in some tier, as consecutive runs of one tier each."""
         places: list[tuple[SimulatedTier, int]] = []
         for key in keys:
             tier = next((tier for tier in self.tiers if key in tier), None)
@@ -197,7 +199,10 @@ class NodeStore:
         return tokens
 
     def _used(self, run: _TierRun) -> None:
-        """Note that a load has used blocks: copy them to the pool, or, if they come from it, offer them to the lower tiers."""
+        """Handle blocks that a load has read from one tier.
+
+        If they come from a lower tier, store them in the pool, too. If they come from the pool, offer them to the lower tiers.
+        """
         now = self._kernel.instant
         if run.tier is self._pool:
             self._demote(run.keys, now)
@@ -223,7 +228,7 @@ class NodeStore:
         )
 
     def when_saved(self, keys: Sequence[int], action: Callable[[], None]) -> None:
-        """Call `action` as soon as none of these blocks is being saved; if none is now, call it at once."""
+        """Call `action` when the saves of all these blocks have ended; at once if none of the blocks is being saved now."""
         coming = self._saving.keys() & set(keys)
         if coming:
             self._waiters.append((coming, action))
@@ -286,7 +291,7 @@ class NodeStore:
         return (self._link(tier, "read"), attached_worker.load_link)
 
     def check(self) -> None:
-        """Assert that the tiers are consistent, and that no action waits for a save (`when_saved`) while no save is under way."""
+        """Assert that the tiers are consistent, and that actions of `when_saved` wait only while blocks are being saved."""
         for tier in self.tiers:
             tier.check()
         assert not self._waiters or self._saving

@@ -1,4 +1,4 @@
-"""Pools of a simulated cluster: the profile of their workers, and the assignment of workers to nodes."""
+"""Pools of a simulated cluster: the profile of the workers in a pool, and the assignment of workers to nodes."""
 
 from msgspec import Struct
 
@@ -10,7 +10,7 @@ from fleet.sim.results.outcomes import PredictionQuality
 
 
 class PoolProfile(Struct, frozen=True, kw_only=True):
-    """Hardware, model and engine of the workers of one pool."""
+    """Describes the equal workers of one pool: their GPUs, prices, step times, limits and bandwidths."""
 
     name: str
     role: Role
@@ -19,9 +19,9 @@ class PoolProfile(Struct, frozen=True, kw_only=True):
     limits: EngineLimits
     gpus: int  # GPUs of one worker
     dollars_per_hour: float  # price of one GPU
-    busy_watts: float  # power of one GPU in a step
+    busy_watts: float  # power of one GPU during a step, in watts
     idle_watts: float
-    kv_bytes_per_token: float  # summed over the GPUs of one worker
+    kv_bytes_per_token: float  # bytes of KV for each token, summed over the GPUs of one worker
     bandwidth: float  # bytes per second between a worker and other nodes, in each direction
     link_latency: Nanos
     start_time: Nanos  # time from starting a worker until it can serve its first request
@@ -31,8 +31,8 @@ class PoolProfile(Struct, frozen=True, kw_only=True):
     host_bandwidth: float = 64e9  # bytes per second between a worker and its node's memory, in each direction
     gpu: str = ""
     quality: PredictionQuality = PredictionQuality()
-    front: Nanos = Nanos(0)  # time of one request outside the engine: HTTP, tokenizer, scheduling
-    front_per_token: float = 0.0  # additional nanoseconds for each prompt token
+    front: Nanos = Nanos(0)  # time that each request spends outside the engine: HTTP, tokenizer, scheduling
+    front_per_token: float = 0.0  # nanoseconds that each prompt token adds to `front`
 
 
 def worker_id_of(profile: PoolProfile, number: int) -> WorkerId:
@@ -40,5 +40,8 @@ def worker_id_of(profile: PoolProfile, number: int) -> WorkerId:
 
 
 def node_of(profile: PoolProfile, number: int) -> StoreId:
-    """Return the node of a pool's worker, or of its first GPU if it spans several. Pools do not share nodes."""
+    """Return the node of a worker; if the worker spans several nodes, return the node of its first GPU.
+
+    Pools do not share nodes.
+    """
     return StoreId(f"{profile.name}-node-{number * profile.gpus // profile.gpus_per_node}")

@@ -1,16 +1,17 @@
-"""Simulated cluster: workers on nodes, the network and the stores between them, and the faults that happen to them.
+"""Simulated cluster: contains workers on nodes, their network and stores, and lets faults happen to them.
 
 Rules:
 
-1. A worker that dies loses its sequences, its cache and its transfers. Events that it sent before still arrive, and so do the tokens
-   that it had generated, because a real worker sends tokens one by one. A successor starts under its name.
-2. A worker whose network is cut for longer than the router's heartbeat timeout is given up, and drops its attempts. It keeps its
-   cache, and announces the content when it is back.
-3. To change its role, a worker drains, leaves when it is idle, and joins again with its cache. Before it joins again, another
-   change replaces the first one. The router learns of a worker that starts, or joins in another role, `JOIN_MESSAGES` message
-   delays later.
-4. A worker that shall leave for good drains, and leaves when it is idle. If it dies before, no successor starts.
-5. `fleet.sim.cluster.faults` lists what else can happen. No fault loses a request.
+1. A worker that dies loses its sequences, its cache and its transfers. Events that it sent before its death still arrive, and so do
+   all tokens that it had generated, because a real worker sends each token at once. A new worker starts under the same name.
+2. A worker whose network is cut for longer than the router's heartbeat timeout counts as lost at the router, and drops
+   its attempts. It keeps its cache, and sends the cache's content to the router after the cut.
+3. To change its role, a worker drains, leaves when it is idle, and joins again in the new role with its cache. If
+   another change of role is requested before it has joined again, that change replaces the first one. When a worker
+   starts, or joins in another role, the router knows it `JOIN_MESSAGES` message delays later.
+4. A worker that has to leave for good drains, and leaves when it is idle. If it dies during the drain, no new worker
+   starts.
+5. `fleet.sim.cluster.faults` lists all faults. No fault loses a request.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,18 +34,18 @@ from fleet.sim.cluster.worker import FINGERPRINT, SimulatedRequests, SimulatedWo
 from fleet.sim.kernel import Kernel, ScheduledEvent
 from fleet.sim.results.outcomes import PoolSample
 
-# Workers send their progress this many nanoseconds before a fault, so that tokens generated until then arrive.
+# Number of nanoseconds before a fault at which its workers send their progress, so that all generated tokens arrive.
 JUST_BEFORE = 1000
 JOIN_MESSAGES = 6
 """Number of message delays from a worker's start until a router knows the worker.
 
-The worker registers (1), the router is informed (1) and connects (2), the router asks for the description (1), and the worker
-answers (1).
+The worker registers (1), the router is informed (1) and connects (2), the router requests the description (1), and the
+worker answers (1).
 """
 
 
 class SimulatedCluster:
-    """Creates, removes and breaks the workers and stores of a simulated cluster, and looks up workers that are up by id."""
+    """Manages the workers and stores of a simulated cluster: starts and removes them, and makes them fail."""
 
     def __init__(
         self,
@@ -57,10 +58,10 @@ class SimulatedCluster:
         silence: Nanos,
         store: StoreProfile | None = None,
     ):
-        """Begin without workers.
+        """Create a cluster without workers.
 
-        `to_router` delivers an event to the router. The first workers are announced without delay; all other events take a message
-        delay. `silence` is the heartbeat timeout, after which a router gives a worker up.
+        `to_router` delivers an event to the router at once. The cluster calls it without delay for the first workers, and after a
+        message delay for all other events. `silence` is the heartbeat timeout, after which a router gives a worker up.
         """
         self._kernel = kernel
         self._to_router = to_router
@@ -84,14 +85,15 @@ class SimulatedCluster:
         self._shared_tiers = {tier.name: SimulatedTier(tier) for tier in shared}
         self._stores_to_router: Channel[RouterEvent] = Channel(kernel, message_delay, to_router)
         self.cut = self._cut
-        """Called to cut the network of a worker for a time; `fleet.app.agreement.production_world` replaces it."""
+        """Function that cuts the network of a worker for a time. `fleet.app.agreement.production_world` sets another
+        function."""
         self.left: Callable[[WorkerId], None] = _ignore
-        """Called with the id of a worker that has left and will not return."""
+        """Function that is called with the id of each worker that has left and will not return."""
 
     # Joining.
 
     def begin(self, profile: PoolProfile) -> None:
-        """Add all workers of a pool now."""
+        """Add all workers of a pool now, without the duration of a start."""
         for number in range(profile.workers):
             worker_id = worker_id_of(profile, number)
             self._join(profile, worker_id, node_of(profile, number), profile.role, 1, self._kernel.now())
@@ -150,9 +152,10 @@ class SimulatedCluster:
     def start(
         self, profile: PoolProfile, number: int, start: Nanos, joined: Callable[[WorkerId], None]
     ) -> ScheduledEvent:
-        """Start one worker now; `joined` is called when the router knows it.
+        """Begin to start one worker, and call `joined` when the router knows the worker.
 
-        This takes the duration `start` plus the message delays of joining. Before that, the returned event can be cancelled.
+        The router knows the worker after the duration `start` and the message delays of joining. Until then, the caller
+        can cancel the start by cancelling the returned event.
         """
         worker_id, node, since = worker_id_of(profile, number), node_of(profile, number), self._kernel.now()
 
@@ -186,7 +189,7 @@ class SimulatedCluster:
     # Faults.
 
     def fail(self, fault: Fault) -> None:
-        """Schedule a fault. It has no effect if its worker no longer exists at that instant."""
+        """Schedule a fault. The fault has no effect if its worker does not exist at the instant of the fault."""
         if isinstance(fault, WorkerLost | NodeLost | NetworkCut):
             self._kernel.at(max(0, fault.at - JUST_BEFORE), partial(self._report_progress, fault))
         self._kernel.at(fault.at, partial(self._happen, fault))
@@ -218,7 +221,7 @@ class SimulatedCluster:
             case RoleFlip() if worker.leaves:
                 pass
             case RoleFlip() if worker.flips_to is not None:
-                worker.flips_to = fault.role  # the worker drains already for an earlier change
+                worker.flips_to = fault.role  # the worker already drains for an earlier change, which this one replaces
             case RoleFlip() if fault.role is worker.role:
                 pass
             case RoleFlip():
@@ -234,7 +237,7 @@ class SimulatedCluster:
         if worker.leaves:
             return
         begun = Nanos(gone + down)
-        # The router identifies workers by id, so it must have received WorkerLeft before the successor is announced.
+        # The successor has the same id. So the router must have received WorkerLeft before the successor is announced.
         known = gone + self._delay + 1
         role = worker.flips_to or worker.role
         successor = partial(self._join, worker.profile, worker.id, worker.node, role, worker.incarnation + 1, begun)
@@ -285,7 +288,7 @@ class SimulatedCluster:
             self._leave_if_idle(worker.id)
 
     def _leave_if_idle(self, worker_id: WorkerId) -> None:
-        """Let a worker that drains leave as soon as it is idle."""
+        """If a worker drains and is idle now, let it leave. Do nothing for other workers."""
         worker = self._workers.get(worker_id)
         if worker is None or not worker.draining or worker.away or not worker.engine.idle:
             return
@@ -294,14 +297,14 @@ class SimulatedCluster:
             return
         worker.away = True
         worker.to_router.send(WorkerLeft(worker_id=worker.id))
-        # minus one, because the message that announces the worker takes a delay of its own
+        # JOIN_MESSAGES - 1, because `announce` sends a message, which takes the last delay
         announced = (JOIN_MESSAGES - 1) * self._delay + 1
         self._kernel.after(announced, partial(self._begin_role, worker))
 
     def _begin_role(self, worker: SimulatedWorker) -> None:
         """Let a worker join again in its new role."""
         if worker.until is not None:
-            return  # the worker died before
+            return  # the worker has died meanwhile
         assert worker.flips_to is not None
         worker.role, worker.flips_to, worker.away = worker.flips_to, None, False
         worker.incarnation += 1
@@ -318,12 +321,12 @@ class SimulatedCluster:
         return iter(self._workers.values())
 
     def ever(self) -> list[SimulatedWorker]:
-        """Return all workers that have ever been up, the dead ones first."""
+        """Return all workers that have ever been up; those that are not up any more come first."""
         return [*self._left, *self._workers.values()]
 
     @property
     def moved_bytes(self) -> float:
-        """Bytes that were moved between workers."""
+        """Number of bytes that were moved between workers so far."""
         return self._network.moved_bytes
 
     @property
@@ -333,7 +336,7 @@ class SimulatedCluster:
 
     @property
     def kv_share(self) -> float:
-        """Share of all KV blocks that running sequences occupy."""
+        """Share of the KV blocks of all workers that running sequences occupy, from 0 to 1."""
         blocks = sum(worker.profile.limits.kv_blocks for worker in self)
         return sum(worker.engine.kv_blocks_used for worker in self) / blocks if blocks else 0.0
 
@@ -355,7 +358,7 @@ class SimulatedCluster:
         )
 
     def check(self, *, idle: bool) -> None:
-        """Assert that all parts are consistent and, if `idle`, that no attempt, block or transfer is left."""
+        """Assert that engines and stores are consistent and, if `idle`, that no worker has an attempt or occupied block."""
         for worker in self:
             worker.engine.check()
             if idle:
@@ -366,4 +369,4 @@ class SimulatedCluster:
 
 
 def _ignore(_: WorkerId) -> None:
-    """Do nothing about a worker that has left."""
+    """Ignore the departure of a worker; this is the default of `SimulatedCluster.left`."""

@@ -1,4 +1,4 @@
-"""Tiers of a simulated store: the names of the blocks in each tier, with the eviction policies and admission rules of `kvstore`."""
+"""Tiers of a simulated store: keep the names of their blocks, by the eviction policies and admission rules of `kvstore`."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -12,15 +12,15 @@ from kvstore.hierarchy.admission import ReuseAdmission
 MEMORY_BANDWIDTH = 150e9
 """Bytes per second between a node's pool and its workers.
 
-This is half the bandwidth of eight channels of DDR5-4800, because a copy both reads and writes.
+It is half the bandwidth of eight memory channels of DDR5-4800, because a copy both reads and writes memory.
 """
 
 
 class TierProfile(Struct, frozen=True, kw_only=True):
-    """Size, speed and rules of one tier."""
+    """Describes one tier of a simulated store: its size, its speed and its rules."""
 
     name: str
-    blocks: int  # capacity
+    blocks: int  # capacity, in blocks
     policy: PolicyName = "lru"
     # "reuse" takes only blocks that were seen before (`kvstore.hierarchy.admission`)
     admission: Literal["all", "reuse"] = "all"
@@ -31,7 +31,7 @@ class TierProfile(Struct, frozen=True, kw_only=True):
 
 
 class SimulatedTier:
-    """The names of the blocks in one tier, and which of them are pinned by loads."""
+    """Holds the names of the blocks in one tier, decides which blocks are evicted, and protects blocks that are being loaded."""
 
     def __init__(self, profile: TierProfile):
         assert profile.blocks >= 1, profile
@@ -53,11 +53,17 @@ class SimulatedTier:
         return list(self._pins)
 
     def admits(self, key: int, now: Nanos) -> bool:
-        """Note that a block was written or used, and return whether the admission rule lets it into this tier."""
+        """Return whether the admission rule admits a block to this tier.
+
+        Call this each time the block is written or used, because the rule counts the calls.
+        """
         return self._admission is None or self._admission.admits(key, 1, now)
 
     def put(self, keys: Sequence[int], now: Nanos) -> tuple[list[int], list[int]]:
-        """Store the blocks of a chain, in its order; return the blocks that are new here and the blocks that were evicted for them."""
+        """Store consecutive blocks of a chain, as far as there is room or blocks can be evicted.
+
+        Return the blocks that are new in this tier, and the blocks that were evicted for them.
+        """
         pins, rule = self._pins, self._policy
         new = [key for key in keys if key not in pins]
         removed: list[int] = []
@@ -68,7 +74,7 @@ class SimulatedTier:
                 rule.withdraw(victim)
                 if pins[victim]:
                     self._aside[victim] = None
-                elif victim not in own:  # otherwise it is admitted again below
+                elif victim not in own:  # a victim that is in `keys` stays; `_use` gives it back to the policy
                     del pins[victim]
                     removed.append(victim)
                     missing -= 1
@@ -91,7 +97,7 @@ class SimulatedTier:
         self._use(here, now)
 
     def clear(self) -> None:
-        """Lose all blocks."""
+        """Remove all blocks, as when the memory is lost."""
         for key in self._pins:
             if key not in self._aside:
                 self._policy.withdraw(key)
@@ -99,7 +105,7 @@ class SimulatedTier:
         self._aside.clear()
 
     def _use(self, keys: Sequence[int], now: Nanos) -> None:
-        """Report used blocks to the policy, beginning with the last block, because policies expect this order."""
+        """Report used blocks to the eviction policy, the last block first, because policies expect this order."""
         admit, pins, aside = self._policy.admit, self._pins, self._aside
         for key in reversed(keys):
             if key in aside:

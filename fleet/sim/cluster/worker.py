@@ -1,12 +1,12 @@
-"""Simulated worker: its engine, the events that it sends to the router, and the commands that it executes.
+"""Simulated worker: runs a virtual engine, sends events to the router, and executes the router's commands.
 
 Rules:
 
 1. Events and commands travel through channels (`fleet.sim.cluster.channels`) and take a message delay each.
-2. Progress is sent as the engine reports it: with the first token, when an answer begins a new block, and with its end.
+2. The worker sends progress as the engine reports it: with the first token, when an answer begins a new block, and at its end.
 3. A prefill ends with a handoff. If the handoff goes through the node's store, the prefill ends when the store has its blocks.
-4. A worker ignores an attempt whose request is over, and rejects new attempts while it drains. Between two roles it is not
-   registered, and commands that arrive then are lost.
+4. A worker ignores an attempt whose request is over, and rejects new attempts while it drains. While it changes from one role to
+   another, it is not registered, and commands that arrive in this time are lost.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ TOKEN = (0,)
 
 
 class SimulatedPrompt(Protocol):
-    """Block names of one request."""
+    """Names of the blocks of one request's prompt and answer."""
 
     chain: Sequence[int]  # block names of the prompt's full blocks
     answer_keys: Sequence[int]  # names of the blocks that the answer will fill, as far as they are known
@@ -64,18 +64,18 @@ class SimulatedRequests(Protocol):
 
 
 class WorkerEnvironment(Struct, frozen=True, kw_only=True):
-    """Objects and callbacks that all workers of a cluster use."""
+    """Objects and callbacks that the workers of a cluster share."""
 
     kernel: Kernel
     message_delay: Nanos
     to_router: Callable[[RouterEvent], None]
     handoffs: Handoffs
     requests: SimulatedRequests
-    attempts_ended: Callable[[WorkerId], None]  # called with the id of a draining worker when attempts on it have ended
+    attempts_ended: Callable[[WorkerId], None]  # gets the id of a draining worker whenever attempts on it have ended
 
 
 class _Prefill(Struct, frozen=True):
-    """Data of a running prefill attempt that its handoff needs."""
+    """Data of a running prefill attempt from which its handoff is made when it ends."""
 
     prompt_tokens: int
     chain: Sequence[int]
@@ -83,7 +83,7 @@ class _Prefill(Struct, frozen=True):
 
 
 class SimulatedWorker:
-    """A running worker. One object lives from a start to a death or departure, across changes of the role."""
+    """Simulates one worker from its start until it dies or leaves for good. A change of the role does not end the object."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class SimulatedWorker:
         store: NodeStore | None,
         attached_worker: AttachedWorker | None,
     ):
-        """Start a worker that is not announced yet; `since` is the instant at which its GPUs were allocated."""
+        """Create a running worker that is not announced to the router yet. Its GPUs are occupied since the instant `since`."""
         self._requests, self._handoffs = environment.requests, environment.handoffs
         self._attempts_ended = environment.attempts_ended
         self._store, self.attached_worker = store, attached_worker
@@ -107,12 +107,12 @@ class SimulatedWorker:
         self.id = worker_id
         self.node = node
         self.role = role
-        self.flips_to: Role | None = None  # the role to change to when the worker is idle; None: no change is planned
-        self.away = False  # True between two roles, while the worker is not registered
+        self.flips_to: Role | None = None  # the role that the worker takes when it is idle; None: no change is planned
+        self.away = False  # True while the worker changes its role and is not registered
         self.leaves = False  # True: the worker drains, and leaves for good when it is idle
         self.incarnation = incarnation
         self.since = since
-        self.until: Nanos | None = None  # instant at which the worker died; None: it lives
+        self.until: Nanos | None = None  # instant at which the worker died or left; None: it is up
         supply = _WorkerBlockSupply(environment.handoffs, environment.requests, self, store)
         self.engine = VirtualEngine(
             environment.kernel,
@@ -134,7 +134,7 @@ class SimulatedWorker:
     # Events to the router.
 
     def announce(self, send: Callable[[RouterEvent], None]) -> None:
-        """Send the description of the worker and the content of its cache."""
+        """Send the description of the worker, and then the names of the blocks in its cache, by the function `send`."""
         profile, limits = self.profile, self.profile.limits
         description = WorkerDescription(
             worker_id=self.id,
@@ -157,11 +157,14 @@ class SimulatedWorker:
             send(CacheAssumed(worker_id=self.id, stored=names, removed=[]))
 
     def report_progress(self) -> None:
-        """Send the progress up to now. A real worker sends every token at once, so these tokens would have been sent already."""
+        """Send the progress that the engine has made and not reported yet.
+
+        The cluster calls this before a fault, because a real worker would have sent these tokens already.
+        """
         self._report(self.engine.progress())
 
     def _report(self, reports: list[StepProgress]) -> None:
-        """Send the progress that a step of the engine brought."""
+        """Send the progress that the engine reports after a step."""
         if self._prefills:
             reports = [each for each in reports if not self._reported_when_saved(each)]
         if reports:
@@ -171,7 +174,10 @@ class SimulatedWorker:
             self._attempts_ended(self.id)
 
     def _reported_when_saved(self, report: StepProgress) -> bool:
-        """If a report ends a prefill through the store, send it when the store has the blocks, and return True; otherwise return False."""
+        """Return True if a report has to wait, because it ends a prefill whose blocks go through the store.
+
+        The report is then sent when the store has the blocks.
+        """
         prefill, store = self._prefills.get(report.attempt_id), self._store
         if prefill is None or prefill.kv_path is not KvPath.STORE or store is None:
             return False
@@ -190,7 +196,7 @@ class SimulatedWorker:
                 kv_path=prefill.kv_path,
                 prefill_worker=self.id,
                 fingerprint=FINGERPRINT,
-                # minus 1: the last prompt token is computed anyway, because the engine needs its logits
+                # minus 1: the decode engine computes the last prompt token anyway, because it needs its logits
                 num_tokens=prefill.prompt_tokens - 1,
                 params=handoff_params(report.attempt_id),
             )
@@ -255,7 +261,7 @@ class SimulatedWorker:
         self.to_router.send(AttemptRejected(worker_id=self.id, rejected=rejected))
 
     def drop_all(self) -> None:
-        """Drop all attempts and all commands that were held back."""
+        """Drop all attempts, and all commands that were held back by a cut."""
         for attempt_id in self.engine.forget_all():
             self._handoffs.cancel(attempt_id)
         self._prefills.clear()
@@ -263,7 +269,7 @@ class SimulatedWorker:
 
 
 class _WorkerBlockSupply:
-    """Tells a worker's engine which prompt blocks can be fetched: from a prefill worker that keeps them, or from the node's store."""
+    """Fetches prompt blocks for a worker's engine: from a prefill worker that keeps them, or else from the node's store."""
 
     __slots__ = ("_block_tokens", "_handoffs", "_requests", "_store", "_worker")
 
@@ -299,11 +305,11 @@ class _WorkerBlockSupply:
         self._store.load(attached_worker, self._loadable(job), here, ended)
 
     def _loadable(self, job: Job[int]) -> Sequence[int]:
-        """Return the prompt blocks that may be loaded. The last token is left out, because the engine must compute its logits."""
+        """Return the full prompt blocks without the last token, because the engine must compute this token for its logits."""
         return job.keys[: (job.prompt_tokens - 1) // self._block_tokens]
 
 
 @lru_cache(4096)
 def _kv_report(cached_tokens: int) -> KvReport:
-    """Return a KV report with the cached tokens, the only field that the router reads."""
+    """Return a KV report that states only the cached tokens, because the simulated router reads no other field."""
     return KvReport(prompt_blocks=0, origins=(), cached_tokens=cached_tokens)

@@ -1,10 +1,10 @@
-"""Capacity search: the highest load at which a scenario keeps its SLO.
+"""Capacity search: finds the highest load at which a scenario keeps its SLO.
 
-Attainment falls with the load, apart from noise. So the load is doubled until the SLO is missed. Then a bisection between the
-highest load that kept the SLO and the lowest load that missed it runs until their relative distance is at most `CLOSE`. The load
-is the rate of arrivals, or the number of users if users wait for answers. Every run has the same requests in the same order, and
-is a point of the curve. While a run is under way, the two loads of which one will be tried next can run in other processes; a run
-that is not needed in the end is not a point of the curve.
+Apart from noise, attainment falls when the load grows. So the load is doubled until the SLO is missed. Then a bisection
+begins between the highest load that kept the SLO and the lowest load that missed it. It ends when the relative distance
+of these two loads is at most `CLOSE`. The load is the rate of arrivals, or the number of users if users wait for answers.
+Every run has the same requests in the same order, and is a point of the curve. While a run is under way, the two loads
+that may follow can already run in other processes. A run whose result is not needed in the end is no point of the curve.
 """
 
 from collections import deque
@@ -22,23 +22,24 @@ CLOSE = 0.02
 """The search ends when the lowest load that missed the SLO is at most this share above the highest load that kept it."""
 
 MOST_DOUBLINGS = 20
-MOST_HALVINGS = 8  # the search gives up after so many halvings: at so low a rate, each request is alone
+# The search fails after this number of halvings, because at such a low rate requests never wait for each other.
+MOST_HALVINGS = 8
 
 
 class CapacityPoint(Struct, frozen=True, kw_only=True):
-    """Results of the run at one load."""
+    """Results of the run at one load; one point of the curve in `Capacity`."""
 
     rate: float  # requests per second
     users: int  # number of users that wait for answers; 0: requests arrive at a rate
     attainment: float
     goodput_rps: float
-    ttft_ms: float  # p90
+    ttft_ms: float  # 90th percentile of TTFT
     tpot_ms: float
     cost_per_million_tokens: float
 
 
 class Capacity(Struct, frozen=True, kw_only=True):
-    """Output of `fleet sim capacity --json`."""
+    """The capacity that the search has found, and the runs of the search. `fleet sim capacity --json` prints it."""
 
     rate: float  # requests per second
     rate_per_gpu: float
@@ -47,7 +48,7 @@ class Capacity(Struct, frozen=True, kw_only=True):
     wanted: float
     goodput_rps: float
     tries: int
-    curve: tuple[CapacityPoint, ...]  # all runs, by load
+    curve: tuple[CapacityPoint, ...]  # results of all runs, in ascending order of their loads
 
 
 def capacity(
@@ -63,11 +64,11 @@ def capacity(
 
     Args:
         scenario: The scenario; its own load is tried first.
-        folder: Folder that its paths are relative to.
+        folder: Folder that the paths in the scenario are relative to.
         wanted: Share of requests that have to keep the SLO.
-        points: Number of further loads to run for the curve, at equal distances up to 1.5 times the capacity.
+        points: Number of additional loads to run for the curve, at equal distances up to 1.5 times the capacity.
         processes: Number of runs at a time; it does not change the result.
-        on_point: Called with each run.
+        on_point: Called with the results of each run.
 
     Raises:
         ConfigurationRefused: The scenario cannot be run; or no load keeps its SLO, however low; or every load does.
@@ -100,7 +101,7 @@ def capacity(
 
 
 class _Search:
-    """Runs loads for one capacity search and remembers their results. A load is a factor of the load that the scenario states."""
+    """Runs the scenario of one capacity search at several loads, and remembers the results. A load is a multiple of its own load."""
 
     def __init__(
         self, scenario: Scenario, runs: LoadRuns, wanted: float, on_point: Callable[[CapacityPoint], None] | None
@@ -109,14 +110,14 @@ class _Search:
         self.points: dict[float, CapacityPoint] = {}
 
     def expect(self, loads: Iterable[float]) -> None:
-        """Announce loads that may be tried after the next one."""
+        """Begin runs in other processes at loads that the search may need soon."""
         self._runs.expect(load for load in loads if load not in self.points)
 
     def keeps(self, load: float) -> bool:
         return self.at(load).attainment >= self._wanted
 
     def same(self, load: float, other: float) -> bool:
-        """Return whether two loads stand for the same number of users; False if the load is a rate."""
+        """Return True if two loads mean the same number of users. Return False if loads of this scenario are rates."""
         users = waiting_users(scaled(self._scenario, load))
         return 0 < users == waiting_users(scaled(self._scenario, other))
 
@@ -170,7 +171,7 @@ def _middle(low: float, high: float) -> float:
 
 
 def _middles(low: float, high: float) -> Iterator[float]:
-    """Yield the loads at which a bisection between two loads may arrive, those of the next step first."""
+    """Yield the loads that a bisection between two loads may try, in the order of its steps."""
     spans = deque([(low, high)])
     while spans:
         low, high = spans.popleft()

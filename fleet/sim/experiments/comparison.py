@@ -1,7 +1,8 @@
-"""Comparison of two scenarios: runs of both with the same seeds, and confidence intervals of the differences.
+"""Comparison of two scenarios: compares runs with the same seeds, and computes confidence intervals of the differences.
 
-Both scenarios run with the same seeds, so the random choices of a seed (requests, the router's random source) are the same in both. The
-difference within a pair of runs is then due to the scenarios. The differences of all pairs give a confidence interval (paired t).
+With the same seed, the random choices (requests, the router's random source) are the same in both scenarios. So two runs
+with the same seed, a pair, differ only because the scenarios differ. The confidence interval is computed from the
+differences of all pairs (paired t).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from fleet.sim.results.outcomes import RunOutcome
 
 
 class FigureDirection(Enum):
-    """The better direction of a figure: higher, lower, or neither."""
+    """Says whether higher or lower values of a figure are better, or neither."""
 
     HIGHER = 1
     LOWER = -1
@@ -55,18 +56,18 @@ FIGURES = (
 
 
 class FigureDifference(Struct, frozen=True, kw_only=True):
-    """The comparison of one figure between the scenarios `a` and `b`."""
+    """The difference of one figure between the scenarios `a` and `b`, with a verdict."""
 
     name: str
     a: float  # mean over all seeds of the first scenario
     b: float
     difference: ConfidenceInterval  # b - a
-    # What is said of b: "better", "worse", or "differs" if no direction is better; empty if the interval contains 0.
+    # Verdict on `b`: "better", "worse", or "differs" if no direction is better; empty if the interval contains 0.
     verdict: str
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """Output of `fleet sim compare --json`."""
+    """The result of a comparison of two scenarios. `fleet sim compare --json` prints it."""
 
     a: str
     b: str
@@ -79,7 +80,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 def compare(
     names: tuple[str, str], seeds: Sequence[int], runs: Sequence[tuple[RunOutcome, RunOutcome]], *, same_requests: bool
 ) -> Comparison:
-    """Compare all figures of two scenarios. `runs` has the outcomes of both scenarios for each seed."""
+    """Compare all figures of two scenarios. `runs` contains a pair for each seed: the outcomes of both scenarios."""
     return Comparison(
         a=names[0],
         b=names[1],
@@ -91,7 +92,7 @@ def compare(
 
 
 def means(runs: Sequence[RunOutcome]) -> dict[str, ConfidenceInterval]:
-    """Return mean and confidence interval of each figure, over runs that differ only in their seeds."""
+    """Return the mean of each figure with its confidence interval. The runs must differ only in their seeds."""
     return {figure.name: confidence_interval([figure.of(run) for run in runs]) for figure in FIGURES}
 
 

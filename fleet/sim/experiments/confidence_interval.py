@@ -1,4 +1,4 @@
-"""Confidence interval of a mean of a few runs: Student's t, two-sided, 95 %."""
+"""Confidence interval: computes the 95 % interval of the mean of a few runs by Student's t distribution (two-sided)."""
 
 from collections.abc import Sequence
 from math import sqrt
@@ -13,7 +13,7 @@ QUANTILES = (
 """Quantiles of the t distribution at 0.975, for 1 to 30 degrees of freedom (Student, Biometrika 1908)."""
 
 NORMAL = 1.95996
-"""Quantile of the normal distribution at 0.975."""
+"""Quantile of the normal distribution at 0.975, from which quantiles for more than 30 degrees of freedom are computed."""
 
 
 class ConfidenceInterval(Struct, frozen=True, kw_only=True):
@@ -25,7 +25,7 @@ class ConfidenceInterval(Struct, frozen=True, kw_only=True):
 
 
 def confidence_interval(values: Sequence[float]) -> ConfidenceInterval:
-    """Return the interval of one or more independent values."""
+    """Return the mean of one or more independent values, with its confidence interval."""
     mean = fmean(values)
     if len(values) < 2:
         return ConfidenceInterval(mean=mean, low=None, high=None)
@@ -36,5 +36,5 @@ def confidence_interval(values: Sequence[float]) -> ConfidenceInterval:
 def _quantile(degrees: int) -> float:
     if degrees <= len(QUANTILES):
         return QUANTILES[degrees - 1]
-    # the first term of the Cornish-Fisher expansion; its error is at most 0.003 for more than 30 degrees of freedom
+    # first term of the Cornish-Fisher expansion of the t quantile; for more than 30 degrees of freedom its error is at most 0.003
     return NORMAL + (NORMAL**3 + NORMAL) / (4 * degrees)

@@ -4,7 +4,7 @@ Rules:
 
 1. Each point is a separate run with the same requests in the same order. Only the rate of arrivals differs or, if users wait for
    answers, the number of users.
-2. Points are computed one after the other. While one runs, points that may follow can run in processes of their own
+2. Points are computed one after the other. While one point is computed, runs for later points can already begin in other processes
    (`LoadRuns.expect`). The points and their results are the same with any number of processes.
 """
 
@@ -22,44 +22,45 @@ from fleet.sim.run_plan import run_scenario
 from fleet.sim.scenario import Scenario, scaled, waiting_users
 
 LOADS = (0.5, 1.0, 1.5, 2.0)
-"""Loads of the curve, as factors of the load that the scenario states."""
+"""Default loads of the curve, as multiples of the load that the scenario states."""
 
 FURTHER, MOST_FURTHER, ENOUGH = 1.5, 4, 0.5
-"""How a curve is continued until attainment falls.
+"""Parameters of the rule by which a curve is continued above its highest load.
 
-After the highest load, up to `MOST_FURTHER` loads follow, each `FURTHER` times the last one, until attainment is below `ENOUGH`.
+At most `MOST_FURTHER` loads are added, each `FURTHER` times the previous load, until attainment is below `ENOUGH`.
 """
 
 MOST_REQUESTS = 20_000
-"""Most requests of one point. Without a limit, the curve of a long trace would take many times as long as the trace."""
+"""Maximum number of requests of one point. Without a limit, the curve of a long trace would take many times as long as
+the trace."""
 
 
 class LoadPoint(Struct, frozen=True, kw_only=True):
-    """Outcome of the run at one load."""
+    """Outcome of the run at one load; one point of the curve."""
 
-    load: float  # factor of the scenario's own load
+    load: float  # multiple of the load that the scenario states
     rate: float  # arrivals per second
     users: int  # number of users that wait for answers; 0: requests arrive at a rate
     outcome: RunOutcome
 
 
 def at_load(scenario: Scenario, folder: Path, load: float) -> LoadPoint:
-    """Run a scenario at a multiple of its load. Raises the same errors as `run_scenario`."""
+    """Run a scenario at a multiple of the load that it states. Raises the same errors as `run_scenario`."""
     loaded, arrivals = scaled(scenario, load), ArrivalRate()
     outcome = run_scenario(loaded, folder, on_end=arrivals.add).outcome
     return LoadPoint(load=load, rate=arrivals.rate, users=waiting_users(loaded), outcome=outcome)
 
 
 class LoadRuns:
-    """Runs a scenario at several loads: in this process, and ahead of need in a process pool."""
+    """Runs a scenario at several loads. Runs that may be needed soon are computed in advance in a process pool."""
 
     def __init__(self, scenario: Scenario, folder: Path, pool: ProcessPoolExecutor | None, beside: int):
-        """Begin without runs; at most `beside` runs are in the pool at a time."""
+        """Create the object without runs. It starts at most `beside` runs at a time in the process pool, if there is a pool."""
         self._scenario, self._folder, self._pool, self._beside = scenario, folder, pool, beside
         self._begun: dict[float, Future[LoadPoint]] = {}
 
     def expect(self, loads: Iterable[float]) -> None:
-        """Begin runs that may be needed soon, the most likely first, as long as the pool has free processes."""
+        """Begin runs at loads that may be needed soon, as long as the process pool has free processes. `loads` has likely ones first."""
         if self._pool is None:
             return
         room = self._beside - sum(not each.done() for each in self._begun.values())
@@ -72,16 +73,16 @@ class LoadRuns:
                 room -= 1
 
     def at(self, load: float) -> LoadPoint:
-        """Return the run at a load, and compute it now if it is not in the pool. Raises the same errors as `run_scenario`."""
+        """Return the run at a load. If `expect` has not begun it, run it now. Raises the same errors as `run_scenario`."""
         begun = self._begun.get(load)
         return at_load(self._scenario, self._folder, load) if begun is None else begun.result()
 
 
 @contextmanager
 def load_runs(scenario: Scenario, folder: Path, processes: int) -> Iterator[LoadRuns]:
-    """Open `LoadRuns` that use so many processes, including the caller's.
+    """Open a `LoadRuns` that uses at most `processes` processes, including the caller's.
 
-    Runs that are still under way at the end of the block are ended.
+    When the `with` block ends, runs that are still under way are ended.
     """
     if processes == 1:
         yield LoadRuns(scenario, folder, None, 0)
@@ -103,10 +104,11 @@ def load_curve(
 
     Args:
         scenario: The scenario; only its first `MOST_REQUESTS` requests are used.
-        folder: Folder that its paths are relative to.
-        loads: Factors of the scenario's load, in any order. Higher ones follow until attainment has fallen.
-        known: A run that exists already. It is not repeated, unless it had more requests than these runs.
-        on_point: Called with each point.
+        folder: Folder that the paths in the scenario are relative to.
+        loads: Multiples of the scenario's load, in any order. Higher loads are added until attainment has fallen below `ENOUGH`.
+        known: A finished run of the scenario, or None. Its load is not run again, unless the run had more than
+            `MOST_REQUESTS` requests.
+        on_point: Called with each point of the curve.
         processes: Number of runs at a time.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Objectives of a sweep: rank scenarios that keep the SLO by money or energy for each good request.
+"""Objectives of a sweep: rank the scenarios that keep the SLO by their cost or energy for each good request.
 
 A late request is useless but costs as much as a good one. So cost and energy are divided by good requests, not by tokens.
 """
@@ -17,7 +17,7 @@ JOULES_PER_KWH = 3.6e6
 
 
 class SweepObjective(StrEnum):
-    """The figure by which a sweep ranks scenarios; lower is better."""
+    """The figure by which a sweep ranks scenarios; the scenario with the lowest figure is the best."""
 
     COST = "cost"  # dollars per thousand good requests
     ENERGY = "energy"  # kilojoules per good request
@@ -30,12 +30,12 @@ class RankedScenario(Struct, frozen=True, kw_only=True):
     changes: dict[str, object]
     seeds: int
     attainment: float  # mean over the seeds
-    figure: float | None  # mean over the seeds; None if no request was good
-    keeps: bool  # True if `attainment` is at least the wanted one
+    figure: float | None  # mean of the objective's figure over the seeds; None if no request was good
+    keeps: bool  # True if `attainment` is at least the wanted attainment
 
 
 def spent(outcome: RunOutcome, objective: SweepObjective) -> float:
-    """Return the objective's figure for one run, such as dollars per thousand good requests; infinite if no request was good."""
+    """Return the objective's figure for one run, such as dollars per thousand good requests. Without good requests it is infinite."""
     if not (good := outcome.attainment * outcome.requests):
         return inf
     match objective:

@@ -1,4 +1,4 @@
-"""Process pool: a pool of processes that run simulations in parallel to the caller."""
+"""Process pool: runs simulations in several processes, in parallel to the caller."""
 
 import multiprocessing
 import os
@@ -15,12 +15,12 @@ from fleet.core.errors import ConfigurationRefused
 
 @contextmanager
 def process_pool(number: int, *, finish: bool = True) -> Iterator[ProcessPoolExecutor]:
-    """Open a pool for the length of the block. Its processes end when the caller ends, even if the caller is killed.
+    """Open a process pool for a `with` block. Its processes end when the calling process ends, even if that is killed.
 
     Args:
         number: Number of processes.
-        finish: Whether to wait for running tasks when the block ends without an error. After an error they are ended at once,
-            because runs may take hours.
+        finish: True: wait for running tasks when the block ends without an error. False: end them. After an error, tasks
+            are always ended at once, because a run may take hours.
 
     Raises:
         ConfigurationRefused: One of the processes was killed.
@@ -44,9 +44,10 @@ def process_pool(number: int, *, finish: bool = True) -> Iterator[ProcessPoolExe
 
 
 def watch(pool: ProcessPoolExecutor) -> None:
-    """Make the pool notice the death of the process that it started last; call this after `submit`.
+    """Make the pool watch the process that it started last, so that the pool notices its death. Call this after `submit`.
 
-    `submit` wakes the pool's watching thread before it starts a process, so that process is not watched until the next call.
+    Python's `submit` wakes the thread that watches processes before it starts a process. So the thread learns of that
+    process only at the next `submit`; this function calls `submit` once more.
     """
     pool.submit(int)
 
@@ -58,7 +59,7 @@ def _end_all_but(others: list[multiprocessing.process.BaseProcess]) -> None:
 
 
 def _die_with_caller() -> None:
-    """Make this process end on Ctrl-C and when the caller ends."""
+    """Prepare a new process of the pool: make it end on Ctrl-C, and when the calling process ends."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if (caller := multiprocessing.parent_process()) is not None:
         threading.Thread(target=_die_after, args=(caller.sentinel,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Ray tasks: run a function on each item, as tasks of a Ray cluster, and return the results in order.
+"""Ray tasks: runs a function on each item as a task of a Ray cluster, and returns the results in order.
 
 All nodes need the same version of Fleet; the files of the items are sent to them. Ray is an optional package; only this module
 imports it.
@@ -17,13 +17,14 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 AHEAD = 4
-"""Number of tasks that are submitted at a time, for each CPU of the cluster: enough to keep all nodes busy, without thousands in
-Ray's queue."""
+"""Number of unfinished tasks for each CPU of the cluster. With it all nodes are busy, and Ray's queue does not hold thousands of
+tasks."""
 
-KNOCK_SECONDS = 10.0  # longest time of one attempt to connect to the cluster
+KNOCK_SECONDS = 10.0  # time limit of one attempt to connect to the cluster
 
 TASK_SECONDS = 6 * 3600
-"""Longest wait for the next result, in seconds. No simulation takes so long, so a timeout means that the cluster has no nodes."""
+"""Maximum wait for the next result, in seconds. No simulation takes so long. So if the time ends, the cluster has no nodes
+that run tasks."""
 
 
 def map_on_ray(
@@ -78,7 +79,7 @@ def _joined(address: str) -> Any:
 
 
 def _knock(address: str) -> None:
-    """Try to connect to the host and port, because Ray itself waits for minutes if no cluster is there."""
+    """Raise an error if no program listens at the address, because Ray itself would wait for minutes in this case."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon or not port.isdecimal():
         return  # the address is `auto`, `local` or a cluster's name, so there is no host to connect to

@@ -1,4 +1,4 @@
-"""Sweep: many runs (scenarios times changed fields times seeds), on all cores or on a Ray cluster."""
+"""Sweep: runs all combinations of scenarios, changed fields and seeds, on all cores or on a Ray cluster."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ MOST_RUNS = 10_000
 
 
 class SweepCase(Struct, frozen=True, kw_only=True):
-    """A scenario with changed fields and a seed: one run of a sweep."""
+    """Describes one run of a sweep: a scenario file, changed fields, and a seed."""
 
     scenario: str
     changes: dict[str, Any]
@@ -31,7 +31,7 @@ class SweepCase(Struct, frozen=True, kw_only=True):
 
 
 class SweepRow(Struct, frozen=True, kw_only=True):
-    """A run of a sweep with its outcome."""
+    """One run of a sweep with its outcome."""
 
     scenario: str
     changes: dict[str, Any]
@@ -50,7 +50,7 @@ class _Prepared(Struct, frozen=True, kw_only=True):
 def cases(
     scenarios: Sequence[Path], over: Mapping[str, Sequence[Any]], seeds: Sequence[int], set_: Mapping[str, Any] = {}
 ) -> list[SweepCase]:
-    """Return all combinations of scenario files, values of the fields in `over`, and seeds. The changes of `set_` apply to all of them.
+    """Return all combinations of scenario files, values of the fields in `over`, and seeds. The changes in `set_` apply to each case.
 
     Each case is checked, and each trace is read once.
 
@@ -129,7 +129,7 @@ def _prepared(case: SweepCase) -> _Prepared:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Put the path of the scenario file in front of the messages of errors in this block."""
+    """Prefix the message of an error that the `with` block raises with the path of the scenario file."""
     try:
         yield
     except ConfigurationRefused as error:
@@ -142,7 +142,10 @@ def _trace(prepared: _Prepared) -> Path | None:
 
 
 def _as_read(prepared: _Prepared) -> tuple[object, ...]:
-    """Return the settings that determine which rows of a trace are read and whether they are valid; equal ones need one check."""
+    """Return the settings of a scenario that determine which rows of its trace are read, and whether these are valid.
+
+    If two cases have equal settings, the trace needs to be checked for only one of them.
+    """
     scenario, workload = prepared.scenario, prepared.scenario.workload
     if isinstance(workload, RecordedWorkload):
         workload = structs.replace(workload, speed=1.0)

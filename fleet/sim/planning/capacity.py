@@ -1,7 +1,7 @@
-"""Replica capacity: the rates and sizes that one replica of a simulated pool reaches, as a profiling run would measure them.
+"""Replica capacity: computes the rates and batch sizes that one replica of a simulated pool reaches, as a profiling run would measure them.
 
-Scaling rules that need a profile (throughput per replica, tokens per second within a goal, KV tokens) take their numbers from here.
-So all compared rules know the hardware equally well.
+Some scaling rules need a profile: throughput per replica, tokens per second within a goal, or KV tokens. They all take these numbers
+from this module, so the compared rules know the hardware equally well.
 """
 
 from functools import cached_property
@@ -16,7 +16,7 @@ HALVINGS = 24
 
 
 class TrafficShape(Struct, frozen=True, kw_only=True):
-    """Mean lengths of requests in tokens, and the share of prompt tokens that caches have."""
+    """Mean lengths of prompts and answers in tokens, and the share of prompt tokens that caches have."""
 
     prompt_tokens: float
     answer_tokens: float
@@ -29,7 +29,7 @@ class TrafficShape(Struct, frozen=True, kw_only=True):
 
     @property
     def context(self) -> float:
-        """Mean number of tokens that a running sequence attends to: the prompt and half the answer."""
+        """Mean context length of a running sequence in tokens: the prompt and half the answer."""
         return self.prompt_tokens + 0.5 * self.answer_tokens
 
 
@@ -45,7 +45,7 @@ class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
         return self.limits.kv_blocks * self.limits.block_tokens
 
     def prefill_seconds(self, shape: TrafficShape) -> float:
-        """Return the engine seconds that one prompt takes; the parts of a step that other prompts use are not counted."""
+        """Return the seconds of engine steps that one prompt takes. If it fills only a part of a step, only this part counts."""
         tokens, step = shape.new_tokens, self.limits.step_tokens
         cached = shape.prompt_tokens - tokens
         seconds = 0.0
@@ -53,17 +53,17 @@ class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
         while done < tokens:
             chunk = min(float(step), tokens - done)
             pairs = chunk * (cached + done + 0.5 * chunk)
-            filled = chunk / step  # share of the step that this chunk uses; other prompts use the remaining part
+            filled = chunk / step  # share of a full step that this chunk uses
             seconds += filled * self.times.seconds(step, pairs / filled, 0, 0)
             done += chunk
         return seconds
 
     def most_running(self, shape: TrafficShape) -> int:
-        """Return the number of sequences for which one replica has batch places and KV blocks."""
+        """Return the maximum number of sequences for which one replica has batch places and KV blocks; at least 1."""
         return max(1, min(self.limits.max_running, int(self.kv_tokens / (shape.prompt_tokens + shape.answer_tokens))))
 
     def running_within(self, shape: TrafficShape, tpot_seconds: float) -> int:
-        """Return the most sequences that can decode together within `tpot_seconds` per token; at least 1."""
+        """Return the maximum number of sequences with which a decode step takes at most `tpot_seconds`; at least 1."""
         low, high = 1, self.most_running(shape)
         while low < high:
             middle = (low + high + 1) // 2
@@ -74,7 +74,7 @@ class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
         return low
 
     def step_seconds(self, shape: TrafficShape, running: float) -> float:
-        """Return the duration of a decode step."""
+        """Return the duration of a decode step with this number of running sequences, in seconds."""
         return self.times.seconds(0, 0, running, running * shape.context)
 
     def decode_tokens(self, shape: TrafficShape, tpot_seconds: float) -> float:
@@ -83,7 +83,7 @@ class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
         return running / self.step_seconds(shape, running)
 
     def rate(self, shape: TrafficShape, tpot_seconds: float) -> float:
-        """Return the most requests per second that one replica serves with the time per token within `tpot_seconds`."""
+        """Return the requests per second that one replica can serve while the time per token is at most `tpot_seconds`."""
         prefill = 0.0 if self.role is Role.DECODE else self.prefill_seconds(shape)
         if self.role is Role.PREFILL:
             return 1.0 / prefill
@@ -92,7 +92,7 @@ class ReplicaCapacity(Struct, frozen=True, kw_only=True, dict=True):
         return self._mixed_rate(shape, tpot_seconds, prefill)
 
     def _mixed_rate(self, shape: TrafficShape, tpot_seconds: float, prefill: float) -> float:
-        """Return the requests per second of a replica that prefills and decodes, where prompts delay the steps of running sequences."""
+        """Return the result of `rate` for a replica that prefills and decodes. Its prefill steps delay the running sequences."""
 
         def tpot(running: float) -> float:
             step = self.step_seconds(shape, running)

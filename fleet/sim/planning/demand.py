@@ -2,11 +2,11 @@
 
 Rules:
 
-1. The collector observes the router's events and commands, and closes a record every `RECORD` of virtual time, like the stream of a
-   real router. A window for the planner is the sum of records.
-2. A record is delivered `delay` after it was closed. In a gap nothing is delivered, and the source is stale. Counters are cumulative, so
-   what happened in a gap comes with the first record after it.
-3. A request whose client gave up before its answer began counts as abandoned and no longer as an arrival.
+1. The collector observes the router's events and commands. It closes a record at the end of each span `RECORD` of virtual
+   time, as a real router reports its demand. A window for the planner is the sum of several records.
+2. A record is delivered `delay` after it was closed. In a gap of the metrics no record is delivered, and windows name the
+   router as stale. The records of the gap are delivered after it, so no demand is lost.
+3. A request whose client cancelled it before its answer began counts as abandoned and no longer as an arrival.
 """
 
 from collections import deque
@@ -40,7 +40,7 @@ GONE = frozenset((Reason.DEADLINE_PASSED, Reason.CANCELLED))
 
 
 class _LiveRequest:
-    """A request that has not ended, with the instants and counts that its latencies need."""
+    """A request that has not ended, with the instants and counts from which its latencies are computed."""
 
     __slots__ = ("arrived", "dispatched", "first_token", "prompt_tokens", "tokens")
 
@@ -52,7 +52,7 @@ class _LiveRequest:
 
 
 class _Counters:
-    """Counts of the record that is being collected."""
+    """Counts of the present record, which is not closed yet."""
 
     def __init__(self) -> None:
         self.arrivals = self.refused = self.abandoned = 0
@@ -62,7 +62,10 @@ class _Counters:
 
 
 class DemandCollector:
-    """Observer of a simulated router (`fleet.router.observer.Observer`) that collects records and makes demand windows."""
+    """Collects records of a simulated router's demand and makes demand windows of them.
+
+    The router calls it with its events and commands, as a `fleet.router.observer.Observer`.
+    """
 
     def __init__(
         self,
@@ -72,13 +75,13 @@ class DemandCollector:
         gaps: Sequence[tuple[Nanos, Nanos]] = (),
         over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Begin to collect records. They have no workers until `watch` is called with the cluster and its pools.
+        """Begin to collect records. Records list no workers before `watch` is called with the cluster and its pools.
 
         Args:
             kernel: Virtual time.
             delay: Time from the end of a record to its delivery.
             gaps: Begin and end of each span in which no record is delivered.
-            over: Returns True when the simulation is over, so that no further record is needed.
+            over: Returns True when the simulation is over. After that, no record is made.
         """
         self._kernel, self._delay, self._gaps, self._over = kernel, delay, tuple(gaps), over
         self._cluster: SimulatedCluster | None = None
@@ -220,9 +223,9 @@ class DemandCollector:
         return tuple(found)
 
     def window(self) -> DemandWindow:
-        """Return the sum of the records that were delivered since the last call.
+        """Return a window that is the sum of the records that were delivered since the last call.
 
-        The window is empty if there are none; in a gap, it names the router as stale.
+        If no record was delivered, the window has no demand. In a gap of the metrics, it names the router as stale.
         """
         now = self._kernel.instant
         in_gap = next((gap for gap in self._gaps if gap[0] <= now < gap[1]), None)
@@ -245,7 +248,7 @@ class DemandCollector:
 
 
 def summed(records: Sequence[DemandWindow]) -> DemandWindow:
-    """Merge consecutive windows into one.
+    """Merge consecutive demand windows into one.
 
     Counts are added, and abandoned requests do not count as arrivals. The queue and the workers are those of the last
     window.

@@ -1,7 +1,7 @@
 """Simulated orchestrator: carries out plans on the elastic pools of a simulated cluster.
 
-It keeps the two records of the virtual connector (plan and report) in memory. The planner writes through production's
-`VirtualConnector`, so conflicts, pins and revisions are decided by the code that runs in production.
+It keeps the plan and the report of a virtual connector in memory. The planner writes them through `VirtualConnector`, as
+in production. So the code of production also handles conflicts, pinned pools and revisions here.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from fleet.sim.cluster.elastic_pools import ElasticPools
 from fleet.sim.kernel import Kernel
 
 TAKES_UP = Nanos(SECOND // 2)
-"""Time from the write of a plan until the orchestrator acts on it: half a typical interval of polling."""
+"""Time from the write of a plan until the orchestrator acts on it. It is half the typical interval at which plans are polled."""
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
-"""Wall-clock time at the beginning of virtual time."""
+"""Wall-clock time that reports state for the beginning of virtual time."""
 
 
 class SimulatedOrchestrator:
-    """Applies the plans that are written to it to `ElasticPools`; implements `fleet.planner.connectors.virtual.PlanRecords`."""
+    """Applies each plan that a planner writes to `ElasticPools`. Implements `fleet.planner.connectors.virtual.PlanRecords`."""
 
     def __init__(self, kernel: Kernel, pools: ElasticPools, takes_up: Nanos = TAKES_UP) -> None:
         self._kernel, self._pools, self._takes_up = kernel, pools, takes_up
@@ -36,7 +36,7 @@ class SimulatedOrchestrator:
         self._writes = 0
         self._read = 0
         self.reachable = True
-        """False while reads and writes fail with `ConnectorUnreachable`."""
+        """If False, reads and writes of the plan and the report fail with `ConnectorUnreachable`."""
 
     async def read(self) -> RecordsSnapshot:
         self._check_reachable()
@@ -76,7 +76,7 @@ class SimulatedOrchestrator:
 def simulated_connector(
     kernel: Kernel, orchestrator: SimulatedOrchestrator, writer: PlanWriter = PlanWriter.PLANNER
 ) -> VirtualConnector:
-    """Return production's connector for a simulated orchestrator, with a clock in virtual time."""
+    """Return production's `VirtualConnector`, which writes to a simulated orchestrator and reads a clock in virtual time."""
     return VirtualConnector(orchestrator, writer, _wall_clock(kernel))
 
 

@@ -4,18 +4,18 @@ from msgspec import Struct
 
 
 class ReplayOutcome(Struct, frozen=True, kw_only=True):
-    """Results of one rule over the measured span of a replay."""
+    """Results of one scaling rule over the measured span of a replay."""
 
     rule: str
     attainment: float
     worst_attainment: float
-    """Lowest attainment in any span of five minutes."""
+    """Lowest attainment among the spans of five minutes in which enough requests arrived."""
 
     gpu_hours: float
     dollars: float
     direction_changes: int
     most_replicas: int
-    """Largest number of replicas that occupied GPUs at one instant, over all pools together."""
+    """Maximum number of replicas that occupied GPUs at one instant, over all pools together."""
 
     predicted_error: float | None
     """Error of the rule's forecasts; None if the rule forecasts nothing.
@@ -25,10 +25,10 @@ class ReplayOutcome(Struct, frozen=True, kw_only=True):
 
     requests: int
     refused: int
-    """Number of requests that were rejected, or given up by their clients."""
+    """Number of requests that were rejected, or cancelled by their clients."""
 
     plans: int
-    """Number of decisions that changed the wanted number of a pool."""
+    """Number of decisions that changed the wanted number of replicas of a pool."""
 
     cached_share: float
     """Share of the prompt tokens of answered requests that came from a cache."""

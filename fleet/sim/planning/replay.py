@@ -1,14 +1,14 @@
-"""Replay of a planner: a scaling rule sizes the pools of a simulated cluster while recorded or drawn requests arrive.
+"""Replay of a planner: lets a scaling rule size the pools of a simulated cluster while recorded or drawn requests arrive.
 
 Rules:
 
-1. A rule sees only data that it would get in production: demand windows with the delay of the metrics, and the connector's
-   observation. Its decisions are written through the simulated connector.
-2. Attainment is the share of all requests that keep the goals for TTFT and TPOT. Refused requests and those whose clients gave up
-   do not keep them.
+1. A rule gets only data that it would get in production: demand windows with the delay of the metrics, and the
+   connector's observations. Its decisions are written through the simulated connector.
+2. Attainment is the share of all requests that keep the goals for TTFT and TPOT. Refused requests and those that their
+   clients cancelled do not keep them.
 3. A replica's GPUs count from its start until it has left. Results are measured from the end of the warm-up to the last arrival,
    so the measured span is the same for all rules.
-4. A change of direction is a growth of a pool that follows a decline, or a decline that follows a growth.
+4. The direction of a pool changes when it grows after it has shrunk, or shrinks after it has grown.
 """
 
 import asyncio
@@ -45,18 +45,20 @@ from kvstore.eviction.trace_replay import TraceRequest
 HOUR = 3600.0
 PLAN_WITHIN = Nanos(600 * SECOND)
 FORECAST, HORIZON = "forecast", "horizon_seconds"
-"""Keys in `PlanDecision.numbers` under which a rule puts its forecast (requests per second) and how many seconds ahead it is."""
+"""Keys in `PlanDecision.numbers` for a rule's forecast in requests per second, and for the number of seconds that it
+looks ahead."""
 
 WORST_OF = Nanos(300 * SECOND)
 LEAST_REQUESTS = 20
-"""Length of the spans for `worst_attainment`, and the least number of requests with which a span counts."""
+"""Length of the spans for `worst_attainment`, and the minimum number of requests in a span. Spans with fewer are not counted."""
 
 AROUND = Nanos(30 * SECOND)
-"""Half the width of the span in which arrivals are counted to judge a forecast; its middle is the forecast's instant."""
+"""Time before and after the instant of a forecast in which the real arrivals are counted, to compare their rate with the
+forecast."""
 
 
 class ReplayStep(Struct, frozen=True, kw_only=True):
-    """One decision, with the rate and the replicas at that instant."""
+    """One decision of a scaling rule, with the rate of arrivals and the replicas at that instant."""
 
     at: float
     """Seconds since the beginning of the replay."""
@@ -76,7 +78,7 @@ class ReplayStep(Struct, frozen=True, kw_only=True):
 
 
 class ReplayResult(Struct, frozen=True, kw_only=True):
-    """Results of one rule, and their course over time."""
+    """Results of one scaling rule, in total and over time."""
 
     outcome: ReplayOutcome
     steps: list[ReplayStep]
@@ -86,7 +88,7 @@ class ReplayResult(Struct, frozen=True, kw_only=True):
 
 
 class Replay:
-    """A checked scenario whose requests can be replayed with any rule."""
+    """Replays the requests of one scenario with any scaling rule. The scenario is checked when the object is created."""
 
     def __init__(self, scenario: ReplayScenario, folder: Path) -> None:
         """Read and check the profiles, policy and workload that the scenario names.
@@ -127,17 +129,17 @@ class Replay:
         )
 
     def run_rule(self, name: str, settings: SimulatedRule) -> ReplayResult:
-        """Create a rule from its parameters and run it."""
+        """Create a rule from its parameters and replay the requests with it."""
         return self.run(name, settings.open(self.context()))
 
     def run(self, name: str, rule: ScalingRule, on_end: Callable[[EndedRequest], None] | None = None) -> ReplayResult:
-        """Run a rule from the first request to the end of the last one; `on_end` is called with each ended request."""
+        """Replay all requests with a rule, until the last one has ended. `on_end` is called with each ended request."""
         profiles = self._profiles()
         if isinstance(rule, ScheduledReplicas):
             begin = rule.begin
             profiles = [structs.replace(each, workers=begin[PoolName(each.name)]) for each in profiles]
         was_on = gc.isenabled()
-        # Python's cyclic garbage collector would take a third of the run's time, and a run creates hardly any cycles.
+        # Python's cyclic garbage collector is off: it would take a third of the run's time, and a run makes few cycles.
         gc.disable()
         try:
             plan_ = structs.replace(self._plan, pools=tuple(profiles))
@@ -148,7 +150,7 @@ class Replay:
 
     @property
     def span(self) -> tuple[Nanos, Nanos]:
-        """Begin and end of the measured span."""
+        """Begin and end of the measured span: the end of the warm-up and the last arrival."""
         return self._span
 
     def _profiles(self) -> list[PoolProfile]:
@@ -173,7 +175,7 @@ class Replay:
 
 
 class _Run:
-    """One replay of one rule."""
+    """Runs one replay with one rule."""
 
     def __init__(
         self,
@@ -243,7 +245,7 @@ class _Run:
             self._on_end(ended)
 
     async def _decide(self) -> None:
-        """Run the simulation, and let the rule decide at each of its intervals."""
+        """Run the simulation up to the last arrival, and let the rule decide at the end of each of its intervals."""
         kernel, rule = self._kernel, self._rule
         while kernel.instant < self._end:
             until = Nanos(min(kernel.instant + rule.interval, self._end))
@@ -301,7 +303,7 @@ class _Run:
         )
 
     def _wanted(self, history: Sequence[PoolState]) -> Iterable[int]:
-        """Return the wanted numbers of a pool in the measured span: the one at its begin, and each change."""
+        """Return the wanted numbers of replicas of a pool in the measured span: at the begin of the span, and at each change."""
         return [state.wanted for state in history if state.at <= self._end][
             max(0, sum(state.at < self._begin for state in history) - 1) :
         ]
@@ -323,14 +325,14 @@ class _Run:
 
 
 class _Score:
-    """Sums over the ended requests and the forecasts of a replay."""
+    """Adds up the ended requests and collects the forecasts of a replay, to compute its results."""
 
     def __init__(self, slo: Slo, begin: Nanos, end: Nanos) -> None:
         self._slo, self._begin, self._end = slo, begin, end
         self.history = History(slo)
         self.requests = self.refused = self._good = 0
         self._prompt_tokens = self._cached_tokens = 0
-        # requests and good requests in each span of `WORST_OF`, by the number of the span
+        # maps the number of each span of length `WORST_OF` to its numbers of requests and good requests
         self._spans: dict[int, list[int]] = {}
         self._arrivals: list[Nanos] = []
         self._forecasts: list[tuple[Nanos, float]] = []
@@ -371,7 +373,7 @@ class _Score:
         return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0
 
     def predicted_error(self) -> float | None:
-        """Return the mean distance between the forecast and the real rates, divided by the mean real rate; None without forecasts."""
+        """Return the mean error of the forecast rates, divided by the mean real rate. Return None if there are no forecasts."""
         arrivals = sorted(self._arrivals)
         distance = came = 0.0
         for at, forecast in self._forecasts:

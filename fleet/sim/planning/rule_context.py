@@ -17,21 +17,21 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 
 class RuleContext(Struct, frozen=True, kw_only=True):
-    """Goals, pools and hardware of a replay."""
+    """Everything that a scaling rule may know of a replay: goals, budget, pools, hardware and, for the oracle, all requests."""
 
     goals: PlanGoals
     attainment: float
-    """Share of requests that must keep the goals, for rules that know all requests in advance."""
+    """Share of requests that must keep the goals. Only rules that know all requests in advance use it."""
 
     budget: PlanBudget
     pools: tuple[PlannedPool, ...]
     profiles: Mapping[PoolName, PoolProfile]
     capacities: Mapping[PoolName, ReplicaCapacity]
     future: Sequence[TraceRequest] = ()
-    """All requests of the replay; only for rules that know the future, such as the oracle."""
+    """All requests of the replay. Only rules that know the future may read it, such as the oracle."""
 
     attempt: Callable[[ScalingRule], ReplayOutcome]
-    """Runs the replay with another rule, for rules that compare several attempts."""
+    """Function that runs the replay with another rule and returns its outcome. A rule uses it to compare several timetables."""
 
     def pool(self, name: PoolName) -> PlannedPool:
         return next(each for each in self.pools if each.name == name)
@@ -40,7 +40,7 @@ class RuleContext(Struct, frozen=True, kw_only=True):
         return tuple(each for each in self.pools if each.role is role)
 
     def bounded(self, name: PoolName, replicas: float) -> int:
-        """Return a number of replicas, limited to the smallest and largest size of the pool."""
+        """Return the number of replicas, raised or lowered to the pool's minimum or maximum if it is outside of them."""
         pool = self.pool(name)
         return min(max(int(replicas), pool.least), pool.most)
 
@@ -50,7 +50,7 @@ class RuleContext(Struct, frozen=True, kw_only=True):
 
 
 class SimulatedRule(Protocol):
-    """Parameters of a scaling rule; `open` creates the rule."""
+    """Parameters of a scaling rule for a replay. The method `open` creates the rule."""
 
     def open(self, context: RuleContext) -> ScalingRule:
         """Return a new rule for one replay."""
@@ -58,10 +58,13 @@ class SimulatedRule(Protocol):
 
 
 class ScheduledReplicas:
-    """A rule that follows a timetable: it sets each pool to stated numbers at stated instants. A static pool has a single entry."""
+    """Scaling rule that follows a timetable: it sets the pools to given numbers of replicas at given instants.
+
+    For pools of a fixed size, the timetable has a single entry.
+    """
 
     def __init__(self, timetable: Sequence[tuple[Nanos, Mapping[PoolName, int]]], interval: Nanos) -> None:
-        """Take a timetable in the order of time; its first entry applies from the beginning, whatever its instant."""
+        """Take a timetable in ascending order of time. Its first entry applies from the beginning, even if its instant is later."""
         assert timetable, "a timetable has an entry for the beginning"
         self.interval = interval
         self._timetable = [(at, dict(replicas)) for at, replicas in timetable]
@@ -69,11 +72,11 @@ class ScheduledReplicas:
 
     @property
     def begin(self) -> dict[PoolName, int]:
-        """Number of replicas in each pool at the beginning."""
+        """Number of replicas in each pool at the beginning of the replay."""
         return self._timetable[0][1]
 
-    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:  # noqa: ARG002 - the port
-        """Return the replicas of the latest entry that is not in the future."""
+    def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:  # noqa: ARG002 - signature of `ScalingRule`
+        """Return the numbers of replicas in the last entry of the timetable whose instant has come."""
         while self._next + 1 < len(self._timetable) and self._timetable[self._next + 1][0] <= now:
             self._next += 1
         at, replicas = self._timetable[self._next]

@@ -26,7 +26,7 @@ class ReplayPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Variation of start durations, as a share of `start_seconds`: 0.2 draws them evenly from 0.8 to 1.2 times that time."""
 
     drain_seconds: Seconds = 120.0
-    """Longest duration of a drain; most replicas leave earlier, when their last answer has ended."""
+    """Maximum duration of a drain; most replicas leave earlier, when their last answer has ended."""
 
 
 class PlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,10 +1,11 @@
-"""Line charts as SVG, for pages without scripts, fonts or other resources.
+"""Charts: draws line charts as SVG for HTML pages that load no scripts, fonts or other resources.
 
 Rules:
 
-1. Names are text: they go through `Markup`, which escapes them.
-2. Colours and dashes are CSS classes (`line-0` …) that the page defines, for light and dark backgrounds. Lines differ in both.
-3. The values of every point can be read: in its tooltip (`title`), and in a table below the chart.
+1. Names are escaped by `Markup`, so they cannot contain HTML.
+2. Colours and dashes are CSS classes (`line-0` …) that the page defines for light and dark backgrounds. Each line has a colour and
+   dashes of its own.
+3. The values of every point are shown in its tooltip (`title`), and in a table below the chart.
 4. Labels of an axis never overlap: a label that would overlap another one is left out.
 """
 
@@ -20,12 +21,12 @@ WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 16, 16, 46
 TICKS = 5
 LINES = 6
-"""Most lines of one chart, because people cannot tell more colours apart."""
+"""Maximum number of lines of one chart, because people cannot tell more colours apart."""
 
 FEW, DENSE = 12, 210
-"""Most points of a line for which each point is marked, and number of points above which the line is drawn thinner."""
+"""Lines with at most `FEW` points get a mark at each point. Lines with more than `DENSE` points are drawn thinner."""
 
-CHARACTER = 6.4  # largest width of one character in a label, in pixels
+CHARACTER = 6.4  # assumed width of one character in a label, in pixels; real characters are not wider
 ROUND: tuple[float, ...] = (1, 2, 5, 10)
 
 
@@ -35,7 +36,7 @@ class ChartLine(Struct, frozen=True, kw_only=True):
 
 
 class LimitMark(Struct, frozen=True, kw_only=True):
-    """A line across the chart that shows a limit."""
+    """A straight line across the chart that shows a limit, with its name."""
 
     at: float
     name: str
@@ -82,10 +83,10 @@ def chart(
     shares: bool = False,
     marks: Sequence[LimitMark] = (),
 ) -> Markup:
-    """Return a chart with its legend and its table.
+    """Return a chart as HTML, with its legend and its table.
 
-    At most `LINES` lines are drawn; empty lines are left out. A logarithmic axis leaves out points that are not above zero. With
-    `shares`, y runs from 0 to 1 and is written in percent.
+    At most `LINES` lines are drawn; empty lines are left out. Points that are not above zero are left out of a logarithmic axis.
+    If `shares` is true, y runs from 0 to 1 and is written in percent.
     """
     drawn = [
         ChartLine(name=line.name, points=points)
@@ -115,7 +116,7 @@ def chart(
 
 
 def thinned(points: Points, rise: float) -> Points:
-    """Drop points of a rising curve that lie less than `rise` above the last point that was kept; always keep the first and last point."""
+    """Return fewer points of a rising curve: the first and last point, and points at least `rise` above the previously kept one."""
     kept: list[tuple[float, float]] = []
     for point, after in zip(points, [*points[1:], None], strict=True):
         if not kept or after is None or point[1] - kept[-1][1] >= rise:
@@ -124,7 +125,7 @@ def thinned(points: Points, rise: float) -> Points:
 
 
 def number(value: float) -> str:
-    """Format a number with three significant digits, or with all digits before the decimal point if there are more."""
+    """Format a number with three significant digits. If it has more digits before the decimal point, write all of these."""
     if value == int(value) or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
@@ -152,7 +153,7 @@ def _scales(
 
 
 def _full(value: float) -> float:
-    """Round a value up to a step of its axis, so that the highest grid line is at the top of the chart."""
+    """Return the highest value of an axis: the given value, rounded up so that a grid line is at the top of the chart."""
     if value <= 0:
         return 1.0
     step = _round_up(value / TICKS)
@@ -195,7 +196,10 @@ def _axis_names(x: str, y: str) -> Markup:
 
 
 def _mark(mark: LimitMark, place: int, across: _Scale, up: _Scale) -> Markup:
-    """Draw a limit, with its name on the side that has space; names of further limits stand above each other."""
+    """Draw the line of a limit, with its name on the side of the line that has more space.
+
+    The names of several limits are placed one above the other.
+    """
     line = Markup('<line x1="{}" x2="{}" y1="{}" y2="{}" class="mark"/>')
     if not mark.upright:
         at = up.pixel(mark.at)
@@ -203,7 +207,7 @@ def _mark(mark: LimitMark, place: int, across: _Scale, up: _Scale) -> Markup:
         return drawn + _text(WIDTH - RIGHT - 2, at - 4, mark.name, "end halo")
     at, height = across.pixel(mark.at), HEIGHT - BOTTOM - 8 - 14 * place
     drawn = line.format(_pixels(at), _pixels(at), TOP, HEIGHT - BOTTOM)
-    # number of characters that fit to the left and right of the line
+    # numbers of characters that fit into the chart to the left and to the right of the line
     left, right = (int(room / CHARACTER) for room in (at - LEFT, WIDTH - RIGHT - at))
     if len(mark.name) > right and left > right:
         return drawn + _text(at - 4, height, _shortened(mark.name, left), "end halo")
@@ -233,7 +237,7 @@ def _legend(lines: Sequence[ChartLine]) -> Markup:
 
 
 def _table(x: str, lines: Sequence[ChartLine], text_of: Callable[[float], str]) -> Markup:
-    """Return a table of all points, with a row for each x and a column for each line."""
+    """Return a table of all points, with a row for each value of x and a column for each line."""
     columns = [dict(line.points) for line in lines]
     head = Markup("").join(
         Markup('<th scope="col">{}</th>').format(name) for name in (x, *(line.name for line in lines))
@@ -274,7 +278,7 @@ def _pixels(value: float) -> str:
 
 
 def _round_up(value: float) -> float:
-    """Round up to 1, 2 or 5 times a power of ten."""
+    """Round a value up to the next number that is 1, 2 or 5 times a power of ten."""
     unit: float = 10.0 ** floor(log10(value))
     return next(factor * unit for factor in ROUND if factor * unit >= value * (1 - 1e-9))
 

@@ -1,10 +1,10 @@
-"""Report of a run: a few lines for a terminal, or one HTML page with plots.
+"""Report: shows the results of a run as a few lines for a terminal, or as one HTML page with plots.
 
 Rules of the page:
 
 1. It has no scripts and loads nothing, and its `Content-Security-Policy` tells the browser so.
-2. Names come from files of others and are treated as text: the template (`report.jinja`) escapes everything.
-3. It can be read on light and dark backgrounds, on paper, and with a screen reader: every chart has its figures in a table.
+2. Names come from files that other people wrote. They are shown as plain text: the template (`report.jinja`) escapes everything.
+3. It can be read on light and dark backgrounds, on paper, and with a screen reader, because every chart has a table of its values.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def summary(outcome: RunOutcome) -> list[str]:
 
 
 def _tiers(outcome: RunOutcome) -> str:
-    """Return the hit rate of each tier as text; empty if there is only one tier."""
+    """Return the hit rate of each tier as text. Return an empty text if there is only one tier."""
     tiers = outcome.hit_rate_by_tier
     return f" ({', '.join(f'{tier} {share:.1%}' for tier, share in tiers.items())})" if len(tiers) > 1 else ""
 
@@ -76,7 +76,7 @@ def write_report(
     windows: Sequence[ArrivalWindow] = (),
     curve: Sequence[LoadPoint] = (),
 ) -> None:
-    """Write the report as one HTML page; `windows` come from `History`, and `curve` from `load_curve`."""
+    """Write the report of a run as one HTML page. `windows` is the result of `History.windows`, `curve` that of `load_curve`."""
     outcome = run.outcome
     names = [pool_name(pool) for pool in scenario.pools]
     pools = sorted(outcome.pools, key=lambda pool: names.index(pool.name) if pool.name in names else len(names))
@@ -151,7 +151,7 @@ def _tiles(outcome: RunOutcome) -> list[SummaryTile]:
 
 
 def chosen_settings(settings: Struct) -> dict[str, Any]:
-    """Return the settings that differ from their defaults, without those that may be secret."""
+    """Return the settings of a Struct that differ from their defaults, except for those in `SECRET`."""
     chosen: dict[str, Any] = {}
     for field in structs.fields(settings):
         value = getattr(settings, field.name)

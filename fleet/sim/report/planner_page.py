@@ -1,4 +1,4 @@
-"""Report of a replayed planner: one HTML page with demand, replicas, goals, cost, and every decision with its reason."""
+"""Planner report: writes one HTML page about a replayed planner, with demand, replicas, goals, cost, and decisions with their reasons."""
 
 from collections.abc import Sequence
 from typing import TextIO
@@ -14,16 +14,16 @@ from fleet.sim.report.sections import TIME_UNITS, ReportSection, ReportTable
 from fleet.sim.scenario import pool_name
 
 MOST_DECISIONS = 200
-"""Most decisions that the page lists for one rule."""
+"""Maximum number of decisions that the page lists for one rule."""
 
 POINTS = 400
-"""Most points of a line in a chart."""
+"""Maximum number of points of a line in a chart."""
 
 
 def write_planner_report(
     file: TextIO, name: str, scenario: ReplayScenario, results: Sequence[ReplayResult], prices: dict[str, float]
 ) -> None:
-    """Write the page; `prices` are the dollars per hour of one replica, by pool."""
+    """Write the page about the replays of one or more rules. `prices` maps each pool to the dollars per hour of one replica."""
     assert results, "a page is about one rule at least"
     first = results[0].outcome
     file.write(

@@ -24,13 +24,13 @@ from fleet.sim.scenario import (
 )
 
 RISE = 0.005
-"""Two drawn points of a distribution function differ by at least this share."""
+"""Minimum distance in share between two drawn points of a distribution function; points in between are left out."""
 
 LEVELS = (0.9, 0.99)
-"""Usual targets of attainment, which the chart marks with lines."""
+"""Usual targets of attainment. The chart of attainment by load marks them with lines."""
 
 TIME_UNITS = ((3 * 3600.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-"""Units of the time axis: the length of a run in seconds from which the unit is used, the seconds of one unit, and its name."""
+"""Units of the time axis. Each entry states the minimum length of a run in seconds, the seconds of one unit, and its name."""
 
 BASES = {
     "model": "this model there",
@@ -45,7 +45,7 @@ class ReportTable(Struct, frozen=True, kw_only=True):
     name: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: bool = False  # True: the cells contain words instead of numbers
+    words: bool = False  # True: the cells of the table contain words instead of numbers
 
 
 class ReportSection(Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class ReportSection(Struct, frozen=True, kw_only=True):
 
 
 def load(curve: Sequence[LoadPoint], outcome: RunOutcome) -> ReportSection:
-    """Return the section with attainment, goodput, latency and cost by load."""
+    """Return the section that shows attainment, goodput, latency and cost at each load of a load curve."""
     points = [point for point in curve if point.users or point.rate]
     if len(points) < 2:
         return ReportSection(title="")
@@ -137,7 +137,7 @@ def _distribution(title: str, quantiles: Quantiles, limit_ms: float | None) -> M
 
 
 def times(looks: Sequence[TimelineSample], windows: Sequence[ArrivalWindow], scenario: Scenario) -> ReportSection:
-    """Return the section with the course of the run over time."""
+    """Return the section that shows how the values of the run change over time."""
     last = max([*(look.seconds for look in looks), *(window.end for window in windows)], default=0.0)
     unit, unit_name = next((seconds, name) for least, seconds, name in TIME_UNITS if last >= least)
     x = f"simulated {unit_name}"
@@ -160,7 +160,7 @@ def times(looks: Sequence[TimelineSample], windows: Sequence[ArrivalWindow], sce
             "Arrivals and answers",
             "requests a second",
             [
-                # The last window is not complete when arrivals end, so its rate would be too low.
+                # Leave the last window out, because arrivals end within it, so its rate would be too low.
                 ChartLine(name="arrived", points=[(each.middle / unit, each.rate) for each in windows[:-1] or windows]),
                 ChartLine(name="ended", points=_ended(looks, len(windows), unit)),
             ],
@@ -229,7 +229,7 @@ def _event(fault: FaultSection) -> str:
 
 
 def _ended(looks: Sequence[TimelineSample], points: int, unit: float) -> list[tuple[float, float]]:
-    """Return pairs of a time and the rate of ended requests, at about `points` instants."""
+    """Return the rate of ended requests at about `points` instants, as pairs of an instant and a rate."""
     together = max(1, round(len(looks) / max(1, points)))
     drawn, since, count = [], 0.0, 0
     for seen, look in enumerate(looks, 1):
@@ -309,7 +309,7 @@ def refusals(outcome: RunOutcome) -> ReportSection:
 
 
 def trust(pools: Sequence[PoolOutcome]) -> ReportSection:
-    """Return the section about the accuracy of step times: for each pool, the measurements behind them and their errors."""
+    """Return the section on the accuracy of step times: for each pool, the measurements they were fitted to, and their errors."""
     rows = [
         (
             pool.name,

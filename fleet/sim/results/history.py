@@ -1,6 +1,7 @@
-"""History of a run by the arrival times of its requests, for the plots of a report.
+"""History: collects the results of a run by the arrival times of its requests, for the plots of a report.
 
-Bins have equal widths, which double as the run grows, so memory does not grow with the run.
+All bins have the same width. When a run gets longer than all bins together, the width is doubled. So memory does not
+grow with the length of the run.
 """
 
 from msgspec import Struct
@@ -10,13 +11,13 @@ from fleet.sim.results.outcomes import EndedRequest, Slo
 from fleet.sim.results.quantiles import Quantiles
 
 BINS = 120
-"""Most bins; more could not be told apart in a plot."""
+"""Maximum number of bins, because a plot cannot show more."""
 
 FIRST_WIDTH = Nanos(SECOND)
 
 
 class ArrivalWindow(Struct, frozen=True, kw_only=True):
-    """Sums over the requests that arrived in one span of time."""
+    """Counts and latencies of the requests that arrived in one span of time."""
 
     begin: float  # simulated seconds
     end: float
@@ -25,7 +26,7 @@ class ArrivalWindow(Struct, frozen=True, kw_only=True):
     refused: int
     prompt_tokens: int
     cached_tokens: int
-    ttft_ms: tuple[float, float]  # p50, p90
+    ttft_ms: tuple[float, float]  # median and 90th percentile of TTFT
 
     @property
     def middle(self) -> float:
@@ -71,7 +72,7 @@ class ArrivalRate:
 
 
 class History:
-    """Collects ended requests in bins by the time of their arrival; `add` is passed to `simulate` as `on_end`."""
+    """Collects ended requests in bins by the time of their arrival. The caller passes `add` to `simulate` as `on_end`."""
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
@@ -101,7 +102,7 @@ class History:
         return self._arrivals.rate
 
     def windows(self) -> list[ArrivalWindow]:
-        """Return all windows from the start of the run, without gaps."""
+        """Return the windows of all bins from the start of the run, in order; a window may have no requests."""
         width = self._width / SECOND
         return [
             ArrivalWindow(
@@ -118,7 +119,7 @@ class History:
         ]
 
     def _widened(self, arrival: Nanos) -> int:
-        """Double the width of the bins until one of at most `BINS` bins covers the arrival, and return the index of that bin."""
+        """Double the width of the bins until `BINS` bins cover the instant of an arrival. Return the index of its bin."""
         while arrival // self._width >= BINS:
             self._width = Nanos(self._width * 2)
             for index in range(0, len(self._bins), 2):

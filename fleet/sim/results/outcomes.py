@@ -28,26 +28,26 @@ class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     def kept_by(self, ended: "EndedRequest") -> bool:
-        """Return whether an answered request kept all its targets."""
+        """Return True if a request was answered and kept all targets."""
         return self.allows(ended.ttft_ms, ended.tpot_ms, ended.e2e_ms)
 
     def allows(self, ttft_ms: float, tpot_ms: float, e2e_ms: float) -> bool:
-        """Return whether an answer with these times keeps all targets."""
+        """Return True if an answer with these latencies keeps all targets."""
         return ttft_ms <= self.ttft_ms and tpot_ms <= self.tpot_ms and (self.e2e_ms is None or e2e_ms <= self.e2e_ms)
 
 
 class PoolSample(Struct, frozen=True, kw_only=True):
-    """State of one pool at one instant."""
+    """Number of workers and requests of one pool at one instant."""
 
     name: str
     workers: int  # workers that are up
-    running: int  # requests on these workers
+    running: int  # requests on the workers of the pool
     waiting: int  # requests among `running` that are not in a batch yet
     kv_share: float
 
 
 class TimelineSample(Struct, frozen=True, kw_only=True):
-    """State of the cluster at one instant."""
+    """Number of requests of the whole cluster at one instant, and the samples of its pools."""
 
     seconds: float
     running: int  # requests on workers
@@ -58,21 +58,21 @@ class TimelineSample(Struct, frozen=True, kw_only=True):
 
 
 class EndedRequest(Struct, frozen=True, kw_only=True):
-    """A request that is over, as its client saw it."""
+    """A request that has ended, with the times and tokens that its client saw."""
 
     request_id: str
     arrival: Nanos
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
-    first_token: Nanos | None  # instant of the first token; None: the request was rejected, or given up before
+    first_token: Nanos | None  # instant of the first token; None: rejected, or cancelled before it
     end: Nanos
     refused: str = ""  # reason of the rejection; empty: the request was not rejected
-    session: int = 0  # number of the session; 0: unknown
+    session: int = 0  # number of the session; 0: the request belongs to no known session
     max_tokens: int = 0  # answer length that the client asked for
     retries: int = 0  # number of times that the client sent the request again
     chain: tuple[int, ...] = ()  # block names of the prompt
-    # prompt tokens from each tier; None: all cached tokens came from the GPU's tier
+    # cached prompt tokens from each tier of a store; None: all cached tokens came from GPU memory
     tier_tokens: dict[str, int] | None = None
 
     @property
@@ -92,7 +92,7 @@ class EndedRequest(Struct, frozen=True, kw_only=True):
 
 
 class RequestSums:
-    """Counts and latency distributions of all ended requests."""
+    """Adds up all ended requests: counts, tokens, and the distributions of their latencies."""
 
     def __init__(self, slo: Slo):
         self._slo = slo
@@ -104,7 +104,7 @@ class RequestSums:
         self.cached_tokens = 0
         self.output_tokens = 0
         self.retries = 0
-        self._tier_tokens: dict[str, int] = {}  # cached prompt tokens by tier, without the GPU's tier
+        self._tier_tokens: dict[str, int] = {}  # cached prompt tokens by tier of the store, without GPU memory
 
     def add(self, ended: EndedRequest) -> None:
         self.requests += 1
@@ -142,11 +142,11 @@ class RequestSums:
 
 
 class PredictionQuality(Struct, frozen=True, kw_only=True):
-    """Relative errors of the predicted latencies of a pool, and the source of its prices."""
+    """States how well the latencies and power of a pool are predicted, and where its prices come from."""
 
-    # what the measurements behind the step times have in common with this pool: "model", "gpu" or "engine"; empty: unknown
+    # kind of measurements from which the step times were estimated, a value of `EstimateBasis`; empty: unknown
     basis: str = ""
-    ttft_error: float = 0.0  # median relative error, on measurements that were not used for the fit
+    ttft_error: float = 0.0  # median relative error of the TTFT, on measurements that were not used for the fit
     tpot_error: float = 0.0
     power_error: float = 0.0
     price: str = ""
@@ -160,20 +160,20 @@ class PoolOutcome(Struct, frozen=True, kw_only=True):
     gpu: str
     gpus: int
     workers: int
-    utilisation: float  # share of the workers' time that was spent in steps
-    imbalance: float  # time in steps of the busiest worker divided by the mean
+    utilisation: float  # share of the workers' time that they spent in steps
+    imbalance: float  # time that the busiest worker spent in steps, divided by the mean over the workers
     computed_tokens: int  # computed prompt tokens
     generated_tokens: int
     gpu_hours: float
     cost: float
     energy_kwh: float
-    joules_per_token: float  # energy per token, computed or generated
-    cost_per_million_tokens: float  # cost per million tokens, computed or generated
+    joules_per_token: float  # energy divided by all computed and generated tokens
+    cost_per_million_tokens: float  # cost of a million tokens; computed and generated tokens count
     quality: PredictionQuality
 
 
 class RunOutcome(Struct, frozen=True, kw_only=True):
-    """Output of `fleet sim run --json`. Times are in ms, rates are per second of simulated time, and money is in dollars."""
+    """Results of a run, as `fleet sim run --json` prints them. Times are in ms, rates per simulated second, costs in dollars."""
 
     digest: str
     requests: int
@@ -183,22 +183,22 @@ class RunOutcome(Struct, frozen=True, kw_only=True):
     requests_per_cpu_second: float
     ttft_ms: dict[str, float]
     tpot_ms: dict[str, float]
-    itl_ms: dict[str, float]  # gaps between tokens of all requests, without gaps around a handoff or a preemption
+    itl_ms: dict[str, float]  # gaps between tokens in all answers; gaps at a handoff or a preemption are left out
     e2e_ms: dict[str, float]
     goodput_rps: float
     attainment: float
     hit_rate: float
-    hit_rate_by_tier: dict[str, float]  # prompt tokens by tier; the shares add up to `hit_rate`
+    hit_rate_by_tier: dict[str, float]  # share of prompt tokens from each tier; the sum is `hit_rate`
     retries: int  # number of times that clients sent a request again
-    # time in steps of the busiest worker divided by the mean of its pool; the value of the worst pool
+    # time that the busiest worker spent in steps, divided by the mean of its pool; the highest value among the pools
     imbalance: float
     utilisation: float  # share of the time that all workers spent in steps
-    disaggregated: int  # number of requests that two workers served
+    disaggregated: int  # number of requests that a prefill and a decode worker served together
     preempted: int
     moved_gb: float  # gigabytes moved between workers
     gpu_hours: float
     cost: float
-    cost_per_million_tokens: float  # cost per million tokens, prompts and answers together
+    cost_per_million_tokens: float  # cost of a million tokens; prompt and answer tokens count
     energy_kwh: float
     joules_per_token: float  # energy per generated token
     pools: list[PoolOutcome] = []

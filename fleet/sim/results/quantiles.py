@@ -1,10 +1,10 @@
-"""Quantiles of many values, in memory that does not grow with their number."""
+"""Quantiles: computes quantiles of many values; the needed memory does not grow with the number of values."""
 
 from collections import defaultdict
 from math import ceil, exp, log
 
 RESOLUTION = 0.005
-"""Relative error of a quantile; bins are logarithmic, as in DDSketch (VLDB 2019)."""
+"""Maximum relative error of a quantile. The bins are logarithmic, as in DDSketch (VLDB 2019)."""
 
 WIDTH = log((1 + RESOLUTION) / (1 - RESOLUTION))
 """Width of a bin on the logarithmic scale."""
@@ -28,17 +28,17 @@ class Quantiles:
 
     def take(self, other: "Quantiles") -> None:
         """Add all values of another distribution."""
-        for index, count in other._bins.items():  # noqa: SLF001 - the same class
+        for index, count in other._bins.items():  # noqa: SLF001 - of the same class
             self._bins[index] += count
         self.total += other.total
 
     @property
     def count(self) -> int:
-        """Number of values."""
+        """Number of values that were added."""
         return sum(self._bins.values())
 
     def quantile(self, share: float) -> float:
-        """Return the smallest value that at least this share of the values does not exceed; 0 if there are no values."""
+        """Return the smallest value for which at least this share of the values is not larger. Without values, return 0."""
         wanted = max(1, ceil(share * self.count))
         seen = 0
         for index in sorted(self._bins):
@@ -48,7 +48,7 @@ class Quantiles:
         return 0.0
 
     def curve(self) -> list[tuple[float, float]]:
-        """Return the distribution function as pairs: a value, and the share of values that do not exceed it."""
+        """Return the distribution function as pairs: a value, and the share of all values that are not larger."""
         points, seen, count = [], 0, self.count
         for index in sorted(self._bins):
             seen += self._bins[index]

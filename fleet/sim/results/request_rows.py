@@ -1,4 +1,4 @@
-"""Rows of ended requests, as JSON lines or Parquet.
+"""Request rows: writes a row for each ended request, as JSON lines or Parquet.
 
 A file of JSON lines can be used as a trace (`fleet.recording.traces`). If it contains block names, its requests share the same
 prefixes as in the run.
@@ -23,12 +23,12 @@ PARQUET = ".parquet"
 
 
 class RequestRow(Struct, frozen=True, kw_only=True):
-    """One row: a request that is over. Instants are nanoseconds since the start of the simulation, durations milliseconds."""
+    """One row of the file: an ended request. Instants are in nanoseconds since the start of the simulation, durations in ms."""
 
     request_id: str
-    session: int  # number of the session; 0: unknown
+    session: int  # number of the session; 0: the request belongs to no known session
     arrival: int  # instant at which the client sent the request for the first time
-    first_token: int | None  # instant of the first token; None: the request was rejected, or given up before
+    first_token: int | None  # instant of the first token; None: rejected, or cancelled before it
     end: int
     ttft_ms: float | None
     tpot_ms: float | None
@@ -38,7 +38,7 @@ class RequestRow(Struct, frozen=True, kw_only=True):
     output_tokens: int
     max_tokens: int  # answer length that the client asked for
     retries: int
-    good: bool  # whether the request kept the SLO
+    good: bool  # True if the request kept the SLO
     refused: str  # reason of the rejection; empty: not rejected
     block_tokens: int | UnsetType = UNSET
     hash_ids: tuple[int, ...] | UnsetType = UNSET
@@ -70,12 +70,12 @@ def request_row(ended: EndedRequest, slo: Slo, block_tokens: int | None) -> Requ
 
 @contextmanager
 def row_writer(path: Path, name: str, slo: Slo, block_tokens: int | None) -> Iterator[Callable[[EndedRequest], None]]:
-    """Write a row for each request that the yielded function is called with.
+    """Open a file for rows, and yield a function that writes the row of a request.
 
-    A `name` with the suffix `.parquet` means Parquet, anything else JSON lines.
+    If `name` ends with `.parquet`, rows are written as Parquet; otherwise as JSON lines.
 
     Raises:
-        ConfigurationRefused: Parquet was asked for, and pyarrow is not installed.
+        ConfigurationRefused: Parquet was requested, and pyarrow is not installed.
     """
     if name.endswith(PARQUET):
         parquet = _Parquet(path, with_blocks=block_tokens is not None)

@@ -1,15 +1,15 @@
-"""Clients: decide when requests are sent, and send rejected requests again.
+"""Clients: simulated clients of a run, which decide when requests are sent, and send rejected requests again.
 
 Rules:
 
 1. Open clients send at the times of the workload and do not wait for answers.
-2. Closed clients are a fixed number of users. Each sends the workload's next request, waits for the whole answer, thinks, and sends
-   the next one. Arrival times of the workload are ignored. Benchmarks at a fixed concurrency work in this way.
-3. Session clients send requests that wait for each other's answers (`TraceSession`). Either a fixed number of sessions runs at a
-   time, or each session begins when the workload says.
+2. Closed clients are a fixed number of users. Each user sends the workload's next request, waits for the whole answer, thinks, and
+   sends the next one. Arrival times of the workload are ignored. Benchmarks at a fixed concurrency work in this way.
+3. Session clients send the turns of sessions (`TraceSession`): a turn is sent after the answers to earlier turns. Either a fixed
+   number of sessions runs at a time, or each session begins at the time that the workload states.
 4. A client that waits for an answer sends its next request in an event of its own, so the router is never called recursively.
 5. A request that is rejected for a temporary reason is sent again, each time after a longer pause. It counts as one request that
-   began when it was sent first. A client with a deadline sends it to the router and gives up at that instant.
+   began when it was sent first. If clients have a deadline, it is sent with the request, and the client stops waiting at it.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,10 +32,10 @@ Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 Traffic = Iterator[TraceRequest] | Iterator[TraceSession]
-"""Entries that clients send: sessions for session clients, requests for all other clients."""
+"""Sessions that session clients send, or requests that clients of all other kinds send, one after the other."""
 
 RETRYABLE = frozenset((Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.RATE_LIMITED, Reason.DRAINING, Reason.WORKER_LOST))
-"""Temporary reasons: a request that was rejected for one of them may be sent again."""
+"""Temporary reasons: if a request was rejected for one of them, its client may send it again."""
 
 
 class ClientPatience(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,25 +77,25 @@ class SessionClients(
     """Number of sessions that run at a time; 0: each session begins at the time of the workload, which traces do not contain."""
 
     longest_gap_seconds: Seconds = 1e9
-    """Longest time between an answer and the next turn; longer gaps in the trace (such as a night) are shortened to it."""
+    """Maximum time between an answer and the next turn; longer gaps in the trace (such as a night) are shortened to it."""
 
 
 ClientSection = OpenClients | ClosedClients | SessionClients
 
 
 class SimulatedClients(Protocol):
-    """The clients of a run, whatever their kind."""
+    """Interface that all kinds of simulated clients implement."""
 
     @property
     def over(self) -> bool:
-        """True if no request will be sent any more, and all requests have ended."""
+        """True if the clients have sent all their requests, and all of these have ended."""
         ...
 
 
 def start_clients(
     section: ClientSection, kernel: Kernel, world: World, traffic: Traffic, ended: Callable[[EndedRequest], None]
 ) -> SimulatedClients:
-    """Start clients; `ended` is called with each request that has ended for its client."""
+    """Start the clients of a run. `ended` is called with each request after its last retry."""
     sender = _Sender(kernel, world, section, ended)
     match section:
         case OpenClients():
@@ -119,15 +119,15 @@ class _Sender:
         self._kernel, self._world, self._patience, self._ended = kernel, world, patience, ended
         self._deadline = Nanos(round(patience.deadline_seconds * SECOND))
         self._patient = bool(self._deadline or patience.retries)
-        self._live = 0  # requests that may be sent again, or that have a callback for their end
+        self._live = 0  # number of unfinished requests that may be sent again, or whose end the sender has to report
 
     @property
     def idle(self) -> bool:
-        """True if no request is under way."""
+        """True if no request is in the router, and none waits to be sent again."""
         return not self._live and not self._world.live
 
     def send(self, request: TraceRequest, over: Callable[[], None] | None = None) -> None:
-        """Send a request now; `over` is called when it has ended for its client, after all retries."""
+        """Send a request now. `over` is called when the request has ended, after all its retries."""
         if over is None and not self._patient:
             self._world.send(request, self._ended)
         else:
@@ -152,7 +152,7 @@ class _Sender:
 
 
 class _OpenLoop:
-    """Open clients. Only the next arrival is in the event heap."""
+    """Sends the requests of open clients. It schedules one arrival at a time, so that the kernel's event heap stays small."""
 
     def __init__(self, kernel: Kernel, sender: _Sender, requests: Iterator[TraceRequest]):
         self._kernel, self._sender, self._requests = kernel, sender, requests
@@ -176,10 +176,10 @@ class _OpenLoop:
 
 
 class _ClosedLoop:
-    """Closed clients; each has one request at a time."""
+    """Sends the requests of closed clients. Each client has one request at a time."""
 
     def __init__(self, kernel: Kernel, sender: _Sender, section: ClosedClients, requests: Iterator[TraceRequest]):
-        # users beyond the number of requests would have nothing to send, so they are not started
+        # Start at most as many users as there are requests, because further users would have nothing to send.
         first = list(islice(requests, section.users))
         self._kernel, self._sender, self._requests = kernel, sender, chain(first, requests)
         self._think = Nanos(round(section.think_seconds * SECOND))
@@ -203,14 +203,14 @@ class _ClosedLoop:
 
 
 class _Conversations:
-    """Session clients."""
+    """Runs the sessions of session clients, each as a `_Conversation`."""
 
     def __init__(self, kernel: Kernel, sender: _Sender, section: SessionClients, sessions: Iterator[TraceSession]):
         self._kernel, self._sender, self._sessions = kernel, sender, sessions
         self._longest = Nanos(round(section.longest_gap_seconds * SECOND))
         self._live = 0
         self._ended = False
-        self._follows = section.users > 0  # True: a new session begins whenever one ends
+        self._follows = section.users > 0  # True: the next session begins whenever one ends
         for _ in range(section.users or 1):
             self._next()
 
@@ -219,7 +219,7 @@ class _Conversations:
         return self._ended and not self._live
 
     def _next(self) -> None:
-        """Begin the next session: now, or at the time that the workload states."""
+        """Begin the next session now if the number of sessions is fixed; else at the time that the workload states."""
         session = next(self._sessions, None)
         if session is None:
             self._ended = True
@@ -242,7 +242,7 @@ class _Conversations:
 
 
 class _Conversation:
-    """One running session."""
+    """Sends the turns of one running session."""
 
     def __init__(
         self, kernel: Kernel, sender: _Sender, session: TraceSession, longest: Nanos, over: Callable[[], None]
@@ -250,7 +250,7 @@ class _Conversation:
         self._kernel, self._sender, self._longest, self._over = kernel, sender, longest, over
         self._turns = session.turns
         self._left = len(session.turns)
-        self._waits = [len(turn.after) for turn in session.turns]  # number of answers that each turn still waits for
+        self._waits = [len(turn.after) for turn in session.turns]  # number of awaited answers, for each turn
         self._followers: list[list[int]] = [[] for _ in session.turns]
         for index, turn in enumerate(session.turns):
             for before in turn.after:
@@ -259,7 +259,7 @@ class _Conversation:
                 self._prepare(index)
 
     def _prepare(self, index: int) -> None:
-        """Send a turn after its gap; all answers that it waited for have arrived."""
+        """Schedule a turn whose awaited answers have all arrived: it is sent after its gap."""
         self._kernel.after(min(self._turns[index].gap, self._longest), partial(self._send, index))
 
     def _send(self, index: int) -> None:

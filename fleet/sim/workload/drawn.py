@@ -1,9 +1,9 @@
-"""Drawn workloads: requests and sessions that a seeded generator makes.
+"""Drawn workloads: makes requests and sessions by a seeded random generator.
 
-Arrivals are a Poisson process, evenly spaced, or gamma-distributed; or their rate varies over a day, rises in bursts, or follows stated
-phases, which can also change the lengths of requests. Prompts may begin with one of a few shared prefixes, such as system prompts; the
-n-th prefix is used 1/n as often as the first one (Zipf). Requests may be turns of conversations; each turn then begins with all earlier
-prompts and answers of its conversation.
+Arrivals are a Poisson process, evenly spaced, or have gamma-distributed gaps. Their rate can also vary over a day, rise
+in bursts, or follow stated phases; phases can also change the lengths of requests. Prompts may begin with one of a few
+shared prefixes, such as system prompts; the n-th prefix is used 1/n as often as the first one (Zipf). Requests may be
+turns of conversations; each turn then begins with all earlier prompts and answers of its conversation.
 """
 
 from bisect import bisect
@@ -150,11 +150,14 @@ class _Prompts:
         self._random = random
         self._shared_blocks = workload.prefix_tokens // block_tokens
         self._weights = list(accumulate(1 / rank for rank in range(1, workload.prefixes + 1)))
-        # Names of shared blocks are smaller than all other names.
+        # The name of the next new block. Blocks of shared prefixes have the smaller numbers as their names.
         self._names = workload.prefixes * blocks_for(workload.prefix_tokens, block_tokens)
 
     def first(self, mean: int = 0) -> tuple[int, tuple[int, ...]]:
-        """Return the number of tokens and the block names of a conversation's first prompt; `mean` replaces the workload's mean length."""
+        """Return the number of tokens and the block names of a conversation's first prompt.
+
+        The mean length is `mean`, or that of the workload if `mean` is 0.
+        """
         tokens = _length(mean or self._workload.prompt_tokens, self._workload.spread, self._random)
         blocks = blocks_for(tokens, self._block_tokens)
         common = min(blocks, self._shared_blocks) if self._workload.prefixes else 0
@@ -167,7 +170,10 @@ class _Prompts:
         return tokens, prefix + self._new(blocks - common)
 
     def grown(self, tokens: int, names: tuple[int, ...], more: int) -> tuple[int, tuple[int, ...]]:
-        """Return the number of tokens and the block names of a prompt that adds `more` tokens to another prompt."""
+        """Return the number of tokens and the block names of a prompt that continues another one with `more` tokens.
+
+        `tokens` and `names` belong to the other prompt.
+        """
         kept = names[: tokens // self._block_tokens]
         tokens += more
         return tokens, kept + self._new(blocks_for(tokens, self._block_tokens) - len(kept))
@@ -191,7 +197,7 @@ def _gap(workload: DrawnWorkload, rate: float, now: float, random: Random) -> fl
         case "gamma":
             squared = workload.variation**2
             return random.gammavariate(1 / squared, squared / rate)
-        # thinning: draw at the highest rate, and drop arrivals with a probability that leaves the lower rate
+        # Thinning: draw arrivals at the highest rate, and drop some of them at random, so that the rest has the present rate.
         case "day" | "bursts":
             gap, highest = 0.0, _highest(workload, rate)
             while True:
@@ -205,7 +211,7 @@ def _highest(workload: DrawnWorkload, rate: float) -> float:
 
 
 def _rate(workload: DrawnWorkload, rate: float, now: float) -> float:
-    """Return the rate of arrivals at one instant, where `rate` is the mean over time."""
+    """Return the rate of arrivals at one instant (`now`). `rate` is the mean over time."""
     if workload.arrivals == "day":
         return rate * (1 - 0.75 * cos(2 * pi * now / workload.day_seconds))
     bursting = now % workload.burst_every_seconds < workload.burst_seconds
@@ -213,7 +219,7 @@ def _rate(workload: DrawnWorkload, rate: float, now: float) -> float:
 
 
 def _outside(workload: DrawnWorkload, rate: float) -> float:
-    """Return the rate outside of bursts."""
+    """Return the rate of arrivals outside of bursts. `rate` is the mean over time."""
     return rate / (1 + (workload.burst_factor - 1) * workload.burst_seconds / workload.burst_every_seconds)
 
 

@@ -1,4 +1,4 @@
-"""Traffic of a simulation: the requests or sessions of a workload, one after the other.
+"""Traffic: yields the requests or sessions of a workload, one after the other.
 
 A workload is either recorded (a trace file) or drawn by a seed (`fleet.sim.workload.drawn`).
 """
@@ -21,7 +21,7 @@ from fleet.sim.workload.drawn import DrawnWorkload, drawn_requests, drawn_sessio
 from kvstore.eviction.trace_replay import TraceRequest
 
 T = TypeVar("T")
-NEVER_ENDS = 1e9  # seconds; the largest value that the setting accepts
+NEVER_ENDS = 1e9  # largest value of `to_seconds`, in seconds; it means that the recorded time is not limited
 Positive = Annotated[float, Meta(ge=1e-9, le=1e9)]
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -52,13 +52,13 @@ class RecordedWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Begin and end of the recorded time that is used; arrivals are counted from its begin."""
 
     requests: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
-    """Most requests, counted from the start; 0: all."""
+    """Maximum number of requests, counted from the start; 0: all."""
 
     speed: Positive = 1.0
     """Factor by which arrivals are faster than recorded; gaps between the turns of sessions are shortened by it, too."""
 
     live_sessions: Count = LIVE_SESSIONS
-    """Most sessions of the file that are open at a time, if its format knows sessions and clients send as recorded (`clients.kind
+    """Maximum number of sessions of the file that are open at a time, if its format knows sessions and clients send as recorded (`clients.kind
     = "open"`)."""
 
     def __post_init__(self) -> None:
@@ -75,8 +75,8 @@ def requests_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
     """Return the requests of a workload in the order of their arrival.
 
     Raises:
-        ConfigurationRefused: The trace cannot be read, its blocks have another size than the engines', or nothing is left of it; the
-            message names file, line and field. An invalid row raises when it is reached.
+        ConfigurationRefused: The trace cannot be read, or its blocks have another size than those of the engines, or the settings
+            select none of its rows. For an invalid row, the iterator raises this error when it reaches the row.
     """
     if isinstance(workload, DrawnWorkload):
         if workload.turns > 1:
@@ -106,7 +106,7 @@ def sessions_of(workload: Workload, folder: Path, *, block_tokens: int, seed: in
 
 
 def request_count(workload: Workload, folder: Path, *, seed: int) -> int | None:
-    """Return the number of requests, or a slightly larger number; None if it is unknown before all rows are read."""
+    """Return the number of requests of a workload, or a slightly larger number. Return None if only reading all rows can tell it."""
     if isinstance(workload, DrawnWorkload):
         return None if workload.phases else workload.requests
     try:
@@ -140,7 +140,7 @@ def _opened(workload: RecordedWorkload, folder: Path, block_tokens: int, seed: i
 
 
 def _checked(rows: Iterator[T]) -> Iterator[T]:
-    """Read the first row now, so that its errors are raised before the run."""
+    """Return the rows unchanged, but read the first one now, so that its errors are raised before the run."""
     read = _with_field(rows)
     first = next(read, None)
     if first is None:
@@ -149,7 +149,7 @@ def _checked(rows: Iterator[T]) -> Iterator[T]:
 
 
 def _with_field(rows: Iterator[T]) -> Iterator[T]:
-    """Pass the rows on; put the name of the setting in front of the messages of errors."""
+    """Yield the rows. If a row cannot be read, raise an error whose message begins with the name of the setting."""
     try:
         yield from rows
     except TraceError as error:
@@ -157,7 +157,7 @@ def _with_field(rows: Iterator[T]) -> Iterator[T]:
 
 
 def _within(requests: Iterator[TraceRequest], workload: RecordedWorkload) -> Iterator[TraceRequest]:
-    """Yield the requests within the recorded time span, with arrivals made faster by the workload's speed."""
+    """Yield the requests within the span of recorded time that the settings select, with gaps divided by the workload's speed."""
     begin = round(workload.from_seconds * SECOND)
     end = round(workload.to_seconds * SECOND) if workload.to_seconds < NEVER_ENDS else inf
     speed = workload.speed
@@ -176,7 +176,7 @@ def _faster(sessions: Iterator[TraceSession], speed: float) -> Iterator[TraceSes
 
 
 def _first_turns(sessions: Iterator[TraceSession], requests: int) -> Iterator[TraceSession]:
-    """Yield sessions until they have this number of requests together; 0: all."""
+    """Yield sessions until they contain `requests` requests together, and shorten the last one. If `requests` is 0, yield all."""
     left = requests or inf
     for session in sessions:
         if left <= len(session.turns):

@@ -1,4 +1,4 @@
-"""Chiron: back-pressure of interactive requests.
+"""Chiron: a scaling rule that sizes pools by the back-pressure of interactive requests.
 
 Source: arXiv 2501.08090, in the form of SageServe's simulator. The interactive back-pressure is the share of instances that have
     interactive work. The pool grows while it is above 0.6, and shrinks while it is below. With continuous batching every instance
@@ -63,7 +63,7 @@ class _Chiron:
         return PlanDecision(at=now, replicas=replicas, reason=reason, numbers=numbers)
 
     def _pressure(self, pool: PlannedPool) -> float:
-        """Return the number of busy instances divided by the present number; waiting requests count as further busy instances."""
+        """Return the number of busy instances divided by the number of instances. Waiting requests count as additional busy instances."""
         workers = self._load.workers(pool.name)
         if not workers:
             return 0.0

@@ -1,10 +1,11 @@
-"""Dynamo's planner: throughput ticks that set a floor, and load ticks that add or remove one replica.
+"""Dynamo's planner: a scaling rule that sets a minimum by the forecast rate, and adds or removes single replicas by the load.
 
-Source: ai-dynamo, `components/planner` of release 1.6. Every 180 s the floor of a pool is the forecast rate over the rate of one
-profiled engine within the goals, at most eight replicas from the number before. Every 5 s one replica is added if all engines of a
-pool exceed the goal by estimate. One is removed if all engines would stay below 0.8 of the goal with their load multiplied by N /
-(N - 1). The goal is the queueing part of the TTFT for prefill, and the TPOT for decode. Estimates are means of measured engines,
-not tails. The forecast here is a linear trend of the last ticks.
+Source: ai-dynamo, `components/planner` of release 1.6. Every 180 s (a throughput tick) the minimum of a pool is computed: the
+forecast rate divided by the rate of one profiled engine within the goals. It changes by at most eight replicas at a time. Every
+5 s (a load tick) one replica is added if the estimated latency of all engines of a pool exceeds the goal. One is removed if all
+engines would stay below 0.8 of the goal with their load multiplied by N / (N - 1). The goal is the queueing part of the TTFT for
+prefill, and the TPOT for decode. Latencies are estimated as means, not as tail percentiles. The forecast is here a linear trend of
+the last throughput ticks.
 """
 
 from math import ceil
@@ -21,7 +22,7 @@ from fleet.sim.planning.rules.observed_load import ObservedLoad, ready_of, wante
 
 MOST_STEP = 8
 HISTORY = 5
-"""Number of past throughput ticks from which the linear trend is computed."""
+"""Number of past throughput ticks from which the linear trend of the rate is computed."""
 
 
 class DynamoRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,7 +81,7 @@ class _Dynamo:
             self._floor[pool.name] = self._context.bounded(pool.name, limited)
 
     def _load_step(self, pool: PlannedPool, seen: Observation) -> int:
-        """Return the change of a pool's replicas (1, 0 or -1) that the estimated latencies of its engines ask for."""
+        """Return the change of a pool's replicas (1, 0 or -1) that the estimated latencies of its engines demand."""
         workers = self._load.workers(pool.name)
         if not workers:
             return 0
@@ -94,7 +95,7 @@ class _Dynamo:
         return 0
 
     def _relative_load(self, pool: PlannedPool, running: float, waiting: float) -> float:
-        """Return the estimated latency of one engine divided by its goal; the larger ratio if the engine prefills and decodes."""
+        """Return the estimated latency of one engine divided by its goal. If it prefills and decodes, return the larger ratio."""
         capacity, shape, goals = self._context.capacities[pool.name], self._load.shape, self._context.goals
         ratios = []
         if pool.role is not Role.DECODE:

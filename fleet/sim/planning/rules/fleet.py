@@ -1,4 +1,4 @@
-"""Fleet: Fleet's production planner as a scaling rule, with the step times of the simulated engines."""
+"""Fleet: runs Fleet's production planner as a scaling rule; it gets the step times of the simulated engines."""
 
 from fleet.core.clock import SECOND
 from fleet.hardware.latency.closed_loop import BenchmarkClient
@@ -12,7 +12,7 @@ from fleet.sim.planning.rule_context import RuleContext
 
 
 class FleetRule(PlannerRuleSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the planner's load rule."""
+    """Parameters of the load rule of Fleet's production planner."""
 
     def open(self, context: RuleContext) -> PlannerMachine:
         engines = {name: pool_engine(profile) for name, profile in context.profiles.items()}

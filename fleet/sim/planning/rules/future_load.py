@@ -1,8 +1,8 @@
-"""Future load: the replicas that all requests of a replay will need, for rules that know the future.
+"""Future load: estimates the replicas that the requests of a replay will need, for rules that know all requests in advance.
 
-The need of a pool is an estimate without queueing: the work of the requests that arrive around an instant, divided by the work
-that one replica does in that time. Rules use it only to guide their search. Their results are measured by replays, like those of
-every other rule.
+The need of a pool is an estimate that ignores queueing: the work of the requests that arrive around an instant, divided by the
+work that one replica does in that time. Rules use needs only to guide their search. The results of these rules are measured by
+replays, like those of every other rule.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,10 @@ def mean_shape(requests: Sequence[TraceRequest], cached_share: float) -> Traffic
 
 
 def needs(context: RuleContext, name: PoolName, shape: TrafficShape, span_seconds: float) -> list[float]:
-    """Return the number of replicas that the load keeps busy, for each bin of `BIN_SECONDS`; each value is a mean over `span_seconds`."""
+    """Return the number of replicas that the load keeps busy: one value for each bin of `BIN_SECONDS` seconds.
+
+    Each value is the mean over `span_seconds` seconds around its bin.
+    """
     role, requests = context.pool(name).role, context.future
     bins = [0.0] * (int(requests[-1].arrival / SECOND / BIN_SECONDS) + 1)
     for each in requests:
@@ -46,14 +49,14 @@ def needs(context: RuleContext, name: PoolName, shape: TrafficShape, span_second
 
 
 def _weight(role: Role, request: TraceRequest, shape: TrafficShape) -> float:
-    """Return the work of a request for a pool with this role; 1 is a request with the mean lengths of `shape`."""
+    """Return the work of a request for a pool with this role. A request with the mean lengths in `shape` has the work 1."""
     prompt = request.prompt_tokens / shape.prompt_tokens
     answer = request.output_tokens / shape.answer_tokens
     return {Role.PREFILL: prompt, Role.DECODE: answer}.get(role, 0.5 * (prompt + answer))
 
 
 def peak_replicas(context: RuleContext, shape: TrafficShape, span_seconds: float, use: float) -> dict[PoolName, int]:
-    """Return the replicas of each pool that serve the highest load with the share `use` of their throughput."""
+    """Return the number of replicas of each pool that serve the highest load with the share `use` of their throughput."""
     return {
         pool.name: context.bounded(pool.name, ceil(max(needs(context, pool.name, shape, span_seconds)) / use))
         for pool in context.pools

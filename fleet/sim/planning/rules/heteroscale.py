@@ -1,9 +1,9 @@
-"""HeteroScale: decode tokens per second drive both pools in a fixed ratio.
+"""HeteroScale: a scaling rule that sizes decode pools by generated tokens per second, and prefill pools in a fixed ratio to them.
 
 Source: arXiv 2508.19559. The wanted number of decode replicas is the present number, times the generated tokens per second of one
-    instance divided by their target. The number of prefill replicas is a fixed multiple of it. Latency is only a negative
-    feedback: above a share of a goal no pool shrinks, and above the goal pools grow by a step. Pools that prefill and decode
-    follow the same law without a ratio.
+    instance divided by their target. The number of prefill replicas is a fixed multiple of that number. Latency only corrects
+    the result: above a share of a latency goal no pool shrinks, and above the goal pools grow by a step. Pools that prefill
+    and decode follow the same law without a ratio.
 """
 
 from math import ceil
@@ -87,7 +87,7 @@ class _HeteroScale:
         return before if abs(ratio - 1) <= settings.tolerance else ceil(ready * ratio)
 
     def _lateness(self) -> float:
-        """Return the larger one of P90 TTFT and P90 TPOT, each divided by its goal."""
+        """Divide P90 TTFT and P90 TPOT by their goals, and return the larger ratio."""
         ttft, tpot = self._load.latencies(self._settings.window_seconds, 0.9)
         goals = self._context.goals
         return max((ttft or 0.0) / goals.ttft_seconds, (tpot or 0.0) / goals.tpot_seconds)

@@ -1,8 +1,9 @@
-"""HPA: Kubernetes' Horizontal Pod Autoscaler on the utilisation of each pool.
+"""HPA: a scaling rule that works like Kubernetes' Horizontal Pod Autoscaler, with the utilisation of each pool as its metric.
 
 Source: the algorithm of the Kubernetes documentation with its default behaviour. Every 15 s the wanted number is the number of
-ready replicas times utilisation divided by target; differences of up to 10 % are ignored. Shrinking takes the highest
-recommendation of 300 s. Growth is limited to the larger of 100 % and four replicas in 15 s. Replicas that start count as unused.
+ready replicas times utilisation divided by target; differences of up to 10 % are ignored. A pool shrinks only to the highest number
+that was computed in the last 300 s. In 15 s it grows by at most 100 % or four replicas, whichever is more. Starting replicas count
+as unused.
 """
 
 from math import ceil
@@ -66,13 +67,13 @@ class _Hpa:
         ratio = utilisation / self._settings.target
         wanted = before if abs(ratio - 1) <= self._settings.tolerance else ceil(ready * ratio)
         if before > ready and ratio > 1 and ready * ratio <= before:
-            wanted = before  # utilisation will fall when the starting replicas serve, so the pool does not grow further
+            wanted = before  # do not grow, because utilisation will fall when the starting replicas serve
         wanted = min(wanted, before + max(before, 4))
         highest = self._down[pool.name].highest(now, wanted)
         return self._context.bounded(pool.name, max(wanted, min(highest, before)))
 
     def _utilisation(self, pool: PlannedPool, seen: Observation) -> float:
-        """Return the utilisation of a pool, from 0 to 1: work done divided by throughput, as GPU counters would show it."""
+        """Return the utilisation of a pool, from 0 to 1: the work that was done, divided by the work that its replicas can do."""
         shape, ready = self._load.shape, ready_of(seen, pool.name)
         capacity = self._context.capacities[pool.name]
         if pool.role is Role.DECODE:

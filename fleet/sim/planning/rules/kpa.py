@@ -1,9 +1,9 @@
-"""KPA: the concurrency rule of Knative's pod autoscaler, which AIBrix and KEDA users run for LLM serving.
+"""KPA: the concurrency rule of Knative's pod autoscaler, which users of AIBrix and KEDA run for LLM serving.
 
 Source: Knative's autoscaling documentation, and AIBrix for tolerance and delay. The wanted number is the mean number of requests
     in a pool, divided by the target for one replica. There is a stable mean over 60 s, and a panic mean over 6 s. A pool is in
-    panic when the panic mean wants at least twice the ready replicas; while it is, it does not shrink. Shrinking waits for a
-    delay, and differences of up to 10 % are ignored.
+    panic when the panic mean asks for at least twice the ready replicas. A pool in panic does not shrink. Every pool shrinks only
+    after a delay, and differences of up to 10 % are ignored.
 """
 
 from math import ceil
@@ -68,7 +68,7 @@ class _Kpa:
         return self._context.bounded(pool.name, max(wanted, min(highest, before)))
 
     def _most(self, pool: PlannedPool) -> float:
-        """Return the most requests that a replica can run within the goals: by TTFT or by batch size."""
+        """Return the number of requests that a replica can run within the goals; TTFT or the batch size limits it, by the role."""
         context, shape = self._context, self._load.shape
         if pool.role is Role.PREFILL:
             return max(1.0, context.goals.ttft_seconds / context.capacities[pool.name].prefill_seconds(shape))
@@ -76,7 +76,7 @@ class _Kpa:
         return float(running)
 
     def _concurrency(self, pool: PlannedPool, seconds: float) -> float:
-        """Return the mean number of requests in a pool. Queued requests count for prefill pools, or for pools that prefill and decode."""
+        """Return the mean number of requests in a pool. Requests that wait in the router count for each pool that computes prompts."""
         windows = self._load.recent(seconds)
         first = pool.role is not Role.DECODE
         total = 0

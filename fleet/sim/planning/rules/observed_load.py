@@ -1,4 +1,4 @@
-"""Observed load: sums over recent demand windows, from which the baseline rules compute rates, lengths and latencies."""
+"""Observed load: adds up recent demand windows, and computes the rates, lengths and latencies that the baseline rules need."""
 
 from collections import deque
 
@@ -9,14 +9,14 @@ from fleet.planner.messages import Observation, PoolName
 from fleet.sim.planning.capacity import TrafficShape
 
 KEPT_SECONDS = 900.0
-"""Seconds for which demand windows are kept. No baseline looks further back; longer histories of forecasts are kept by the rules."""
+"""Seconds for which demand windows are kept. No baseline rule reads older windows; a rule that forecasts keeps its own history."""
 
 FIRST_SHAPE = TrafficShape(prompt_tokens=1000, answer_tokens=200)
 """Mean lengths that are assumed until the first request has ended."""
 
 
 class ObservedLoad:
-    """The demand windows of the last `KEPT_SECONDS`, and sums over them."""
+    """Keeps the demand windows of the last `KEPT_SECONDS`, and computes rates, lengths and latencies from them."""
 
     def __init__(self) -> None:
         self._windows: deque[DemandWindow] = deque()
@@ -24,7 +24,7 @@ class ObservedLoad:
         self.last: DemandWindow | None = None
 
     def add(self, window: DemandWindow) -> bool:
-        """Add a window; return False if it is stale or empty, because metrics are late or missing."""
+        """Add a window and return True. If it is stale or empty, because metrics are late or missing, ignore it and return False."""
         if window.stale or window.ended <= window.began:
             return False
         self._windows.append(window)
@@ -36,7 +36,7 @@ class ObservedLoad:
         return True
 
     def recent(self, seconds: float) -> list[DemandWindow]:
-        """Return the windows that ended within the last seconds, the newest one last."""
+        """Return the windows that ended within the last `seconds` seconds, the newest one last."""
         if self.last is None:
             return []
         since = self.last.ended - seconds * SECOND
@@ -49,13 +49,13 @@ class ObservedLoad:
         return sum(_sent(window) for window in windows) / span if span else 0.0
 
     def served(self, seconds: float) -> float:
-        """Return the requests per second whose answers began."""
+        """Return the requests per second whose answers have begun, so without rejected and abandoned ones."""
         windows = self.recent(seconds)
         span = sum(window.seconds for window in windows)
         return sum(sum(window.ttft) for window in windows) / span if span else 0.0
 
     def latencies(self, seconds: float, share: float) -> tuple[float | None, float | None]:
-        """Return a percentile (`share`) of TTFT and TPOT in seconds; None if no request was measured."""
+        """Return one percentile of TTFT and of TPOT in seconds, such as P90 for a `share` of 0.9. None: nothing was measured."""
         ttft: tuple[int, ...] = ()
         tpot: tuple[int, ...] = ()
         for window in self.recent(seconds):
@@ -64,7 +64,7 @@ class ObservedLoad:
 
     @property
     def shape(self) -> TrafficShape:
-        """Mean lengths of recent requests."""
+        """Mean lengths of recent prompts and answers, and the cached share of the prompts."""
         return self._shape
 
     @property
@@ -106,7 +106,7 @@ def ready_of(seen: Observation, name: PoolName) -> int:
 
 
 class Stabilised:
-    """Delays shrinking: returns the highest number that was recommended within the last `seconds`."""
+    """Delays the shrinking of a pool: returns the highest number that was recommended within the last `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._span = Nanos(round(seconds * SECOND))

@@ -1,11 +1,11 @@
-"""Oracle: the cheapest timetable of replicas that can be found when all requests are known in advance.
+"""Oracle: searches the cheapest timetable of replicas, with all requests known in advance.
 
-Source: a dynamic program over the future. Level k of a pool is needed while at least k replicas are needed. Levels are independent. For
-each level the only choice is whether it is kept during a gap between two needs. It is kept if the gap is not longer than start-up and
-drain together, because a replica occupies its GPUs in both. Replicas start early enough to serve when they are needed. All needs are
-multiplied by a scale, which is found by halving over replays of the same requests: the lowest cost that keeps the attainment. The
-result is an estimate of the best that any rule can reach on this workload. It is no proof, because the needs ignore queueing and each
-pool has one scale for the whole replay.
+Level k of a pool is its k-th replica; it is needed while the load needs at least k replicas. Levels are independent of
+each other. In a gap between two needs, a level's replica is kept if the gap is not longer than start-up and drain
+together, because a replica occupies its GPUs in both. Replicas start early enough to serve when they are needed. All
+needs are multiplied by a scale. The smallest scale that keeps the attainment is found by halving: each trial replays the
+same requests. The result is an estimate of the best that any rule can reach on this workload. It is no proof, because
+the needs ignore queueing, and each pool has one scale for the whole replay.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ HIGHEST, LOWEST = 2.5, 0.5
 
 
 class OracleRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters of the search."""
+    """Parameters of the oracle's search for the cheapest timetable."""
 
     span_seconds: float = 30.0
     """Seconds over which the need of each bin is averaged."""
@@ -85,9 +85,9 @@ class _OracleSearch:
 def _levels(
     context: RuleContext, pool: PlannedPool, need: Sequence[float], scale: float, shape: TrafficShape
 ) -> list[tuple[float, int]]:
-    """Return the timetable of a pool: pairs of a second and the wanted replicas from then on; the first pair is for second 0."""
+    """Return the timetable of a pool: pairs of an instant in seconds and the number of replicas from then on. The first is 0."""
     counts = [context.bounded(pool.name, ceil(each * scale)) for each in need]
-    # one bin earlier, because a need is known only to the bin
+    # one bin earlier, because a need may begin anywhere within its bin
     early = pool.start_seconds + TAKES_UP / SECOND + BIN_SECONDS
     bridged = early + min(pool.drain_seconds, _stream_seconds(context, pool, shape))
     changes: dict[float, int] = {}
@@ -108,7 +108,7 @@ def _levels(
 
 
 def _spans(needed: Sequence[bool], bridged_seconds: float) -> list[tuple[int, int]]:
-    """Return the spans of bins for which a level is kept, as begin and end; gaps of up to `bridged_seconds` are bridged."""
+    """Return the spans in which a level's replica is kept, as first bin and end; short gaps (`bridged_seconds`) do not end a span."""
     spans: list[tuple[int, int]] = []
     for place, needs_it in enumerate(needed):
         if not needs_it:
@@ -121,7 +121,7 @@ def _spans(needed: Sequence[bool], bridged_seconds: float) -> list[tuple[int, in
 
 
 def _stream_seconds(context: RuleContext, pool: PlannedPool, shape: TrafficShape) -> float:
-    """Return the estimated seconds that a replica drains: one mean answer for a decode replica, one mean prompt for a prefill replica."""
+    """Return the estimated drain time of a replica: the time of one mean prompt if it only prefills, else of one mean answer."""
     if pool.role is Role.PREFILL:
         return context.capacities[pool.name].prefill_seconds(shape)
     return shape.answer_tokens * context.goals.tpot_seconds

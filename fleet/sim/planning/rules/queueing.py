@@ -1,9 +1,9 @@
 """WVA queueing: the queueing model of llm-d's Workload Variant Autoscaler, which sizes pools by mean latencies.
 
 Source: llm-d-workload-variant-autoscaler, queueing model analyzer. A replica is a state-dependent M/M/1/K queue: with b requests
-in the batch it completes b / (prefill(b) + O decode(b)) a second. The highest rate that keeps the mean TTFT and the mean TPOT is
-found by halving, and the wanted number is the observed rate over it. Here step times come from the profile instead of a Kalman
-filter; this makes the rule better than the original.
+in the batch it completes b / (prefill(b) + O decode(b)) requests a second, where O is the answer length. The highest rate that
+keeps the mean TTFT and the mean TPOT is found by halving. The wanted number is the observed rate divided by that rate. Here step
+times come from the profile instead of a Kalman filter; this makes the rule better than the original.
 """
 
 from math import ceil
@@ -73,7 +73,7 @@ class _Queueing:
         return max(low, 1e-6)
 
     def _completion_rates(self, pool: PlannedPool, shape: TrafficShape) -> list[float]:
-        """Return the completions per second of one replica, with 1, 2, … requests in the batch."""
+        """Return the requests per second that one replica completes with 1, 2, … requests in the batch, as a list."""
         capacity = self._context.capacities[pool.name]
         prefill = 0.0 if pool.role is Role.DECODE else capacity.prefill_seconds(shape)
         if pool.role is Role.PREFILL:
@@ -85,7 +85,7 @@ class _Queueing:
         ]
 
     def _keeps(self, pool: PlannedPool, shape: TrafficShape, rates: list[float], rate: float) -> bool:
-        """Return whether one replica keeps the mean TTFT and the mean TPOT at a rate of arrivals."""
+        """Return True if one replica keeps the goals for mean TTFT and mean TPOT at a rate of arrivals."""
         goals, capacity = self._context.goals, self._context.capacities[pool.name]
         most = len(rates)
         weight, total, in_batch, waiting = 1.0, 1.0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""SageServe: an hourly plan from forecasts, and between two plans single replicas by memory use.
+"""SageServe: a scaling rule that plans each hour by forecasts, and adds or removes single replicas by memory use in between.
 
 Source: arXiv 2502.14617 and its published simulator, variants UT and UA. At each planning instant the number of replicas is the
 smallest whose throughput covers the highest forecast of a horizon ahead. Between two plans, one replica is added if memory use is
@@ -85,7 +85,7 @@ class _SageServe:
         return self._context.bounded(pool.name, wanted)
 
     def _used(self, pool: PlannedPool) -> float:
-        """Return the used share of KV memory; for prefill, the time to compute the waiting prompts divided by the TTFT goal."""
+        """Return the used share of KV memory. For a prefill pool, return the time to compute its waiting prompts over the TTFT goal."""
         workers = self._load.workers(pool.name)
         if not workers:
             return 0.0

@@ -2,8 +2,8 @@
 
 Source: llm-d-workload-variant-autoscaler, saturation analyzer V2. The capacity of a replica is the smaller of 0.80 of its KV tokens and
 of the tokens that its batch holds: N (I + O / 2) with N = min(B O / (I + O), S). Demand is the tokens in use, and for each queued request
-its prompt and answer. A pool grows if demand over 0.85 exceeds the capacity of ready and pending replicas, and shrinks if demand over
-0.70 leaves a replica free. Prefill pools are measured by prompt tokens over those that they compute within the TTFT.
+its prompt and answer. A pool grows if demand / 0.85 exceeds the capacity of ready and pending replicas. It shrinks if one replica less
+has capacity for demand / 0.70. For prefill pools, demand is prompt tokens, and capacity is what they compute within the TTFT goal.
 """
 
 from math import ceil, floor

@@ -1,9 +1,9 @@
 """SLO law of llm-d: the number of replicas is proportional to the tail latency divided by its goal.
 
 Source: llm-d-autoscaling, RFC 1018 and pull request 1376. The signal s is the mean over 45 s of min(2, max(P90 TTFT / goal, P90 TPOT /
-goal)). Above 0.55 a pool grows to n + ceil(n (s r / 0.55 - 1)), where r is the ready share of its replicas; below 0.40 it may shrink
-by floor(n (1 - s / 0.40)). Growth waits 30 s and is limited to the larger of 100 % and four replicas in 60 s; shrinking waits 180 s and
-is one replica in 120 s. An idle model reads 0. Prefill pools follow the TTFT, and decode pools the TPOT.
+goal)). Above 0.55 a pool grows to n + ceil(n (s r / 0.55 - 1)), where n is its number of replicas and r the ready share of them; below
+0.40 it may shrink by floor(n (1 - s / 0.40)). A pool grows after 30 s above the limit, by at most 100 % or four replicas in 60 s. It
+shrinks after 180 s, by one replica in 120 s. For an idle model s is 0. Prefill pools follow the TTFT, and decode pools the TPOT.
 """
 
 from math import ceil, floor
@@ -38,7 +38,10 @@ class SloLawRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _PoolTimers:
-    """Instants of a pool: when its signal was last inside the band, and when the pool last grew and shrank."""
+    """Four instants of a pool: when its signal was not above the upper limit, when not below the lower one, when it grew and shrank.
+
+    Each is the latest such instant.
+    """
 
     def __init__(self) -> None:
         self.not_above = self.not_below = Nanos(0)

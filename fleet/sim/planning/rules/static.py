@@ -1,10 +1,10 @@
 """Static pools: three rules with fixed sizes, for the peak, for the lowest cost of these requests, and by Mélange's method.
 
-Sources: Most operators run a pool for the peak. It is sized as `fleet.hardware.sizing` does it: the highest minute, with 0.8 of the
-throughput used, or larger until no five minutes miss the goals. The best static size is the cheapest fixed number that keeps the
-attainment on these requests; it is found by replays. Mélange (arXiv 2404.14527) divides the load into slices by prompt length, and
-covers each slice with the cheapest replicas. These scenarios have one GPU type for each role, so Mélange's integer program is here a
-sum over the slices, rounded up.
+Sources: Most administrators size a pool for the peak. It is sized as `fleet.hardware.sizing` does it: the highest
+minute, with 0.8 of the throughput used, or larger until no five minutes miss the goals. The best static size is the
+cheapest fixed number that keeps the attainment on these requests; it is found by replays. Mélange (arXiv 2404.14527)
+divides the load into slices by prompt length, and covers each slice with the cheapest replicas. These scenarios have
+one GPU type for each role, so Mélange's integer program is here a sum over the slices, rounded up.
 """
 
 from math import ceil
@@ -32,14 +32,14 @@ def static(replicas: dict[PoolName, int]) -> ScheduledReplicas:
 
 
 def known_shape(context: RuleContext) -> TrafficShape:
-    """Return the mean lengths of all requests, with the cached share that a replay with pools for the peak reaches."""
+    """Return the mean lengths of all requests, with the cached share that a replay with pools of the peak size measures."""
     lengths = mean_shape(context.future, 0.0)
     generous = context.attempt(static(peak_replicas(context, lengths, PEAK_SECONDS, HEADROOM)))
     return mean_shape(context.future, generous.cached_share)
 
 
 class StaticPeakRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fixed size for the peak of the load."""
+    """Parameters of the rule that gives each pool a fixed size for the peak of the load."""
 
     use: float = HEADROOM
     """Share of the throughput that is used at the peak. A smaller share is used if the goals would be missed for five minutes."""
@@ -59,7 +59,7 @@ class StaticPeakRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class StaticBestRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cheapest fixed size that keeps the attainment."""
+    """Parameters of the rule that searches the cheapest fixed sizes that keep the attainment."""
 
     def open(self, context: RuleContext) -> ScheduledReplicas:
         shape = known_shape(context)
@@ -84,7 +84,7 @@ def _keeps(context: RuleContext, replicas: dict[PoolName, int]) -> bool:
 
 
 class MelangeRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fixed size by Mélange's method."""
+    """Parameters of the rule that gives each pool a fixed size by Mélange's method."""
 
     use: float = 1.0
     """Share of the profiled throughput that the sizing uses; 1.0 is the paper's value."""

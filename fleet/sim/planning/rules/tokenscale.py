@@ -1,8 +1,8 @@
-"""TokenScale: compares the rate of tokens that arrive at each stage with the rate that one replica can process.
+"""TokenScale: a scaling rule that divides the rate of tokens at each stage by the rate that one replica can process.
 
 Source: arXiv 2512.03416, which calls these rates token velocities. The number of prefill replicas is the incoming prompt tokens per
 second, divided by the velocity of one replica: the smaller one of what it computes and what its network sends. The number of decode
-replicas is the tokens per second that ending requests have to release, divided by what one replica releases at the TPOT goal. In the
+replicas is the KV tokens per second that ending requests release, divided by those that one replica releases at the TPOT goal. In the
 paper, convertible decoders compute bursts of prompts until new instances serve. Here the router's conditional disaggregation does that
 for short prompts, so only the velocities are compared.
 """

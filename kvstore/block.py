@@ -10,9 +10,10 @@ tests/unit/kvstore/chain_vectors.json):
    HMAC-SHA-256 of the tenant's name under the deployment's secret. If the client sends a `cache_salt`, the salt is
    HMAC-SHA-256("fleet.client.v1" ‖ 0x00 ‖ the client's text) under the tenant's salt. If the request names a LoRA
    adapter, the salt is SHA-256("fleet.adapter.v1" ‖ 0x00 ‖ the adapter's identity in UTF-8 ‖ 0x00 ‖ the tenant's salt).
-4. The hash of block i is H(hash of block i-1, or the root ‖ the block's tokens ‖ its extras). Extras stand for inputs
-   that are not tokens (images, audio). Each item that overlaps the block adds, in order of position, its 4-byte
-   little-endian signed offset from the block's start and the 32-byte SHA-256 of its content.
+4. The hash of block i is H(P ‖ the block's tokens ‖ the block's extras). P is the hash of block i-1, or the root for
+   the first block. Extras stand for inputs that are not tokens (images, audio). Each item that overlaps the block adds,
+   in order of position, its 4-byte little-endian signed offset from the block's start and the 32-byte SHA-256 of its
+   content.
 
 A hash therefore covers the whole prefix, and two tenants or two adapters never share a block. (An adapter that is
 merged into the weights is part of the namespace, see `kvstore.namespace`.) Hashes have 128 bits because a collision
@@ -31,7 +32,8 @@ import numpy as np
 import xxhash
 
 try:
-    from kvstore.native import _chain  # the native code hashes a prompt in one call, four times faster than Python
+    # The native code hashes a whole prompt in one call, four times faster than Python.
+    from kvstore.native import _chain
 
     BUILT = True
     """True if the native module (`chain.c`) runs."""
@@ -50,8 +52,7 @@ salt."""
 
 class HashAlgorithm(StrEnum):
     SHA256_128 = "sha256-128"
-    # XXH3 is six times faster than SHA-256 on short blocks. It is only for deployments that trust every client not to
-    # construct collisions.
+    # XXH3 is six times faster than SHA-256 on short blocks, but safe only if no client tries to construct collisions.
     XXH3_128 = "xxh3-128"
 
 
@@ -67,7 +68,10 @@ _DIGESTS: Mapping[HashAlgorithm, Callable[[bytes], bytes]] = {
 
 @lru_cache(maxsize=1024)
 def root(salt: bytes = b"", algorithm: HashAlgorithm = HashAlgorithm.SHA256_128) -> BlockHash:
-    """Return the root, which rule 3 defines: the hash that takes the place of a parent for the first block."""
+    """Return the root of a chain (rule 3 of this module).
+
+    The first block of a prompt has no previous block, so it is hashed together with the root instead.
+    """
     assert len(salt) in (0, SALT_BYTES), f"a salt has 0 or {SALT_BYTES} bytes, not {len(salt)}"
     return _DIGESTS[algorithm](b"fleet.chain.v1\0" + algorithm.encode() + b"\0" + salt)
 
@@ -83,7 +87,7 @@ def extend(
     """Return the hashes of the full blocks in `tokens`, which follow the block `parent`.
 
     `parent` is a block hash or the root, and was computed with the same `algorithm`. `extras` maps the index of a block
-    in `tokens` to the extra bytes of rule 4.
+    in `tokens` to the bytes that stand for the images and the audio in this block (rule 4 of this module).
     """
     size = block_tokens * TOKEN_BYTES
     if BUILT and extras is None and algorithm is HashAlgorithm.SHA256_128:
@@ -127,7 +131,7 @@ def tenant_salt(secret: bytes, tenant: str) -> bytes:
 
 
 def cache_salt(text: str, salt: bytes = b"") -> bytes:
-    """Return the salt for a request whose client sent `text` as its ``cache_salt``; `salt` is the tenant's salt."""
+    """Return the salt for a request with the ``cache_salt`` `text`; `salt` is the salt of the request's tenant."""
     assert len(salt) in (0, SALT_BYTES), f"a salt has 0 or {SALT_BYTES} bytes, not {len(salt)}"
     return hmac.digest(salt, b"fleet.client.v1\0" + text.encode("utf-8", "surrogatepass"), "sha256")
 
@@ -135,7 +139,8 @@ def cache_salt(text: str, salt: bytes = b"") -> bytes:
 def adapter_salt(adapter: str, salt: bytes = b"") -> bytes:
     """Return the salt that separates an adapter's blocks from the blocks of the model and of other adapters.
 
-    `adapter` is an identity that differs between two adapters of the same name; `salt` is the tenant's salt.
+    `adapter` identifies the adapter's weights, so it differs between two adapters with the same name. `salt` is the
+    tenant's salt.
     """
     assert adapter, "an adapter needs an identity"
     return hashlib.sha256(b"fleet.adapter.v1\0" + adapter.encode() + b"\0" + salt).digest()
@@ -147,4 +152,5 @@ def split(hashes: bytes) -> list[BlockHash]:
         raise ValueError(f"hashes: {len(hashes)} bytes is not a multiple of {HASH_BYTES}")
     if not hashes:
         return []
-    return cast("list[BlockHash]", np.frombuffer(hashes, _NAME).tolist())  # five times as fast as slicing in Python
+    # Numpy cuts the bytes five times as fast as slicing in Python.
+    return cast("list[BlockHash]", np.frombuffer(hashes, _NAME).tolist())

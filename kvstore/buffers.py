@@ -1,8 +1,8 @@
 """Buffers: views and copies of blocks, which lie in one buffer or in several pieces, such as one piece per layer.
 
-The pieces of a block are in the block's order, without gaps. Copies release Python's interpreter lock, so other threads
-run meanwhile. Checksums are CRC-32C; computing one is as fast as memory can be read, so it adds little to the cost of a
-copy.
+The pieces of a block, put together in their order, are the whole block. Copies release Python's interpreter lock, so
+other threads run meanwhile. Checksums are CRC-32C; computing one is as fast as memory can be read, so it adds little to
+the cost of a copy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ Piece: TypeAlias = "ReadableBuffer | NDArray[Any]"
 """Object with the buffer protocol whose bytes are contiguous."""
 
 Block: TypeAlias = "Piece | Sequence[Piece]"
-"""One piece, or a list or tuple of pieces in the block's order."""
+"""The bytes of a block: one piece, or a list or tuple of pieces which together, in order, are the block."""
 
 MutableBlock: TypeAlias = "WriteableBuffer | NDArray[Any] | Sequence[WriteableBuffer | NDArray[Any]]"
 
@@ -30,7 +30,7 @@ ByteArray: TypeAlias = checksums_twin.ByteArray
 _BYTE = np.dtype(np.uint8)
 
 IOV_MAX = 1024
-"""Largest number of buffers that Linux accepts in one call (limits.h)."""
+"""Maximum number of buffers that Linux accepts in one call (limits.h)."""
 
 
 def pieces(block: Block) -> list[ByteArray]:
@@ -69,7 +69,7 @@ def crc32c(parts: list[ByteArray]) -> int:
 
 
 def scatter(source: ByteArray, parts: list[ByteArray]) -> None:
-    """Copy a whole block into its pieces."""
+    """Copy a block from one contiguous buffer into the pieces of the block, in their order."""
     start = 0
     for part in parts:
         end = start + part.nbytes
@@ -78,7 +78,7 @@ def scatter(source: ByteArray, parts: list[ByteArray]) -> None:
 
 
 def gather(parts: list[ByteArray], destination: ByteArray) -> None:
-    """Copy the pieces into a whole block."""
+    """Copy all pieces of a block into one contiguous buffer."""
     start = 0
     for part in parts:
         end = start + part.nbytes
@@ -90,25 +90,29 @@ def _as_bytes(part: Piece) -> ByteArray:
     if isinstance(part, np.ndarray):
         if not part.flags.c_contiguous:
             raise ValueError(f"a piece of shape {part.shape} and strides {part.strides} is not contiguous")
-        if part.ndim == 1 and part.dtype is _BYTE:  # the usual case: the array has bytes already
+        if part.ndim == 1 and part.dtype is _BYTE:  # the usual case: the array consists of single bytes already
             return cast("ByteArray", part)
         return cast("ByteArray", part.reshape(-1).view(np.uint8))
     return np.frombuffer(memoryview(part), dtype=np.uint8)
 
 
 class BufferRun:
-    """Iterates over buffers for partial reads or writes, and remembers how many of their bytes are transferred."""
+    """Tells which bytes of a list of buffers the next read or write has to transfer.
+
+    One system call may transfer only a part of the bytes, so the number of transferred bytes is remembered.
+    """
 
     def __init__(self, buffers: Iterable[memoryview]):
-        """Take contiguous buffers of single bytes."""
+        """Start without transferred bytes. The buffers must be contiguous and consist of single bytes."""
         self._buffers = [buffer for buffer in buffers if len(buffer)]
-        self._next = 0  # index of the first buffer that is not completely transferred
-        self._start = 0  # number of transferred bytes of that buffer
+        self._next = 0  # index of the first buffer whose bytes have not all been transferred
+        self._start = 0  # number of bytes of the buffer `_next` that have been transferred
         self.left = sum(len(buffer) for buffer in self._buffers)
 
     def front(self, limit_bytes: int) -> list[memoryview]:
-        """Return views of the next bytes: at most `limit_bytes` in total, and at most `IOV_MAX` views."""
-        if not self._start and self.left <= limit_bytes:  # the usual case: no buffer has to be cut
+        """Return views of the bytes to transfer next: at most `limit_bytes` in total, and at most `IOV_MAX` views."""
+        # The usual case: all remaining bytes fit, so no buffer has to be divided.
+        if not self._start and self.left <= limit_bytes:
             return self._buffers[self._next : self._next + IOV_MAX]
         taken: list[memoryview] = []
         start = self._start

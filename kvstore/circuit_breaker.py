@@ -1,21 +1,20 @@
-"""Circuit breaker: stops calls to a node that fails, so that a dead node costs its callers little time."""
+"""Circuit breaker: stops calls to a node that fails, so that its callers lose little time if the node is dead."""
 
 from kvstore.clock import SECOND, Nanos
 
 FIRST_PAUSE = Nanos(SECOND // 10)
-# Longest pause after attempts that fail quickly, such as a refused connection. A restarted node is found within this
-# time.
 LONGEST_PAUSE = Nanos(1 * SECOND)
-# A pause is at least this many times as long as the failed attempt, so a node that hangs takes at most a fifth of its
-# callers' time.
+"""Maximum pause after attempts that fail quickly. A node that has restarted is found again within this time."""
 COST_FACTOR = 4
+"""A pause lasts at least this many times as long as the attempt that failed before it. If a node hangs, the attempts
+therefore take at most a fifth of the time."""
 
 
 class CircuitBreaker:
     """Stops calls after a failure and allows one attempt after a pause.
 
     The breaker is closed while calls succeed. Each failure opens it and doubles the pause; when the pause has passed,
-    `allows` lets one caller try.
+    `allows` permits one caller to try a call.
     """
 
     def __init__(self) -> None:
@@ -29,11 +28,14 @@ class CircuitBreaker:
         return self._pause == 0
 
     def would_allow(self, now: Nanos) -> bool:
-        """Return whether `allows` would return True, but do not use up the one attempt of this pause."""
+        """Return what `allows` would return, without using up the one attempt that is allowed after the pause."""
         return self.closed or now >= self._retry_at
 
     def allows(self, now: Nanos) -> bool:
-        """Return whether the caller may make a call. While the breaker is open, only one caller per pause gets True."""
+        """Return whether the caller may make a call.
+
+        While the breaker is open, only one caller after each pause gets True.
+        """
         if not self.would_allow(now):
             return False
         if not self.closed:
@@ -45,7 +47,7 @@ class CircuitBreaker:
         self.failures = 0
 
     def failed(self, started: Nanos, now: Nanos) -> None:
-        """Record the failure of an attempt that began at `started`."""
+        """Record that an attempt, which began at `started`, has failed."""
         self.failures += 1
         doubled = min(max(FIRST_PAUSE, 2 * self._pause), LONGEST_PAUSE)
         self._pause = Nanos(max(doubled, COST_FACTOR * (now - started)))

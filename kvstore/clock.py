@@ -3,8 +3,8 @@
 from typing import NewType, Protocol
 
 Nanos = NewType("Nanos", int)
-"""Nanoseconds: an instant of a monotonic clock, or a duration. Integers, because sums of floats depend on rounding and
-a replay must give exactly the same results."""
+"""Nanoseconds: an instant of a monotonic clock, or a duration. It is an integer because a replay must give exactly the
+same results, and sums of floats depend on rounding."""
 
 MILLISECOND = Nanos(1_000_000)
 SECOND = Nanos(1_000_000_000)

@@ -1,4 +1,4 @@
-"""Messages: values that the parts of the store and its clients pass to each other, such as slots and matches."""
+"""Messages: the values that the store's parts and its clients pass to each other, such as slots and matches."""
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,21 +16,21 @@ NO_LEASE = LeaseId(0)
 """Lease id of a match that found no block, or that was made without a lease."""
 
 NO_RESERVATION = ReservationId(0)
-"""Reservation id if there was nothing to write, or no space."""
+"""Reservation id of an answer that reserves nothing, because all blocks are stored already or there is no space."""
 
 
 NODE = "node"
-"""Owner of the node's own write reservations. No client may use this name."""
+"""Name of the owner of those write reservations that the node makes itself. No client may use this name."""
 
 POOL_TIER = "cpu"
-"""Name of the pool, as the first tier of a node."""
+"""Name of the pool in lists of tiers. The pool is the first tier of a node."""
 
 
 class BlockKey(Struct, frozen=True, order=True, gc=False):
     """Identity of a block on a node: its namespace and its block hash.
 
-    Created with positional arguments and without Python's cyclic garbage collection (`gc=False`), because there are
-    millions.
+    A node has millions of these objects. They are therefore created with positional arguments, and are excluded from
+    Python's cyclic garbage collection (`gc=False`).
     """
 
     digest: bytes  # digest of the namespace
@@ -38,14 +38,14 @@ class BlockKey(Struct, frozen=True, order=True, gc=False):
 
 
 class Slot(Struct, frozen=True, gc=False):
-    """Place of a block's bytes in the pool, as clients receive it."""
+    """The place of a block's bytes in the pool, in the form in which clients get it."""
 
     offset: int  # bytes from the start of the pool
     generation: int  # slot generation: changes when the place is given to another block
     crc32c: int = 0  # CRC-32C of the block's bytes; 0 before they are published
 
     def pack(self) -> bytes:
-        """Return the 20 bytes of this slot as `Slots` contains them."""
+        """Return this slot in its wire form of 20 bytes, in which `Slots` stores it."""
         return SLOT.pack(self.offset, self.generation, self.crc32c)
 
 
@@ -53,7 +53,7 @@ SLOT = struct.Struct("<QQI")  # offset, generation and CRC-32C of a slot, as on 
 
 
 class Slots(Struct, frozen=True, gc=False):
-    """Sequence of slots as on the wire: a match of hundreds of blocks is one byte string instead of many objects."""
+    """Sequence of slots in their wire form: one byte string instead of one object for each slot, to save time."""
 
     packed: bytes = b""  # consecutive `SLOT` records
 
@@ -92,7 +92,7 @@ AnySlots: TypeAlias = Slots | Sequence[Slot]
 
 
 class Address(Struct, frozen=True, kw_only=True, gc=False):
-    """Place of a block's bytes in the pool, as the node uses it."""
+    """The place of a block's bytes in the pool, in the form in which the node uses it."""
 
     key: BlockKey
     offset: int  # number of bytes from the start of the pool
@@ -111,7 +111,7 @@ class Match(Struct, frozen=True, kw_only=True):
     names: tuple[BlockHash, ...] = ()
     slots: Slots = Slots()
     loading: int = 0  # number of blocks after the matched ones that are being promoted; match again to find them
-    # number of promoted blocks in this match by tier, without those that were reported before
+    # Number of promoted blocks in this match, by tier. Each promoted block is reported in one match only.
     promoted: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -119,15 +119,19 @@ class Match(Struct, frozen=True, kw_only=True):
 
 
 def merge_promoted(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Add up the promoted blocks of two matches of the same chain. No block is counted in both."""
+    """Add up the promoted blocks, by tier, of two matches of the same chain.
+
+    The caller ensures that no block is in both.
+    """
     return {tier: one.get(tier, 0) + other.get(tier, 0) for tier in {**one, **other}}
 
 
 def blocks_by_tier(good: int, asked: int, promoted: Mapping[str, int]) -> dict[str, int]:
-    """Return how many of the first `good` blocks of a read came from each tier of the node.
+    """Return how many blocks of a read came from each tier of the node.
 
-    The read asked for the last `asked` blocks of a match. The last of these blocks are the `promoted` ones, counted by
-    tier; the others were in the pool.
+    The read has asked for the last `asked` blocks of a match, and the first `good` of them are counted. `promoted` has
+    the numbers of promoted blocks of the match by tier. These blocks are the last ones of the match; the blocks before
+    them were in the pool already.
     """
     tiers: dict[str, int] = {}
     memory = max(0, asked - sum(promoted.values()))
@@ -157,21 +161,24 @@ CORRUPT = FetchResult(BlockOutcome.CORRUPT)
 
 
 class TierStatus(Struct, frozen=True, kw_only=True):
-    """State of a backing tier, with its counters since it was opened. It may hold blocks from before."""
+    """State of a backing tier, with its counters since it was opened.
+
+    The tier may also hold blocks that were written before it was opened.
+    """
 
     name: str  # name of the tier: "ssd", "redis", "s3" or "peer"
     blocks: int = 0  # number of blocks in the tier now, as far as the node knows
     bytes: int = 0  # number of bytes that these blocks occupy
-    capacity_bytes: int = 0  # 0: unknown
+    capacity_bytes: int = 0  # number of bytes that the tier can hold; 0 if unknown
     hits: int = 0  # number of blocks that were read
     misses: int = 0  # number of blocks that were requested and not found, or corrupt
     bytes_read: int = 0
     bytes_written: int = 0
-    refused: int = 0  # number of blocks that were not written for lack of space or of budget
+    refused: int = 0  # number of blocks that were not written, because space or write budget was missing
     evicted: int = 0
     corrupt: int = 0  # number of blocks whose bytes did not match their checksum or could not be decoded
     failures: int = 0  # number of operations that raised `TierFailed` or missed their deadline
-    damaged: int = 0  # number of corrupt blocks that were damaged in transit; the stored bytes are intact, or may be
+    damaged: int = 0  # number of corrupt blocks that stay, because a second check did not find the same damage
     fenced: int = 0  # number of servers that are fenced now, because their answers were often damaged
 
 
@@ -185,13 +192,13 @@ class BlockChanges(Struct, frozen=True, kw_only=True):
 
 
 class Claim(Struct, frozen=True, gc=False):
-    """Command: mark a place in the pool as belonging to this block, whose bytes will be written next."""
+    """Command: mark a place in the pool as belonging to this block, whose bytes a writer will write."""
 
     address: Address
 
 
 class Discard(Struct, frozen=True, gc=False):
-    """Command: mark a block as removed, so that clients that are still reading its place notice it."""
+    """Command: mark a block's place as empty, so that clients that still read it notice that the block has gone."""
 
     address: Address
 
@@ -227,7 +234,7 @@ class ClientWriteReservation(Struct, frozen=True, kw_only=True):
 
 
 class LeasedSlots(Struct, frozen=True, kw_only=True):
-    """Answer of the pool machine to a match: the slots of the matched blocks and their lease."""
+    """Answer of the pool machine to a match: the slots of the matched blocks, and the lease that pins them."""
 
     lease_id: LeaseId
     slots: Slots
@@ -245,16 +252,17 @@ class SessionPinResult(Struct, frozen=True, kw_only=True):
     """Result of pinning a session's chain."""
 
     blocks: int  # number of leading blocks of the chain that are pinned now
-    refused: int = 0  # number of further blocks that are in the pool but exceed the limit of session pins
+    # number of blocks after the pinned ones that are in the pool, but were not pinned because of the limit of all pins
+    refused: int = 0
 
 
 class EvacuationResult(Struct, frozen=True, kw_only=True):
     """Result of copying blocks to a tier that other nodes can read."""
 
     tier: str = ""  # name of the tier; empty if there is no such tier, or if no copy is needed
-    done: int = 0  # number of leading blocks of the request for which nothing is left to do
+    done: int = 0  # number of leading blocks of the request that are finished: copied, already in the tier, or given up
     moved: int = 0  # number of blocks that were copied to the tier by this request
-    there: int = 0  # number of blocks that were in the tier before
+    there: int = 0  # number of blocks that the tier had already
     refused: int = 0  # number of blocks that the tier did not accept
     failed: int = 0  # number of batches that failed; another batch may have copied their blocks
 
@@ -313,7 +321,7 @@ class Stats(Struct, frozen=True, kw_only=True):
 
 
 class DataPath(StrEnum):
-    """Way in which bytes are moved between a node's pool and a client."""
+    """The way in which bytes move between a node's pool and a client."""
 
     SHM = "shm"  # shared memory: the client maps the pool into its address space
     NIXL = "nixl"  # the client reads and writes the pool over a fast network, by the library NIXL
@@ -326,5 +334,5 @@ class StoreEndpoints(Struct, frozen=True, kw_only=True):
     store_id: str
     incarnation: str
     listen: tuple[str, ...]  # addresses of the gRPC server, each "unix:/path" or host:port
-    shm_socket: str  # path of the memory handout's socket; empty: none
-    data_address: str  # host:port of the TCP data server; empty: none
+    shm_socket: str  # path of the memory handout's socket; empty if the node has no memory handout
+    data_address: str  # host:port of the TCP data server; empty if the node has no TCP data server

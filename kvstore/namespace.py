@@ -37,12 +37,15 @@ ELEMENT_BYTES: Mapping[str, int] = {
     "fp8_e5m2": 1,
     "int8": 1,
 }
-"""Bytes per value of the known data types. For an unknown type, the size of a value follows from the size of the
+"""Number of bytes per value for each known data type. For an unknown type, this number is computed from the size of the
 block."""
 
 
 class KvNamespace(Struct, frozen=True, kw_only=True):
-    """Meaning of the bytes of a block. It does not depend on tensor-parallel ranks, because a block has all heads."""
+    """Describes what the bytes of a block mean: their model, weights, data type, sizes and layout.
+
+    A namespace is the same for any number of tensor-parallel ranks, because a block has the values of all heads.
+    """
 
     model: str
     revision: str  # digest of the weights
@@ -59,7 +62,10 @@ class KvNamespace(Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that are equal exactly when all fields are: SHA-256 over the fields as JSON with sorted keys."""
+        """Digest of 16 bytes. Two namespaces have the same digest only if all their fields are equal.
+
+        The digest is the beginning of the SHA-256 of the fields as JSON with sorted keys.
+        """
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).digest()[:DIGEST_BYTES]
 
     @property

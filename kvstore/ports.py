@@ -11,43 +11,50 @@ from kvstore.messages import Address, AnySlots, BlockKey, BlockOutcome, FetchRes
 class MemoryTier(Protocol):
     """The pool: a bounded space in memory for the bytes of blocks.
 
-    It moves bytes and decides nothing: the `BlockMachine` knows which block lies where, who may read it and which block
-    leaves. It must refuse a read or a write with another generation than the one that last claimed the place. Calls do
-    not wait, and may come from several threads for different addresses.
+    The tier moves bytes and decides nothing: the `BlockMachine` decides where each block lies, who may read it and
+    which block is evicted. A read or write must fail if the generation of its address differs from the generation of
+    the last claim of this place. Calls do not wait, and may come from several threads for different addresses.
     """
 
     @property
     def capacity_bytes(self) -> int: ...
 
     def claim(self, address: Address) -> None:
-        """Give the place to this block, whose bytes are not there yet."""
+        """Give the place at this address to a block; its bytes are written later."""
 
     def write(self, address: Address, block: Block) -> bool:
-        """Write a claimed block's `address.length` bytes; return False when the place is not claimed any more."""
+        """Write the `address.length` bytes of a claimed block; return False if the place is not claimed any more."""
 
     def read(self, address: Address, into: MutableBlock) -> bool:
-        """Read a block's bytes; return False when the place was discarded or given to another block.
+        """Copy a block's bytes into `into`; return False if the block was discarded or another block has its place.
 
         The caller verifies the checksum. The bytes may be wrong, and `into` may have been changed even when the result
         is False.
         """
 
     def discard(self, address: Address) -> None:
-        """Remove the block: later reads of this address return False. Does nothing if another block is there by now."""
+        """Remove the block: later reads of this address return False.
+
+        Do nothing if another block has the place by now.
+        """
 
     def view(self, address: Address) -> ByteArray:
-        """Return the block's bytes without copying; after a discard they may be another block's."""
+        """Return the block's bytes without copying them.
+
+        After the block was discarded, another block may be written into the same memory.
+        """
 
     def close(self) -> None: ...
 
 
 class BackingTier(Protocol):
-    """A tier below the pool (SSD, Redis, an object store, another node): whole blocks by their hash.
+    """A tier below the pool (SSD, Redis, an object store, another node), which stores whole blocks by their hash.
 
-    It is a cache. It may lose any block at any time, and decides itself where bytes lie and which blocks leave. It
-    answers a read with the bytes that were written under that key or not at all, and verifies everything that it reads.
-    Calls block, may come from several threads, and keep their deadline as far as the system lets them. A caller on an
-    event loop makes them in threads. Its buffers are in use until the call returns, however late that is.
+    The tier is a cache. It may lose any block at any time, and decides itself where bytes lie and which blocks it
+    removes. A read gets either the bytes that were written under the key, or nothing, because the tier verifies
+    everything that it reads. Calls block and may come from several threads. A caller on an event loop makes them in
+    threads. Calls keep their deadline if the operating system allows it: a read from a hanging disk may take longer.
+    The caller's buffers are in use until the call returns, even if it returns late.
     """
 
     @property
@@ -64,8 +71,8 @@ class BackingTier(Protocol):
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
         """Return which of these blocks, of whatever chains, the tier has now; raise TierFailed if it cannot be asked.
 
-        The node calls this before the last copy elsewhere goes. A server that may lose blocks without reporting it is
-        asked itself. Blocks about which it cannot be sure count as missing.
+        The node calls this before it discards the last other copy of these blocks. If the tier's server may lose blocks
+        without reporting it, the tier queries the server. Blocks about which the tier cannot be sure count as missing.
         """
 
     def put(
@@ -73,28 +80,31 @@ class BackingTier(Protocol):
     ) -> list[bool]:
         """Write contiguous blocks; return which of them the tier has now, including those that it had before.
 
-        A block that was not written by the deadline is False. The checksums are the CRC-32C with which the blocks were
-        published. A block with another checksum, or whose bytes change while it is written, is not kept, or `get` finds
-        the error. TierFailed means that nothing can be written now; some of the blocks may have been kept.
+        The result is False for a block that was not written by the deadline. The checksums are the CRC-32C with which
+        the blocks were published. If a block has another checksum, or its bytes change while it is written, either the
+        tier does not keep it, or `get` finds the error. TierFailed means that nothing can be written now; some of the
+        blocks may have been kept.
         """
 
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
-        """Read blocks into contiguous buffers of their length; a buffer is void if its answer is not MOVED.
+        """Read blocks into contiguous buffers of their length.
+
+        The content of a buffer is valid only if its answer is MOVED.
 
         A block that has not arrived by the deadline is GONE. TierFailed means that nothing can be read now.
         """
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Remove blocks whose bytes were found wrong. Never raises; unknown blocks are ignored."""
+        """Remove blocks whose bytes were found wrong; ignore unknown blocks, and never raise an exception."""
 
     def gone(self) -> list[BlockKey]:
-        """Return the blocks that the tier has removed since the last call, as far as it knows."""
+        """Return the blocks that the tier has removed since the last call of this method, as far as it knows them."""
 
     def held(self) -> list[BlockKey]:
-        """Return the blocks that the tier holds, as far as it knows without asking a server, for new watchers.
+        """Return the blocks that the tier holds, as far as it knows without asking a server.
 
-        Only tiers that find in memory are asked. For the others, the node remembers what it learned
-        (`kvstore.hierarchy.tier_states`).
+        The node sends them to routers that have just begun to watch it. It calls this method only if `finds_in_memory`
+        is true; for the other tiers, it uses what it has learned itself (`kvstore.hierarchy.tier_states`).
         """
 
     def status(self) -> TierStatus: ...
@@ -111,25 +121,28 @@ class Codec(Protocol):
 
     @property
     def codec_id(self) -> int:
-        """0 to 255, stored with each block, so that a block of another setting is a miss instead of garbage."""
+        """A number from 0 to 255 that identifies the codec and is stored with each block.
+
+        Readers compare it, so a block that was stored with another codec counts as a miss.
+        """
 
     def encode(self, key: BlockKey, block: ByteArray) -> ByteArray:
-        """Return the bytes to store, possibly `block` itself."""
+        """Return the bytes to store for a block, possibly `block` itself."""
 
     def decode(self, key: BlockKey, encoded: ByteArray, into: ByteArray) -> None:
         """Fill `into` with the block; raise UndecodableBlock if this codec did not make these bytes for this key."""
 
 
 class Transport(Protocol):
-    """The client's end of a data path between its buffers and the slots of one node, bound to one namespace.
+    """The client's side of a data path between its buffers and the slots of one node, bound to one namespace.
 
     Opening it fails with `NamespaceUnknown` when the node does not know the namespace, before any byte moves, and with
-    `StoreUnreachable` when the data path does not exist. After that nothing raises: a block that does not arrive in
-    time, or has a wrong checksum, is an outcome. Thread-safe.
+    `StoreUnreachable` when the data path does not exist. Once it is open, its methods raise nothing: if a block does
+    not arrive in time, or has a wrong checksum, its outcome says so. Thread-safe.
     """
 
     def get(self, slots: AnySlots, into: Sequence[MutableBlock], deadline: Nanos) -> list[BlockOutcome]:
-        """Read blocks of the namespace's size; checksums are verified on the bytes in `into` after they arrived.
+        """Read blocks from their slots into `into`, and verify the checksums of the bytes that arrived.
 
         A block that has not arrived by the deadline, on the client's clock, is GONE.
         """
@@ -137,14 +150,14 @@ class Transport(Protocol):
     def put(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[BlockOutcome]:
         """Write blocks into reserved slots whose `crc32c` is the checksum of the bytes.
 
-        A data path on which bytes can be damaged verifies the checksum (CORRUPT). In any case `get` never returns a
-        block whose bytes do not match.
+        If bytes can be damaged on the data path, the node verifies the checksum, and the outcome may be CORRUPT. On
+        every data path, `get` never returns a block whose bytes do not match the checksum.
         """
 
     def put_summing(self, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
-        """Write blocks as `put` does into slots without a checksum; the answer has the checksums of the moved blocks.
+        """Write blocks as `put` does, but into slots without a checksum; return the checksums of the moved blocks too.
 
-        Where this process copies the bytes itself, the checksums cost nothing.
+        If this process copies the bytes itself, it computes the checksums during the copy, which takes no extra time.
         """
 
     def close(self) -> None: ...

@@ -9,12 +9,15 @@ V = TypeVar("V")
 
 
 class RecentMap(Generic[K, V]):
-    """Holds the newest `most` keys with their values; a look-up makes no key newer. Not thread-safe."""
+    """Holds the `most` keys that were set last, with their values. Reading a key does not count as setting it.
+
+    Not thread-safe.
+    """
 
     def __init__(self, most: int):
         assert most >= 0, most
         self._most = most
-        # Ordered by the time at which a key was set, the oldest key first.
+        # The keys are in the order in which they were last set; the key that was set the longest time ago is first.
         self._values: OrderedDict[K, V] = OrderedDict()
 
     def note(self, key: K, value: V) -> None:

@@ -22,7 +22,7 @@ from kvstore.native import kernels
 
 
 class Compressor(Protocol):
-    """A general compressor of bytes, used for one byte plane at a time. Thread-safe."""
+    """Port of a general compressor of bytes, which compresses one byte plane at a time. Thread-safe."""
 
     @property
     def codec_id(self) -> int:
@@ -41,7 +41,7 @@ class Compressor(Protocol):
 
 
 class SplitCodec:
-    """Implements `kvstore.ports.Codec` with byte planes and a compressor."""
+    """Codec that compresses the byte planes of a block with a given compressor."""
 
     def __init__(self, namespace: KvNamespace, compressor: Compressor):
         self.codec_id = compressor.codec_id

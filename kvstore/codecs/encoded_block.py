@@ -36,7 +36,7 @@ class PayloadForm(IntEnum):
 
 
 class ErrorBound(Struct, frozen=True):
-    """Bound for the error of a decoded value x: `relative` * |x| + `of_largest` * largest + `least`.
+    """Largest possible error of a decoded value x: `relative` * |x| + `of_largest` * largest + `least`.
 
     `largest` is the largest magnitude among the values that share a scale with x.
     """
@@ -58,7 +58,7 @@ def pack(
     bound: ErrorBound,
     check: ByteArray | None = None,
 ) -> ByteArray:
-    """Join header and body. The header's check covers the bytes of `check`; None means the bytes of the body."""
+    """Return an encoded block. The check in its header is the hash of the bytes `check`, or if None, of the body."""
     prefix = _PREFIX.pack(VERSION, form, 0, bound.relative, bound.of_largest, bound.least)
     hasher = xxhash.xxh3_64(seed=_seed(codec_id, key, prefix))
     for piece in body if check is None else [check.data]:
@@ -67,7 +67,7 @@ def pack(
 
 
 class EncodedBlock:
-    """Encoded block with a parsed header. The caller must call `check` before it uses the content."""
+    """Encoded block with a parsed header. The caller must call the method `check` before it uses the content."""
 
     __slots__ = ("_check", "_seed", "body", "bound", "form")
 

@@ -8,7 +8,7 @@ from kvstore.errors import UndecodableBlock
 
 
 class Lz4:
-    """Implements `kvstore.codecs.byte_planes.Compressor`."""
+    """Compresses byte planes with LZ4."""
 
     codec_id = 2
 

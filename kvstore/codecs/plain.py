@@ -8,7 +8,7 @@ from kvstore.messages import BlockKey
 
 
 class PlainCodec:
-    """Implements `kvstore.ports.Codec`: stores a block as it is. `encode` returns the block itself, without a copy."""
+    """Codec that stores a block as it is. `encode` returns the block itself, without a copy."""
 
     codec_id = 0
 

@@ -31,7 +31,7 @@ class BlockValues:
     """Converts blocks of a namespace to 16-bit arrays [layers × heads, tokens, elements], and back."""
 
     def __init__(self, namespace: KvNamespace):
-        """Plan the copies that reorder a block's values.
+        """Prepare the copies that bring a block's values into the order of the array.
 
         Raises:
             LayoutMismatch: The namespace's layout is invalid.
@@ -48,7 +48,7 @@ class BlockValues:
     def of(self, block: ByteArray) -> NDArray[np.uint16]:
         """Return the values of a block.
 
-        They share the block's memory if the block already has the order of the array.
+        The array shares the block's memory if the block's values are in the order of the array already.
         """
         if not self._is_ordered:
             ordered = np.empty_like(block)
@@ -75,8 +75,8 @@ class Fp8Codec:
     def __init__(self, namespace: KvNamespace):
         self._values = BlockValues(namespace)
         self._groups = self._values.shape[0]
-        # The scale 2 ** exponent is less than the largest magnitude / 224. E4M3 numbers below 2 ** -6 are 2 ** -9
-        # apart, so rounding them adds an error of up to 2 ** -10 times the scale.
+        # The scale of a head is a power of two that is less than the largest magnitude of the head's values / 224.
+        # E4M3 numbers below 2 ** -6 are 2 ** -9 apart, so rounding them adds an error of up to 2 ** -10 * scale.
         self._bound = ErrorBound(2.0**-4, 2.0**-10 / 224, self._values.half.half_least)
 
     def encode(self, key: BlockKey, block: ByteArray) -> ByteArray:
@@ -119,8 +119,9 @@ class Int8Codec:
 
     def __init__(self, namespace: KvNamespace):
         self._values = BlockValues(namespace)
-        # The error is half a step plus the rounding of the decoded value. A step is the largest magnitude / 127,
-        # rounded up to bfloat16 (at most 1/128 more). The bound's `least` covers scales and values near zero.
+        # The error of a decoded value is at most half a step of the integers, plus the rounding of the decoded value.
+        # A step is the channel's largest magnitude / 127, rounded up to bfloat16, which makes it at most 1/128 larger.
+        # The field `least` of the bound covers scales and values near zero.
         half = self._values.half
         self._bound = ErrorBound(half.half_step, 0.004, half.half_least + HalfFormat.BFLOAT16.half_least)
 
@@ -151,7 +152,7 @@ class Int8Codec:
 
 
 def _exponents(largest: NDArray[np.float32]) -> NDArray[np.int16]:
-    """Return for each largest magnitude the least exponent such that magnitude / 2 ** exponent fits into E4M3."""
+    """Return for each largest magnitude m the least exponent e for which m / 2 ** e fits into E4M3."""
     fractions, exponents = np.frexp(largest)
     beyond = fractions > E4M3_LARGEST / 512  # the largest E4M3 number, 448, is 7/8 of 2 ** 9
     return (exponents - 9 + beyond).astype("<i2")

@@ -57,14 +57,15 @@ class CodecSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Codecs:
-    """Codecs of one tier, by namespace. Thread-safe."""
+    """Makes the codecs of one tier and keeps them by namespace. Thread-safe."""
 
     def __init__(self, settings: CodecSettings, limit: int = 256):
         """Import the libraries that the settings need.
 
         Args:
             settings: Compression and secrets for all namespaces.
-            limit: Largest number of namespaces to remember; beyond it, the least recently used one is forgotten.
+            limit: Maximum number of namespaces to remember. If there are more, the least recently used one is
+            forgotten.
 
         Raises:
             StoreNotStarted: A library is not installed.

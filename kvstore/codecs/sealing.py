@@ -76,7 +76,7 @@ def keys_for(digest: bytes, secrets: Sequence[bytes]) -> SealingKeys:
 
 
 class SealedCodec:
-    """Implements `kvstore.ports.Codec` by encrypting the output of another codec."""
+    """Codec that encrypts the blocks that another codec, the inner codec, has encoded."""
 
     def __init__(self, inner: Codec, keys: SealingKeys, nonces: Callable[[int], bytes] = os.urandom):
         assert not inner.codec_id & SEALED, "sealed already"

@@ -1,6 +1,6 @@
 """Zstandard compressor for byte planes, at level 1: one core compresses about 1 GB/s.
 
-Higher levels hardly shrink KV more.
+Higher levels make KV hardly smaller.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ LEVEL = 1
 
 
 class Zstd:
-    """Implements `kvstore.codecs.byte_planes.Compressor`.
+    """Compresses byte planes with Zstandard.
 
     Each call makes its own Zstandard context, because contexts are not thread-safe.
     """
@@ -26,7 +26,8 @@ class Zstd:
     def decompress(self, packed: ByteArray, length: int) -> ByteArray:
         try:
             claimed = zstandard.get_frame_parameters(packed.data).content_size
-            if claimed != length:  # check before memory of the claimed size is allocated
+            # The size is compared first, because the library allocates as much memory as the input claims.
+            if claimed != length:
                 raise UndecodableBlock(f"a frame of {claimed} bytes, not {length}")
             content = zstandard.ZstdDecompressor().decompress(
                 packed.data, max_output_size=length, allow_extra_data=False

@@ -3,14 +3,15 @@
 Rules:
 
 1. Blocks are sampled by their hash. A block is either always in the sample or never, on each node and after each start
-   (Waldspurger, Park, Garthwaite and Ahmad, "SHARDS", FAST 2015). A cache for a share of the blocks behaves like the
-   whole cache with the same share of its capacity.
+   (Waldspurger, Park, Garthwaite and Ahmad, "SHARDS", FAST 2015). A cache that sees only a share of the blocks, and has
+   the same share of the capacity, has about the same hit rate as the whole cache.
 2. Blocks are sampled, not chains. Chains share their beginnings, so one system prompt would decide whether a whole
    conversation is in the sample. The sampled blocks of a chain form a chain again.
 3. The share is chosen so that about `sampled_blocks` blocks of a full pool are in the sample, whatever the capacity.
    The memory of a ghost cache is therefore bounded by `sampled_blocks` and the largest scale.
-4. If fewer look-ups fall into the sample than its share predicts, the sample lacks a few blocks that most requests use:
-   the difference counts as hits. If more look-ups fall into it, the difference is subtracted from the hits.
+4. The share predicts how many look-ups fall into the sample. If there are fewer, the sample lacks some blocks that most
+   requests use. Such blocks are usually hits, so the missing look-ups count as hits. If there are more look-ups than
+   predicted, the difference is subtracted from the hits.
 5. Observations lose half of their weight after a half-life.
 6. The `MAX_GHOST_CACHES` most used namespaces of a node have a ghost cache.
 7. A namespace takes the ghost cache of another one only if it is used at least `TAKES_OVER` times as much. A new ghost
@@ -34,9 +35,11 @@ SAMPLED_BLOCKS = 4096
 HALF_LIFE = Nanos(3600 * SECOND)
 FADE_EVERY = Nanos(60 * SECOND)
 
-SCALES = (0.5, 1.0, 2.0, 4.0)  # simulated sizes, relative to the pool, under the pool's own policy
-ALTERNATIVES = ("lru", "hazard")  # policies that are simulated at the pool's size
-MAX_GHOST_CACHES = 8  # Most nodes have one or two namespaces; nodes with adapters merged into the weights have many.
+SCALES = (0.5, 1.0, 2.0, 4.0)  # cache sizes that are simulated with the pool's policy, relative to the pool's size
+ALTERNATIVES = ("lru", "hazard")  # policies that are simulated with the pool's size
+MAX_GHOST_CACHES = 8
+"""Maximum number of namespaces with a ghost cache. Most nodes have one or two namespaces; nodes with adapters that are
+merged into the weights have many."""
 MAX_NAMESPACES = 256
 TAKES_OVER = 2.0
 
@@ -46,7 +49,7 @@ to 1."""
 
 
 class GhostCacheScenario(Struct, frozen=True):
-    """Policy and cache size that a ghost cache simulates."""
+    """The eviction policy and the cache size of one simulation."""
 
     policy: str  # name of the policy
     scale: float = 1.0  # capacity relative to the live pool
@@ -57,11 +60,12 @@ class HitRateEstimate(Struct, frozen=True, kw_only=True):
 
     policy: str
     scale: float
-    hit_rate: float  # share of the looked-up blocks that would be hits: found, as all blocks before them in their chain
+    # Share of the looked-up blocks that the cache would have, together with all blocks before them in their chain.
+    hit_rate: float
 
 
 class _SampledCache(Generic[K]):
-    """Simulates one scenario on the sampled blocks; it stores only their keys."""
+    """Simulates one scenario for the blocks in the sample. It stores the keys of blocks, but not their bytes."""
 
     def __init__(self, rule: EvictionPolicy[K], capacity_blocks: int):
         self._policy = rule
@@ -132,12 +136,12 @@ class GhostCache(Generic[K]):
             scenario: _SampledCache(_policy(scenario), max(1, round(capacity_blocks * self.share * scenario.scale)))
             for scenario in scenarios
         }
-        # block look-ups in the sample, and block look-ups that the sample's share predicts
+        # number of looked-up blocks in the sample, and the number that would be expected from the sampled share
         self._looked_up = self._expected = 0.0
         self._faded_at = Nanos(0)
 
     def looked_up(self, chain: Sequence[K], now: Nanos) -> None:
-        """Record that a client looked up a chain. Pass the whole chain, not only the blocks that were found."""
+        """Record that a client looked up a chain. `chain` has all its blocks, not only those found."""
         if now >= self._faded_at + FADE_EVERY:
             self._fade(now)
         sampled = self._sample(chain, self.share)
@@ -159,7 +163,7 @@ class GhostCache(Generic[K]):
 
     def estimates(self) -> list[HitRateEstimate]:
         """Return the estimated hit rates in the order of the scenarios; all are 0 before the first look-up."""
-        unseen = self._expected - self._looked_up  # rule 4
+        unseen = self._expected - self._looked_up  # look-ups that should be in the sample, but are not (rule 4)
         return [
             HitRateEstimate(
                 policy=scenario.policy,
@@ -197,13 +201,16 @@ class _NamespaceUse:
 
 
 class GhostCaches:
-    """Ghost caches of a node's most used namespaces. Each one assumes that its namespace has the whole pool."""
+    """Holds the ghost caches of a node's most used namespaces.
+
+    Each ghost cache simulates a pool that contains only the blocks of its namespace.
+    """
 
     def __init__(self, capacity_bytes: int, policy: str):
         self._capacity_bytes = capacity_bytes
         self._scenarios = [GhostCacheScenario(policy, scale) for scale in SCALES]
         self._scenarios += [GhostCacheScenario(other) for other in ALTERNATIVES if other != policy]
-        # in the order of their last use, the latest one last
+        # Use of each namespace, by namespace digest. The namespace that was used last is at the end.
         self.namespaces: OrderedDict[bytes, _NamespaceUse] = OrderedDict()
         self._faded_at = Nanos(0)
 
@@ -219,7 +226,7 @@ class GhostCaches:
             self._begin(use)
 
     def looked_up(self, digest: bytes, chain: Sequence[BlockHash], now: Nanos) -> None:
-        """Record that a client looked up a chain. Pass the whole chain."""
+        """Record that a client looked up a chain; the argument is the whole chain."""
         if (use := self.namespaces.get(digest)) is None:
             return
         self._fade(now)
@@ -231,7 +238,7 @@ class GhostCaches:
             use.ghost_cache.looked_up(chain, now)
 
     def stored(self, digest: bytes, chain: Sequence[BlockHash], now: Nanos) -> None:
-        """Record that a client published the missing blocks of a chain. Pass the whole chain."""
+        """Record that a client published the missing blocks of a chain; the argument is the whole chain."""
         use = self.namespaces.get(digest)
         if use is not None and use.ghost_cache is not None:
             use.ghost_cache.stored(chain, now)
@@ -244,7 +251,10 @@ class GhostCaches:
         )
 
     def _take_over(self, use: _NamespaceUse) -> None:
-        """Give this namespace a ghost cache if one is free, or take that of a much less used namespace (rule 7)."""
+        """Give this namespace a ghost cache if there are fewer than `MAX_GHOST_CACHES`.
+
+        Otherwise take the ghost cache of the least used namespace, if this namespace is used much more (rule 7).
+        """
         simulated = self._with_ghost_cache()
         if len(simulated) >= MAX_GHOST_CACHES:
             least = min(simulated, key=lambda other: other.used)
@@ -270,7 +280,10 @@ class GhostCaches:
 
 
 def sample_names(names: Sequence[BlockHash], share: float) -> list[BlockHash]:
-    """Return the blocks whose hash, by its first two bytes, is in the sampled share; see rule 1."""
+    """Return the blocks that are in the sample; `share` is the sampled share of all blocks (rule 1).
+
+    The first two bytes of a block's hash decide whether the block is in the sample.
+    """
     below = round(share * 65_536)
     return [name for name in names if name[0] << 8 | name[1] < below]
 

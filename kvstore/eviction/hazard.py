@@ -1,4 +1,4 @@
-"""Hazard eviction: evicts the block from which the least saved time per second and byte of memory is expected.
+"""Hazard eviction: evicts the block that is expected to save the least time per second and byte of memory.
 
 Rules:
 
@@ -30,15 +30,15 @@ from kvstore.eviction.policy import SAME_USE, K
 from kvstore.eviction.reuse_times import USES, ReuseCohort, ReuseTimes
 
 RHYTHMS = (Nanos(30 * SECOND),)
-"""Lower bounds of the rhythm classes after the first class. The first class has shorter rhythms, and chains that were
-used only once."""
+"""Lower bounds of the rhythm classes, without the first class. The rhythm of a chain is the time between its last two
+uses. The first class has all shorter rhythms, and the chains that were used only once."""
 
-LEARN_AFTER = 512  # block uses between two updates of the learned values, at the start
-LEARN_SHARE = 1 / 64  # later, block uses between two updates, as a share of all uses so far
-PAUSE = Nanos(1 * SECOND)  # shortest time between two rankings of all candidates
+LEARN_AFTER = 512  # minimum number of block uses between two updates of the learned values
+LEARN_SHARE = 1 / 64  # minimum number of block uses between two updates, as a share of all block uses so far
+PAUSE = Nanos(1 * SECOND)  # minimum time between two rankings of all candidates for eviction
 REMEMBERED = 32_768
-"""Least number of evicted blocks that are remembered. If more blocks than this are held, as many evicted blocks as held
-ones are remembered."""
+"""Minimum number of evicted blocks that are remembered. If more blocks than this are held, as many evicted blocks as
+held ones are remembered."""
 
 
 Row = tuple[int, float]
@@ -46,12 +46,12 @@ Row = tuple[int, float]
 
 
 Candidate = tuple[float, Nanos, Row, bool]
-"""Candidate for eviction: value and last use of the run at one end of a row, the row's key, and whether the run is the
-newest."""
+"""Candidate for eviction: the run at one end of a row. The tuple has the run's value, the instant of its last use, the
+key of the row, and True if the run is the newest one of the row."""
 
 
 class _ChainRun(Generic[K]):
-    """Consecutive blocks of a chain that were used at the same time and equally often."""
+    """A run: consecutive blocks of one chain that were last used at the same instant, and equally often."""
 
     __slots__ = ("cohort", "following", "keys", "live", "rhythm", "row", "used_at", "uses")
 
@@ -60,22 +60,24 @@ class _ChainRun(Generic[K]):
         self.uses = uses
         self.rhythm = rhythm
         self.row = row
-        self.keys: list[K] = []  # in chain order; may include blocks that are evicted or in another run by now
+        # The run's blocks in the order of the chain. Some of them may have been evicted, or moved to another run.
+        self.keys: list[K] = []
         self.live = 0  # number of blocks that are still held and in this run
         self.cohort: ReuseCohort
         self.following: _ChainRun[K] | None = None  # run that continued the chain when this run was last used
 
 
 class HazardEviction(Generic[K]):
-    """Eviction policy by expected value. The rules are in the module's docstring."""
+    """Eviction policy that evicts the block with the least expected value, by the rules of this module."""
 
     def __init__(self, saving: Callable[[K, int], float] | None = None, *, remembered: int = REMEMBERED):
         """Start without observations; the policy then evicts in LRU order.
 
         Args:
-            saving: Function of a key and a size in bytes that returns the seconds per byte by which loading the block
-                is faster than computing it. It is the same for all blocks of a chain. None: equal for all blocks.
-            remembered: Least number of evicted blocks that are remembered (rule 6).
+            saving: Function of a block's key and size in bytes. It returns the seconds per byte that a use of the block
+                saves, because the block is loaded and not computed. The result must be the same for all blocks of a
+                chain. None: a use saves the same time for all blocks.
+            remembered: Minimum number of evicted blocks that are remembered (rule 6).
         """
         self._saving = saving
         self._remembered = remembered
@@ -85,12 +87,12 @@ class HazardEviction(Generic[K]):
         self.rows: dict[Row, OrderedDict[_ChainRun[K], None]] = {}
         self._burst: list[K] = []
         self._burst_at, self._size = Nanos(0), 0
-        self._now = Nanos(0)  # latest instant of an admission; never decreases
+        self._now = Nanos(0)  # instant of the latest admission; never decreases
         self._uses = 0  # number of block uses
         self._learnt_at_uses = 0
         self._ranked_at = Nanos(0)
         self._victim: _ChainRun[K] | None = None
-        self._ranking: list[Candidate] = []  # heap of candidates; their values may be outdated
+        self._ranking: list[Candidate] = []  # heap of candidates for eviction; their values may be outdated
 
     def admit(self, key: K, size_bytes: int, now: Nanos) -> None:
         if now != self._burst_at or size_bytes != self._size:
@@ -119,7 +121,7 @@ class HazardEviction(Generic[K]):
         return self._tail(run) if run is not None else None
 
     def probability(self, key: K, span: Nanos) -> float:
-        """Return the learned probability that a block of this one's class is used within `span` after its last use."""
+        """Return the learned probability that a block like this one is used within `span` after its last use."""
         if self._burst:
             self._use()
         run = self.held.get(key) or self.gone.get(key)
@@ -135,7 +137,7 @@ class HazardEviction(Generic[K]):
             self._use()
         return key in self.held
 
-    # Uses
+    # The methods that record the uses of blocks.
 
     def _use(self) -> None:
         """Sort the blocks admitted at one instant into runs, and learn from the times since their previous uses."""
@@ -169,7 +171,7 @@ class HazardEviction(Generic[K]):
         run.following = last if last is not None and last.live else continuation
 
     def _learn(self, blocks: int) -> None:
-        """Update the learned values: often at the start, seldom when there are many observations already."""
+        """Count block uses. Update the learned values if enough uses were counted since the last update."""
         self._uses += blocks
         if self._now < self._ranked_at + PAUSE:
             return
@@ -182,7 +184,7 @@ class HazardEviction(Generic[K]):
         heapq.heapify(self._ranking)
 
     def _former(self, chain: list[K]) -> list[_ChainRun[K] | None]:
-        """Return for each block the run it was in, also if it was evicted since; None for unknown blocks."""
+        """Return for each block the run that holds it, or held it before its eviction; None for unknown blocks."""
         former = list(map(self.held.get, chain))
         if self.gone and None in former:
             gone = self.gone
@@ -197,9 +199,9 @@ class HazardEviction(Generic[K]):
         return known.rhythm if age <= SAME_USE else bisect_right(RHYTHMS, age)
 
     def _uses_after(self, run: _ChainRun[K], blocks: int) -> int:
-        """Return the number of uses of blocks that leave this run, including the present use.
+        """Return how often the blocks of a run have been used, when some of them are used again and leave the run.
 
-        Remove them from the run's cohort.
+        The number includes the present use. Also remove these blocks from the run's cohort.
         """
         if self._now - run.used_at <= SAME_USE:
             run.cohort.alive -= blocks
@@ -231,7 +233,7 @@ class HazardEviction(Generic[K]):
         run.cohort = self.times.used(run.row[0], len(run.keys), self._now)
 
     def _leave(self, run: _ChainRun[K], blocks: int) -> None:
-        """Record that `blocks` blocks of the run were evicted or are in another run now."""
+        """Record that this number of the run's blocks were evicted or have moved to another run."""
         run.live -= blocks
         if run.live or not blocks:
             return
@@ -242,7 +244,7 @@ class HazardEviction(Generic[K]):
         if not row:
             del self.rows[run.row]
 
-    # Choices
+    # The methods that choose the blocks to evict.
 
     def _least_valued(self) -> _ChainRun[K] | None:
         """Return the run with the least value, or the last held run that continues the chain of that run (rule 4)."""

@@ -27,7 +27,7 @@ MAX_NAMESPACES = 256
 # the value that workers assume before they have measured: `workers.engines.vllm.store_planner`
 UNKNOWN_SECONDS_A_TOKEN = 0.0005
 MEMORY_BYTES_A_SECOND = 5e9  # speed at which one core copies bytes and computes their checksum
-LEAST = 2.0**-60  # result for blocks that save nothing, in seconds per byte
+LEAST = 2.0**-60  # result of `saving` for blocks whose hits save nothing, in seconds per byte
 
 
 class HitSavings:
@@ -36,14 +36,14 @@ class HitSavings:
     def __init__(
         self, *, seconds_a_token: float = UNKNOWN_SECONDS_A_TOKEN, memory_bytes_a_second: float = MEMORY_BYTES_A_SECOND
     ):
-        """Start without reports. Call `attach` before the other methods."""
+        """Start without reports. The caller has to call `attach` before the other methods."""
         self._seconds_a_token = seconds_a_token
         self._memory_seconds_a_byte = 1 / memory_bytes_a_second
-        # by namespace digest: reported seconds per block
+        # seconds per block that workers have reported, by namespace digest
         self._reports: OrderedDict[bytes, deque[float]] = OrderedDict()
 
     def attach(self, namespace: Callable[[bytes], KvNamespace], below: Callable[[BlockKey, int], float | None]) -> None:
-        """Connect the other parts of the node, which are made after the eviction policy.
+        """Set two functions of other parts of the node, which are made only after the eviction policy.
 
         `namespace` returns the namespace of a digest. `below` returns the seconds to load a block of a given size from
         a backing tier; None if no tier has the block.
@@ -52,7 +52,10 @@ class HitSavings:
         self._below = below
 
     def report(self, digest: bytes, blocks: int, seconds: float) -> None:
-        """Record a worker's report: computing these blocks, or the part of them that it lacks, takes `seconds`."""
+        """Record a worker's report of the time to compute a chain of `blocks` blocks.
+
+        `seconds` is the time for the blocks of the chain that are not in the engine's own cache (rule 2).
+        """
         if blocks <= 0 or seconds <= 0:
             return
         self._reports.setdefault(digest, deque(maxlen=SAMPLES)).append(seconds / blocks)
@@ -67,7 +70,10 @@ class HitSavings:
         return self._namespace(digest).block_tokens * self._seconds_a_token
 
     def saving(self, key: BlockKey, size_bytes: int) -> float:
-        """Return the seconds that a hit saves per byte. The result is used for all blocks of the block's chain."""
+        """Return the seconds per byte that a hit of this block saves.
+
+        The eviction policy uses the result for all blocks of the chain to which the block belongs.
+        """
         elsewhere = self.computing_seconds(key.digest)
         if (loading := self._below(key, size_bytes)) is not None:
             elsewhere = min(elsewhere, loading)

@@ -1,4 +1,4 @@
-"""Eviction policies by name, as settings and the command line give them."""
+"""Eviction policies by name: makes the policy that the settings or the command line name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from kvstore.eviction.slru import SlruEviction
 PolicyName = Literal["lru", "s3fifo", "slru", "hazard"]
 """The valid names of eviction policies in settings."""
 
-# EvictionPolicy[Any]: the keys may have any hashable type
+# The policies are EvictionPolicy[Any], because their keys may have any hashable type.
 POLICIES: Mapping[str, Callable[[], EvictionPolicy[Any]]] = {
     "lru": LruEviction,
     "s3fifo": S3FifoEviction,

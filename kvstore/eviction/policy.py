@@ -6,8 +6,8 @@ from typing import Protocol, TypeVar
 from kvstore.clock import SECOND, Nanos
 
 SAME_USE = Nanos(2 * SECOND)
-"""Uses of a block within this time count as one use. One request causes several: a match, a publication, and another
-match by the worker that continues the request."""
+"""Uses of a block within this time count as one use, because one request causes several uses: a match, a publication,
+and another match by the worker that continues the request."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -19,16 +19,19 @@ class EvictionPolicy(Protocol[K]):
     """
 
     def admit(self, key: K, size_bytes: int, now: Nanos) -> None:
-        """Admit a key that was in use until `now`; admitting it again records another use.
+        """Add a key that was in use until `now`. If the key was added before, record another use.
 
-        Pass a chain from its end on.
+        The caller adds the blocks of a chain in reverse order, beginning with its last block.
         """
 
     def withdraw(self, key: K) -> None:
-        """Remove an admitted key: it is evicted, or it is pinned and will be admitted again when its last pin ends."""
+        """Remove a key: its block is evicted, or the block is pinned and will be admitted again after its last pin."""
 
     def choose(self) -> K | None:
-        """Return the key to evict next, but keep it admitted; None if no key is admitted."""
+        """Return the key of the block to evict next; the key stays admitted until `withdraw`.
+
+        Return None if no key is admitted.
+        """
 
     def __len__(self) -> int: ...
 

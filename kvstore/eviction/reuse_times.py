@@ -36,15 +36,18 @@ USES = (2, 3, 4, 6, 9, 16)
 once."""
 
 COHORT = Nanos(1 * SECOND)
-# Weight of a prior, in runs. Values from 3 to 30 perform alike on chats; lower values lose to LRU on agents, whose runs
-# are few and long.
 PRIOR = 10.0
+"""Weight of a prior hazard, as a number of runs. Values from 3 to 30 are equally good for chats; lower values are worse for
+agents."""
+
 HALF_LIFE = Nanos(12 * 3600 * SECOND)
-"""Half-life of the observations. It must be much longer than the widest relevant bucket, because a block counts as at
-risk when it enters a bucket, and as used only later."""
+"""Half-life of the observations. It must be much longer than the widest relevant bucket. A block is counted as at risk
+when it enters a bucket, and as used only later; with a short half-life, the first count would fade before the
+second."""
 
 BELIEF_SECONDS = 30.0
-"""Parameter of the prior hazard: under the prior, half of the blocks are used again within three times this long."""
+"""Parameter of the prior hazard, in seconds. The prior assumes that half of the blocks are used again within three
+times this number of seconds."""
 
 
 def _edges() -> tuple[int, ...]:
@@ -59,7 +62,7 @@ EDGES = _edges()
 BUCKETS = len(EDGES)
 WIDTHS = np.diff(np.array(EDGES)) / SECOND  # widths of the buckets in seconds
 LATER = np.triu(np.ones((BUCKETS, BUCKETS), dtype=bool), 1)  # LATER[i, j] is True if bucket j is later than bucket i
-SUREST = 0.95  # upper limit of a hazard
+SUREST = 0.95  # maximum hazard of a bucket
 BELIEF = 1 - np.sqrt(
     (np.array(EDGES) / SECOND + BELIEF_SECONDS) / (np.array([*EDGES[1:], 2 * EDGES[-1]]) / SECOND + BELIEF_SECONDS)
 )
@@ -106,7 +109,7 @@ class ReuseTimes:
         return bisect_right(USES, uses) * self._rhythms + rhythm
 
     def used(self, of: int, blocks: int, now: Nanos) -> ReuseCohort:
-        """Record that a run of blocks of class `of` is used now; return their cohort."""
+        """Record that a run of `blocks` blocks is used now, and is in class `of` from now on; return its cohort."""
         self._at_risk[of][0] += blocks
         self._blocks += blocks
         self._squares += blocks * blocks
@@ -130,7 +133,10 @@ class ReuseTimes:
         cohort.alive -= blocks
 
     def value(self, of: int, age: int) -> float:
-        """Return the value of a block (rule 4): the expected uses per second of keeping it."""
+        """Return the value of a block of class `of` and age `age` in nanoseconds (rule 4).
+
+        The value is the expected number of uses per second for which the block is kept.
+        """
         return self._values[of][bisect_right(EDGES, age) - 1]
 
     def probability(self, of: int, age: int, span: int) -> float:
@@ -158,11 +164,12 @@ class ReuseTimes:
         alike = _drawn(reused.reshape(shape).sum(1), at_risk.reshape(shape).sum(1), everywhere, prior)
         hazards = _drawn(reused.reshape(shape), at_risk.reshape(shape), alike[:, np.newaxis], prior)
         surviving, values = prospects(np.minimum(hazards, SUREST))
-        self._values = np.maximum.accumulate(values).reshape(-1, BUCKETS).tolist()  # rule 5
+        # A block has at least the value of a block with fewer uses at the same age (rule 5).
+        self._values = np.maximum.accumulate(values).reshape(-1, BUCKETS).tolist()
         self._surviving = surviving.reshape(-1, BUCKETS).tolist()
 
     def _age(self, of: int, now: Nanos) -> None:
-        """Move the cohorts that have reached their next bucket, and count their blocks as at risk there."""
+        """Move the cohorts that have reached their next bucket into it, and count their blocks as at risk in it."""
         ageing, at_risk = self.ageing[of], self._at_risk[of]
         for bucket in range(BUCKETS - 2, -1, -1):
             here, latest = ageing[bucket], now - EDGES[bucket + 1]
@@ -176,7 +183,10 @@ class ReuseTimes:
 
 
 def _drawn(reused: Floats, at_risk: Floats, to: Floats, prior: float) -> Floats:
-    """Return hazards that are pulled towards the hazards `to` (rule 3). The weight of the pull is `prior` blocks."""
+    """Return the hazards of each bucket, pulled towards the hazards `to` (rule 3).
+
+    The more blocks were observed, the weaker the pull is: it has the weight of `prior` observed blocks.
+    """
     return (reused + prior * to) / (at_risk + prior)
 
 

@@ -28,9 +28,10 @@ SMALL = 0.1
 MOST_USES = 3
 
 IN_USE = Nanos(30 * SECOND)
-"""Time for which a key that left the main queue is remembered: the default of the longest read lease."""
+"""Time for which a key that left the main queue is remembered. It is the default limit of read leases, because the
+block of such a key may be pinned by a read lease."""
 
-MOST_IN_USE = 65_536  # largest number of keys that are remembered after they left the main queue
+MOST_IN_USE = 65_536  # maximum number of keys that are remembered after they left the main queue
 
 
 class _EntryUses:
@@ -51,7 +52,7 @@ class S3FifoEviction(Generic[K]):
         self._small: OrderedDict[K, _EntryUses] = OrderedDict()
         self._main: OrderedDict[K, _EntryUses] = OrderedDict()
         self._ghost: OrderedDict[K, None] = OrderedDict()
-        self._left: OrderedDict[K, Nanos] = OrderedDict()  # when each remembered key left the main queue
+        self._left: OrderedDict[K, Nanos] = OrderedDict()  # instant at which each remembered key left the main queue
         self._now = Nanos(0)
 
     def admit(self, key: K, size_bytes: int, now: Nanos) -> None:  # noqa: ARG002 - the policy counts blocks, not bytes

@@ -33,7 +33,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 EARLIEST = 0.25
 LATEST = 0.9
-LEAST_SEEN = 20  # number of known pauses of a class from which on its quantiles are used
+LEAST_SEEN = 20  # minimum number of known pauses of a class; its quantiles are not used before
 GAP_EDGES = tuple(round(1.25**step * SECOND) for step in range(-4, 56))
 """Bounds between classes of pause lengths, in nanoseconds: from 0.4 s to two days, each bound 1.25 times the one
 before."""
@@ -48,10 +48,10 @@ class PausePolicy(StrEnum):
 
 
 class BlockCosts(Struct, frozen=True, kw_only=True):
-    """Time to get one block, in nanoseconds, by where the block is."""
+    """The time that it takes to get one block, in nanoseconds, for each place where the block can be."""
 
-    memory: int  # load it from memory
-    below: int  # load it from the lower tier
+    memory: int  # the block is in memory
+    below: int  # the block is in the lower tier
     compute: int
 
 
@@ -61,8 +61,8 @@ class PauseReport(Struct, frozen=True, kw_only=True):
     resumes: int
     mean_seconds: float
     p90_seconds: float
-    recompute_mean_seconds: float  # mean cost if the KV of the prompt were computed at each resume
-    memory_blocks: int  # blocks of resumed chains that were in memory
+    recompute_mean_seconds: float  # mean cost of a resume if the whole prompt were computed each time
+    memory_blocks: int  # number of blocks of resumed chains that were in memory
     below_blocks: int
     computed_blocks: int
     written_blocks: int  # number of blocks written to the lower tier
@@ -98,7 +98,7 @@ class GapTimes:
 
 
 class _Session:
-    """State of one session in the replay."""
+    """Records the state of one session during the replay."""
 
     __slots__ = ("chain", "gap", "held", "hold", "last")
 
@@ -107,7 +107,8 @@ class _Session:
         self.last: Nanos | None = None  # time of the last request
         self.gap: Nanos | None = None  # length of the pause before the last request
         self.held: Sequence[int] = ()
-        self.hold = 0  # Number of the session's current pin or prefetch; deadlines with another number are outdated.
+        # Number of the session's current pin or prefetch. Deadlines of `_due` with another number are ignored.
+        self.hold = 0
 
 
 class _PauseReplay:
@@ -126,7 +127,7 @@ class _PauseReplay:
         self.written = self.prefetched = self.holds = self.overdue = self.most_held = 0
 
     def resume(self, request: TraceRequest) -> tuple[int, int, int] | None:
-        """Run a request; return the numbers of its blocks in memory, in the lower tier, and in neither.
+        """Replay a request; return three numbers: its blocks that were in memory, in the lower tier, and in neither.
 
         The result is None for the first request of a session, and for requests without a session.
         """
@@ -266,10 +267,10 @@ def replay_pauses(
     held_blocks: int,
     longest_hold: Nanos,
 ) -> PauseReport:
-    """Run recorded sessions, in the order of their arrival, through two empty tiers.
+    """Replay recorded requests, in the order of their arrival, and return the costs of the resumes.
 
-    All pins together pin at most `held_blocks`, which is at most `memory_blocks`. A pin lasts at most `longest_hold`
-    after the end of a request or of a prefetch.
+    Memory and the lower tier are empty at the start. All pins together pin at most `held_blocks`, which is at most
+    `memory_blocks`. A pin lasts at most `longest_hold` after the end of a request or of a prefetch.
     """
     assert 0 <= held_blocks <= memory_blocks, held_blocks
     pauses = _PauseReplay(policy, memory_blocks, below_blocks, held_blocks, longest_hold)

@@ -16,19 +16,20 @@ from kvstore.clock import Nanos
 from kvstore.eviction.policy import SAME_USE, K
 
 PROTECTED = 0.8
-"""Largest share of protected blocks. Karedla, Love and Wherry, "Caching strategies to improve disk system performance"
+"""Maximum share of protected blocks. Karedla, Love and Wherry, "Caching strategies to improve disk system performance"
 (IEEE Computer, 1994), found shares from 0.6 to 0.8 equally good."""
 
 
 class SlruEviction(Generic[K]):
     """Segmented LRU policy: keeps reused blocks even if many blocks are used only once, as in a scan.
 
-    On chat traffic it has a lower hit rate than LRU: blocks on probation are evicted before the second turn of their
-    conversation, for which LRU has the length of its whole queue.
+    On chat traffic it has a lower hit rate than LRU. Many blocks on probation are evicted before the second turn of
+    their conversation; LRU would keep them longer, because it has one queue for all blocks.
     """
 
     def __init__(self) -> None:
-        self._probation: OrderedDict[K, Nanos] = OrderedDict()  # start of each block's probation
+        # Blocks on probation, each with the instant at which its probation began.
+        self._probation: OrderedDict[K, Nanos] = OrderedDict()
         self._protected: OrderedDict[K, None] = OrderedDict()
 
     def admit(self, key: K, size_bytes: int, now: Nanos) -> None:  # noqa: ARG002 - the policy counts blocks, not bytes

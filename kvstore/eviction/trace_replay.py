@@ -26,8 +26,8 @@ from kvstore.eviction.policy import EvictionPolicy
 class TraceRequest(Struct, frozen=True, gc=False):
     """One recorded request.
 
-    Created with positional arguments and without Python's cyclic garbage collection (`gc=False`), because a trace has
-    millions.
+    A trace has millions of requests. They are therefore created with positional arguments, and are excluded from
+    Python's cyclic garbage collection (`gc=False`).
     """
 
     arrival: Nanos  # nanoseconds since the start of the trace
@@ -39,7 +39,10 @@ class TraceRequest(Struct, frozen=True, gc=False):
 
 
 class ReplayAdmission(Protocol):
-    """Protocol of `kvstore.hierarchy.tier_states.TierAdmission`, for block numbers of a trace instead of block keys."""
+    """Protocol of the rule that decides which blocks are written.
+
+    It is like `kvstore.hierarchy.tier_states.TierAdmission`, but for block numbers of a trace.
+    """
 
     def admits(self, key: int, size_bytes: int, now: Nanos) -> bool: ...
 
@@ -66,10 +69,10 @@ def replay(
     block_bytes: int = 1,
     admission: ReplayAdmission | None = None,
 ) -> TraceReplayResult:
-    """Run requests, in the order of their arrival, through an empty cache with a new policy.
+    """Replay requests, in the order of their arrival, with a cache that is empty at the start.
 
-    The policy and the admission are given `block_bytes` as the size of each block. If `admission` is None, all blocks
-    are written.
+    `policy` is a new eviction policy, without any block. The policy and the admission get `block_bytes` as the size of
+    each block. If `admission` is None, all blocks are written.
     """
     held: set[int] = set()
     admit, withdraw, choose = policy.admit, policy.withdraw, policy.choose
@@ -93,7 +96,7 @@ def replay(
                         admit(name, block_bytes, now)
                 while missing > 0 and (victim := choose()) is not None:
                     withdraw(victim)
-                    # evicted blocks of the same chain stay in the cache and are admitted again below
+                    # A block of the request's own chain stays in the cache, and is admitted to the policy again below.
                     if victim not in own:
                         held.remove(victim)
                         missing -= 1
@@ -108,7 +111,7 @@ def replay(
 
 
 def ideal(requests: Iterable[TraceRequest], *, block_tokens: int) -> TraceReplayResult:
-    """Run requests through an unlimited cache."""
+    """Replay requests with an unlimited cache, which has the highest possible hit rate."""
     held: set[int] = set()
     count = prompt_tokens = hit_tokens = 0
     for request in requests:
@@ -122,15 +125,15 @@ def ideal(requests: Iterable[TraceRequest], *, block_tokens: int) -> TraceReplay
 
 
 def optimal(requests: Sequence[TraceRequest], *, capacity_blocks: int, block_tokens: int) -> TraceReplayResult:
-    """Run requests through a cache that knows the future: it evicts, or never writes, the block with the latest next use.
+    """Replay requests with a cache that knows the future.
 
-    Blocks whose next use is in the same request form one pile in chain order. They are evicted from the end of the
-    pile.
+    The cache evicts the block whose next use is the latest, or does not write this block at all. Blocks whose next use
+    is in the same request form one pile in the order of their chain, and are evicted from the end of the pile.
     """
     never = len(requests)
     following = _next_uses(requests)
     held: set[int] = set()
-    piles: dict[int, list[int]] = {}  # index of the next request that uses the blocks -> these blocks
+    piles: dict[int, list[int]] = {}  # index of a later request -> the blocks whose next use is in that request
     latest: list[int] = []  # The keys of `piles` as a max-heap. The numbers are negated, because heapq is a min-heap.
     prompt_tokens = hit_tokens = written = 0
     for index, request in enumerate(requests):
@@ -138,7 +141,7 @@ def optimal(requests: Sequence[TraceRequest], *, capacity_blocks: int, block_tok
         prompt_tokens += request.prompt_tokens
         hits = _prefix(chain, held)
         hit_tokens += min(hits * block_tokens, request.prompt_tokens)
-        before = set(piles.pop(index, ()))  # all these blocks are in this chain
+        before = set(piles.pop(index, ()))  # blocks whose next use is in this request, so all of them are in its chain
         held -= before
         for name, next_use in zip(chain, following[index], strict=True):
             if next_use == never:
@@ -161,7 +164,7 @@ def optimal(requests: Sequence[TraceRequest], *, capacity_blocks: int, block_tok
 
 
 def distinct_blocks(requests: Iterable[TraceRequest]) -> int:
-    """Return the number of distinct blocks in the trace, which is what an unlimited cache contains after the trace."""
+    """Return the number of distinct blocks in the trace, which an unlimited cache would contain after the trace."""
     names: set[int] = set()
     for request in requests:
         names.update(request.chain)

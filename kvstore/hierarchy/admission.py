@@ -1,6 +1,6 @@
 """Tier admission: decides which blocks are written to a tier that wears out, within a daily write budget.
 
-`kvstore.hierarchy.machine` asks it about each block that is written or used in the pool.
+`kvstore.hierarchy.machine` calls `admits` for each block that is written or used in the pool.
 
 Rules:
 
@@ -8,8 +8,8 @@ Rules:
    they belong to the same request, which writes a block and reads it again when another worker continues the request. A
    block is admitted at its first sighting if a predictor expects its reuse. Thus blocks that are used once are not
    written.
-2. Old sightings are forgotten, half of them at a time. This limits the memory, and the time between two sightings that
-   count.
+2. Old sightings are forgotten, half of them at a time. This limits the memory. A second sighting after the first one
+   was forgotten counts as a first one.
 3. Each admitted block is charged to a budget of bytes per day. The budget refills evenly and holds at most
    `burst_bytes`. Blocks for which the budget is too small are not written.
 4. If the clock jumps back, nothing is refilled. The budget's level survives a restart as a number
@@ -24,16 +24,16 @@ from kvstore.eviction.policy import K
 
 DAY = 86_400 * SECOND
 APART = Nanos(5 * SECOND)
-"""Least time between two sightings that count as separate. The uses of a block by one request are closer together. Two
-turns of a conversation are further apart: in the public conversation trace, 95 % of the gaps between turns exceed 30
-s."""
+"""Minimum time between two sightings that count as separate. The uses of a block by one request follow each other
+sooner than that. Two turns of a conversation are separated by more time: in the public conversation trace, 95 % of the
+gaps between turns exceed 30 s."""
 
 REMEMBERED = 1 << 20
-LIKELY = 0.5  # A block is admitted at its first sighting if the predicted probability of a use is at least this.
+LIKELY = 0.5  # minimum predicted probability of a use with which a block is admitted at its first sighting
 
 
 class BlockSightings(Generic[K]):
-    """Remembers when blocks were first seen: at least the last `remembered // 2` blocks."""
+    """Remembers when blocks were first seen. At least the last `remembered // 2` seen blocks are remembered."""
 
     def __init__(self, remembered: int = REMEMBERED, apart: Nanos = APART):
         assert remembered >= 2, remembered
@@ -84,14 +84,17 @@ class WriteBudget:
     def _fill(self, now: Nanos) -> None:
         """Refill the budget for the time since the last call.
 
-        The unit is bytes × nanoseconds of a day, which avoids rounding.
+        `_level` is the number of bytes times `DAY`, an integer, so that refilling for a short time needs no rounding.
         """
         self._level = min(self._most, self._level + max(0, now - self._filled_at) * self._per_day)
         self._filled_at = now
 
 
 class ReuseAdmission(Generic[K]):
-    """Implements `TierAdmission` for tiers that wear out or are slow to write to, by the rules of this module."""
+    """Admission rule for tiers that wear out or are slow to write to: it admits blocks that are used again.
+
+    The docstring of this module has the details.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Demotions: decides when blocks are copied from the pool to the backing tiers, and asks tiers what they still have.
+"""Demotions: decides when blocks are copied from the pool to the backing tiers, and asks tiers what they still hold.
 
 The class is a part of `kvstore.hierarchy.machine`, whose `Hierarchy.offer` chooses the blocks by the admission rule of
 each tier. `kvstore.service.transfer_executor` copies the bytes. Rules:
@@ -6,8 +6,8 @@ each tier. `kvstore.service.transfer_executor` copies the bytes. Rules:
 1. No client waits for a demotion. Each tier has a bounded queue; blocks that do not fit are dropped and counted.
 2. While blocks are copied, they are pinned in the pool without a deadline, until the copying thread reports that it is
    done.
-3. A tier may have lost blocks that the node believes it has. Before the pool is given up, the node asks the tier again,
-   with at most one open question about each block. Blocks that the tier does not confirm count as lost.
+3. A tier may have lost blocks that the node believes it has. Before the node discards its pool, it queries the tier
+   again, with at most one pending query for each block. Blocks that the tier does not confirm count as lost.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from kvstore.hierarchy.transfers import Confirm, ConfirmId, Demote, DemotionId
 from kvstore.messages import BlockKey, PinnedBlocks
 from kvstore.pool.machine import BlockMachine
 
-MAX_DEMOTIONS = 2  # number of batches that are demoted to one tier at a time
+MAX_DEMOTIONS = 2  # maximum number of batches that are demoted to one tier at the same time
 DEMOTE_WITHIN = Nanos(30 * SECOND)
 CONFIRM_WITHIN = Nanos(2 * SECOND)
 
 
 class Demotions:
-    """Demotions of one node, to all of its tiers."""
+    """Decides which queued blocks are copied from the pool to each tier of one node, and when."""
 
     def __init__(self, pool: BlockMachine, tiers: TierStates, queue: TransferQueue):
         self._pool = pool
@@ -36,7 +36,7 @@ class Demotions:
         self._demotions: dict[DemotionId, _Demotion] = {}
         self._late: set[DemotionId] = set()  # demotions that missed their deadline and were counted as failures
         self._confirmations: dict[ConfirmId, Confirm] = {}
-        # index of the tier and block, for each block of an open `Confirm`
+        # for each block of a `Confirm` that has not ended: index of the tier, and key of the block
         self._unconfirmed: set[tuple[int, BlockKey]] = set()
 
     @property
@@ -58,10 +58,10 @@ class Demotions:
             pinned = self._pool.pin(keys, now)
             if not pinned.addresses:
                 self._pool.unpin(pinned.pin_id, now)
-                # All these blocks were evicted while they waited. The tier was not tried, so the breaker's attempt is
-                # not used up.
+                # All blocks of the batch were evicted while they waited in the queue, so the tier is not called.
+                # The attempt that the circuit breaker allows is therefore not used up.
                 continue
-            tier.writing.allows(now)  # use up the attempt that the breaker allows in this pause
+            tier.writing.allows(now)  # use up the one attempt that the circuit breaker allows after a pause
             demotion = _Demotion(
                 id=DemotionId(self._queue.new_id()),
                 tier=tier.index,
@@ -80,7 +80,7 @@ class Demotions:
         return key in tier.queue or any(key in demotion.keys for demotion in demotions)
 
     def kept(self, demotion_id: DemotionId, answers: Sequence[bool], now: Nanos) -> None:
-        """End a `Demote`. `answers` tells for each block of its addresses whether the tier has it now."""
+        """Record the end of a `Demote`. `answers` tells for each of its blocks whether the tier has the block now."""
         demotion, tier, was_late = self._ended(demotion_id, now)
         if any(answers) or now < demotion.until:
             tier.writing.succeeded()
@@ -92,20 +92,23 @@ class Demotions:
         self.begin_demotions(tier, now)
 
     def demotion_failed(self, demotion_id: DemotionId, started: Nanos, now: Nanos) -> None:
-        """End a `Demote` that failed."""
+        """Record that a `Demote` has failed."""
         _, tier, was_late = self._ended(demotion_id, now)
         if not was_late:
             tier.failed(tier.writing, started, now)
         self.begin_demotions(tier, now)
 
     def demotion_is_late(self, demotion_id: DemotionId, started: Nanos, now: Nanos) -> None:
-        """Count a failure because a `Demote` missed its deadline. The demotion goes on until its thread reports."""
+        """Count a failure, because a `Demote` missed its deadline. The demotion ends only when its thread reports."""
         tier = self._tiers[self._demotions[demotion_id].tier]
         tier.failed(tier.writing, started, now)
         self._late.add(demotion_id)
 
     def confirm(self, tier: TierState, keys: Sequence[BlockKey], now: Nanos) -> bool:
-        """Ask a tier which of these blocks it still has. Return False if its breaker does not allow a question now."""
+        """Ask a tier which of these blocks it still has. Blocks that have a pending `Confirm` are not asked for again.
+
+        Return False if the tier's circuit breaker does not allow a call now.
+        """
         asked = tuple(key for key in keys if not self.is_being_confirmed(tier, key))
         if not asked:
             return True
@@ -118,11 +121,11 @@ class Demotions:
         return True
 
     def is_being_confirmed(self, tier: TierState, key: BlockKey) -> bool:
-        """Return whether a tier is being asked about a block now."""
+        """Return True while a `Confirm` for this block is pending at this tier."""
         return (tier.index, key) in self._unconfirmed
 
     def confirmed(self, confirm_id: ConfirmId, answers: Sequence[bool]) -> None:
-        """End a `Confirm`. `answers` tells for each of its keys whether the tier has the block."""
+        """Record the end of a `Confirm`. `answers` tells for each of its keys whether the tier has the block."""
         confirmation = self._answered(confirm_id)
         if confirmation is None:
             return  # the deadline of the `Confirm` has passed, and its blocks count as lost already
@@ -131,7 +134,7 @@ class Demotions:
         self._tiers.forget(tier, [key for key, there in zip(confirmation.keys, answers, strict=True) if not there])
 
     def confirm_failed(self, confirm_id: ConfirmId, started: Nanos, now: Nanos) -> None:
-        """End a `Confirm` that failed or missed its deadline. Its blocks count as lost (rule 3)."""
+        """Record that a `Confirm` failed or missed its deadline. Its blocks count as lost (rule 3)."""
         confirmation = self._answered(confirm_id)
         if confirmation is None:
             return  # the deadline of the `Confirm` has passed, and its blocks count as lost already
@@ -151,7 +154,7 @@ class Demotions:
         assert self._unconfirmed == {(each.tier, key) for each in self._confirmations.values() for key in each.keys}
 
     def _ended(self, demotion_id: DemotionId, now: Nanos) -> tuple["_Demotion", TierState, bool]:
-        """Remove an ended demotion; return it, its tier, and whether it had missed its deadline."""
+        """Remove a demotion that has ended. Return the demotion, its tier, and True if it had missed its deadline."""
         demotion = self._demotions.pop(demotion_id)
         tier = self._tiers[demotion.tier]
         was_late = demotion_id in self._late

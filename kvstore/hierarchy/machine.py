@@ -26,14 +26,14 @@ from kvstore.messages import BlockChanges, BlockKey, FetchResult
 from kvstore.pool.machine import BlockMachine
 
 BATCH_BYTES = 8 << 20
-"""Bytes that one transfer moves. The number is large enough for a disk's full speed, and small enough that the first
-blocks arrive soon."""
+"""Maximum number of bytes that one transfer moves. This is large enough for a disk's full speed, and small enough that
+the first blocks arrive soon."""
 
 
 class Hierarchy:
     """Decides all transfers of one node. `rules` has one rule per tier, in the order in which the tiers are asked.
 
-    After each call, perform the transfers of `commands()` and send `changes()` to the watchers.
+    After each call, the caller has to perform the transfers of `commands()` and to send `changes()` to the watchers.
     """
 
     def __init__(self, pool: BlockMachine, rules: Sequence[TierRule], batch_bytes: int = BATCH_BYTES):
@@ -43,7 +43,7 @@ class Hierarchy:
         self._promotions = Promotions(pool, self._tiers, self._queue)
         self._demotions = Demotions(pool, self._tiers, self._queue)
 
-    # Promotions
+    # The methods for promotions.
 
     @property
     def refused(self) -> int:
@@ -51,7 +51,10 @@ class Hierarchy:
         return self._promotions.refused
 
     def promotion_seconds(self, key: BlockKey, size_bytes: int) -> float | None:
-        """Return the seconds to promote a block from the first tier that has it; None if that is unknown."""
+        """Return the predicted seconds to promote a block from the first working tier that should have it.
+
+        Return None if there is no such tier, or if the speed of the tier was not measured yet.
+        """
         for tier in self._tiers:
             if key in tier.known and tier.reading.closed:
                 return tier.speed.latest(size_bytes)
@@ -60,7 +63,7 @@ class Hierarchy:
     def loading(self, digest: bytes, names: Sequence[BlockHash]) -> int:
         """Return how many leading blocks of `names` are being promoted or looked for.
 
-        None of `names` is in the pool yet.
+        The caller passes only blocks that are not in the pool.
         """
         return self._promotions.loading(digest, names)
 
@@ -71,11 +74,11 @@ class Hierarchy:
         return self._promotions.prefetch(digest, chain, held, max_wait, now, tenant)
 
     def found(self, promotion_id: PromotionId, count: int, now: Nanos) -> None:
-        """Continue a promotion after a `Find`: the tier has `count` leading blocks of those that it was asked for."""
+        """Record that a tier has the first `count` blocks that a `Find` asked for, and continue the promotion."""
         self._promotions.found(promotion_id, count, now)
 
     def fetched(self, promotion_id: PromotionId, answers: Sequence[FetchResult], now: Nanos) -> None:
-        """Continue a promotion after a `Fetch`, with one result for each of its blocks."""
+        """Record the results of a `Fetch`, one for each of its blocks, and continue the promotion."""
         self._promotions.fetched(promotion_id, answers, now)
 
     @property
@@ -84,21 +87,27 @@ class Hierarchy:
         return self._promotions.has_promoted
 
     def promoted(self, digest: bytes, names: Iterable[BlockHash]) -> dict[str, int]:
-        """Return how many of these blocks were promoted, by tier. Each promoted block is returned only once."""
+        """Return how many of these blocks were promoted from each tier.
+
+        Each promoted block is counted in one call only.
+        """
         return self._promotions.promoted(digest, names)
 
     def forget_origins(self, digest: bytes, names: Iterable[BlockHash]) -> None:
         """Forget from which tiers these blocks were promoted, because they left the pool."""
         self._promotions.forget_origins(digest, names)
 
-    # Demotions
+    # The methods for demotions.
 
     def offer(self, digest: bytes, names: Iterable[BlockHash], now: Nanos) -> None:
-        """Offer blocks that were written or used in the pool to all tiers; each tier's admission rule decides."""
+        """Offer blocks that were written or used in the pool to all tiers.
+
+        The admission rule of each tier decides which of these blocks are demoted to the tier.
+        """
         try:
             size_bytes = self._pool.block_bytes(digest)
         except NamespaceUnknown:
-            return  # the namespace was closed meanwhile
+            return  # the namespace has been closed since the blocks were used
         keys = [BlockKey(digest, name) for name in names]
         for tier in self._tiers:
             if tier.rule.admission is None:
@@ -109,7 +118,7 @@ class Hierarchy:
             self._demotions.begin_demotions(tier, now)
 
     def demote_now(self, tier: int, keys: Sequence[BlockKey], now: Nanos) -> int:
-        """Queue blocks for a tier regardless of its admission rule, because the pool is given up.
+        """Queue blocks for a tier regardless of its admission rule, because they are being evacuated.
 
         Return how many leading blocks of `keys` fit into the queue. Raise NamespaceUnknown if their namespace was never
         opened.
@@ -130,7 +139,7 @@ class Hierarchy:
         return self._demotions.is_demoting(self._tiers[tier], key)
 
     def kept(self, demotion_id: DemotionId, answers: Sequence[bool], now: Nanos) -> None:
-        """End a `Demote`. `answers` tells for each of its blocks whether the tier has it now."""
+        """Record the end of a `Demote`. `answers` tells for each of its blocks whether the tier has the block now."""
         self._demotions.kept(demotion_id, answers, now)
 
     def has(self, tier: int, key: BlockKey) -> bool:
@@ -145,31 +154,31 @@ class Hierarchy:
         return not self._tiers[tier].rule.finds_in_memory
 
     def confirm(self, tier: int, keys: Sequence[BlockKey], now: Nanos) -> bool:
-        """Ask a tier which of these blocks it still has, except those about which it is being asked already.
+        """Ask a tier which of these blocks it still has. Blocks that have a pending `Confirm` are not asked for again.
 
-        Return False if the tier cannot be asked now; try again later.
+        Return False if the tier's circuit breaker does not allow a call now; the caller may try again later.
         """
         return self._demotions.confirm(self._tiers[tier], keys, now)
 
     def is_being_confirmed(self, tier: int, key: BlockKey) -> bool:
-        """Return whether a tier is being asked now whether it has a block."""
+        """Return True while a `Confirm` for this block is pending at this tier."""
         return self._demotions.is_being_confirmed(self._tiers[tier], key)
 
     def confirmed(self, confirm_id: ConfirmId, answers: Sequence[bool]) -> None:
-        """End a `Confirm`. `answers` tells for each of its keys whether the tier has the block."""
+        """Record the end of a `Confirm`. `answers` tells for each of its keys whether the tier has the block."""
         self._demotions.confirmed(confirm_id, answers)
 
     def failed_writes(self, tier: int) -> int:
         """Return how many writes to a tier have failed since the last successful one."""
         return self._tiers[tier].writing.failures
 
-    # Promotions and demotions
+    # The methods for both promotions and demotions.
 
     def failed(self, transfer: TierTransfer, started: Nanos, now: Nanos) -> None:
-        """End a transfer that failed; its thread does not use its buffers any more.
+        """Record that a transfer failed and that its thread no longer uses its buffers.
 
-        A transfer that has already been reported as late is not counted as a second failure. Otherwise the breaker's
-        pause after a disk hung would be twice as long.
+        If the transfer has already been reported as late (`late`), it is not counted as a second failure. Otherwise one
+        hang of a disk would count as two failures, and the pause of the circuit breaker would be twice as long.
         """
         match transfer:
             case Demote(demotion_id=demotion_id):
@@ -190,11 +199,11 @@ class Hierarchy:
                 self._promotions.late(transfer, started, now)
 
     def gone(self, tier: int, keys: Sequence[BlockKey]) -> None:
-        """Record that a tier removed blocks without a command of this node."""
+        """Record that a tier has removed blocks by itself, without a command of this node."""
         self._tiers.gone(self._tiers[tier], keys)
 
     def tick(self, now: Nanos) -> None:
-        """Begin demotions to tiers whose breaker allows an attempt by now."""
+        """Begin queued demotions to those tiers whose circuit breaker allows a new attempt by now."""
         for tier in self._tiers:
             self._demotions.begin_demotions(tier, now)
 

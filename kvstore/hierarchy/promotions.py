@@ -4,8 +4,8 @@ The class is a part of `kvstore.hierarchy.machine`. Rules:
 
 1. A promotion follows one chain, from the first block that is not in the pool. It asks the tiers one after the other,
    the fastest first, for one batch at a time. A batch is readable as soon as it has arrived. The promotion ends at the
-   first block that no tier has (blocks after a gap are useless), when the pool has no space, or at its deadline. Then
-   it begins no further transfer; running transfers still finish.
+   first block that no tier has (blocks after a gap are useless), when the pool has no space, or at its deadline. After
+   its end it begins no transfer, but transfers that are running still finish.
 2. No block is promoted twice at a time. A request for blocks that are being promoted joins their promotion and may
    extend its deadline.
 3. A promotion begins only if it is predicted to end within the max wait of the request, which is the time that
@@ -26,16 +26,18 @@ from kvstore.messages import NODE, Address, BlockKey, BlockOutcome, FetchResult,
 from kvstore.pool.machine import BlockMachine
 
 MAX_PROMOTIONS = 64
-MAX_PROMOTION_BLOCKS = 4096  # limit for one promotion; the next request of a longer chain promotes its next blocks
-# Largest number of promoted blocks that are remembered until a client is informed. The oldest blocks beyond it count as
-# found in the pool.
+# maximum number of blocks in one promotion; the next request of a longer chain promotes its next blocks
+MAX_PROMOTION_BLOCKS = 4096
 MAX_UNREPORTED = 1 << 16
-# shortest time that a batch is given once it has begun, even if the max wait ends earlier
+"""Maximum number of promoted blocks whose tier is remembered until a match reports it to a client. If there are more,
+the oldest ones are reported as blocks that were in the pool already."""
+
 FETCH_AT_LEAST = Nanos(1 * SECOND)
+"""Minimum time that a transfer gets after it has begun, even if the max wait of the request ends earlier."""
 
 
 class Promotions:
-    """Promotions of one node, from all of its tiers."""
+    """Decides which chains are copied from the tiers of one node to its pool, and from which tier."""
 
     def __init__(self, pool: BlockMachine, tiers: TierStates, queue: TransferQueue):
         self._pool = pool
@@ -43,9 +45,9 @@ class Promotions:
         self._queue = queue
         self._promotions: dict[PromotionId, _Promotion] = {}
         self._loading: dict[BlockKey, _Promotion] = {}
-        # slots of ended promotions to which a late thread may still write
+        # reservations of promotions that have ended while a thread was late, because it may still write to the slots
         self._late_reservations: dict[PromotionId, WriteReservation] = {}
-        # name of the tier from which a block was promoted, until a client is informed
+        # name of the tier from which each block was promoted; removed when a match reports it to a client
         self._promoted: dict[BlockKey, str] = {}
         self.refused = 0  # number of promotions that were not begun because of MAX_PROMOTIONS
 
@@ -56,7 +58,7 @@ class Promotions:
     def loading(self, digest: bytes, names: Sequence[BlockHash]) -> int:
         """Return how many leading blocks of `names` are being promoted or looked for.
 
-        None of `names` is in the pool yet.
+        The caller passes only blocks that are not in the pool.
         """
         for count, name in enumerate(names):
             if BlockKey(digest, name) not in self._loading:
@@ -68,9 +70,9 @@ class Promotions:
     ) -> int:
         """Promote the blocks of a chain after the `held` leading blocks, which are in the pool.
 
-        `max_wait` is the longest time that the requester will wait: the time that computing the blocks would take. The
-        promoted blocks count towards the quota of `tenant`. Return how many blocks after the held ones are being
-        promoted or looked for.
+        `max_wait` is the maximum time that the requester will wait: the time that computing the blocks would take. The
+        promoted blocks count towards the quota of `tenant`. Return the number of consecutive blocks after the held ones
+        that are being promoted or looked for.
         """
         missing = chain[held : held + MAX_PROMOTION_BLOCKS]
         if not missing or max_wait <= 0 or not self._tiers:
@@ -82,7 +84,7 @@ class Promotions:
                 self.refused += 1
                 return 0
             keys = [BlockKey(digest, name) for name in missing]
-            # Stop before the first block that is being promoted already: its promotion brings all later blocks too.
+            # Stop before a block that is being promoted already, because its promotion brings all later blocks too.
             keys = keys[: next((i for i, key in enumerate(keys) if key in self._loading), None)]
             block_bytes = self._pool.block_bytes(digest)
             chain = tuple(chain[: held + len(keys)])
@@ -97,7 +99,7 @@ class Promotions:
         return self.loading(digest, missing)
 
     def found(self, promotion_id: PromotionId, count: int, now: Nanos) -> None:
-        """Continue a promotion after a `Find`: the tier has `count` leading blocks of those that it was asked for."""
+        """Record that a tier has the first `count` blocks that a `Find` asked for, and continue the promotion."""
         promotion = self._promotions.get(promotion_id)
         if promotion is None:
             return  # the promotion has ended
@@ -118,11 +120,12 @@ class Promotions:
             reservation = self._pool.reserve(
                 promotion.digest, names, owner=NODE, lease=None, now=now, tenant=promotion.tenant
             )
-        except NamespaceUnknown:  # the empty namespace was closed meanwhile, so no client needs these blocks any more
+        # The namespace had no blocks and was closed meanwhile, so no client needs these blocks any more.
+        except NamespaceUnknown:
             self._end(promotion)
             return
         run = [place for place in reservation.reserved if place.index >= promotion.position]
-        # no space in the pool, or another writer has just reserved the block
+        # either the pool has no space, or another writer has just reserved the first block of the batch
         if not run or run[0].index != promotion.position:
             self._give_back(reservation, now)
             self._ask_tiers(promotion, promotion.tier, now) if run else self._end(promotion)
@@ -136,7 +139,7 @@ class Promotions:
         self._queue.put(Fetch(promotion.id, tier.index, addresses, promotion.until))
 
     def fetched(self, promotion_id: PromotionId, answers: Sequence[FetchResult], now: Nanos) -> None:
-        """Continue a promotion after a `Fetch`, with one result for each of its blocks."""
+        """Record the results of a `Fetch`, one for each of its blocks, and continue the promotion."""
         promotion = self._promotions.get(promotion_id)
         if promotion is None:
             self._release(promotion_id, now)
@@ -146,7 +149,7 @@ class Promotions:
         if good or now < promotion.until:
             tier.reading.succeeded()
         else:
-            # The fetch missed its deadline without a single block, for example because it queued behind a hanging call.
+            # No block arrived by the deadline, for example because the fetch waited behind a call that hangs.
             tier.failed(tier.reading, promotion.began, now)
         tier.speed.measured(good * promotion.block_bytes, now - promotion.began, now)
         tier.counters.loaded += good
@@ -171,7 +174,10 @@ class Promotions:
         return bool(self._promoted)
 
     def promoted(self, digest: bytes, names: Iterable[BlockHash]) -> dict[str, int]:
-        """Return how many of these blocks were promoted, by tier. Each promoted block is returned only once."""
+        """Return how many of these blocks were promoted from each tier.
+
+        Each promoted block is counted in one call only.
+        """
         found: dict[str, int] = {}
         for name in names:
             if (tier := self._promoted.pop(BlockKey(digest, name), None)) is not None:
@@ -185,7 +191,10 @@ class Promotions:
                 self._promoted.pop(BlockKey(digest, name), None)
 
     def failed(self, transfer: Find | Fetch, started: Nanos, now: Nanos) -> None:
-        """Continue a promotion with the next tier after a transfer failed."""
+        """Record that a transfer failed, and continue its promotion with the next tier.
+
+        If the promotion has ended already, release its slots.
+        """
         promotion = self._promotions.get(transfer.promotion_id)
         if promotion is None:
             self._release(transfer.promotion_id, now)
@@ -217,7 +226,11 @@ class Promotions:
         assert set(self._loading.values()) <= set(self._promotions.values())
 
     def _ask_tiers(self, promotion: "_Promotion", tier_index: int, now: Nanos) -> None:
-        """Ask the tiers from this index on for the next batch; end the promotion if no tier can be asked."""
+        """Ask one tier for the next batch: the first tier, from `tier_index` on, whose circuit breaker allows a call.
+
+        Blocks that are already in the pool are skipped. End the promotion if no block is left, if its deadline has
+        passed, or if no tier can be asked.
+        """
         while promotion.position < len(promotion.chain) and self._pool.is_present(
             BlockKey(promotion.digest, promotion.chain[promotion.position])
         ):
@@ -242,9 +255,9 @@ class Promotions:
         """Forget blocks that a tier was believed to have but did not find (rule 1 of `kvstore.hierarchy.tier_states`).
 
         A tier that looks up blocks in memory reports removals. Only the first missing block of such a tier is
-        forgotten, because an older message about it may have arrived late. Another tier may still have blocks after the
-        first one that it lacks. All of them are forgotten nevertheless: offering them to the tier once more costs
-        little, while finding each miss separately would cost one look-up per block.
+        forgotten, because an older message about it may have arrived late. A tier without an index in memory may still
+        have blocks after the first missing one. All of them are forgotten nevertheless: offering them to the tier once
+        more costs little, while finding each miss separately would cost one look-up per block.
         """
         if count < self._queue.batch_blocks(promotion.block_bytes):
             missing = promotion.chain[promotion.position + count :]
@@ -265,7 +278,7 @@ class Promotions:
         return address
 
     def _release(self, promotion_id: PromotionId, now: Nanos) -> None:
-        """Release the slots of a promotion that has ended, because its late thread has finished."""
+        """Release the slots of a promotion that ended while its thread was late. The thread has finished now."""
         if (reservation := self._late_reservations.pop(promotion_id, None)) is not None:
             self._give_back(reservation, now)
 
@@ -284,7 +297,7 @@ class Promotions:
 
 
 class _Promotion:
-    """Promotion of one chain. `position` is the chain index of the first block that is not in the pool yet."""
+    """Promotion of one chain. `position` is the index in the chain of the first block that is not in the pool."""
 
     __slots__ = (
         "began",

@@ -5,9 +5,9 @@ Rules:
 1. A block that a tier has is not offered to it again until the tier reports that it removed the block. Some tiers
    cannot report a removal, such as a server that restarts or is short of memory. Blocks that such a tier does not find
    or deliver count as lost.
-2. Watchers are informed of each block that becomes known to be in a tier, or stops being known. A watcher that connects
-   later receives the same knowledge from `TierState.known`, as far as it is remembered. For a tier with its own index
-   of blocks, that index is used instead.
+2. Watchers are informed when the node learns that a tier has a block, or no longer has it. A watcher that connects
+   later receives all blocks of `TierState.known`, which remembers a limited number of blocks. If a tier has its own
+   index of blocks, the watcher receives the blocks of that index instead.
 """
 
 from collections import OrderedDict
@@ -23,8 +23,8 @@ from kvstore.messages import BlockChanges, BlockKey
 from kvstore.recent_map import RecentMap
 
 SPEED_LASTS = Nanos(30 * SECOND)
-"""Time for which a measured speed is used to refuse promotions. Afterwards the tier is tried again, however slow it
-was."""
+"""Time for which a measured speed of a tier is used to refuse promotions that would take too long. Afterwards the tier
+is tried again, even if it was slow."""
 
 
 class TierAdmission(Protocol):
@@ -35,22 +35,22 @@ class TierAdmission(Protocol):
 
 
 class AdmitEverything:
-    """Admits every block, so every block is demoted as soon as it is in the pool (write-through)."""
+    """Rule that admits every block, so that every block is demoted as soon as it is in the pool (write-through)."""
 
     def admits(self, key: BlockKey, size_bytes: int, now: Nanos) -> bool:  # noqa: ARG002 - every block is admitted
         return True
 
 
 class TierRule(Struct, frozen=True, kw_only=True):
-    """Options by which the hierarchy treats one tier."""
+    """Options of the hierarchy for one tier: which blocks are demoted to it, and how many are queued and remembered."""
 
     name: str
     admission: TierAdmission | None  # None: no block is demoted to this tier
-    queue_blocks: int = 4096  # largest number of blocks that wait for a demotion
-    # Largest number of blocks that are remembered to be in the tier. Remembered blocks are not offered to it again.
+    queue_blocks: int = 4096  # maximum number of blocks that wait for a demotion
+    # Maximum number of blocks that are remembered to be in the tier. Remembered blocks are not offered to it again.
     remember_blocks: int = 1 << 20
     finds_in_memory: bool = (
-        # True if the tier's `find` reads an index in memory. Its success then does not show that the tier can be read.
+        # True if `find` reads an index in memory, so that its success does not show that the tier can be read.
         False
     )
 
@@ -72,7 +72,7 @@ class TierState:
 
     @property
     def room(self) -> int:
-        """Number of further blocks that fit into the queue."""
+        """Number of blocks for which the queue still has room."""
         return max(0, self.rule.queue_blocks - len(self.queue))
 
     def enqueue(self, key: BlockKey, size_bytes: int) -> None:
@@ -91,7 +91,10 @@ class TierState:
 
 
 class TierStates:
-    """States of all tiers in the order in which they are asked; collects the changes for the watchers."""
+    """Holds the states of all tiers, in the order in which promotions ask them.
+
+    It also collects the changes of the tiers' contents that watchers must receive.
+    """
 
     def __init__(self, rules: Sequence[TierRule]):
         self._tiers = [TierState(index, rule) for index, rule in enumerate(rules)]
@@ -128,7 +131,7 @@ class TierStates:
         if not tier.rule.finds_in_memory:
             self.forget(tier, keys)
             return
-        # report also unknown blocks, because the tier may have had blocks since before this node started
+        # blocks that are not known here are reported too, because the tier may have got them before this node started
         for key in keys:
             tier.known.forget(key)
         self._tell(tier, removed=keys)
@@ -157,7 +160,10 @@ class TierStates:
 
 
 class TierSpeed:
-    """Recent speed of a tier: nanoseconds per byte, averaged over the last batches, with their time in queues."""
+    """Measures the recent speed of a tier: the average nanoseconds per byte over the last batches.
+
+    The time of a batch includes the time that it waits in queues.
+    """
 
     SHARE = 0.25  # weight of the newest batch in the average
 
@@ -174,11 +180,17 @@ class TierSpeed:
         self._measured_at = now
 
     def seconds(self, num_bytes: int, now: Nanos) -> float:
-        """Return the predicted seconds for `num_bytes` bytes; 0 if the speed is unknown or outdated."""
+        """Return the predicted seconds to load `num_bytes` bytes.
+
+        Return 0 if nothing was measured within the last `SPEED_LASTS`.
+        """
         return num_bytes * self._nanos_a_byte / SECOND if self._is_fresh(now) else 0.0
 
     def latest(self, num_bytes: int) -> float | None:
-        """Return the predicted seconds by the last measurement, however old it is; None if nothing was measured yet."""
+        """Return the predicted seconds to load `num_bytes` bytes, even if the last measurement is old.
+
+        Return None if nothing was measured yet.
+        """
         return num_bytes * self._nanos_a_byte / SECOND if self._measured_at is not None else None
 
     def _is_fresh(self, now: Nanos) -> bool:

@@ -6,9 +6,9 @@ from kvstore.hierarchy.transfers import TierTransfer
 
 
 class TransferQueue:
-    """Transfers in the order in which they were decided.
+    """Holds the transfers in the order in which they were decided.
 
-    Each moves up to `batch_bytes`, or one block if that is larger.
+    Each transfer moves at most `batch_bytes`, or one block if a block is larger.
     """
 
     def __init__(self, batch_bytes: int):

@@ -41,7 +41,7 @@ class Demote(Struct, frozen=True):
 
 
 class Confirm(Struct, frozen=True):
-    """Command: ask a tier which of these blocks it still has. The answers go to `Hierarchy.confirmed`."""
+    """Command: ask a tier which blocks of `keys` it still has. The answers go to `Hierarchy.confirmed`."""
 
     confirm_id: ConfirmId
     tier: int

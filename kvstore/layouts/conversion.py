@@ -24,7 +24,7 @@ from kvstore.namespace import AT_REST
 
 
 class Conversion:
-    """Converts blocks between the form of an engine and the form of the store.
+    """Converts blocks between the layout of an engine, divided among its ranks, and the layout of the store.
 
     Thread-safe, because it has no mutable state.
     """
@@ -42,8 +42,8 @@ class Conversion:
         self._ranks: list[slice] = []
         self.stored_bytes = engine.at_rest.block_bytes
         self.engine_bytes = 0
-        """Bytes of a block on all ranks of the engine together. More than in the store if several ranks hold the same
-        heads."""
+        """Bytes of a block on all ranks of the engine together. There are more of them than in the store if several
+        ranks hold the same heads."""
         for part in shards_by_rank(engine.shape, engine.layout, engine.tp):
             start = self.engine_bytes
             self.engine_bytes += engine.shape.bytes_of(part.box)
@@ -71,7 +71,10 @@ class Conversion:
 
 
 def _make_plans(writer: Fingerprint, reader: Fingerprint) -> Sequence[RepackPlan]:
-    """Return a plan for each rank of the reader; empty if both sides have the same form."""
+    """Return a plan for each rank of the reader.
+
+    The result is empty if both sides have the same layout, so that nothing is converted.
+    """
     agreement = negotiate(writer=writer, reader=reader)
     match agreement:
         case Identical():

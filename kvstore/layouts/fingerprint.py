@@ -21,7 +21,7 @@ from kvstore.namespace import AT_REST, KvNamespace
 FINGERPRINT_VERSION = 1
 
 MAX_TP = 1024
-"""Largest number of ranks of a reader or writer: ten times more than any engine uses, and small enough that `negotiate`
+"""Maximum number of ranks of a reader or writer: ten times more than any engine uses, and small enough that `negotiate`
 takes at most a second."""
 
 MUST_BE_EQUAL = (
@@ -41,7 +41,7 @@ MUST_BE_EQUAL = (
 
 
 class Fingerprint(Struct, frozen=True, kw_only=True):
-    """Description of the blocks of one reader or writer, each of whose ranks has one object with all layers."""
+    """Describes the blocks of one reader or writer. Each of its ranks has one object with all layers of its heads."""
 
     version: int = FINGERPRINT_VERSION
     model: str
@@ -74,7 +74,7 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 
     @property
     def at_rest(self) -> KvNamespace:
-        """Namespace of these blocks in a store. It does not depend on this side's layout and number of ranks."""
+        """Namespace of these blocks in a store. It is the same for all layouts and numbers of ranks of engines."""
         shape = self.shape
         return KvNamespace(
             model=self.model,
@@ -91,20 +91,20 @@ class Fingerprint(Struct, frozen=True, kw_only=True):
 
 
 class ConversionCost(Struct, frozen=True, kw_only=True):
-    """The cost of converting one block for all ranks of the reader."""
+    """Cost of converting one block for all ranks of the reader."""
 
-    bytes: int  # bytes moved for all ranks; more than the size of a block if several ranks hold the same heads
-    runs: int  # number of pieces that are contiguous on both sides, for all ranks
+    bytes: int  # number of bytes that all ranks move; more than a block has if several ranks hold the same heads
+    runs: int  # number of pieces that all ranks move; a piece is contiguous in the source and in the destination
     bytes_a_rank: int  # bytes moved for the rank that moves most
     runs_a_rank: int
 
     def seconds(self, *, bytes_per_second: float, seconds_per_run: float) -> float:
-        """Return the seconds per block if all ranks move their shards at the same time."""
+        """Return the seconds to convert a block if all ranks move their shards at the same time."""
         return self.bytes_a_rank / bytes_per_second + self.runs_a_rank * seconds_per_run
 
 
 class Identical(Struct, frozen=True):
-    """Each rank r of the reader can use the object of the writer's rank r as it is."""
+    """Answer of `negotiate`: each rank r of the reader can use the object of the writer's rank r unchanged."""
 
 
 class Convertible(Struct, frozen=True):
@@ -125,7 +125,9 @@ Agreement = Identical | Convertible | Incompatible
 
 
 def describe(namespace: KvNamespace, *, layout: str | None = None, tp: int = 1) -> Fingerprint:
-    """Make the fingerprint of a side with `tp` ranks whose objects have `layout`; None: the namespace's layout.
+    """Make the fingerprint of a reader or writer with `tp` ranks, each of which has one object in `layout`.
+
+    If `layout` is None, the objects have the layout of the namespace.
 
     Raises:
         LayoutMismatch: The namespace's block size does not match its other fields.
@@ -148,9 +150,9 @@ def describe(namespace: KvNamespace, *, layout: str | None = None, tp: int = 1) 
 
 
 def negotiate(*, writer: Fingerprint, reader: Fingerprint) -> Agreement:
-    """Compare two fingerprints.
+    """Return whether the reader can use the writer's blocks, and at what cost.
 
-    Never raise an exception for an invalid fingerprint, because it may come from a peer.
+    An invalid fingerprint is incompatible and never raises an exception, because it may come from a peer.
     """
     for field in MUST_BE_EQUAL:
         written, wanted = getattr(writer, field), getattr(reader, field)

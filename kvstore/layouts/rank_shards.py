@@ -35,7 +35,10 @@ Tables = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...
 
 
 class WriteGrant(Struct, frozen=True, kw_only=True):
-    """Slots that one rank has reserved for all ranks to write to. msgspec can encode the grant for other ranks."""
+    """Names the slots that one rank has reserved, so that all ranks can write to them.
+
+    The library msgspec can encode it for the other ranks.
+    """
 
     incarnation: str  # incarnation of the node
     places: ClientWriteReservation
@@ -63,7 +66,10 @@ gap); start and end of this piece in the block; index of the part; slice of the 
 
 
 class RankShard:
-    """Runs of one rank within a block of the store. The bytes of the shard are these runs in order. Thread-safe."""
+    """Tells which runs (contiguous pieces) of a block one rank holds, and copies them.
+
+    The bytes of the shard are these runs in order. Thread-safe.
+    """
 
     def __init__(self, block_bytes: int, runs: Iterable[tuple[int, int]]):
         """Describe a shard by the start and length of each run in bytes. The runs are in order, and none is empty."""
@@ -101,9 +107,9 @@ class RankShard:
         return _skip_zeros(register, _zeros(self.block_bytes - self._end))
 
     def get(self, block: ByteArray, parts: Sequence[ByteArray]) -> int:
-        """Copy this rank's runs out of a block.
+        """Copy this rank's runs out of a block, and return the checksum of the whole block.
 
-        Return the checksum of the whole block, computed from the copied bytes.
+        For the runs of this rank, the checksum is computed from the copied bytes.
         """
         checksum = 0
         for before, gap, start, end, index, within in self._copy_steps(parts):
@@ -114,12 +120,12 @@ class RankShard:
         return checksums.extend(checksum, block[self._end :]) if self._end < self.block_bytes else checksum
 
     def take(self, block: ByteArray, parts: Sequence[ByteArray]) -> None:
-        """Copy this rank's runs out of a block whose checksum has been verified."""
+        """Copy this rank's runs out of a block, whose checksum the caller has verified."""
         for _, _, start, end, index, within in self._copy_steps(parts):
             np.copyto(parts[index] if within is None else parts[index][within], block[start:end])
 
     def _copy_steps(self, parts: Sequence[ByteArray]) -> tuple[_CopyStep, ...]:
-        """Divide the runs at the ends of the parts.
+        """Return the copies of the runs, divided so that each copy lies within one part of the rank's memory.
 
         The result is cached, because all blocks of an engine have equal part sizes.
         """
@@ -146,7 +152,7 @@ class RankShard:
 
 
 def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
-    """Return the checksum of a block from the contributions of all its shards."""
+    """Return the checksum of a block of `block_bytes` bytes; `sums` has the contributions of all its shards."""
     checksum = _skip_zeros(ONES, _zeros(block_bytes)) ^ ONES
     for each in sums:
         checksum ^= each
@@ -154,7 +160,10 @@ def whole_checksums(block_bytes: int, sums: Iterable[int]) -> int:
 
 
 def combined_checksums(block_bytes: int, sums_by_rank: Sequence[Mapping[int, int]]) -> dict[int, int]:
-    """Return the checksums by index of the blocks that all ranks have written, from each rank's contributions."""
+    """Return the checksums of those blocks that all ranks have written, by index of the block.
+
+    `sums_by_rank` has one mapping for each rank: the rank's contribution to the checksum of each block that it wrote.
+    """
     return {
         index: whole_checksums(block_bytes, [sums[index] for sums in sums_by_rank])
         for index in sums_by_rank[0]
@@ -168,7 +177,7 @@ def _skip_zeros(register: int, zeros: Tables) -> int:
     return lowest[register & 0xFF] ^ low[register >> 8 & 0xFF] ^ high[register >> 16 & 0xFF] ^ highest[register >> 24]
 
 
-@lru_cache(maxsize=256)  # Each layout and number of ranks needs a few lengths only.
+@lru_cache(maxsize=256)  # the results are kept, because each layout and number of ranks needs only a few lengths
 def _zeros(count: int) -> Tables:
     """Return one table per byte of the register, with the effect of `count` zero bytes on each value of the byte."""
     power = [POLYNOMIAL, *(1 << bit for bit in range(31))]  # the effect of one zero bit on each bit of the register

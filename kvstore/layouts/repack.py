@@ -7,7 +7,7 @@ Rules:
 2. A plan of `plan_fill` writes every byte of every destination exactly once. If that is impossible, there is no plan.
 3. If several source objects hold the same head, the first one that is tried provides it. To spread the load, a caller
    begins with a different source for each rank, as `kvstore.layouts.fingerprint` does.
-4. Bytes are moved and never changed. Of the dtype, only its size in bytes matters.
+4. Bytes are moved and never changed, so a plan depends on the size of the data type and not on the data type itself.
 
 A plan consists of strided copies, one for each pair of objects that overlap. Bytes that are contiguous on both sides form
 one run of such a copy. One kernel call performs all copies of a block.
@@ -32,7 +32,10 @@ RUN_FIELDS = ("source", "source_offset", "destination", "destination_offset", "l
 
 
 class StridedCopy(Struct, frozen=True, kw_only=True):
-    """Runs of equal length between two objects, evenly spaced along some axes. All sizes are in bytes."""
+    """Copy of runs of equal length from one object to another; the runs are evenly spaced along some axes.
+
+    All sizes, offsets and strides are in bytes.
+    """
 
     source: int  # index of the source object
     destination: int
@@ -49,7 +52,7 @@ class StridedCopy(Struct, frozen=True, kw_only=True):
         return math.prod(self.counts)
 
     def row(self) -> list[int]:
-        """Return the copy as a row of the table that `kvstore.native.kernels_twin.copy` takes."""
+        """Return the copy as one row of the table that the function `kvstore.native.kernels_twin.copy` takes."""
         unused = COPY_AXES - len(self.counts)
         axes = zip(self.counts, self.source_strides, self.destination_strides, strict=True)
         where = [self.source, self.source_offset, self.destination, self.destination_offset, self.run_bytes]
@@ -78,7 +81,8 @@ class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
 
         Args:
             sources: Contiguous bytes of each source object, in the order for which the plan was made.
-            destinations: The same for the destination objects. Bytes outside the plan stay unchanged.
+            destinations: Contiguous bytes of each destination object, in the same way. Bytes that the plan does not
+                name stay unchanged.
 
         Raises:
             ValueError: An object has a wrong size; nothing was moved.
@@ -135,7 +139,7 @@ def _plan(
 
 
 def _covering(shape: BlockShape, wanted: Box, parts: Sequence[BlockShard], first: int) -> Iterator[tuple[int, Box]]:
-    """Yield disjoint boxes that together make up `wanted`, each with the index of the part that provides it."""
+    """Yield boxes that do not overlap and together are `wanted`, each with the index of the part that provides it."""
     if wanted.overlap(shape.everything) != wanted:
         raise LayoutMismatch("heads", f"heads: {wanted} is not within {shape.everything}")
     missing = [wanted]
@@ -185,7 +189,7 @@ def _copy(
 
 
 def _merge(axes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Merge neighbouring axes that are contiguous on both sides."""
+    """Merge neighbouring axes whose elements are contiguous both in the source and in the destination."""
     merged: list[tuple[int, int, int]] = []
     for to_stride, from_stride, count in axes:
         if merged and merged[-1][:2] == (to_stride * count, from_stride * count):

@@ -19,7 +19,7 @@ from kvstore.namespace import KvNamespace
 
 
 class Span(Struct, frozen=True, order=True):
-    """Range of consecutive layers or heads; may be empty."""
+    """Range of consecutive layers or heads, which may be empty."""
 
     first: int
     count: int
@@ -34,7 +34,7 @@ class Span(Struct, frozen=True, order=True):
 
 
 class Box(Struct, frozen=True):
-    """Range of layers, combined with a range of heads."""
+    """A part of a block: the layers of one range, with the heads of another range."""
 
     layers: Span
     heads: Span
@@ -56,7 +56,7 @@ class Box(Struct, frozen=True):
 
 
 class BlockShard(Struct, frozen=True):
-    """Object that holds the layers and heads of `box` in a layout. Its bytes are contiguous."""
+    """Describes an object in memory that has the layers and heads of `box`, as contiguous bytes in a layout."""
 
     layout: str
     box: Box

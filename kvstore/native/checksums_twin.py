@@ -18,12 +18,18 @@ MOVED, GONE, CORRUPT = range(3)
 
 
 def extend(crc32c: int, data: ByteArray, /) -> int:
-    """Return the CRC-32C of earlier bytes followed by `data`; `crc32c` is that of the earlier bytes, or 0."""
+    """Return the CRC-32C of earlier bytes followed by `data`.
+
+    `crc32c` is the CRC-32C of the earlier bytes, or 0 if there are none.
+    """
     return int(google_crc32c.extend(crc32c, data))
 
 
 def copy(crc32c: int, source: ByteArray, destination: ByteArray, /) -> int:
-    """Copy bytes and return `crc32c` extended by the copied bytes, even if the source changes during the copy.
+    """Copy bytes, and return the CRC-32C of earlier bytes followed by the copied bytes.
+
+    `crc32c` is that of the earlier bytes, or 0. The result covers the bytes that were really copied, even if the source
+    changes during the copy.
 
     Raises:
         ValueError: Source and destination differ in size; nothing was copied.
@@ -111,7 +117,7 @@ def put_blocks(
 
 
 def sums(count: int, block_bytes: int, parts: list[ByteArray], /) -> list[int]:
-    """Return the CRC-32C of each of `count` blocks. `parts` and errors are those of `get_blocks`."""
+    """Return the CRC-32C of each of `count` blocks; `parts` and the errors are as in `get_blocks`."""
     blocks = _blocks(parts, block_bytes)
     assert len(blocks) == count, f"parts do not make {count} blocks of {block_bytes} bytes"
     checksums = []

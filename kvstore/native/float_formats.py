@@ -50,7 +50,7 @@ class HalfFormat(StrEnum):
     def patterns(self, numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
         """Return the bit patterns of the nearest numbers, ties to even.
 
-        A number beyond the largest finite one becomes the latter.
+        A number whose magnitude is too large becomes the largest finite number.
         """
         largest = float(self.numbers(np.array([self.largest], np.uint16))[0])
         inside = np.clip(numbers, -largest, largest)
@@ -66,7 +66,7 @@ def e4m3_codes(numbers: NDArray[np.float64]) -> NDArray[np.uint8]:
     exponents = np.where(magnitudes > 0, np.frexp(magnitudes)[1] - 1, _E4M3_LEAST_EXPONENT)
     exponents = np.maximum(exponents, _E4M3_LEAST_EXPONENT)
     eighths = np.rint(np.ldexp(magnitudes, _E4M3_FRACTION_BITS - exponents)).astype(np.int64)
-    # A fraction that is rounded up to the next power of two carries into the exponent.
+    # If rounding up gives the next power of two, the exponent grows by one.
     codes = ((exponents - _E4M3_LEAST_EXPONENT) << _E4M3_FRACTION_BITS) + eighths
     signs = np.where(np.signbit(numbers), 0x80, 0)
     result: NDArray[np.uint8] = (np.minimum(codes, _E4M3_LARGEST_CODE) | signs).astype(np.uint8)

@@ -15,13 +15,13 @@ from kvstore.native.float_formats import HalfFormat
 
 COPY_AXES = 5
 COPY_COLUMNS = 5 + 3 * COPY_AXES
-"""Number of columns in the table of `copy`. The first five are: source, its offset, destination, its offset, bytes of a
-run. Then follow for each axis, outermost first, the number of runs, the stride in the source and the stride in the
-destination. Unused axes have one run."""
+"""Number of columns in the table of `copy`. The first five columns are: index of the source, offset in the source,
+index of the destination, offset in the destination, and bytes of a run. Three columns follow for each axis, outermost
+axis first: the number of runs, the stride in the source and the stride in the destination. Unused axes have one run."""
 
 LONGEST_ITEM = 1 << 20
-"""Longest run, in bytes, that is copied as one numpy item. Longer runs are copied as single bytes, because a numpy item
-is smaller than 2 GiB; for long runs this costs little."""
+"""Maximum length of a run, in bytes, that is copied as one numpy item. Longer runs are copied byte by byte, because numpy's items
+are limited to 2 GiB. For long runs, this is hardly slower."""
 
 LARGEST_CODE = 127.0
 
@@ -54,7 +54,7 @@ def split(block: ByteArray, planes: ByteArray) -> None:
 
 
 def join(planes: Sequence[ByteArray], block: ByteArray) -> None:
-    """Do the reverse of `split`. The planes need not be adjacent in memory."""
+    """Make values from the planes into which `split` has separated them; the planes may lie anywhere in memory."""
     _fits(block.nbytes == sum(plane.nbytes for plane in planes), "planes and block differ in size")
     _fits(len({plane.nbytes for plane in planes}) == 1, "planes differ in size")
     values = block.reshape(-1, len(planes))
@@ -118,10 +118,15 @@ def quantise(
 def dequantise(
     codes: NDArray[np.int8], scales: NDArray[np.uint16], fraction_bits: int, values: NDArray[np.uint16]
 ) -> None:
-    """Multiply codes by their scale, rounded to nearest, ties to even, and limited to the largest finite number."""
+    """Multiply integer codes by the scale of their column, and write the products to `values` as 16-bit numbers.
+
+    The products are rounded to nearest, ties to even, and limited to the largest finite number. The arguments are those
+    of `quantise`, with `values` as the result.
+    """
     _fits(values.shape == codes.shape and scales.shape == (len(values), values.shape[2]), "shapes do not fit")
     numbers = codes.astype(np.float32)
-    with np.errstate(over="ignore"):  # an infinite product becomes the largest finite number below
+    # a product may be infinite; `patterns` then limits it to the largest finite number
+    with np.errstate(over="ignore"):
         numbers *= HalfFormat.BFLOAT16.numbers(scales)[:, np.newaxis]
     values[:] = _half(fraction_bits).patterns(numbers)
 
@@ -136,9 +141,9 @@ def _half(fraction_bits: int) -> HalfFormat:
 def _views(
     row: list[int], sources: Sequence[ByteArray], destinations: Sequence[ByteArray]
 ) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """Return views of destination and source of one copy, as arrays of runs.
+    """Return two arrays of runs for one copy: a view of the destination, and a view of the source.
 
-    Numpy checks that they lie within the objects.
+    Numpy checks that the views lie within the objects.
     """
     _fits(min(row) >= 0, "a copy is not within its objects")
     source, source_offset, destination, destination_offset, length = row[:5]

@@ -7,31 +7,32 @@ SLOT_BYTES = 20
 
 
 class HasSlot(Protocol):
-    """Block with a packed slot that never changes."""
+    """Protocol of a block that has its slot as packed bytes."""
 
     @property
     def slot(self) -> bytes:
-        """The slot as `SLOT_BYTES` bytes, which stay the same while the block is in the table."""
+        """The slot as `SLOT_BYTES` bytes. It does not change while the block is in the table."""
 
 
 BlockT = TypeVar("BlockT", bound=HasSlot)
 
 
 class BlockTable(Generic[BlockT]):
-    """Table of blocks by hash.
+    """Finds blocks by their hash.
 
-    A hash has 16 bytes, and several hashes are concatenated; other lengths raise `ValueError`.
+    A hash is passed as 16 bytes, and several hashes as one concatenation. Other lengths raise `ValueError`.
     """
 
     def __init__(self, key: tuple[int, int], /) -> None:  # noqa: ARG002 - a dict needs no key
         """Make an empty table.
 
-        `key` is two secret 64-bit numbers, because of which clients cannot choose hashes that collide.
+        `key` consists of two secret 64-bit numbers. They influence the places of blocks, so that clients cannot choose
+        hashes that collide.
         """
         self._blocks: dict[bytes, BlockT] = {}
 
     def get(self, name: bytes, /) -> BlockT | None:
-        """Return the block with this hash, or None."""
+        """Return the block with this hash; None if the table does not have it."""
         return self._blocks.get(_checked(name))
 
     def put(self, name: bytes, block: BlockT, /) -> None:

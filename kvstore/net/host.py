@@ -11,8 +11,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def host_id() -> str:
     """Return an id that is equal in two processes that can probably share memory: same running kernel and same user.
 
-    Containers of one host may be unable to reach each other's sockets. A client that finds equal ids tries the socket,
-    and uses another data path if that fails.
+    Containers on one host have equal ids, but may be unable to reach each other's sockets. A client that finds equal
+    ids tries the socket, and uses another data path if that fails.
     """
     try:
         kernel = BOOT_ID.read_text(encoding="ascii").strip()

@@ -1,6 +1,6 @@
-"""gRPC server reflection v1, whose messages are those of v1alpha under another package name.
+"""gRPC server reflection v1, made from the messages of v1alpha under another package name.
 
-The library `grpcio-reflection` serves v1alpha alone, and newer clients ask for v1 first. See
+The library `grpcio-reflection` serves only v1alpha, but newer clients ask for v1 first. The protocol is described at
 https://github.com/grpc/grpc/blob/master/doc/server-reflection.md.
 """
 
@@ -15,7 +15,7 @@ V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def add_descriptor() -> None:
-    """Make v1 known to the default descriptor pool, so that it describes itself as other services do."""
+    """Add the descriptors of v1 to the default descriptor pool, so that v1 can describe itself like other services."""
     pool = descriptor_pool.Default()
     try:
         pool.FindServiceByName(V1)

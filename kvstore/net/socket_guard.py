@@ -6,12 +6,13 @@ the guard finds the connections among the sockets of its own process, and shuts 
 Rules:
 
 1. A connection is busy while one of its calls is served. A busy connection is never shut down. Calls of the services in
-   `UNPROVEN_SERVICES` do not count, because they need no proof.
-2. One address may have a share of the connections. If it has more, connections of that address are shut down, and never
-   those of another address.
+   `UNPROVEN_SERVICES` do not make it busy, because anybody may call them without a proof.
+2. One address may have at most the share `ADDRESS_SHARE` of the allowed connections. If it has more, only connections
+   of this address are shut down.
 3. If the port has too many connections, the address with the most connections loses some.
-4. Connections that never had a call by rule 1 are shut down first, then idle ones; among equals the one that was seen
-   first. Therefore a caller that sends a call at once is served, however many silent connections there are.
+4. Connections that never had a call that counts by rule 1 are shut down first, then idle connections. Within each
+   group, the connection that was seen first is shut down first. Therefore a caller that sends a call at once is served,
+   however many silent connections there are.
 5. The sockets are examined only when the process has more open files than the port may have connections. Otherwise a
    check costs one `stat` call.
 """
@@ -38,13 +39,13 @@ from msgspec import Struct
 UNPROVEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 LOOK_SECONDS = 0.1
 SURVEY_SECONDS = 10.0
-"""Longest time between two surveys of the sockets while many files are open. Files other than connections may have been
-closed since the last survey, so that more connections fit under the same number of files."""
+"""Maximum time between two surveys of the sockets while many files are open. If files that are not connections were
+closed since the last survey, there may be too many connections although the number of open files has not grown."""
 
 LOG_SECONDS = 10.0
-MAX_CONNECTIONS = 4096  # most connections of the port, as for the ports of clients
-DESCRIPTOR_SHARE = 0.25  # largest share of the files that the process may open
-ADDRESS_SHARE = 0.9  # largest share of the connections for one address, as for the ports of clients
+MAX_CONNECTIONS = 4096  # maximum number of connections of the port, as for the ports of clients
+DESCRIPTOR_SHARE = 0.25  # maximum number of connections, as a share of the files that the process may open
+ADDRESS_SHARE = 0.9  # maximum share of the connections that one address may have, as for the ports of clients
 
 DESCRIPTORS = "/proc/self/fd"
 LAST_RECEIVED = 52  # offset in the kernel's `tcp_info` of the milliseconds since bytes arrived
@@ -69,7 +70,7 @@ class GuardedConnection(Struct, frozen=True, kw_only=True):
 
 
 def select_displaced(connections: list[GuardedConnection], most: int, per_address: int) -> list[GuardedConnection]:
-    """Return the connections that must be shut down (rules 2 to 4)."""
+    """Return the connections that have to be shut down by rules 2 to 4."""
     by_address: dict[str, list[GuardedConnection]] = defaultdict(list)
     for each in connections:
         by_address[each.peer[0]].append(each)
@@ -104,10 +105,18 @@ def select_displaced(connections: list[GuardedConnection], most: int, per_addres
 
 
 class SocketGuard(grpc.aio.ServerInterceptor):
-    """Guard of one server. Add it as the last interceptor, so that refused calls do not count, and run `run`."""
+    """Limits the connections of one gRPC server, by the rules of this module.
+
+    It has to be the server's last interceptor, so that calls that other interceptors refuse do not count. The server
+    also has to start `run`.
+    """
 
     def __init__(self, most: int | None = None, address_share: float = ADDRESS_SHARE) -> None:
-        """Create a guard for `most` connections; by default `MAX_CONNECTIONS`, within a share of the open files."""
+        """Create a guard that allows `most` connections.
+
+        The default is `MAX_CONNECTIONS`, or the share `DESCRIPTOR_SHARE` of the files that the process may open, if
+        that is less.
+        """
         if most is None:
             files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             most = MAX_CONNECTIONS if files < 0 else min(MAX_CONNECTIONS, int(files * DESCRIPTOR_SHARE))
@@ -203,7 +212,10 @@ class SocketGuard(grpc.aio.ServerInterceptor):
 
 
 def _peer(text: str) -> Peer | None:
-    """Return the caller of gRPC's ``ipv4:host:port`` or ``ipv6:%5Bhost%5D:port``; None for a Unix socket."""
+    """Return the address and port of a caller from gRPC's ``ipv4:host:port`` or ``ipv6:%5Bhost%5D:port``.
+
+    Return None for a Unix socket.
+    """
     kind, _, address = text.partition(":")
     host, _, port = unquote(address).rpartition(":")
     return _key(host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") else None
@@ -238,7 +250,7 @@ def _connections(port: int) -> Iterator[tuple[Peer, tuple[int, int]]]:
 
 
 def _shut_down(descriptor: int, peer: Peer) -> bool:
-    """Shut a connection down, unless the descriptor has become another file; return whether it was shut down."""
+    """Shut a connection down, unless its descriptor belongs to another file by now; return whether it was shut down."""
     with _duplicate(descriptor) as found:
         try:
             if found is None or _key(*found.getpeername()[:2]) != peer:
@@ -251,7 +263,10 @@ def _shut_down(descriptor: int, peer: Peer) -> bool:
 
 @contextmanager
 def _duplicate(descriptor: int) -> Iterator[socket.socket | None]:
-    """Open the socket of a descriptor a second time, because gRPC may close its own at any time; None if it is no socket."""
+    """Yield a socket object for a copy of a descriptor, because gRPC may close the descriptor itself at any time.
+
+    Yield None if the descriptor does not belong to a socket.
+    """
     copy = -1
     try:
         copy = os.dup(descriptor)

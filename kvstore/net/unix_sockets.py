@@ -1,4 +1,4 @@
-"""Unix sockets: paths that a node may take, paths that a killed node left behind, and connections to busy sockets."""
+"""Unix sockets: listen at a path, also if a killed node has left a socket there, and connect to a busy socket."""
 
 import contextlib
 import errno
@@ -15,14 +15,17 @@ from kvstore.errors import StoreNotStarted, reason
 
 PATH_BYTES = 107  # size of sun_path without its final zero; unix(7)
 PROBE_SECONDS = 1.0
-BACKLOG = 1024  # most connections that wait to be accepted
-ALONE_SECONDS = 3.0  # longest wait for other nodes that take their sockets in the same folder
+BACKLOG = 1024  # maximum number of connections that wait to be accepted
+ALONE_SECONDS = 3.0  # maximum wait while other nodes prepare their sockets in the same folder
 ALONE_AGAIN_SECONDS = 0.01
 
 TIMEVAL = struct.Struct("@ll")  # seconds and microseconds, as SO_SNDTIMEO takes them
 
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Errors after which `accept` may succeed a little later; they are no reason to stop."""
+"""Errors of `accept` that mean a temporary lack of files or memory.
+
+The server can call `accept` again a little later.
+"""
 
 
 Identity = tuple[int, int, int]
@@ -65,20 +68,23 @@ def folder_lock(field: str, path: str) -> Iterator[None]:
 
 
 def identity(path: str) -> Identity:
-    """Return the identity of the file at this path, for `remove`; the file must not change any more."""
+    """Return the identity of the file at this path, for `remove`.
+
+    The file must not be changed after this call, because a change would give it another identity.
+    """
     found = Path(path).lstat()
     return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
 def remove(path: str, own: Identity) -> None:
-    """Remove the socket at this path, unless another process has put its own socket there meanwhile."""
+    """Remove the socket at this path; do nothing if another process has put its own socket at the path meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         if identity(path) == own:
             Path(path).unlink()
 
 
 def clear_path(field: str, path: str) -> None:
-    """Remove a socket at `path` on which no process listens.
+    """Remove the socket at `path` if no process listens on it, so that the path can be used.
 
     Raises:
         StoreNotStarted: The path cannot be used; the message begins with `field`.
@@ -123,13 +129,14 @@ def listen(field: str, path: str) -> socket.socket:
 
 
 def connect(path: str, timeout_seconds: float) -> socket.socket:
-    """Connect to a Unix socket; the timeout covers the connection only.
+    """Connect to a Unix socket. The timeout limits only the time to connect.
 
     If the listener's queue of connections is full, the call waits for a place in it. Python's own timeout makes a socket
     non-blocking, and a non-blocking socket would be refused at once. Therefore the timeout is set in the system.
 
     Raises:
-        OSError: No process listens there. BlockingIOError: There was no place in the queue in time.
+        OSError: No process listens at the path.
+        BlockingIOError: There was no place in the listener's queue in time.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -1,8 +1,8 @@
 """Unproven connections: limits the connections that have not proven the secret yet, and chooses which one to close.
 
-A connection leaves the list when it has proven the secret, so silent connections cost proven clients nothing. When the
-list is full, the oldest connection of the address with the most connections is closed. A host with many silent
-connections therefore displaces its own connections first, and a new client is always served.
+A connection leaves the list when it has proven the secret. Silent connections therefore never take the place of proven
+ones. When the list is full, the oldest connection of the address with the most connections is closed. A host with many
+silent connections therefore displaces its own connections first, and a new client is always served.
 """
 
 from collections.abc import Hashable
@@ -12,19 +12,23 @@ Connection = TypeVar("Connection", bound=Hashable)
 
 
 class UnprovenConnections(Generic[Connection]):
-    """Bounded list of the unproven connections of one port."""
+    """Holds the unproven connections of one port, and limits their number."""
 
     def __init__(self, limit: int):
         assert limit >= 1, limit
         self._limit = limit
-        self._by_address: dict[str, dict[Connection, None]] = {}  # the oldest connection of each address first
+        # Connections by address; within an address, the oldest connection comes first.
+        self._by_address: dict[str, dict[Connection, None]] = {}
         self._addresses: dict[Connection, str] = {}
 
     def __len__(self) -> int:
         return len(self._addresses)
 
     def add(self, connection: Connection, address: str) -> Connection | None:
-        """Add a connection from that address; return the connection that has to be closed for it, if any."""
+        """Add a connection from this address.
+
+        If the list is full, return the connection that the caller has to close.
+        """
         gone = self._crowding_out() if len(self) >= self._limit else None
         self._by_address.setdefault(address, {})[connection] = None
         self._addresses[connection] = address

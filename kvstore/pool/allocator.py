@@ -1,4 +1,8 @@
-"""Pool allocator: decides where blocks lie and which blocks make room for others.
+"""Pool allocator: decides where in the pool blocks lie, and which blocks are evicted to make room for others.
+
+By default the least recently used block that is not pinned goes first, and the end of a chain before its beginning
+(`kvstore.eviction.lru`; the setting `eviction` names another policy). A tenant whose quota is full loses its own
+blocks.
 
 The allocator is a part of `kvstore.pool.machine`, whose rules hold here; only the machine calls it. It collects the
 commands for the pool's memory and the changes for the watchers. It does not know why a block is pinned, or how long it
@@ -24,7 +28,7 @@ EVICTED = advance(BlockState.HELD, BlockTransition.EVICT)
 
 
 class PoolAllocator:
-    """Decides the slots of all blocks in one pool."""
+    """Decides in which slots of the pool the blocks lie."""
 
     def __init__(
         self, capacity_bytes: int, eviction: EvictionPolicy[BlockKey], max_namespaces: int, table_key: tuple[int, int]
@@ -33,7 +37,7 @@ class PoolAllocator:
         self._eviction = eviction
         self._by_offset: dict[int, StoredBlock] = {}
         self._commands: list[TierCommand] = []
-        # Changes for the watchers, by namespace digest and block hash: True if stored, False if removed.
+        # Changes for the watchers, by namespace digest and block hash. True: stored, False: removed.
         self._changed: dict[bytes, dict[BlockHash, bool]] = {}
         self.evicted_blocks = 0
         self.namespaces = OpenNamespaces(self._extents.capacity_bytes, max_namespaces, table_key)
@@ -52,7 +56,7 @@ class PoolAllocator:
             return None
         return block
 
-    # Life of a block
+    # The methods that reserve places for blocks, make blocks readable, and remove them.
 
     def place_missing(
         self,
@@ -61,10 +65,11 @@ class PoolAllocator:
         account: TenantAccount | None,
         next_id: Callable[[], int],
     ) -> tuple[dict[int, StoredBlock], list[ReservedSlot], int]:
-        """Find places for the blocks of a chain that are neither readable nor being written.
+        """Find places for the missing blocks of a chain: those that are neither readable nor being written.
 
-        Return the new blocks by their index in the chain, from its start as far as there is space; the same blocks in the
-        form for clients; and the number of blocks for which there was no space.
+        If space is short, the blocks at the start of the chain get their places first. Return three values: the blocks
+        that got a place, by their index in the chain; their slots in the form for clients; and the number of missing
+        blocks for which there was no space.
         """
         blocks: dict[int, StoredBlock] = {}
         reserved: list[ReservedSlot] = []
@@ -96,8 +101,12 @@ class PoolAllocator:
         return blocks, reserved, refused
 
     def publish(self, opened: OpenNamespace, written: Iterable[tuple[StoredBlock, int]]) -> None:
-        """Make written blocks, given with their checksums, readable; the caller admits them to the eviction policy later."""
-        published = advance(RESERVED, BlockTransition.PUBLISH)  # one look-up for all blocks, because each is RESERVED
+        """Make written blocks readable. `written` has pairs of a block and its CRC-32C.
+
+        The caller has to add the blocks to the eviction policy later (`admit`).
+        """
+        # The new state is looked up once for all blocks, because each of them is RESERVED.
+        published = advance(RESERVED, BlockTransition.PUBLISH)
         writing, put = opened.writing, opened.readable.put
         changed = self._changed.setdefault(opened.digest, {})
         for block, crc32c in written:
@@ -128,7 +137,7 @@ class PoolAllocator:
     def free(self, block: StoredBlock) -> None:
         self._extents.give_back(self._vacate(block), block.length)
 
-    # Eviction policies
+    # The methods that add blocks to the eviction policies.
 
     def admit(self, block: StoredBlock, now: Nanos) -> None:
         self._eviction.admit(block.key, block.length, now)
@@ -136,12 +145,15 @@ class PoolAllocator:
             block.account.eviction.admit(block.key, block.length, now)
 
     def readmit(self, block: StoredBlock, now: Nanos) -> None:
-        """Admit a block again to the policies that chose it while it was pinned."""
+        """Admit an unpinned block again to the policies that had chosen it for eviction while it was pinned.
+
+        The block was withdrawn from these policies at that time.
+        """
         for policy in self._policies(block):
             if block.key not in policy:
                 policy.admit(block.key, block.length, now)
 
-    # Output
+    # The methods that return what has been decided.
 
     def commands(self) -> list[TierCommand]:
         """Return the commands for the pool's memory, in order. Each command is returned only once."""
@@ -165,7 +177,7 @@ class PoolAllocator:
         return iter(self._by_offset.values())
 
     def check(self, accounts: Iterable[TenantAccount]) -> None:
-        """Assert that no space is lost or used twice, and that the policies know the right blocks."""
+        """Assert that no space is lost or used twice, and that the policies know only blocks that exist; for tests."""
         self._extents.check()
         areas = self._extents.free_extents()
         charged: dict[int, int] = {}
@@ -201,7 +213,10 @@ class PoolAllocator:
         assert end == self._extents.capacity_bytes
 
     def _find_room(self, length: int, account: TenantAccount | None) -> int | None:
-        """Return the offset of a free extent, after evicting blocks if necessary; None when nothing more may be evicted."""
+        """Return the offset of a free extent, after evicting blocks if necessary.
+
+        Return None if the pool or the tenant's quota has no room and no further block can be evicted.
+        """
         if account is not None and not self._make_room_within(account, length):
             return None
         while (offset := self._extents.take(length)) is None:
@@ -210,7 +225,7 @@ class PoolAllocator:
                 return None
             vacant = self._evict(victim)
             if occupied_bytes(victim.length) == occupied_bytes(length):
-                return vacant  # the common case: the freed extent has the right size
+                return vacant  # the common case: the evicted block leaves an extent of the right size
             self._extents.give_back(vacant, victim.length)
         return offset
 
@@ -234,7 +249,8 @@ class PoolAllocator:
             assert block is not None, "the policy knows a block that does not exist"
             if not block.pins:
                 return block
-            policy.withdraw(key)  # the block is pinned; it is admitted again when its last pin ends (rule 8)
+            # the block is pinned; it is admitted to the policy again when its last pin ends (rule 8)
+            policy.withdraw(key)
         return None
 
     def _evict(self, block: StoredBlock) -> int:
@@ -246,7 +262,7 @@ class PoolAllocator:
         return self._vacate(block)
 
     def _vacate(self, block: StoredBlock) -> int:
-        """Remove a block from its place; return the offset of its extent."""
+        """Remove a block from its place. Return the offset of its extent, which the caller must free or use."""
         address = block.address
         del self._by_offset[address.offset]
         if block.account is not None:
@@ -255,5 +271,5 @@ class PoolAllocator:
         return address.offset
 
     def _policies(self, block: StoredBlock) -> tuple[EvictionPolicy[BlockKey], ...]:
-        """Return the policies that may choose the block."""
+        """Return the eviction policies that know the block: that of the pool, and that of its tenant with a quota."""
         return (self._eviction,) if block.account is None else (self._eviction, block.account.eviction)

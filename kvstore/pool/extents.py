@@ -5,7 +5,7 @@ Rules:
 1. Space is counted in pages. Each extent begins at a page boundary, whatever the block size of its namespace.
 2. Neighbouring free extents are always merged, so that blocks of one size leave room for blocks of another.
 3. An extent is taken from the smallest free one that is large enough, so blocks of one size refill their own holes.
-   Both operations take O(log n) in the number of distinct sizes of free extents, which is small.
+   Allocating and freeing take O(log n) in the number of distinct sizes of free extents, which is small.
 """
 
 from bisect import bisect_left, insort
@@ -23,7 +23,7 @@ class FreeExtents:
         self._free_pages = 0
         self._starts: dict[int, int] = {}  # first page of each free extent -> number of its pages
         self._ends: dict[int, int] = {}  # first page after each free extent -> first page of the extent
-        # Number of pages -> first pages of the free extents of that size; a dict, because it keeps the order of insertion.
+        # Maps a number of pages to the first pages of the free extents of that size, in the order of insertion.
         self._by_size: dict[int, dict[int, None]] = {}
         self._sizes: list[int] = []  # keys of _by_size, ascending
         if pages:
@@ -53,7 +53,10 @@ class FreeExtents:
         return first * PAGE_BYTES
 
     def take_several(self, length: int, count: int) -> list[int]:
-        """Allocate up to `count` extents as repeated calls of `take` would, and return their offsets."""
+        """Allocate up to `count` extents of `length` bytes each, and return their offsets.
+
+        The result is the same as with repeated calls of `take`. It is shorter than `count` if space ends.
+        """
         pages = pages_for(length)
         offsets: list[int] = []
         while len(offsets) < count and (place := bisect_left(self._sizes, pages)) < len(self._sizes):
@@ -83,7 +86,7 @@ class FreeExtents:
         self._add(first, pages)
 
     def check(self) -> None:
-        """Assert that all structures agree with `_starts` and that no neighbouring free extents are separate; for tests."""
+        """Assert that all structures agree with `_starts`, and that neighbouring free extents are merged; for tests."""
         assert sum(self._starts.values()) == self._free_pages
         assert self._ends == {first + size: first for first, size in self._starts.items()}
         assert self._sizes == sorted(set(self._starts.values()))

@@ -2,9 +2,10 @@
 
 Rules:
 
-1. Each lease and reservation has a deadline and is in a heap until then. Only those of the node itself have none; the
-   node ends them (rule 1 of `kvstore.hierarchy.machine`).
-2. The limit counts what clients were granted. The parts of the node limit their own leases.
+1. Each lease and reservation of a client has a deadline, and is in a heap until then. The node's own leases and
+   reservations have no deadline; the node ends them itself (rule 1 of `kvstore.hierarchy.machine`).
+2. The number of leases and reservations of clients together is limited. The node's own leases do not count: the parts
+   of the node that need leases limit their number themselves.
 3. Ids increase by one, from a number that differs between two starts of a node. Slot generations come from the same
    sequence.
 """
@@ -21,7 +22,7 @@ SLACK = 64  # number of ended entries that may stay in the heap before they are 
 
 
 class BlockLease:
-    """A lease on blocks, which keeps the blocks from being evicted until it ends.
+    """A lease on blocks. The blocks are not evicted before it ends.
 
     Attributes:
         is_use: True if the end of the lease counts as a use of the blocks for the eviction policy.
@@ -36,7 +37,7 @@ class BlockLease:
 
 
 class PendingWrite:
-    """One write reservation: the requested chain, and the blocks to write by their index in it."""
+    """Records one write reservation: the requested chain, and the blocks of it that the owner will write, by index."""
 
     __slots__ = ("blocks", "names", "opened", "owner")
 
@@ -48,7 +49,7 @@ class PendingWrite:
 
 
 class LeaseTable:
-    """Open leases and reservations by id."""
+    """Records the open leases and reservations by id."""
 
     def __init__(self, epoch: int, limit: int):
         self._last_id = epoch << 32
@@ -93,7 +94,10 @@ class LeaseTable:
         return found if isinstance(found, PendingWrite) else None
 
     def end(self, granted: int) -> None:
-        """Close a lease or reservation early. Its deadline stays in the heap for a while without effect."""
+        """Remove a lease or reservation before its deadline.
+
+        The deadline stays in the heap for a while without effect.
+        """
         self.reservations -= isinstance(self._open.pop(granted), PendingWrite)
         self._unending.discard(granted)
 
@@ -123,7 +127,10 @@ class LeaseTable:
 
 
 class _Deadlines:
-    """Heap of ids by deadline. An id that ends early stays in the heap until its deadline, or until it is swept out."""
+    """Returns the ids of leases and reservations when their deadline has come; the ids are in a heap.
+
+    The id of a lease that ends early stays in the heap until its deadline or until `keep` removes it.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[Nanos, int]] = []
@@ -137,11 +144,11 @@ class _Deadlines:
             yield heapq.heappop(self._heap)[1]
 
     def is_cluttered(self, open_ids: int) -> bool:
-        """Return whether most entries have ended early, given the number of open ids."""
+        """Return True if the ended entries outnumber the open ids by more than `SLACK`."""
         return len(self._heap) > 2 * open_ids + SLACK
 
     def keep(self, open_ids: Container[int]) -> None:
-        """Forget the ids that are not open any more."""
+        """Remove all ids from the heap that are not in `open_ids`, because their leases have ended early."""
         self._heap = [entry for entry in self._heap if entry[1] in open_ids]
         heapq.heapify(self._heap)
 

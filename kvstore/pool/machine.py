@@ -3,28 +3,28 @@
 The machine does no I/O; the server performs its commands. Rules:
 
 1. A writer reserves a block and publishes it with its checksum. A published block is readable. A match under a lease
-   pins it. It leaves by eviction, or because its bytes were found wrong. `kvstore.pool.lifecycle` has the table of
-   transitions.
+   pins it. A block leaves the pool by eviction, or because its bytes were found wrong. `kvstore.pool.lifecycle` has the
+   table of transitions.
 2. Each reservation and each lease has an owner and a deadline. The machine ends a reservation or lease that was not
    published or released by then, so a dead process occupies no block for longer. Only the owner of a reservation can
    publish it. Any process that knows the id of a lease may release it, because the reader is often another process than
-   the one that matched. Only the node's own reservations and pins may have no deadline: its threads copy bytes there
-   and report when they are done.
-3. A publication ends its reservation. The places of blocks that it does not name become free.
+   the one that matched. Only the node's own reservations and pins may be without a deadline, because its threads report
+   when they have finished copying.
+3. A publication ends its reservation. If it does not name a reserved block, the place of that block becomes free.
 4. A place gets a new slot generation each time it is given to a block. Generations and ids start at a number that
-   differs between two starts of a node, so those of an earlier start never match.
+   differs between two starts of a node, so a generation or id from before a restart never matches a new one.
 5. Only published blocks without a pin can be evicted. A block that is condemned while pinned is no longer found, but
    its place is not reused before the last pin is gone.
-6. Chains are passed from their first block on. The blocks that a match or a publication names are used in reverse
-   order, so a policy that evicts the oldest block takes the end of a chain first. Holes can still occur; a match stops
-   at the first one.
+6. Chains are passed from their first block on. The uses of the blocks of a match or publication are recorded in reverse
+   order. A policy that evicts the least recently used block therefore takes the end of a chain first. Blocks in the
+   middle of a chain can still be missing; a match stops at the first missing block.
 7. Blocks of different namespaces are never mixed. One set of weights (model, revision, LoRA) in two layouts is a
    configuration error that would only show as a cache that never hits, so the machine refuses the second layout.
 8. The eviction policy learns of a use when the use ends. If the policy chooses a pinned block, the block is withdrawn
    from the policy and admitted again when its last pin ends. Pinning a chain therefore costs the policy nothing unless
    space is short.
-9. A tenant above its quota makes room among its own blocks, or is refused (`kvstore.pool.quotas`). A session that waits
-   may keep its blocks pinned within a limit (`kvstore.pool.session_pins`).
+9. A tenant above its quota makes room among its own blocks, or is refused (`kvstore.pool.quotas`). A paused session may
+   keep its blocks pinned within a limit (`kvstore.pool.session_pins`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,19 +59,19 @@ from kvstore.pool.quotas import TenantQuotas
 from kvstore.pool.session_pins import SessionPins
 
 KNOWN_KEY = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
-"""Hash key of the block table in replays and tests. It is fixed, because equal histories must give equal orders there, and
-no client forges colliding hashes.
-"""
+"""Hash key of the block table in replays and tests. It is fixed, because in replays and tests the same calls must give
+the same order of blocks, and nobody tries to make hashes collide."""
 
 PINNED, CONDEMNED, GONE = BlockState.PINNED, BlockState.CONDEMNED, BlockState.GONE
-"""Members of `BlockState`, as constants of this module for the same reason as in `kvstore.pool.allocator`."""
+"""Members of `BlockState`. They are constants of this module because an enum look-up takes longer than the work per
+block."""
 
 
 class BlockMachine:
-    """State of one node's pool; the module lists the rules.
+    """Decides about the blocks of one node's pool, by the rules of this module.
 
-    Methods that take `now` first reclaim what has ended by then. After each call, perform `commands()` on the pool's
-    memory before anyone learns the call's result.
+    Methods that take `now` first end the leases and reservations whose deadline has passed. After each call, the caller
+    has to perform `commands()` on the pool's memory before it passes the result on.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class BlockMachine:
         """Start with an empty pool.
 
         Args:
-            capacity_bytes: Size of the pool; a remainder that fills no page stays unused.
-            eviction: Policy that has not admitted anything yet.
+            capacity_bytes: Size of the pool; bytes at its end that do not fill a page stay unused.
+            eviction: A new eviction policy, without any block.
             epoch: 1 to 2³¹-1, different at each start of the node (rule 4).
-            max_leases: Most leases, session pins and reservations of clients.
-            max_namespaces: Most open namespaces.
-            max_held_bytes: Limit of all session pins together.
+            max_leases: Maximum number of open leases, session pins and reservations of all clients together.
+            max_namespaces: Maximum number of open namespaces.
+            max_held_bytes: Maximum number of bytes of all blocks that session pins keep in the pool.
             quotas: Quotas of tenants; none by default.
-            table_key: Hash key of `kvstore.native.tables`; a secret where clients choose the hashes.
+            table_key: Hash key of `kvstore.native.tables`. It has to be secret if clients choose the hashes.
         """
         assert 0 < epoch < 1 << 31, epoch
         self._allocator = PoolAllocator(capacity_bytes, eviction, max_namespaces, table_key)
@@ -107,7 +107,7 @@ class BlockMachine:
         self._pinned = self._hits = self._misses = self._written = self._corrupt = self._expired = 0
         self._refused = self._bytes_matched = self._bytes_written = 0
 
-    # Namespaces
+    # The methods for namespaces.
 
     def open(self, namespace: KvNamespace, now: Nanos) -> None:
         """Open a namespace; see `OpenNamespaces.open`."""
@@ -122,16 +122,16 @@ class BlockMachine:
         """Return the size of the namespace's blocks in bytes; raise NamespaceUnknown if the namespace is not open."""
         return self.namespace(digest).block_bytes
 
-    # Reading
+    # The methods for reading.
 
     def match(
         self, digest: bytes, names: Sequence[BlockHash] | bytes, *, lease: Nanos, now: Nanos, tenant: bytes = b""
     ) -> LeasedSlots:
         """Find the longest readable prefix of a chain and pin it for `lease` nanoseconds.
 
-        With a lease of 0, nothing is pinned and no hits or misses are counted. `names` has the block hashes in order, in
-        a sequence or as concatenated bytes. Hits and misses are counted for the `tenant` too.
-        Raise NamespaceUnknown or Exhausted (too many leases) without pinning anything.
+        With a lease of 0, nothing is pinned and no hits or misses are counted. `names` has the block hashes in order,
+        in a sequence or as concatenated bytes. Hits and misses are counted for the `tenant` too. Raise NamespaceUnknown
+        or Exhausted (too many leases) without pinning anything.
         """
         self.expire(now)
         opened = self._namespaces.use(digest, now)
@@ -152,25 +152,26 @@ class BlockMachine:
         self.expire(now)
         for lease_id in lease_ids:
             if self._leases.is_unending(lease_id):
-                continue  # a client may guess the id of a node's pin, whose blocks a thread may be copying
+                # A client might guess the id of a node's own pin, and a thread may be copying the pinned blocks.
+                continue
             if (lease := self._leases.lease(lease_id)) is not None and lease.hold is None:
                 self._leases.end(lease_id)
                 self._end(lease, now)
 
     def readable(self, digest: bytes, slot: Slot) -> Address | None:
-        """Return the address to read from, or None when the slot belongs to another block or namespace by now."""
+        """Return the address of the block in a slot; None if the slot has another block or no readable block now."""
         block = self._allocator.at(digest, slot)
         return block.address if block is not None and block.state in READABLE else None
 
-    # Holding
+    # The methods for session pins.
 
     def hold(
         self, digest: bytes, names: Sequence[BlockHash], *, session: str, span: Nanos, now: Nanos
     ) -> SessionPinResult:
-        """Pin the longest readable prefix for a waiting session, as far as the limit of session pins allows.
+        """Pin the longest readable prefix for a paused session, as far as the limit of session pins allows.
 
-        The session's former pin in that namespace ends first, even if this call fails. Raise NamespaceUnknown or Exhausted
-        (too many leases) without pinning.
+        The session's former pin in that namespace ends first, even if this call fails. Raise NamespaceUnknown or
+        Exhausted (too many leases) without pinning.
         """
         assert span > 0, span
         self.release_hold(digest, session, now)
@@ -198,7 +199,7 @@ class BlockMachine:
         self._end(lease, now)
         return len(lease.blocks)
 
-    # Writing
+    # The methods for writing.
 
     def reserve(
         self,
@@ -214,9 +215,9 @@ class BlockMachine:
 
         If space ends, the blocks at the end of the chain get no place.
 
-        `lease` is the longest duration in nanoseconds; None, for the node only, means until it publishes. The blocks are
-        charged to the quota of `tenant`. Raise NamespaceUnknown or Exhausted (too many reservations) without reserving
-        anything.
+        `lease` is the maximum duration in nanoseconds. Only the node itself may pass None: its reservation then lasts
+        until it publishes the blocks. The blocks are charged to the quota of `tenant`. Raise NamespaceUnknown or
+        Exhausted (too many reservations) without reserving anything.
         """
         assert lease is None or lease > 0, lease
         self.expire(now)
@@ -227,7 +228,7 @@ class BlockMachine:
             self._leases.require_room()
         account = self._quotas.account(tenant) if self._quotas is not None else None
         held = [block for block in map(opened.readable.get, names) if block is not None]
-        self._pin(held)  # pinned meanwhile, so that the new blocks of a chain do not evict its earlier blocks
+        self._pin(held)  # Pin the chain's stored blocks for a moment, so that they are not evicted for the new blocks.
         blocks, reserved, refused = self._allocator.place_missing(opened, names, account, self._leases.next_id)
         self._unpin(held, now, is_use=False)
         self._refused += refused
@@ -257,7 +258,8 @@ class BlockMachine:
                 if index not in checksums:
                     self._allocator.abandon(opened, block)
         find, admit = opened.readable.get, self._allocator.admit
-        for name in reversed(writing.names):  # blocks that were stored before are included: this is a use (rule 6)
+        # A publication counts as a use of the whole chain, so blocks that were stored before are included (rule 6).
+        for name in reversed(writing.names):
             there = find(name)
             if there is not None and not there.pins:
                 admit(there, now)
@@ -266,14 +268,17 @@ class BlockMachine:
         return published
 
     def writable(self, digest: bytes, slot: Slot) -> Address | None:
-        """Return the address to write to, or None when the reservation has ended or belongs to another namespace."""
+        """Return the address of a reserved slot; None if the reservation has ended or belongs to another namespace."""
         block = self._allocator.at(digest, slot)
         return block.address if block is not None and block.state is BlockState.RESERVED else None
 
-    # Used by the node itself
+    # The methods that only the node itself uses.
 
     def pin(self, keys: Sequence[BlockKey], now: Nanos) -> PinnedBlocks:
-        """Pin the blocks among `keys` that are readable, until `unpin`. The eviction policy does not count this as a use."""
+        """Pin the blocks among `keys` that are readable, until `unpin`.
+
+        The eviction policy does not count this as a use.
+        """
         self.expire(now)
         found = [block for key in keys if (block := self._namespaces.find(key)) is not None]
         pin_id = self._lease(BlockLease(found, is_use=False), None)
@@ -293,10 +298,10 @@ class BlockMachine:
         """Return whether a block is readable or is being written."""
         return self._namespaces.find(key) is not None or self._namespaces.written(key) is not None
 
-    # Upkeep
+    # The methods that remove damaged blocks, end leases at their deadline, or return commands, changes and statistics.
 
     def condemn(self, digest: bytes, name: BlockHash, generation: int, now: Nanos) -> bool:
-        """Remove a block whose bytes are wrong; return False if its place has another slot generation by now."""
+        """Remove a block whose bytes are wrong; return False if the pool has no block with this hash and generation."""
         self.expire(now)
         opened = self._namespaces.get(digest)
         block = opened.readable.get(name)
@@ -312,7 +317,10 @@ class BlockMachine:
         return True
 
     def find(self, digest: bytes, name: BlockHash) -> Slot | None:
-        """Return the slot of a readable block, or None; raise NamespaceUnknown if the namespace is not open."""
+        """Return the slot of a block; None if the block is not readable.
+
+        Raise NamespaceUnknown if the namespace is not open.
+        """
         block = self._namespaces.get(digest).readable.get(name)
         return block.unpacked if block is not None else None
 
@@ -378,7 +386,7 @@ class BlockMachine:
         self._pins.check(held)
         self._allocator.check(self._quotas or ())
 
-    # Leases and reservations
+    # The helper methods for leases and reservations.
 
     def _lease(self, lease: BlockLease, until: Nanos | None) -> LeaseId:
         self._pin(lease.blocks)
@@ -395,7 +403,7 @@ class BlockMachine:
         self._unpin(entry.blocks, now, is_use=entry.is_use)
 
     def _pin(self, blocks: Iterable[StoredBlock]) -> None:
-        # Looked up once for all blocks: every block here is readable, so without a pin its state is HELD.
+        # The new state is looked up only once, because all blocks without a pin have the same state, HELD.
         pinned = advance(BlockState.HELD, BlockTransition.PIN)
         fresh = 0
         for block in blocks:
@@ -406,8 +414,11 @@ class BlockMachine:
         self._pinned += fresh
 
     def _unpin(self, blocks: Sequence[StoredBlock], now: Nanos, *, is_use: bool) -> None:
-        """Unpin blocks from the end of the chain on (rule 6)."""
-        unpinned = advance(PINNED, BlockTransition.UNPIN)  # one look-up for all blocks
+        """Remove one pin from each of these blocks, beginning with the last block of the chain (rule 6).
+
+        If `is_use` is true, the eviction policy counts a use of the blocks.
+        """
+        unpinned = advance(PINNED, BlockTransition.UNPIN)  # the new state of most blocks, looked up only once
         for block in reversed(blocks):
             block.pins -= 1
             if not block.pins:

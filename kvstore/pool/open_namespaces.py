@@ -1,4 +1,4 @@
-"""Open namespaces of a node, with their blocks (rule 7 of `kvstore.pool.machine`)."""
+"""Open namespaces: which namespaces clients have opened at a node, and the blocks of each of them."""
 
 from collections.abc import Iterator
 
@@ -14,8 +14,8 @@ from kvstore.pool.lifecycle import BlockState
 from kvstore.pool.quotas import TenantAccount
 
 NAMESPACE_IDLE = Nanos(60 * SECOND)
-"""If a namespace was unused for this long, the same weights may be opened in another layout. The time is longer than the
-restart of a worker.
+"""If a namespace was unused for this long, the same weights may be opened in another layout. The time is longer than
+the restart of a worker.
 """
 
 
@@ -47,12 +47,12 @@ class StoredBlock(Struct, gc=False, eq=False):
         return Address(key=self.key, offset=offset, length=self.length, generation=generation)
 
     def has_bytes(self, crc32c: int) -> None:
-        """Record the checksum of the block's bytes, because they have been written."""
+        """Record that the block's bytes were written, and that this is their checksum."""
         self.slot = self.slot[:-4] + crc32c.to_bytes(4, "little")
 
 
 class OpenNamespace:
-    """One namespace with its readable blocks and those that are being written."""
+    """Holds the readable blocks of one open namespace, and the blocks that are being written."""
 
     __slots__ = ("digest", "namespace", "readable", "used", "writing")
 
@@ -69,7 +69,7 @@ class OpenNamespace:
 
 
 class OpenNamespaces:
-    """All open namespaces by digest."""
+    """Holds all open namespaces of a node, by digest."""
 
     def __init__(self, capacity_bytes: int, limit: int, table_key: tuple[int, int]):
         self._capacity_bytes = capacity_bytes
@@ -78,7 +78,7 @@ class OpenNamespaces:
         self._opened: dict[bytes, OpenNamespace] = {}
 
     def open(self, namespace: KvNamespace, now: Nanos) -> None:
-        """Open a namespace; opening it again is harmless.
+        """Open a namespace; do nothing if it is open already.
 
         Raises:
             InvalidArgument: A block would not fit into the pool.

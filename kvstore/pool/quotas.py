@@ -1,9 +1,9 @@
-"""Tenant quotas: the most bytes that the blocks of one tenant may occupy in the pool.
+"""Tenant quotas: the maximum number of bytes that the blocks of one tenant may occupy in the pool.
 
 Rules:
 
 1. A tenant is known by the salt of its chains. Blocks without a salt belong to no tenant and have no quota.
-2. Space is charged in whole pages from the reservation on, and credited when the place is free again.
+2. The space of a block is charged to its tenant in whole pages when it is reserved, until its place becomes free.
 3. Each account has its own eviction policy of the node's kind, over the tenant's blocks only. A tenant above its quota
    evicts its own blocks, in the order in which the node would evict them. The node's policy knows these blocks too: in
    a full pool it evicts the oldest block, whichever tenant it belongs to.
@@ -22,7 +22,10 @@ Accounts with blocks are never forgotten."""
 
 
 class TenantAccount:
-    """Account of one tenant. Only the machine changes it."""
+    """Counts the bytes that one tenant's blocks occupy, and the tenant's hits, misses, evictions and refused blocks.
+
+    Only the pool machine changes an account.
+    """
 
     __slots__ = ("bytes", "evicted", "eviction", "hits", "limit_bytes", "misses", "refused", "tenant")
 
@@ -47,7 +50,11 @@ class TenantAccount:
 
 
 class TenantQuotas:
-    """Accounts of all tenants of a node. Tenants that `by_tenant` does not name have `default_bytes`; 0 means no quota."""
+    """Holds the accounts of a node's tenants.
+
+    `by_tenant` maps a tenant's salt to its quota in bytes. Other tenants have the quota `default_bytes`. 0 means that
+    the tenant has no quota.
+    """
 
     def __init__(
         self,
@@ -62,7 +69,7 @@ class TenantQuotas:
         self._accounts: dict[bytes, TenantAccount] = {}  # by the tenant's salt, the longest unused account first
 
     def account(self, tenant: bytes) -> TenantAccount | None:
-        """Return the account of a tenant and mark it as used; None when the tenant has no quota."""
+        """Return the account of a tenant and mark it as used; None if `tenant` is empty or has no quota."""
         if not tenant or not (limit_bytes := self._by_tenant.get(tenant, self._default_bytes)):
             return None
         account = self._accounts.pop(tenant, None)
@@ -79,5 +86,5 @@ class TenantQuotas:
         if len(self._accounts) < MAX_ACCOUNTS:
             return
         empty = [tenant for tenant, account in self._accounts.items() if not account.bytes]
-        for tenant in empty[: MAX_ACCOUNTS // 2]:  # many at once, so that not every new tenant costs a search
+        for tenant in empty[: MAX_ACCOUNTS // 2]:  # remove many at once, so that the search above is rare
             del self._accounts[tenant]

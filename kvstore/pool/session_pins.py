@@ -1,10 +1,11 @@
-"""Session pins: record which blocks waiting sessions keep in the pool, and limit their size.
+"""Session pins: record which blocks paused sessions keep in the pool, and limit their size.
 
 Rules:
 
-1. A session has one pin in each namespace; a new one replaces it.
-2. A block is charged once, in whole pages, however many sessions pin it. All pins together have a limit. Blocks that
-   would exceed it are refused from the end of the chain, because every continuation needs the start.
+1. A session has at most one pin in each namespace. A new pin of the session replaces the former one.
+2. All session pins together have a limit in bytes. A block counts once, in whole pages, however many sessions pin it.
+   If a chain does not fit, only its first blocks are pinned: a later match of the chain stops at the first missing
+   block.
 3. A pin is a lease of the pool machine: it has a deadline, and its blocks are pinned until then. A block that is
    condemned is removed from all session pins.
 """
@@ -16,11 +17,11 @@ from kvstore.pool.extents import occupied_bytes
 from kvstore.pool.open_namespaces import StoredBlock
 
 SessionPinKey = tuple[bytes, str]
-"""Digest of the namespace, and name of the session."""
+"""Key of a session pin: the digest of the namespace, and the name of the session."""
 
 
 class SessionPins:
-    """All session pins of a node."""
+    """Records all session pins of a node, and limits their size."""
 
     def __init__(self, limit_bytes: int):
         self._limit_bytes = limit_bytes
@@ -29,7 +30,7 @@ class SessionPins:
         self.bytes = 0
 
     def fitting(self, blocks: Sequence[StoredBlock]) -> int:
-        """Return how many leading blocks may be pinned in addition to those that are pinned now."""
+        """Return how many of these leading blocks may be pinned without exceeding the limit."""
         left = self._limit_bytes - self.bytes
         for count, block in enumerate(blocks):
             if block not in self._holders:
@@ -54,7 +55,7 @@ class SessionPins:
             self.let_go(block)
 
     def let_go(self, block: StoredBlock) -> None:
-        """Record that one session pin has ended for this block."""
+        """Record that a session pin has ended for this block."""
         if self._holders[block] > 1:
             self._holders[block] -= 1
             return
@@ -68,7 +69,7 @@ class SessionPins:
         return iter(self._by_session.values())
 
     def check(self, held: set[StoredBlock]) -> None:
-        """Assert that exactly these blocks are pinned, within the limit."""
+        """Assert that exactly these blocks are pinned, and that they keep the limit; for tests."""
         assert held == self._holders.keys()
         assert self.bytes == sum(occupied_bytes(block.length) for block in held) <= self._limit_bytes
         assert all(count > 0 for count in self._holders.values())

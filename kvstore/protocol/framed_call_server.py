@@ -6,8 +6,9 @@ Rules:
 2. If many requests arrive together on a connection, `TURN_REQUESTS` of them are answered; then other connections are
    served first.
 3. Answers that a client does not read are kept, up to `SEND_BYTES`. No further request of this client is read meanwhile.
-4. If a client stops within a request, or does not read its answers, for `STALLED`, its connection is closed. Quiet
-   connections only cost a file descriptor. There are at most `CONNECTIONS` connections.
+4. The connection of a client is closed if, for the time `STALLED`, the client does not complete a request that it has
+   begun, or does not read its answers. A connection without a request costs only a file descriptor. There are at most
+   `CONNECTIONS` connections.
 5. If a client sends bytes that are not a request, its connection is closed and counted. Other connections go on.
 """
 
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class FramedCallServer:
-    """Server of framed calls; the module lists the rules."""
+    """Answers framed calls, by the rules of this module."""
 
     def __init__(self, handlers: Mapping[Method, CallHandler]):
         self._handlers = {bytes((method,)): handler for method, handler in handlers.items()}
@@ -47,7 +48,10 @@ class FramedCallServer:
         """Number of requests that could not be decoded since the node started."""
 
     async def take(self, accepted: socket.socket) -> None:
-        """Serve a connection whose opening has been read; the server now owns the socket."""
+        """Serve a connection whose first bytes (the opening) the caller has read.
+
+        From now on the server owns the socket.
+        """
         if len(self.callers) >= CONNECTIONS:
             accepted.close()
             return
@@ -90,7 +94,7 @@ class FramedCallServer:
         return caller
 
     def count_invalid(self, error: Exception) -> None:
-        """Count and log a connection that brought something other than a request."""
+        """Count and log a connection on which a client has sent something other than a request."""
         self.undecodable += 1
         log.warning("local connection cut: not a request", extra={"reason": str(error)})
 
@@ -102,7 +106,7 @@ _WELL = bytes((OK,))
 
 
 class _CallerConnection:
-    """One connection, as a `kvstore.net.frames.FrameReceiver`."""
+    """Answers the requests of one connection, as a `kvstore.net.frames.FrameReceiver`."""
 
     def __init__(self, server: FramedCallServer, connection: FrameConnection):
         self.connection = connection
@@ -114,7 +118,8 @@ class _CallerConnection:
         self._stuck_since = None
         try:
             self.connection.send(*self._server.answer(payload))
-            self.connection.flush()  # sent before the uses are counted, because counting takes longer than the answer
+            # Send the answer now: counting the use of the chain comes next, and takes longer than the answer itself.
+            self.connection.flush()
         except DecodeError as error:
             self._server.count_invalid(error)
             self.connection.abort()

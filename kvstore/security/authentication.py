@@ -1,19 +1,20 @@
-"""Authentication between a node and its peers: both ends prove that they have the same secret.
+"""Authentication between a node and its peers: both peers prove that they have the same secret.
 
 Rules:
 
-1. Proofs are HMAC-SHA-256 under a key that is derived from the deployment's secret, another key for each purpose. They
-   are compared in constant time. The signed bytes begin with the side that signs, so a proof cannot be returned as the
-   other end's.
-2. On the data plane, the proofs of a connection cover nonces of both ends and the namespace, so an overheard proof is
-   useless. The client proves first. A node that cannot answer with its own proof gets no request.
+1. Proofs are HMAC-SHA-256 under a key that is derived from the deployment's secret; each purpose has its own key. They
+   are compared in constant time. The signed bytes begin with the name of the side that signs, so nobody can send a
+   proof back as the proof of its peer.
+2. On the data plane, the proofs of a connection cover nonces of both peers and the namespace, so a proof that an
+   attacker has overheard is useless. The client sends its proof first. A node that cannot answer with its own proof
+   gets no request.
 3. On the control plane, the proof of a call covers its method, the digest of the request's bytes, the time, the caller,
    and a number that counts the caller's calls. The node's proof covers the same. A proof is therefore valid for one
    request, is accepted once (`kvstore.security.call_replays`), and is refused when the clocks differ by more than
    `SKEW_SECONDS`.
-4. This only keeps out callers without the secret: bytes are neither encrypted nor protected against changes. An
-   attacker who can change bytes on the wire can take over a connection. A network where that can happen needs TLS, and
-   IPsec or WireGuard for the data plane.
+4. These proofs only keep out callers without the secret. The bytes are neither encrypted nor protected against changes.
+   An attacker who can change bytes on the wire can take over a connection. A network where that can happen needs TLS,
+   and IPsec or WireGuard for the data plane.
 """
 
 import hashlib
@@ -28,15 +29,16 @@ from msgspec import Struct
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 SECRET_BYTES = 16
-"""Least length of a secret. An attacker who overhears a proof can try secrets offline."""
+"""Minimum length of a secret. A secret must not be shorter, because an attacker who overhears a proof can try all short
+secrets offline."""
 
 SKEW_SECONDS = 300
-"""Largest difference between the clocks of client and node. A node remembers accepted proofs for as long as they stay
+"""Maximum difference between the clocks of client and node. A node remembers accepted proofs for as long as they stay
 valid.
 """
 
 CALL_PROOF_VERSION = "2"
-"""First word of a call's proof. Proofs without it come from versions whose proofs did not cover the request's bytes."""
+"""First word of a call's proof. Proofs without it come from older programs, whose proofs did not cover the request."""
 
 
 class Purpose(StrEnum):
@@ -52,14 +54,17 @@ class ProofSide(StrEnum):
 
 
 class AuthenticationKey:
-    """A secret, prepared for one purpose."""
+    """Makes and checks proofs for one purpose, with a key that is derived from the deployment's secret."""
 
     def __init__(self, secret: bytes, purpose: Purpose):
         assert len(secret) >= SECRET_BYTES, f"a secret has {SECRET_BYTES} bytes or more, not {len(secret)}"
         self._key = hmac.digest(secret, purpose.encode(), hashlib.sha256)
 
     def proof(self, side: ProofSide, *words: bytes) -> bytes:
-        """Return 32 bytes that only an owner of the secret can compute. The lengths of the words are signed as well."""
+        """Return the 32 bytes of a proof of these words, which only an owner of the secret can compute.
+
+        The proof covers the lengths of the words too.
+        """
         said = b"".join(len(word).to_bytes(4, "big") + word for word in (side.encode(), *words))
         return hmac.digest(self._key, said, hashlib.sha256)
 
@@ -76,15 +81,18 @@ class CallProof(Struct, frozen=True, kw_only=True):
     """Proof of one call of the control plane; it travels in the call's metadata."""
 
     unix_seconds: int  # time by the caller's clock
-    caller: bytes  # drawn at random, once for each channel
-    number: int  # counts the calls of that caller
+    caller: bytes  # random id of the caller, drawn once for each channel
+    number: int  # number of this call among the caller's calls
     proof: bytes
 
     @classmethod
     def of(
         cls, key: AuthenticationKey, method: str, request: bytes, *, unix_seconds: int, caller: bytes, number: int
     ) -> Self:
-        """Prove a call to a method such as ``/kvstore.v1.BlockStore/Match``; each call of a caller needs another number."""
+        """Return the proof of a call of a method such as ``/kvstore.v1.BlockStore/Match``.
+
+        `number` differs for each call.
+        """
         words = _words(method, request, unix_seconds, caller, number)
         return cls(unix_seconds=unix_seconds, caller=caller, number=number, proof=key.proof(ProofSide.CLIENT, *words))
 
@@ -104,7 +112,7 @@ class CallProof(Struct, frozen=True, kw_only=True):
         return ".".join(map(str, words))
 
     def refusal(self, key: AuthenticationKey, method: str, request: bytes, now_unix_seconds: int) -> str:
-        """Return why the call is refused, or an empty string."""
+        """Return a text that explains why the call has to be refused; empty if its proof is valid."""
         words = _words(method, request, self.unix_seconds, self.caller, self.number)
         if not key.proves(self.proof, ProofSide.CLIENT, *words):
             return "the proof is not of this port's secret, or was made for another call: set the caller's secret to that of this port"

@@ -4,9 +4,11 @@ Rules:
 
 1. A client's proof travels in the metadata of a call and covers the method and the exact bytes of the request. The
    server checks it before it parses the request, and accepts it once (`kvstore.security.call_replays`).
-2. The node's proof travels in the trailing metadata of the answer. A stream has no end to check, so it carries only the
-   client's proof; make another call first. Proofs do not cover answers; TLS protects those.
-3. Calls that stream requests cannot be proven, because the proof leaves before their bytes are known. They are refused.
+2. The node's proof travels in the trailing metadata of the answer. A stream of answers may never end, so a client
+   cannot check the node's proof on it, and should make another call first. Proofs do not cover answers; only TLS
+   protects them.
+3. Calls that stream requests cannot be proven, because the proof is sent before the bytes of the requests are known.
+   The server refuses such calls.
 """
 
 import itertools
@@ -38,7 +40,10 @@ AioContext = grpc.aio.ServicerContext[Any, Any]
 
 
 class UnprovenAnswer(grpc.RpcError):
-    """The sender of the answer did not prove the secret; the error looks like a refusal by the node."""
+    """The sender of the answer did not prove that it knows the secret.
+
+    The error has the same status as a refusal by the node.
+    """
 
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.UNAUTHENTICATED
@@ -51,7 +56,10 @@ class UnprovenAnswer(grpc.RpcError):
 
 
 class ProofServerInterceptor(grpc.aio.ServerInterceptor):
-    """Checks the proofs of callers. Calls over Unix sockets pass, because the mode of their files protects them."""
+    """Checks the proofs of callers, and adds the node's proof to each answer.
+
+    Calls over Unix sockets need no proof, because the file mode of a socket protects it.
+    """
 
     def __init__(self, key: AuthenticationKey, now: Calendar = unix_seconds):
         self._key = key
@@ -78,7 +86,7 @@ class ProofServerInterceptor(grpc.aio.ServerInterceptor):
             proven = grpc.unary_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
         return cast("grpc.RpcMethodHandler[Request, Response]", proven)
 
-    # The handlers below have no deserializer, so they get the bytes of a request.
+    # The handlers below have no deserializer, so that they get the exact bytes of a request.
 
     def _asking(self, method: str, behaviour: Any, deserialize: Any) -> Any:
         async def answer(request: bytes, context: AioContext) -> Any:
@@ -96,7 +104,7 @@ class ProofServerInterceptor(grpc.aio.ServerInterceptor):
         return stream
 
     def _without_proofs(self, handler: Any) -> Any:
-        """Serve calls that stream requests on Unix sockets only."""
+        """Return a handler that serves a call with streamed requests only over Unix sockets."""
 
         async def answer(requests: Any, context: AioContext) -> Any:
             await self._refuse_unless_local(context)
@@ -145,7 +153,7 @@ def _is_local(context: AioContext) -> bool:
 
 
 class _ProofClient:
-    """Makes the proofs of one caller."""
+    """Makes the proofs for the calls of one caller, and checks the node's proofs."""
 
     def __init__(self, key: AuthenticationKey, now: Calendar = unix_seconds):
         self._key = key
@@ -154,7 +162,7 @@ class _ProofClient:
         self._numbers = itertools.count()
 
     def _proven(self, details: Any, request: Any) -> tuple[Any, Callable[[Any], bool]]:
-        """Return the details of a call with its proof, and a check of the answer's trailing metadata.
+        """Return the details of a call, including its proof, and a function that checks the answer's trailing metadata.
 
         gRPC serializes the request right after this call and in the same way, so the proof covers the bytes that are
         sent.
@@ -178,7 +186,7 @@ class _ProofClient:
 
 
 class ProofUnaryInterceptor(_ProofClient, grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """Proves synchronous calls, and checks the node's proof if the answer is one message."""
+    """Adds a proof to each synchronous call, and checks the node's proof if the answer is one message."""
 
     def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         details, _ = self._proven(client_call_details, request)
@@ -193,7 +201,7 @@ class ProofUnaryInterceptor(_ProofClient, grpc.UnaryUnaryClientInterceptor, grpc
 
 
 class ProofAioUnaryInterceptor(_ProofClient, grpc.aio.UnaryUnaryClientInterceptor):
-    """Proves calls on an event loop, and checks the node's proof."""
+    """Adds a proof to each call that an event loop makes, and checks the node's proof. The answer is one message."""
 
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         details, is_answered = self._proven(client_call_details, request)
@@ -208,7 +216,10 @@ class ProofAioUnaryInterceptor(_ProofClient, grpc.aio.UnaryUnaryClientIntercepto
 
 
 class ProofStreamInterceptor(_ProofClient, grpc.aio.UnaryStreamClientInterceptor):
-    """Proves calls on an event loop whose answer is a stream."""
+    """Adds a proof to each call that an event loop makes and whose answer is a stream.
+
+    The node's proof is not checked (rule 2).
+    """
 
     async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         details, _ = self._proven(client_call_details, request)

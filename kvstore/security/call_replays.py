@@ -2,8 +2,8 @@
 
 Rules:
 
-1. A caller numbers its calls. For each caller, the highest number is kept, and which of the `WINDOW` numbers below it
-   have come. Lower numbers are refused, because nothing is known about them any more.
+1. A caller numbers its calls. For each caller, two facts are kept: the highest number that has come, and which of the
+   `WINDOW` numbers below it have come. Numbers below these are refused, because it is not known whether they have come.
 2. A caller is forgotten only when each proof that was accepted from it is too old to be accepted again.
 3. At most `CALLERS` callers are remembered. When that many are known, the calls of another caller are refused, because
    forgetting a caller would allow replays of its calls. Only callers with the secret are remembered, so callers
@@ -13,19 +13,20 @@ Rules:
 from kvstore.security.authentication import SKEW_SECONDS
 
 WINDOW = 1024
-"""Number of later calls of the same caller that may overtake a call."""
+"""Range of call numbers that are remembered for each caller. A call is refused if its number is below the highest
+number of its caller by this many or more."""
 
 CALLERS = 1 << 16
-"""Most callers that are remembered, which are the channels that called within the last ten minutes. It is enough for 110
+"""Maximum number of remembered callers: the channels that called within the last ten minutes. It is enough for 110
 new channels per second, and takes 20 MB of memory."""
 
-SWEEP_SECONDS = 1  # least time between two searches for callers that can be forgotten
+SWEEP_SECONDS = 1  # minimum time between two searches for callers that can be forgotten
 
 _SEEN = (1 << WINDOW) - 1
 
 
 class _CallerWindow:
-    """Numbers that came from one caller."""
+    """Records which call numbers have come from one caller."""
 
     __slots__ = ("expires", "highest", "seen")
 
@@ -36,7 +37,7 @@ class _CallerWindow:
 
 
 class CallReplays:
-    """Accepted calls by caller."""
+    """Records the accepted calls of all callers."""
 
     def __init__(self, callers: int = CALLERS):
         self._limit = callers
@@ -70,7 +71,7 @@ class CallReplays:
         return ""
 
     def _sweep(self, now: int) -> None:
-        """Forget callers whose proofs are all too old."""
+        """Forget callers whose accepted proofs are all too old to be accepted again."""
         if len(self._callers) < self._limit // 2 and now < self._swept_at + SKEW_SECONDS:
             return
         if self._swept_at <= now < self._swept_at + SWEEP_SECONDS:

@@ -1,11 +1,12 @@
-"""TLS diagnosis: why a TLS connection fails, in words that name the file or setting to correct.
+"""TLS diagnosis: finds out why a TLS connection fails, and names the file or setting that has to be corrected.
 
 Rules:
 
 1. gRPC reports "Socket closed" to a client whose certificate is refused, and "Deadline Exceeded" to one that waits for
    the node. After such a failure, `diagnose` connects once more with Python's TLS and describes what is wrong.
-2. `explain` describes an exception of Python's TLS on either end.
-3. Both only describe and never admit a peer: after a certificate was read without verification, nothing is sent.
+2. `explain` describes an exception of Python's TLS, on a client or on a server.
+3. Both functions only describe, and admit no peer. If a certificate is read without verification, nothing is sent on
+   that connection.
 4. A diagnosis makes at most three connections, one after the other. Each step of a connection takes at most the
    timeout.
 """
@@ -25,13 +26,13 @@ GRPC = ("h2",)
 """Application protocols (ALPN) that gRPC servers require; servers of other protocols ignore them."""
 
 NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME; Python has no name for it
-NOT_YET_VALID, EXPIRED, WRONG_HOST, WRONG_IP = 9, 10, 62, 64  # X509_V_ERR_…; openssl-verification-options(1)
+NOT_YET_VALID, EXPIRED, WRONG_HOST, WRONG_IP = 9, 10, 62, 64  # OpenSSL's numbers of these errors (X509_V_ERR_…)
 UNKNOWN_ISSUER = (2, 18, 19, 20, 21)
 
 PLAIN = frozenset(
     {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE"}
 )
-"""OpenSSL's names for bytes that are not TLS."""
+"""OpenSSL's names of the errors that it reports when the peer has sent bytes that are not TLS."""
 
 ALERTS = {
     "CERTIFICATE_REQUIRED": "it asks for a certificate",
@@ -51,7 +52,7 @@ ALERTS = {
 
 
 def explain(error: Exception) -> str:
-    """Return the meaning of a failed handshake for the end that has the exception."""
+    """Return a text that explains why a handshake failed, for the process that got this exception."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the peer's certificate is not accepted: {error.verify_message}"
     name = str(getattr(error, "reason", None) or "")
@@ -88,10 +89,13 @@ def diagnose(
     protocols: Sequence[str] = GRPC,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> str:
-    """Return why a client with these credentials gets no TLS connection; empty if TLS is not the cause.
+    """Return a text that explains why a client with these credentials gets no TLS connection.
 
-    Credentials without an authority mean a client without TLS. `field` names the credentials' settings in the answer,
-    `server_name` the expected certificate (by default the host), and `timeout_seconds` limits each step.
+    The result is empty if TLS is not the cause.
+
+    Credentials without an authority mean a client without TLS. `field` is the name of the settings section in the
+    text. `server_name` is the name that the server's certificate must have, by default the host. `timeout_seconds`
+    limits each step of a connection.
     """
     asked = _TlsProbe(host, port, credentials, field, server_name or host, tuple(protocols), timeout_seconds)
     try:
@@ -101,7 +105,11 @@ def diagnose(
 
 
 def fault_of_own(credentials: Credentials, *, field: str = "credentials") -> str:
-    """Return why other ends will refuse our certificate, as far as our own authority can tell; otherwise an empty string."""
+    """Return the reason why peers will reject this process's own certificate.
+
+    Return an empty text if the configured authority (CA) accepts the certificate, or if no certificate or no authority
+    is configured.
+    """
     if not (credentials.certificate and credentials.authority):
         return ""
     refused = _refusal_of_own(credentials)
@@ -115,7 +123,7 @@ def fault_of_own(credentials: Credentials, *, field: str = "credentials") -> str
 
 
 class _Unconnected(Exception):
-    """No process listens at the address, or the process does not answer."""
+    """Raised if no process listens at the address, or if the process does not answer."""
 
 
 class _TlsProbe:
@@ -168,7 +176,7 @@ class _TlsProbe:
             return ""
 
     def _context(self) -> tuple[ssl.SSLContext | None, str]:
-        """Return the context to connect with, or which file prevents one."""
+        """Return the TLS context to connect with; if a file is unusable, return None and a text that names the file."""
         files = self._credentials
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.set_alpn_protocols(list(self._protocols))
@@ -202,7 +210,7 @@ class _TlsProbe:
     def _cause_after_handshake(self, connection: ssl.SSLSocket) -> str:
         """Return why the server ended the connection after the handshake.
 
-        With TLS 1.3, a server refuses the client's certificate only then.
+        With TLS 1.3, a server refuses the client's certificate only after the handshake.
         """
         try:
             ended = not connection.recv(1)
@@ -252,7 +260,11 @@ class _TlsProbe:
                 return f"{whose} is not accepted: {error.verify_message}"
 
     def _shown(self) -> dict[str, Any]:
-        """Return the server's certificate as Python decodes it, which it does only for a trusted certificate."""
+        """Return the fields of the server's certificate, as Python's `getpeercert` does; empty if it cannot be read.
+
+        Python decodes only a trusted certificate. A first connection therefore reads the certificate without verifying
+        it, and a second connection trusts it.
+        """
         try:
             pem = self._unverified()
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -267,7 +279,7 @@ class _TlsProbe:
             return {}
 
     def _show_own(self, context: ssl.SSLContext) -> None:
-        """Show the client's certificate, so that the server does not log a missing one."""
+        """Add the client's own certificate to the context, so that the server does not log that it is missing."""
         if self._credentials.certificate:
             context.load_cert_chain(self._credentials.certificate, self._credentials.key)
 
@@ -291,7 +303,11 @@ def _name(parts: Sequence[Sequence[tuple[str, str]]]) -> str:
 
 
 def _refusal_of_own(files: Credentials) -> ssl.SSLCertVerificationError | None:
-    """Return why the client's own authority refuses its certificate, found by a handshake in memory."""
+    """Return the error with which the client's own authority refuses the client's certificate.
+
+    Return None if the authority accepts the certificate, or if a file cannot be read. A handshake in memory, without a
+    network connection, finds this out.
+    """
     asking = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     shows = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     shows.check_hostname, shows.verify_mode = False, ssl.CERT_NONE
@@ -312,7 +328,7 @@ def _refusal_of_own(files: Credentials) -> ssl.SSLCertVerificationError | None:
     return None
 
 
-FLIGHTS = 4  # largest number of message exchanges in a handshake, which takes two or three
+FLIGHTS = 4  # maximum number of message exchanges in a handshake, which takes two or three
 
 
 def _step(act: Callable[[], None]) -> None:

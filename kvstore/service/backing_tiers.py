@@ -1,4 +1,4 @@
-"""Backing tiers of a node, opened from its settings: the only module that knows all kinds of tiers."""
+"""Backing tiers of a node: opens them from the settings. No other module knows all kinds of tiers."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ LEAST_BURST_BYTES = 1 << 30
 
 
 class _SharedBudget(WriteBudget):
-    """Write budget that the event loop and the threads of a tier share; a lock guards it."""
+    """Write budget of one tier. A lock guards it, because the event loop and the tier's threads use it."""
 
     def __init__(self, bytes_per_day: int, burst_bytes: int, *, now: Nanos):
         super().__init__(bytes_per_day, burst_bytes, now=now)
@@ -51,11 +51,11 @@ class _OpenTier(Struct, frozen=True, kw_only=True):
     codecs: Codecs
     settings: AnyTier
     charge: Callable[[int], bool]
-    """Charges the tier's write budget; returns False if it is used up."""
+    """Charges a number of bytes to the tier's write budget; returns False if too little is left."""
 
 
 class BackingTiers:
-    """All backing tiers of a node, in the order in which they are asked."""
+    """Holds all backing tiers of a node, in the order in which they are asked."""
 
     def __init__(self, opened: Sequence[_OpenTier]):
         self.tiers = [each.tier for each in opened]
@@ -71,7 +71,7 @@ class BackingTiers:
         clock: Clock,
         held: ExitStack,
     ) -> "BackingTiers":
-        """Open all tiers, which may take seconds for a large SSD tier; `held` closes them.
+        """Open all tiers, which may take seconds for a large SSD tier. The tiers are closed together with `held`.
 
         `namespaces` returns a namespace by its digest or raises NamespaceUnknown. `credentials` are shown to peers.
 
@@ -99,10 +99,11 @@ class BackingTiers:
             each.codecs.open(namespace)
 
     def evacuation_tier(self, *, leaving: bool, is_given_up: Callable[[int], bool]) -> int | None:
-        """Return the tier to which blocks are evacuated; None if there is none, or no need (`kvstore.service.evacuation`).
+        """Return the index of the tier to which blocks are evacuated; None if no tier is suitable.
 
-        If the node is `leaving`, its own tiers count too. If all suitable tiers are given up, return the first, which
-        may recover.
+        Redis and S3 are suitable. If the node is `leaving`, its peers and its own disk are suitable too
+        (`kvstore.service.evacuation`). `is_given_up` tells for the index of a tier whether its writes fail again and
+        again. If this is so for all suitable tiers, return the first one, because it may recover.
         """
         kinds: tuple[type[TierSettings], ...] = (RedisSettings, S3Settings)
         if leaving:
@@ -116,7 +117,10 @@ class BackingTiers:
         return next((index for index in fitting if not is_given_up(index)), next(iter(fitting), None))
 
     def begin_evacuation(self, tier: int) -> None:
-        """Prepare a tier for an evacuation: the peer tier pushes all demoted blocks to other nodes from now on."""
+        """Prepare a tier for an evacuation.
+
+        If it is the peer tier, it pushes all demoted blocks to other nodes from now on.
+        """
         evacuation_tier = self.tiers[tier]
         if isinstance(evacuation_tier, RemoteTier) and isinstance(evacuation_tier.backend, PeerBackend):
             evacuation_tier.backend.leave()
@@ -128,7 +132,7 @@ class BackingTiers:
 
 @contextmanager
 def _within(path: str) -> Iterator[None]:
-    """Prefix the error of a tier's settings with their path."""
+    """Add the path of a tier's settings to the message of each StoreNotStarted that the context raises."""
     try:
         yield
     except StoreNotStarted as error:
@@ -161,7 +165,10 @@ def _open(
 
 
 def _codec_of(codecs: Codecs, namespaces: Callable[[bytes], KvNamespace]) -> Callable[[bytes], Codec]:
-    """Return the codec of a namespace by its digest; a namespace that is open on the node always has one."""
+    """Return a function that returns the codec of a namespace by its digest.
+
+    The function raises NamespaceUnknown if the namespace is not open on the node.
+    """
 
     def codec(digest: bytes) -> Codec:
         try:
@@ -188,5 +195,8 @@ def _budget(settings: TierSettings, clock: Clock) -> WriteBudget | None:
 
 
 def _rewriting(budget: WriteBudget | None, clock: Clock) -> Callable[[int], bool]:
-    """Return the charge for writes that do not come from admission, such as blocks rescued from a segment that is removed."""
+    """Return a function that charges a number of bytes to the budget, and returns False if too little is left.
+
+    It is for writes that no admission rule decides, such as those of blocks that are kept when a segment is evicted.
+    """
     return lambda num_bytes: budget is None or budget.take(num_bytes, clock.now())

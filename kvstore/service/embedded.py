@@ -5,11 +5,12 @@ Rules:
 1. An embedded node is a normal node with the same settings, sockets, metrics and health. Its clients may run in any
    process of the machine. Only the process is shared with the host program, such as a worker.
 2. The node and the host program have separate event loops. An engine that computes for a long time therefore delays no
-   look-up. A busy node slows the host program only as threads of one interpreter slow each other (docs/kvstore.md has
+   look-up. A busy node slows down the host program only because both share one Python interpreter (docs/kvstore.md has
    figures).
-3. The node serves from the beginning of the context to its end. Its clients must be closed before the context ends.
+3. The node serves as long as the context of `open_embedded` is open. Its clients must be closed before the context
+   ends.
 4. If the node ends by itself, which is a bug, the context is cancelled and raises `NodeEnded`, which ends the host
-   program. Otherwise a worker would go on without a store, and its blocks would be lost unnoticed.
+   program. Otherwise a worker would go on without a store, and nobody would notice that its blocks are lost.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from kvstore.messages import StoreEndpoints
 from kvstore.service.server import serve
 from kvstore.service.settings import StoreSettings
 
-STOP_SECONDS = 15.0  # longest time for a node to stop; an SSD tier with pending writes needs most of it
+STOP_SECONDS = 15.0  # time limit for a node to stop; an SSD tier with pending writes needs most of it
 
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
@@ -41,7 +42,7 @@ async def open_embedded(
     """Run a node on its own thread, with an event loop from `new_loop`, while the context is open.
 
     Raises:
-        StoreNotStarted: The settings cannot be met here; nothing is left running.
+        StoreNotStarted: The settings cannot be used on this machine; nothing is left running.
         NodeEnded: The node ended by itself while the context was open.
     """
     node = _EmbeddedNode(settings, clock, new_loop())
@@ -64,7 +65,10 @@ async def open_embedded(
 
 
 class _EmbeddedNode:
-    """Thread of the node, for use by the host program. Its futures never get exceptions, so none has to be awaited."""
+    """Controls the node's thread, for the host program.
+
+    Its futures never get exceptions, so nobody has to await them.
+    """
 
     def __init__(self, settings: StoreSettings, clock: Clock, loop: asyncio.AbstractEventLoop):
         self._settings = settings
@@ -75,10 +79,13 @@ class _EmbeddedNode:
         self.thread = threading.Thread(target=self._run, name="kvstore-node", daemon=True)
         self.ready: Future[StoreEndpoints] = Future()
         self.ended: Future[BaseException | None] = Future()
-        """Exception with which the node ended, or None if it was asked to stop. Setting it is the thread's last step."""
+        """Exception with which the node ended, or None if it was asked to stop.
+
+        Setting it is the thread's last step.
+        """
 
     def start(self) -> None:
-        """Start the thread; nothing is left if no thread can be started."""
+        """Start the thread. If no thread can be started, close the event loop and raise RuntimeError."""
         try:
             self.thread.start()
         except RuntimeError:
@@ -102,7 +109,7 @@ class _EmbeddedNode:
                 runner.run(self._serve())
         except BaseException as error:  # noqa: BLE001 - supervisor: the host program gets it and ends
             cause = None if self._asked_to_stop and isinstance(error, asyncio.CancelledError) else error
-        # Frees the pool now: the parts of a node refer to each other, so reference counts do not free them.
+        # Free the pool's memory at once. Without this call it would stay, because the node has reference cycles.
         gc.collect()
         self.ended.set_result(cause)
 

@@ -1,18 +1,19 @@
-"""Evacuation: copies blocks of a node's pool to where other nodes find them, because their worker ends.
+"""Evacuation: copies blocks of a node's pool to a tier where other nodes find them, because the blocks' worker ends.
 
 Rules:
 
-1. Blocks are copied to the first tier that other nodes read: Redis, then S3. A node that goes on running needs nothing
-   else, because its memory and its disk stay. A node that ends too copies them to its peers' memory
-   (`PeerBackend.leave`), otherwise to its disk, where its successor finds them. A tier with `keep = "none"` is never
-   written, and the write budget applies. If a tier fails repeatedly, the next tier is used.
+1. Blocks are copied to the first tier that other nodes read: Redis, then S3. If there is no such tier, a node that goes
+   on running copies nothing, because its memory and its disk stay. A node that ends too then copies the blocks to its
+   peers' memory (`PeerBackend.leave`), or else to its disk, where its successor finds them. A tier with `keep = "none"`
+   is never written, and the write budget applies. If a tier fails repeatedly, the next tier is used.
 2. Blocks are demoted as usual (`kvstore.hierarchy.machine`): through the tier's bounded queue, its circuit breaker and
-   its checksums, with the same events for watchers. Only the admission has been decided by the requester.
+   its checksums, with the same events for watchers. Only the tier's admission rule is not applied, because the
+   requester has decided about these blocks.
 3. Only the requester waits, until its deadline. Blocks that are not in the pool, or that the tier has, are skipped. A
-   tier that may have lost a block without reporting it is asked again, about many blocks at a time.
+   tier that may have lost a block without reporting it is queried again, for many blocks at a time.
 4. Blocks whose write fails are offered again when the tier's circuit breaker allows it, until the deadline. The
-   requester learns how many batches failed and decides when to stop. A block is given up if it fails `STRIKES` times
-   more after others have arrived.
+   requester learns how many batches failed and decides when to stop. A block is abandoned if it fails `STRIKES` more
+   times while other blocks arrive.
 """
 
 import asyncio
@@ -28,13 +29,14 @@ from kvstore.messages import BlockKey, EvacuationResult
 from kvstore.pool.machine import BlockMachine
 from kvstore.service.backing_tiers import BackingTiers
 
-LOOK_AGAIN_SECONDS = 0.01  # pause between two checks of the results of a tier; a tier needs longer to write a batch
+LOOK_AGAIN_SECONDS = 0.01  # pause between two checks of a tier's results; writing a batch takes longer than this
 ASKED_AT_ONCE = (
     256  # blocks in one confirmation: one round trip to Redis, or half a second of requests to an object store
 )
-STRIKES = 3  # failures of a block, while other blocks arrive, after which the block is given up (rule 4)
-# Failed writes in a row after which the next tier is used; a third of a second if each fails at once.
+STRIKES = 3  # number of failures after which a block is abandoned, if other blocks arrive meanwhile (rule 4)
 GIVEN_UP_AFTER = 3
+"""Number of consecutive failed writes after which the next tier is used. It is reached within a third of a second if
+each write fails at once."""
 
 
 class Evacuations:
@@ -103,7 +105,11 @@ class Evacuations:
 
 
 class Evacuation:
-    """Evacuation of blocks to one tier. Each block is unsure, being confirmed, waiting, being demoted, or done."""
+    """Performs one evacuation, to one tier.
+
+    Each block is in one of five states: the tier should have it (unsure), the tier is being asked for it (confirming),
+    it waits for its demotion (waiting), it is being demoted (under way), or it is done.
+    """
 
     def __init__(
         self,
@@ -114,10 +120,10 @@ class Evacuation:
         charge: Callable[[], bool],
         failures: Callable[[], int],
     ):
-        """Sort the blocks by whether the tier should have them; nothing is copied yet.
+        """Divide the blocks into those that the tier should have already and those that have to be copied.
 
-        `charge` charges one write and returns False if the budget is used up. `failures` returns the failures of the tier
-        since it was opened.
+        Nothing is copied yet. `charge` charges one write and returns False if the budget is used up. `failures` returns
+        the number of the tier's failures since it was opened.
         """
         self.moved = self.there = self.refused = 0  # numbers of blocks that are done, by result
         self.hierarchy = hierarchy
@@ -126,10 +132,11 @@ class Evacuation:
         self._charge = charge
         self._failures = failures
         # The fields below hold the indices of blocks in `keys`.
-        self._unsure: list[int] = []  # blocks that the tier should have, and about which it was not asked yet
+        self._unsure: list[int] = []  # blocks that the tier should have, and for which it was not queried yet
         self._confirming: list[int] = []  # blocks that are being confirmed
         self._waiting: list[int] = []
-        self._under_way: dict[int, int] = {}  # blocks being demoted, each with the tier's failures before that
+        # blocks that are being demoted, each with the number of the tier's failures before its demotion
+        self._under_way: dict[int, int] = {}
         self._paid: set[int] = set()
         self._failed_at: dict[int, int] = {}  # for each block that failed: number of moved blocks at its first failure
         self._strikes: dict[int, int] = {}
@@ -146,14 +153,14 @@ class Evacuation:
         return not (self._unsure or self._confirming or self._waiting or self._under_way)
 
     def remaining(self) -> set[BlockKey]:
-        """Return the blocks that are not done."""
+        """Return the blocks that are not done yet."""
         return {self._keys[index] for index in (*self._unsure, *self._confirming, *self._waiting, *self._under_way)}
 
     def advance(self, now: Nanos) -> None:
-        """Confirm blocks that the tier should have, and demote those that it lacks, as far as its queue has room."""
+        """Confirm blocks that the tier should have, and demote those that it lacks, as long as its queue has room."""
         can_be_asked = self._ask(now)
         unclear = [*self._confirming[:1], *self._unsure[:1]] if can_be_asked else []
-        # Blocks after the first unclear one wait, because that one is more valuable and may have to be copied first.
+        # Blocks after an unconfirmed one wait, because that one is more valuable and may have to be copied first.
         until = min(unclear, default=len(self._keys))
         due = [index for index in self._waiting[: self.hierarchy.room(self._tier)] if index < until]
         del self._waiting[: len(due)]
@@ -204,7 +211,7 @@ class Evacuation:
         return self._strikes[index] >= STRIKES
 
     def _ask(self, now: Nanos) -> bool:
-        """Ask the tier about the next blocks that it should have; return False if the tier cannot be asked now."""
+        """Query the tier for the next blocks that it should have; return False if the tier cannot be queried now."""
         if self._confirming or not self._unsure:
             return True
         asked = self._unsure[:ASKED_AT_ONCE]

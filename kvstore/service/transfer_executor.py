@@ -3,9 +3,10 @@
 Rules:
 
 1. There is no `await` between an answer of a tier and the hierarchy's decision on it.
-2. A transfer that is late counts as a failure of its tier, and no promotion waits for it any longer. The places in the pool
-   that it reads or writes stay in use until its thread returns (rule 1 of `kvstore.hierarchy.machine`). A transfer that
-   no thread has begun by then never begins, so a hanging tier keeps only the places that its threads use.
+2. A transfer that is late counts as a failure of its tier, and no promotion waits for it any longer. The places in the
+   pool that it reads or writes stay in use until its thread returns (rule 1 of `kvstore.hierarchy.machine`). A transfer
+   that no thread has begun when it is late never begins. A hanging tier therefore occupies only the places that its
+   threads use.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class TransferExecutor:
-    """Executor of one hierarchy. Call `settle` after each call of the hierarchy."""
+    """Performs the transfers of one hierarchy. `settle` has to be called after each call of the hierarchy."""
 
     def __init__(
         self,
@@ -47,10 +48,16 @@ class TransferExecutor:
         on_answer: Callable[[], None],
         on_moved: Callable[[str, str, float], None] = lambda *_: None,
     ):
-        """Start without transfers; `tiers` has the order of the hierarchy, and `tasks` owns the transfers under way.
+        """Start without transfers.
 
-        `on_answer` is called after each answer of a tier, once the hierarchy has decided on it, and `on_moved` with the
-        tier, the operation and its seconds.
+        Args:
+            hierarchy: Decides the transfers, and learns their results.
+            tiers: Backing tiers, in the order of the hierarchy.
+            pool: Memory of the pool, from which and to which blocks are copied.
+            clock: Clock.
+            tasks: Task group in which the transfers run.
+            on_answer: Called after each answer of a tier, when the hierarchy has decided on the answer.
+            on_moved: Called after each transfer with the tier's name, the operation and its seconds.
         """
         self._hierarchy = hierarchy
         self._tiers = tiers
@@ -86,10 +93,10 @@ class TransferExecutor:
         return changes
 
     def status(self) -> tuple[TierStatus, ...]:
-        """Return the state of all tiers in order; blocks that were dropped before their demotion count as refused.
+        """Return the state of all tiers, in their order. Blocks that did not fit into a tier's queue count as refused.
 
-        The failures are the tiers' own count: a hanging call counts once it has returned. The hierarchy counted it as a
-        failed transfer before (`TierCounters.failures`).
+        Failures are counted by the tiers, so a hanging call is counted only when it returns. The hierarchy counts it
+        earlier, when its transfer is late (`TierCounters.failures`).
         """
         return tuple(
             replace(status, refused=status.refused + self._hierarchy.counters(index).dropped)
@@ -97,7 +104,7 @@ class TransferExecutor:
         )
 
     def close(self) -> None:
-        """Stop waiting for the transfers under way. Hanging threads are left behind and end with the process."""
+        """Stop waiting for running transfers. Threads that hang are not waited for; they end with the process."""
         for task in self._running:
             task.cancel()
         for threads in self._threads_by_tier:
@@ -156,7 +163,7 @@ class TransferExecutor:
         if gone := tier.gone():
             self._hierarchy.gone(transfer.tier, gone)
         if (isinstance(transfer, Find) and tier.finds_in_memory) or self._clock.now() >= transfer.deadline:
-            return  # the success of a look-up in memory, or of a late call, does not show that the tier works
+            return  # a look-up in memory or a late call does not show that the tier works, even if it succeeds
         if (direction := _direction(transfer)) in self._failing:
             self._failing.discard(direction)
             log.info("tier works again", extra={"tier": tier.name, "writing": direction[1]})

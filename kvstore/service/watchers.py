@@ -1,4 +1,4 @@
-"""Watchers: streams of block changes to clients that watch, each with a bounded queue.
+"""Watchers: sends block changes to each client that watches the node, by a stream with a bounded queue.
 
 A watcher first gets a cache dump and then each change. The stream of a watcher that is too slow is closed, because a
 stream with a gap would be worse than none. The watcher then opens a new stream and gets a new dump.
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvstore.messages import BlockChanges
 
-NAMES_A_MESSAGE = 4096  # most block hashes in one message: 64 KiB
+NAMES_A_MESSAGE = 4096  # maximum number of block hashes in one message: 64 KiB
 
 
 class WatcherTooSlow(Exception):
@@ -19,14 +19,17 @@ class WatcherTooSlow(Exception):
 
 
 class Watchers:
-    """All open watches of a node."""
+    """Sends block changes to all open watches of a node."""
 
     def __init__(self, queue_messages: int):
         self._queue_messages = queue_messages
         self.streams: set[_WatcherStream] = set()
 
     async def watch(self, dump: Sequence[BlockChanges]) -> AsyncGenerator[BlockChanges, None]:
-        """Yield the dump, then all changes until closed; raise WatcherTooSlow if the consumer is too slow."""
+        """Yield the cache dump, then all changes until the watchers are closed.
+
+        Raise WatcherTooSlow if the consumer is too slow.
+        """
         stream = _WatcherStream(self._queue_messages)
         self.streams.add(stream)
         try:
@@ -64,7 +67,10 @@ class _WatcherStream:
 
 
 def _cut(changes: BlockChanges) -> list[BlockChanges]:
-    """Divide changes into messages of limited size; at least one, because even an empty dump is information."""
+    """Divide changes into messages of limited size.
+
+    There is always at least one message, because an empty dump is information too: the store is empty.
+    """
     stored, removed = changes.stored, changes.removed
     if len(stored) + len(removed) <= NAMES_A_MESSAGE:
         return [changes]

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class DaemonThreads:
-    """The threads of one tier. Thread-safe."""
+    """Makes the calls of one tier in a fixed number of threads. Thread-safe."""
 
     def __init__(self, name: str, threads: int):
         self.waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
@@ -28,7 +28,7 @@ class DaemonThreads:
             threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True).start()
 
     def submit(self, act: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Call `act` in a thread as soon as one is free.
+        """Let a thread call `act` as soon as a thread is free.
 
         Raises:
             RuntimeError: The threads are closed.

@@ -1,10 +1,11 @@
-"""Fence: leaves a server alone for a while when its answers are often damaged in transit. Does no I/O.
+"""Fence: decides to leave a server alone for a while if its answers are often damaged in transit. Does no I/O.
 
 Rules:
 
-1. A score rises by `DAMAGE` for each damaged block and falls by one for each undamaged block, but never below zero. The
-   fence closes when the score reaches `LIMIT`. Four damaged blocks in a row therefore close it, and a server stays in use
-   while less than one block in seventeen is damaged. While the fence is closed, the server is not used.
+1. A server has a score. It rises by `DAMAGE` for each damaged block and falls by one for each undamaged block, but
+   never below zero. The fence closes when the score reaches `LIMIT`. Four damaged blocks in a row therefore close it,
+   and a server stays in use while less than one block in seventeen is damaged. While the fence is closed, the server is
+   not used.
 2. A closed fence opens after a pause. One more damaged block then brings the score to the limit again.
 3. The pause doubles, up to `LONGEST_PAUSE`, when the fence closes again before the score has fallen to zero.
 """
@@ -18,11 +19,11 @@ LONGEST_PAUSE = Nanos(60 * SECOND)
 
 
 class Fence:
-    """Decides from the blocks read from a server whether to leave it alone. Not thread-safe."""
+    """Counts damaged blocks of one server, and decides whether the server may be used now. Not thread-safe."""
 
     def __init__(self) -> None:
         self._score = 0
-        self._pause = Nanos(0)  # length of the last pause; zero if the score has fallen to zero since then
+        self._pause = Nanos(0)  # length of the last pause; zero once the score has fallen to zero
         self._closed_until: Nanos | None = None
 
     @property

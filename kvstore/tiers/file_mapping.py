@@ -6,8 +6,8 @@ Rules:
    process, and not necessarily this one.
 2. Several threads populate the pages with system calls, which report an error when memory runs out. A plain write to a
    page would end the process instead.
-3. Reserved huge pages (hugetlb) are used if enough of them are free. Otherwise the system is asked for transparent huge
-   pages, and `/proc` shows whether it granted any.
+3. Huge pages that the administrator has reserved (hugetlb) are used if enough of them are free. Otherwise the system is
+   asked for transparent huge pages, and `/proc` shows whether it granted any.
 4. The file is sealed, so that no process that maps it can shrink it while others use it.
 5. Allocating much memory takes seconds. A caller can cancel it by an event; the chunks in progress are finished first,
    then all memory is returned.
@@ -32,7 +32,7 @@ import numpy as np
 from kvstore.buffers import ByteArray
 from kvstore.errors import StoreNotStarted
 
-# Most threads that allocate pages; more would gain nothing, because eight use the memory's whole bandwidth.
+# Maximum number of threads that allocate pages; eight threads already use the whole bandwidth of the memory.
 TAKING_THREADS = 8
 CHUNK_BYTES = 64 << 20
 ZEROS_BYTES = 1 << 20
@@ -44,7 +44,7 @@ MEMINFO = Path("/proc/meminfo")
 SMAPS = Path("/proc/self/smaps")
 CGROUP = Path("/sys/fs/cgroup")  # folder of this process's control group (version 2) within a container
 
-# Used instead of `mmap.madvise`, which keeps Python's lock, so that other threads would wait.
+# The C library's `madvise` is called directly, because `mmap.madvise` keeps Python's lock and other threads would wait.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -58,7 +58,7 @@ class HugePages(StrEnum):
 
 
 class Pages(StrEnum):
-    """The pages that a pool uses."""
+    """The kind of pages that a pool has got."""
 
     RESERVED = "reserved"  # huge pages that the administrator has reserved
     TRANSPARENT = "transparent"  # transparent huge pages, at least in part
@@ -66,13 +66,13 @@ class Pages(StrEnum):
 
 
 class FileMapping:
-    """One process's view of a whole file."""
+    """Maps a whole file into the address space of this process."""
 
     def __init__(self, file: int):
         """Map the whole file; the caller may close the descriptor afterwards.
 
         Raises:
-            OSError: It cannot be mapped.
+            OSError: The file cannot be mapped.
         """
         self.bytes: ByteArray = np.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=np.uint8)
 
@@ -106,7 +106,9 @@ class FileMapping:
 
 
 def allocate(size: int, huge_pages: HugePages, cancelled: Event | None = None) -> tuple[int, FileMapping, Pages]:
-    """Allocate a file of at least `size` bytes; return its descriptor, this process's mapping of it, and its page kind.
+    """Allocate a file of at least `size` bytes.
+
+    Return its descriptor, this process's mapping, and the kind of its pages.
 
     Raises:
         StoreNotStarted: The memory is not available, or not in the required pages; or `cancelled` was set (rule 5).
@@ -117,7 +119,7 @@ def allocate(size: int, huge_pages: HugePages, cancelled: Event | None = None) -
             try:
                 return _allocate(_round_up(size, huge_page_bytes()), os.MFD_HUGETLB, cancelled)
             except OSError as error:
-                # The memory may be short although the machine has enough, because of a control group's limit.
+                # A control group may limit the memory, so it can run out although the machine has enough.
                 lack = error.strerror or str(error)
         if huge_pages is HugePages.REQUIRE:
             raise StoreNotStarted(
@@ -150,7 +152,7 @@ def available_memory_bytes() -> int:
 
 
 def _huge_page_shortage(size: int) -> str:
-    """Return why a file of that size cannot use reserved huge pages; empty if it can."""
+    """Return why a file of this size cannot use reserved huge pages; an empty text if it can use them."""
     page_bytes = huge_page_bytes()
     if not page_bytes or not hasattr(os, "memfd_create"):
         return "the system has none"
@@ -201,7 +203,10 @@ def _write_zeros(file: int, size: int, cancelled: Event | None) -> None:
 
 
 def in_chunks(size: int, act: Callable[[int], None], cancelled: Event | None) -> None:
-    """Call `act` with the offset of every chunk, in several threads, until `cancelled` is set."""
+    """Call `act` with the offset of each chunk of `CHUNK_BYTES`, in several threads.
+
+    Raise StoreNotStarted if `cancelled` is set before all chunks have begun.
+    """
 
     def unless_cancelled(start: int) -> None:
         if cancelled is not None and cancelled.is_set():

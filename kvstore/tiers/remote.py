@@ -2,11 +2,12 @@
 
 Rules:
 
-1. A call that is interrupted returns the blocks that it got; a call that got none fails. Each is counted once, here.
+1. If a call is interrupted, it returns the blocks that it has got until then; if it has got none, it fails. This module
+   counts each failure once.
 2. No operation begins after the tier is closed or after the deadline of its call; a late call counts as a failure.
-3. A backend is not asked about blocks that it cannot take because their namespace is not open here. Such a block is
+3. A backend is not called for blocks that it cannot take because their namespace is not open here. Such a block is
    refused on `put`, and a miss on `get`.
-4. A block that was asked for and is missing is reported once by `gone`.
+4. If a requested block is missing, the next call of `gone` reports it.
 5. A block that is found bad is read again before it is removed (`kvstore.tiers.second_reading`): it may have been damaged
    in transit, and other nodes use the same server. A server whose answers are often damaged is fenced
    (`kvstore.tiers.fence`): until the fence opens, calls fail at once.
@@ -34,10 +35,12 @@ from kvstore.tiers.statistics import TierStatistics
 REMOVE_WITHIN = Nanos(1 * SECOND)
 
 EXAMINE_WITHIN = Nanos(5 * SECOND)
-"""Longest time for second readings at the end of a call; the call's deadline limits it too. The call returns afterwards."""
+"""Time limit for the second readings at the end of a call of `get`. They also end at the call's deadline, because the
+call waits for them."""
 
 EXAMINED = 4
-"""Most bad blocks that are read again after a call. Further bad blocks wait for the next call that reads them."""
+"""Maximum number of bad blocks that are read again at the end of a call of `get`. The others stay until a later call
+finds them bad."""
 
 log = logging.getLogger(__name__)
 
@@ -45,21 +48,21 @@ Answer = TypeVar("Answer")
 
 
 class BlockWrite(Struct, frozen=True):
-    """A block to write."""
+    """A block that a backend has to write."""
 
     block: ByteArray
     crc32c: int  # CRC-32C with which the block was published
 
 
 class BlockRead(Struct, frozen=True):
-    """A block to fetch."""
+    """A block that a backend has to fetch, and the buffer for its bytes."""
 
     key: BlockKey
     into: ByteArray
 
 
 class BackendHealth(Struct, frozen=True):
-    """Counts of bad blocks, from a backend that detects bad blocks itself."""
+    """Counts of bad blocks, which a backend returns if it detects bad blocks itself."""
 
     corrupt: int = 0
     damaged: int = 0
@@ -67,10 +70,10 @@ class BackendHealth(Struct, frozen=True):
 
 
 class TierBackend(Protocol):
-    """The code for one kind of server.
+    """Port of the remote tier: reads and writes blocks on one kind of server, such as Redis.
 
-    Calls come from several threads, with at least one block, and keep to their deadline. Each may raise `TierFailed` at
-    any time; the answers that it has given by then count.
+    Calls come from several threads, have at least one block, and keep their deadline. Each call may raise `TierFailed`
+    at any time; the answers that it has entered until then are used.
     """
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:
@@ -86,15 +89,18 @@ class TierBackend(Protocol):
         ...
 
     def put(self, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos) -> None:
-        """Write blocks, and enter into `there` for each block whether it is stored now."""
+        """Write blocks, and enter into `there` for each block whether the server has it now."""
         ...
 
     def get(self, work: Mapping[int, BlockRead], answers: dict[int, FetchResult], deadline: Nanos) -> None:
-        """Fetch blocks, and enter an answer for each block. A buffer's content is undefined unless its answer is MOVED."""
+        """Fetch blocks, and enter an answer for each block.
+
+        The content of a buffer is valid only if its answer is MOVED.
+        """
         ...
 
     def examine(self, key: BlockKey, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
-        """Read a bad block again, by connections that are opened for this."""
+        """Read a bad block again, by new connections, and return whether the stored value is damaged."""
         ...
 
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:
@@ -106,7 +112,7 @@ class TierBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the backend; may be called again. Calls in progress do not keep the process from ending."""
+        """Close the backend; this may be done more than once. Calls in progress do not keep the process from ending."""
         ...
 
 
@@ -114,7 +120,7 @@ S = TypeVar("S", bound=TierBackend)
 
 
 class RemoteTier(Generic[S]):
-    """Implements `kvstore.ports.BackingTier` on a `TierBackend`; the rules are in the module's docstring."""
+    """Backing tier on another server, which a `TierBackend` reaches, by the rules of this module."""
 
     finds_in_memory = False
 
@@ -206,7 +212,7 @@ class RemoteTier(Generic[S]):
         return self._statistics.gone()
 
     def held(self) -> list[BlockKey]:
-        """Return nothing: this node does not know what the server holds."""
+        """Return an empty list, because this node does not know which blocks the server holds."""
         return []
 
     def status(self) -> TierStatus:
@@ -241,7 +247,7 @@ class RemoteTier(Generic[S]):
             raise TierFailed(f"the {self.name} tier is fenced, because its answers were damaged in transit")
 
     def _is_late(self, deadline: Nanos) -> bool:
-        """Return whether the deadline has passed, and count that as a failure."""
+        """Return True if the deadline has passed, and then count a failure."""
         is_late = self._clock.now() >= deadline
         self._statistics.count(failures=is_late)
         return is_late
@@ -253,7 +259,8 @@ class RemoteTier(Generic[S]):
         for key in list(corrupt)[:EXAMINED]:
             try:
                 verdict = self.backend.examine(key, corrupt[key], until)
-            except TierFailed as error:  # little time was left, or the server is down: no sign of damage
+            # Too little time was left, or the server did not answer. This does not show that the block is damaged.
+            except TierFailed as error:
                 verdict = ReadingVerdict.UNREAD
                 log.warning(
                     "corrupt block kept, second reading failed",
@@ -279,7 +286,7 @@ class RemoteTier(Generic[S]):
             log.warning("tier fenced, answers damaged in transit", extra={"tier": self.name})
 
     def _allow_partial(self, act: Callable[[], None], got: Sized) -> None:
-        """Call `act`; ignore its failure if there are answers already (rule 1)."""
+        """Call `act`. If it fails after it has entered answers, ignore the failure (rule 1)."""
         try:
             self._counted(act)
         except TierFailed:

@@ -1,15 +1,15 @@
-"""Remote records: the value that a remote tier stores for a block, a head and the block's bytes.
+"""Remote records: the value that a remote tier stores for a block. It consists of a head and the block's bytes.
 
 Rules:
 
 1. A value is a head of 64 bytes, then the payload: the block as the namespace's codec encodes it. Integers are big-endian.
    The head: magic "FKVR", format version (1), codec id (1), 2 zero bytes, namespace digest (16), block hash (16), block
    length (8), payload length (8), CRC-32C of the payload (4), CRC-32C of the head up to here (4).
-2. Other programs may write to the server, so a value is not trusted. A block is returned only if the head names the
-   requested block, the lengths agree, both checksums are right and the codec has decoded the payload.
+2. A value is not trusted, because other programs may write to the server. A block is returned only if the head names
+   the requested block, the lengths agree, both checksums are right and the codec has decoded the payload.
 3. A value that is garbage, truncated or another block's is corrupt. It is removed if a second reading agrees
-   (`kvstore.tiers.second_reading`). An undamaged value of another codec or block length is a miss, and the next put replaces
-   it. A value of a newer format is a miss and stays, since newer nodes can read it.
+   (`kvstore.tiers.second_reading`). If an undamaged value has another codec or block length, it counts as a miss, and
+   the next put replaces it. A value of a newer format is a miss too, but stays, because newer nodes can read it.
 """
 
 import hashlib
@@ -41,17 +41,18 @@ HEAD_BYTES = FIELDS.size + 4
 assert HEAD_BYTES == 64
 
 SLACK_BYTES = 1 << 16
-"""Most bytes by which a payload may exceed its block, for heads, scales and seals of codecs. Longer payloads are rejected."""
+"""Maximum number of bytes by which a payload may be longer than its block, because codecs add heads, scales and seals.
+Longer payloads are rejected."""
 
 log = logging.getLogger(__name__)
 
 
 class RecordSource(Protocol):
-    """A value that is being received from the server."""
+    """Port of a value that is being received from the server."""
 
     @property
     def left(self) -> int:
-        """Bytes that have not been read yet."""
+        """Number of bytes that have not been read yet."""
         ...
 
     def fill(self, into: memoryview) -> None:
@@ -104,8 +105,8 @@ def parse(head: bytes, key: BlockKey) -> RemoteRecordHead:
     """Return the parsed head of the value that lies under a block's key.
 
     Raises:
-        NewerFormat: Its version is not known here.
-        UndecodableBlock: It is not this block's head.
+        NewerFormat: The head has a version that this program does not know.
+        UndecodableBlock: The bytes are not the head of this block's value.
     """
     if len(head) < HEAD_BYTES or head[:4] != MAGIC:
         raise UndecodableBlock("the value has no Fleet head")
@@ -121,11 +122,11 @@ def parse(head: bytes, key: BlockKey) -> RemoteRecordHead:
 
 
 def _parse_checked(key: BlockKey, first: bytes, length: int) -> RemoteRecordHead:
-    """Return the parsed head of a value of that length.
+    """Return the parsed head of a value that has `length` bytes.
 
     Raises:
-        NewerFormat: Its version is not known here.
-        UndecodableBlock: It is not this block's head, or the lengths do not agree.
+        NewerFormat: The head has a version that this program does not know.
+        UndecodableBlock: The bytes are not the head of this block's value, or the lengths do not agree.
     """
     head = parse(first, key)
     if length != HEAD_BYTES + head.payload_bytes or head.payload_bytes > head.block_bytes + SLACK_BYTES:
@@ -134,10 +135,10 @@ def _parse_checked(key: BlockKey, first: bytes, length: int) -> RemoteRecordHead
 
 
 class RecordFramer:
-    """Turns blocks into values of one tier, and values into blocks. Thread-safe."""
+    """Converts blocks to the values that one tier stores, and values back to blocks. Thread-safe."""
 
     def __init__(self, codecs: Callable[[bytes], Codec], statistics: TierStatistics):
-        """Bind a tier to the codecs of its namespaces.
+        """Start with the codecs and the counters of one tier.
 
         Args:
             codecs: Returns the codec for a namespace digest; raises `NamespaceUnknown` if the namespace is not open.
@@ -149,11 +150,14 @@ class RecordFramer:
         self._newer_seen = False
 
     def knows(self, key: BlockKey) -> bool:
-        """Return whether the block's namespace is open here."""
+        """Return whether the block's namespace is open on this node."""
         return self._codec(key) is not None
 
     def frame(self, key: BlockKey, block: ByteArray, checksum: int) -> FramedRecord | None:
-        """Return the value for a block; None if its namespace is not open here, or its checksum does not match."""
+        """Return the value for a block.
+
+        Return None if its namespace is not open on this node, or its checksum does not match.
+        """
         codec = self._codec(key)
         if codec is None:
             return None
@@ -165,7 +169,10 @@ class RecordFramer:
         return FramedRecord(pack(key, codec.codec_id, block.nbytes, payload, payload_checksum), payload)
 
     def key_state(self, key: BlockKey, head: bytes, block_bytes: int | None = None) -> RemoteKeyState:
-        """Judge a value by its first bytes; they are empty if there is no value. The block length may be unknown."""
+        """Return the state of a key, judged by `head`, the first bytes of the key's value (empty if there is no value).
+
+        `block_bytes` is the length of the block; None if the caller does not know it.
+        """
         codec = self._codec(key)
         try:
             found = parse(head, key)
@@ -178,7 +185,9 @@ class RecordFramer:
         return RemoteKeyState.HELD if ours else RemoteKeyState.FREE
 
     def take(self, key: BlockKey, value: RecordSource, into: ByteArray) -> FetchResult:
-        """Copy the block out of a value. Unless the answer is MOVED, bytes of the value may be left unread.
+        """Read a value from the server, and copy its block into `into`.
+
+        If the answer is not MOVED, a part of the value may be left unread.
 
         Raises:
             OSError: The value could not be read.
@@ -193,7 +202,9 @@ class RecordFramer:
             return CORRUPT
 
     def proof(self, key: BlockKey, block_bytes: int, length: int, read: Read) -> bytes | None:
-        """Return the proof that a value is corrupt, a digest of its length and the bytes that show it; None if it is not.
+        """Return a proof that a value is corrupt: a digest of its length and of the bytes that show it.
+
+        Return None if it is not corrupt.
 
         `length` is the value's length. Errors of `read`, which fetches parts of the value, are passed on.
         """

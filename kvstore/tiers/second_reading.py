@@ -1,9 +1,9 @@
-"""Second reading: finds out whether a bad value is stored that way or was damaged in transit.
+"""Second reading: finds out whether a bad value is damaged where it is stored, or was damaged in transit.
 
 Rules:
 
-1. Other nodes use the same servers, so a block is removed only if its stored value is damaged. Two readings decide that,
-   each by a connection that is opened for it.
+1. A block is removed only if its stored value is damaged, because other nodes use the same server. Two readings decide
+   that. Each has a new connection.
 2. The readings have to agree on the length and on every byte that proves the damage. If an answer is for another request
    than the one that was sent, the readings do not agree. A reading that fails or is incomplete proves nothing.
 3. The second reading asks for smaller pieces, and for the last piece first. A fault that damages every answer at the same
@@ -20,7 +20,7 @@ Read = Callable[[int, int], bytes]
 
 
 class Reading(Protocol):
-    """Reads one value by a connection of its own."""
+    """Port that reads one value, by a connection that is used for nothing else."""
 
     @property
     def length(self) -> int: ...
@@ -60,10 +60,10 @@ class ReadingsDiffer(OSError):
 
 
 def judge(open_reading: Open, proof: Proof) -> ReadingVerdict:
-    """Read a value twice, and return the verdict.
+    """Read a value twice, each time by a new connection, and return whether the stored value is damaged.
 
     Raises:
-        OSError: A reading failed; any other error of `open_reading` or of a reading means the same.
+        OSError: A reading failed. Other errors of `open_reading` and of the readings are passed on, and mean this too.
     """
     with open_reading() as reading:
         if reading is None:

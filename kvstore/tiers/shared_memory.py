@@ -2,13 +2,14 @@
 
 Rules:
 
-1. The pool has no name: the node hands out its file descriptor. So the memory is freed with the last process that maps
-   it, however the processes end, and nothing appears in /dev/shm.
+1. The memory of the pool is a file without a name; the node gives its descriptor to other processes. It is therefore
+   freed when the last process that maps it ends, in whatever way, and nothing appears in /dev/shm.
 2. All pages are allocated at the start (`kvstore.tiers.file_mapping`). If there is too little memory, this is an error at
    the start, and not a SIGBUS later. No request waits for page faults, which are thirty times slower than copies.
 3. The file contains the blocks, then one 64-bit stamp for each page: the slot generation of the block that begins in the
-   page, or 0. Readers and writers in other processes compare it with their slot's generation, and so notice that the
-   place belongs to another block. If a checksum is wrong, the stamp shows whether the block is corrupt or has gone.
+   page, or 0. Readers and writers in other processes compare the stamp with their slot's generation, and so notice if
+   the place belongs to another block now. If a checksum is wrong, the stamp shows whether the block is corrupt or has
+   gone.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Mapping:
-    """One process's mapping of a pool: the blocks, then the stamps."""
+    """Maps the file of a pool into this process: first the bytes of the blocks, then the stamps (rule 3)."""
 
     def __init__(self, memory: int | FileMapping, capacity_bytes: int):
         """Use a mapping, or map a file descriptor, which the caller may close afterwards.
@@ -50,7 +51,7 @@ class Mapping:
         self.stamps: NDArray[np.uint64] = whole[_stamps_at(capacity_bytes) : size].view(np.uint64)
 
     def populate(self, limit_bytes: int) -> None:
-        """Enter the first `limit_bytes` into the page tables, so that copies cause no page faults. Optional."""
+        """Enter the first `limit_bytes` into the page tables, so that copies cause no page faults. This is optional."""
         with contextlib.suppress(OSError):  # raised by an older kernel, which maps pages at the first access
             self._memory.populate(limit_bytes)
 
@@ -64,7 +65,7 @@ class Mapping:
 
 
 class SharedMemoryTier:
-    """A `MemoryTier` that other processes can map."""
+    """The pool: a `MemoryTier` that other processes can map."""
 
     def __init__(
         self,
@@ -134,11 +135,11 @@ class SharedMemoryTier:
         return self._holds(address)
 
     def view(self, address: Address) -> ByteArray:
-        """Return a view of the bytes, without copying; they may change at any time."""
+        """Return the block's bytes without copying them. They change when another block gets this place."""
         return self.mapping.block(address.offset, address.length)
 
     def close(self) -> None:
-        """Close the descriptor; the memory is freed with its last mapping."""
+        """Close the descriptor. The memory is freed when no process maps it any more."""
         os.close(self._file)
 
     def _holds(self, address: Address) -> bool:
@@ -146,7 +147,7 @@ class SharedMemoryTier:
 
 
 def file_bytes(capacity_bytes: int) -> int:
-    """Return the size of the file behind a pool: blocks, then stamps."""
+    """Return the size of a pool's file, for its blocks and stamps."""
     return _stamps_at(capacity_bytes) + capacity_bytes // PAGE_BYTES * STAMP_BYTES
 
 

@@ -7,11 +7,12 @@ from kvstore.buffers import ByteArray
 from kvstore.messages import BlockKey, BlockOutcome, FetchResult, TierStatus
 
 GONE_KEYS = 1 << 18
-"""Most lost blocks that wait to be reported. Older ones are not reported, so routers go on believing that they are stored."""
+"""Maximum number of lost blocks that wait to be reported. Older ones are not reported, so routers go on believing that
+they are stored."""
 
 
 class TierStatistics:
-    """Counters and lost blocks of one tier. Thread-safe."""
+    """Counts what one tier does, and remembers the blocks that it has lost. Thread-safe."""
 
     def __init__(self, name: str):
         self.name = name
@@ -20,20 +21,20 @@ class TierStatistics:
         self._gone: dict[BlockKey, None] = {}
 
     def count(self, **more: int) -> None:
-        """Add to counters of `TierStatus`."""
+        """Add numbers to the counters of `TierStatus` with these names."""
         with self._lock:
             for name, number in more.items():
                 self._counts[name] = self._counts.get(name, 0) + number
 
     def count_fetched(self, answers: Sequence[FetchResult], into: Sequence[ByteArray]) -> None:
-        """Count the answers of `BackingTier.get`."""
+        """Count the blocks of one call of `BackingTier.get` by their results."""
         hits = [
             buffer.nbytes for answer, buffer in zip(answers, into, strict=True) if answer.outcome is BlockOutcome.MOVED
         ]
         self.count(hits=len(hits), misses=len(answers) - len(hits), bytes_read=sum(hits))
 
     def mark_gone(self, keys: Iterable[BlockKey]) -> None:
-        """Record blocks that the tier does not have, for `gone`."""
+        """Record that the tier no longer has these blocks; `gone` then returns them."""
         with self._lock:
             self._gone.update(dict.fromkeys(keys))
             while len(self._gone) > GONE_KEYS:
@@ -46,7 +47,7 @@ class TierStatistics:
                 self._gone.pop(key, None)
 
     def gone(self) -> list[BlockKey]:
-        """Return the lost blocks once, for `BackingTier.gone`."""
+        """Return the blocks that were lost since the last call, for `BackingTier.gone`."""
         with self._lock:
             gone, self._gone = self._gone, {}
         return list(gone)

@@ -6,13 +6,13 @@ Rules:
    stamp is read after the bytes. Generations are never reused, so the place belonged to the block during the whole read.
    A wrong checksum with the right stamp is CORRUPT; everything else is GONE.
 2. A block is written only if the stamp of its place is the slot's generation before the write. It is MOVED if the stamp
-   is still the same after the write. A writer whose reservation ends in between may damage the next block in that place;
-   the readers of that block then find a wrong checksum.
+   is still the same after the write. If the writer's reservation ends during the write, the place may get another
+   block, which the write damages. The readers of that block then find a wrong checksum.
 3. NIXL has no deadlines, and a late transfer may write to its destination at any time. After the first failure or missed
    deadline, the agent is therefore closed before the call returns, which ends all its transfers. The caller can then
    reuse its buffers. Calls stop waiting `CLOSING` before their deadline, because closing the agent takes time.
-4. A new agent is opened in the background, when a circuit breaker allows it; until then every block is GONE at once. The
-   node is asked for its offer again, since it may have another agent by then.
+4. A new agent is opened in the background, when a circuit breaker allows it; until then every block is GONE at once.
+   The client then requests the node's offer again, because the node may have a new agent.
 5. UCX has no authentication: every program that reaches its ports and knows an agent's metadata can read and write the
    pool. The control plane gives the metadata only to authenticated clients; the network has to protect the ports.
 """
@@ -38,21 +38,22 @@ from kvstore.transports.nixl_agent import NixlAgent, NixlAgentFailed, TransferDi
 from kvstore.transports.put_summing import put_with_checksums
 
 CHUNK_BYTES = 8 << 20
-"""Bytes of one transfer. The checksums of one transfer are computed while the next transfer runs."""
+"""Maximum number of bytes of one transfer, unless one block is larger. The checksums of the blocks of one transfer are
+computed while the next transfer runs."""
 
-BATCH = 1024  # number of blocks whose stamps are read by one transfer
+BATCH = 1024  # maximum number of blocks whose stamps are read by one transfer
 STAMP_BYTES = 8
 
 CLOSING = Nanos(300 * MILLISECOND)
-SHORTEST = Nanos(50 * MILLISECOND)  # shortest wait of a call, unless its deadline is nearer
+SHORTEST = Nanos(50 * MILLISECOND)  # minimum wait of a call, unless its deadline is nearer
 
 REOPENING = Nanos(10 * SECOND)
 
 SPINS = 200  # number of polls of a transfer before the first pause; small transfers need no more
 PAUSE_SECONDS = 50e-6
-PAUSE = threading.Event()  # never set: waiting for it is a pause
+PAUSE = threading.Event()  # never set; waiting for it with a timeout is a pause
 HAND_OVER_SECONDS = 0.002
-"""Longest time to wait until the checksum thread has begun. NIXL holds Python's lock while it copies, so without this
+"""Time limit for the wait until the checksum thread has begun. NIXL holds Python's lock while it copies, so without this
 wait the checksum thread would begin only after the next copy."""
 
 NUDGE_AFTER = Nanos(2 * MILLISECOND)
@@ -68,7 +69,7 @@ class NixlOffer(Struct, frozen=True):
 
 
 class NixlTransport:
-    """Implements `kvstore.ports.Transport`. Only one thread at a time moves bytes."""
+    """Moves blocks between a client and the pool of a node by RDMA. Only one thread at a time moves bytes."""
 
     def __init__(
         self,
@@ -86,7 +87,8 @@ class NixlTransport:
             block_bytes: Block size of the namespace, which the node has opened.
             clock: The clock of deadlines.
             deadline: Ends the connection attempt.
-            renew: Asks the node for its current offer until a deadline; None means that it has none. Called in a new thread.
+            renew: Function that asks the node for its current offer, by a deadline. It returns None if the node has no
+                offer. It is called in a new thread.
             make_agent: Makes an agent with a unique name.
 
         Raises:
@@ -115,7 +117,7 @@ class NixlTransport:
         return put_with_checksums(self.put, slots, blocks, deadline)
 
     def close(self) -> None:
-        """Wait for the running call, which has a deadline, and close the agent."""
+        """Wait until the running call has ended, at the latest at its deadline, and close the agent."""
         self._closed = True
         with self._turn:
             self._drop()
@@ -150,12 +152,15 @@ class NixlTransport:
         except NixlAgentFailed:
             self._breaker.failed(started, self._clock.now())
         finally:
-            del connection  # the reference of this function would keep the agent alive after `close`
+            del connection  # without this, the local variable would keep the agent alive after `close`
             if not in_order:
                 self._drop()
 
     def _current(self, now: Nanos) -> "_NixlConnection | None":
-        """Return the connection; None if there is none, and then begin to open one if the breaker allows it."""
+        """Return the connection; None if there is none now.
+
+        If there is none and the circuit breaker allows it, begin to open one in a new thread.
+        """
         if self._connection is None and not self._closed and not self._opening and self._breaker.allows(now):
             self._opening = True
             threading.Thread(target=self._open_again, args=(now,), name="kvstore-nixl", daemon=True).start()
@@ -190,7 +195,7 @@ class NixlTransport:
 
 
 class _NixlTransfer:
-    """Blocks of one transfer, and their outcomes."""
+    """Holds the blocks of one batch, their addresses at the client and in the pool, and the outcome of each block."""
 
     def __init__(self, slots: AnySlots, blocks: list[list[ByteArray]]):
         self.slots = slots
@@ -204,7 +209,7 @@ class _NixlTransfer:
         inside = np.cumsum(self.local[:, 1]) - self.local[:, 1]  # offset of each part within the bytes of all blocks
         of = np.repeat(np.arange(len(blocks)), [len(parts) for parts in blocks])
         offsets = np.array([slot.offset for slot in slots], dtype=np.uint64)
-        self.remote = self.local.copy()  # as `local`, but with offsets in the pool instead of addresses
+        self.remote = self.local.copy()  # like `local`, but with offsets in the pool instead of addresses
         self.remote[:, 0] = offsets[of] + inside - of.astype(np.uint64) * np.uint64(block_bytes)
 
     def __len__(self) -> int:
@@ -214,7 +219,10 @@ class _NixlTransfer:
         return _NixlTransfer([self.slots[index] for index in indices], [self.blocks[index] for index in indices])
 
     def check_checksums(self, chunk: range, begun: threading.Event | None = None) -> None:
-        """Check the checksums of a chunk; set `begun` just before the native code releases Python's lock."""
+        """Check the checksums of a chunk of blocks.
+
+        The event `begun` is set just before the native code computes them, without holding Python's interpreter lock.
+        """
         parts = [part for parts in self.blocks[chunk.start : chunk.stop] for part in parts]
         block_bytes = size_of(self.blocks[chunk.start])
         if begun is not None:
@@ -232,7 +240,7 @@ _Act = Callable[["_NixlConnection", _NixlTransfer, Nanos], None]
 
 
 class _NixlConnection:
-    """A client's agent, connected to the node's agent.
+    """Reads and writes the pool of a node by a client's agent, which is connected to the node's agent.
 
     All methods may raise `NixlAgentFailed`; after that, only `close` may be called.
     """
@@ -247,7 +255,7 @@ class _NixlConnection:
             self._agent.register(spans([(address, self._stamps.nbytes)]))
             self._into = spans([(address + index * STAMP_BYTES, STAMP_BYTES) for index in range(BATCH)])
             self._peer = self._agent.add_peer(offer.metadata)
-            self.holds([Slot(0, 0)], deadline)  # reads one stamp, to find out whether transfers work
+            self.holds([Slot(0, 0)], deadline)  # read one stamp, to find out whether transfers work
         except BaseException:
             self._agent.close()
             raise
@@ -298,7 +306,7 @@ def _get(connection: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None
     registered = connection.register(work)
     with ThreadPoolExecutor(
         1, "kvstore-checksums"
-    ) as checksum_thread:  # needed because within one host the current thread itself copies the bytes
+    ) as checksum_thread:  # a second thread is used, because within one host the first one is busy copying the bytes
         for arrived in _moved(connection, TransferDirection.READ, work, until):
             if arrived.stop < len(work):
                 begun = threading.Event()

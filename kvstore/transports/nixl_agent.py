@@ -1,7 +1,7 @@
 """NIXL agent: a thin wrapper of a NIXL agent with the UCX backend. Needs the package ``nixl``.
 
 NIXL raises a dozen exceptions without a common base, returns states as strings, and has no deadlines. UCX prints to
-standard output, and may end the process when a peer disappears. So a node runs its agent in a process of its own.
+standard output, and may end the process when a peer disappears. A node therefore runs its agent in a separate process.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ class NixlAgentFailed(Exception):
 
 
 class NixlMemoryKind(StrEnum):
-    """The kind of memory that is registered."""
+    """The kind of memory that is registered with an agent."""
 
     DRAM = "DRAM"
     VRAM = "VRAM"
@@ -42,7 +42,7 @@ Spans: TypeAlias = NDArray[np.uint64]
 
 
 def spans(rows: Sequence[tuple[int, int]], device: int = 0) -> Spans:
-    """Make a table from addresses and lengths."""
+    """Return a `Spans` table with one row for each pair of an address and a length in bytes."""
     table = np.full((len(rows), 3), device, dtype=np.uint64)
     table[:, :2] = rows
     return table
@@ -60,7 +60,10 @@ def joined(table: Spans) -> Spans:
 
 
 class NixlAgent:
-    """A NIXL agent, for one thread at a time. All methods raise `NixlAgentFailed`."""
+    """Moves bytes between the memory of this process and that of peers. Only one thread at a time may use it.
+
+    All methods raise `NixlAgentFailed` if the agent, a peer or their connection fails.
+    """
 
     def __init__(self, name: str):
         """Open the agent, which takes half a second, because UCX examines all devices of the machine."""
@@ -143,7 +146,7 @@ class NixlAgent:
         return True
 
     def nudge(self, peer: str) -> None:
-        """Ask the peer to make progress, for transfers whose bytes its processor moves."""
+        """Ask the peer to make progress with those transfers whose bytes the peer's processor has to move."""
         with self._translated():
             self._agent.send_notif(peer, b"nudge")
 
@@ -153,13 +156,13 @@ class NixlAgent:
             return bool(self._agent.get_new_notifs())
 
     def close(self) -> None:
-        """End all transfers; afterwards nothing writes to this process's memory. Takes 0.2 s."""
+        """End all transfers, which takes 0.2 s. After that, no transfer writes to this process's memory."""
         for transfer in self._transfers.values():
             with contextlib.suppress(*self._failures):  # if a transfer cannot be cancelled, it ends with the agent
                 transfer.release()
         self._transfers.clear()
         self._registered.clear()
-        self._agent = None  # the last reference
+        self._agent = None  # drops the last reference to the agent, which ends it
 
     def _translated(self) -> "_Translated":
         return _Translated(self._failures)

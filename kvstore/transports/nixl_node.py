@@ -1,6 +1,7 @@
 """NIXL node: starts the process with a node's NIXL agent, and replaces it when it dies.
 
-The agent has a process of its own, because UCX may end its process when a peer disappears, and the node must live on.
+The agent runs in a separate process, because UCX may end the process that it is in when a peer disappears, and the node
+must go on.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ def has_fabric() -> bool:
 
 
 class NixlNode:
-    """The agent process of a pool; `run` keeps it alive."""
+    """Runs the process of a node's NIXL agent; `run` replaces the process when it has died."""
 
     def __init__(self, tier: SharedMemoryTier):
         self._tier = tier

@@ -1,8 +1,8 @@
 """NIXL process: holds a node's NIXL agent (``python -m kvstore.transports.nixl_process POOL CAPACITY_BYTES``).
 
-It maps the pool behind the file descriptor POOL and registers it. Then it writes a `NixlOffer` as msgpack to standard
-output and closes that. It serves peers until its standard input ends. Its only state is the pool, so the node can
-replace it at any time.
+The process maps the pool behind the file descriptor POOL and registers it with the agent. Then it writes a `NixlOffer`
+as msgpack to its standard output, and closes this output. It serves peers until its standard input ends. It has no
+state besides the pool, so the node can replace it at any time.
 """
 
 import os
@@ -31,7 +31,7 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 def serve(pool: int, capacity_bytes: int) -> None:
     """Serve peers until standard input ends."""
     answer = os.dup(STDOUT)
-    os.dup2(STDERR, STDOUT)  # keeps the output of NIXL and UCX out of the answer
+    os.dup2(STDERR, STDOUT)  # sends the output of NIXL and UCX to standard error, so that it is not part of the answer
     mapping = Mapping(pool, capacity_bytes)
     agent = NixlAgent(f"kvstore-node-{uuid.uuid4().hex}")
     both = [(int(each.__array_interface__["data"][0]), each.nbytes) for each in (mapping.bytes, mapping.stamps)]

@@ -15,7 +15,7 @@ Put = Callable[[AnySlots, Sequence[Block], Nanos], list[BlockOutcome]]
 
 
 def put_with_checksums(put: Put, slots: AnySlots, blocks: Sequence[Block], deadline: Nanos) -> list[FetchResult]:
-    """Implement `Transport.put_summing`: compute the checksums, then call `Transport.put`."""
+    """Compute the checksums of blocks, write them by `Transport.put`, and return the results with the checksums."""
     summed = [
         Slot(slot.offset, slot.generation, crc32c(pieces(block))) for slot, block in zip(slots, blocks, strict=True)
     ]

@@ -4,6 +4,9 @@ The node sends the pool's descriptor over a Unix socket (SCM_RIGHTS) to every cl
 connection has one exchange. The client sends ``magic ‖ digest (16)``; the node answers ``magic ‖ status (1) ‖ 3 unused ‖
 capacity in bytes (8)`` with the descriptor. Integers are big-endian. A connection that begins with the magic `CALLS`
 instead carries the calls of `kvstore.protocol.calls`.
+
+A reader compares the CRC-32C of each whole block while it copies it (`kvstore.native.checksums`), and reports a wrong block
+as corrupt or gone. The glossary, "checksum", names the other places.
 """
 
 import asyncio
@@ -33,18 +36,17 @@ ANSWER = struct.Struct(">4sB3xQ")
 GRANTED, REFUSED = 0, 1
 
 POPULATE_BYTES = 1 << 30
-"""Most bytes of a pool that a client enters into its page tables at the start. This takes 0.3 s for each GiB, and saves page
-faults later.
-"""
+"""Maximum number of bytes of a pool that a client enters into its page tables when it maps the pool. This takes 0.3 s
+for each GiB, and saves page faults later."""
 
-BATCH_BYTES = 16 << 20  # bytes that are copied between two checks of the deadline: one to two milliseconds
+BATCH_BYTES = 16 << 20  # bytes that are copied between two checks of the deadline, in one to two milliseconds
 
-# Index: the number of an outcome in native code.
+# The native code returns an outcome as a number, which is an index into this tuple.
 OUTCOMES = (BlockOutcome.MOVED, BlockOutcome.GONE, BlockOutcome.CORRUPT)
 
-HANDOUT_SECONDS = 2.0  # longest time for a client to send its request
-HANDOUTS = 32  # most connections that have not sent a request yet; a further connection replaces the oldest
-QUEUE_SECONDS = 1.0  # longest wait of a client for a full node; then it uses another data path
+HANDOUT_SECONDS = 2.0  # time limit for a client to send its request
+HANDOUTS = 32  # maximum number of connections without a request yet; another connection replaces the oldest one
+QUEUE_SECONDS = 1.0  # maximum wait of a client for a connection to a busy node; after it, it uses another data path
 OUT_OF_FILES_SECONDS = 0.1  # pause before the next `accept` if the process has no free file descriptor
 
 
@@ -52,7 +54,7 @@ Answer = TypeVar("Answer")
 
 
 class SharedMemoryTransport:
-    """Implements `kvstore.ports.Transport` on the mapped pool."""
+    """Copies blocks between a client and the pool of a node on the same host, which the client has mapped."""
 
     def __init__(self, path: str, digest: bytes, block_bytes: int, clock: Clock, deadline: Nanos):
         """Fetch the pool's descriptor, and map the pool.
@@ -113,7 +115,7 @@ class SharedMemoryTransport:
         ]
 
     def close(self) -> None:
-        """Do nothing: the mapping ends with its last user, which may be a thread that still copies."""
+        """Do nothing. The mapping ends when nobody uses it any more, because another thread may still be copying."""
 
     def _get_one_shard(self, slot: Slot, shard: RankShard, parts: list[ByteArray], deadline: Nanos) -> BlockOutcome:
         place = self._place(slot, deadline)
@@ -132,7 +134,10 @@ class SharedMemoryTransport:
         return added if self.mapping.holds(slot) else None
 
     def _place(self, slot: Slot, deadline: Nanos) -> ByteArray | None:
-        """Return a view of a block's bytes; None if the place belongs to another block, or the deadline has passed."""
+        """Return a view of a block's bytes.
+
+        Return None if the place is outside the pool or belongs to another block, or if the deadline has passed.
+        """
         if self._clock.now() >= deadline or slot.offset + self._block_bytes > self.mapping.bytes.nbytes:
             return None
         return self.mapping.block(slot.offset, self._block_bytes) if self.mapping.holds(slot) else None
@@ -183,7 +188,7 @@ def _fetch_pool(path: str, digest: bytes, clock: Clock, deadline: Nanos) -> Mapp
 
 
 class MemoryHandout:
-    """Memory handout: the node's socket that gives the pool's memory to processes of its host."""
+    """Serves the node's socket by which processes of its host get the pool's memory: the memory handout."""
 
     def __init__(
         self,

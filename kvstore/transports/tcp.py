@@ -1,7 +1,8 @@
-"""TCP transport: the client's end of the TCP data plane, with a few connections and requests in windows.
+"""TCP transport: the client's end of the TCP data plane, with at most four connections.
 
-Sockets block in the kernel, without Python's lock, until all requested bytes have arrived or the kernel's timer ends the
-wait. So one call moves megabytes, while polling before each read would move one socket buffer at a time.
+Sockets block in the kernel, without Python's lock, until all requested bytes have arrived or the kernel's timer ends
+the wait. One system call therefore moves megabytes. If the client polled before each read instead, one call would move
+only the bytes of one socket buffer.
 """
 
 import contextlib
@@ -33,7 +34,8 @@ from kvstore.transports.tcp_frames import (
 )
 
 CONNECTIONS = 4
-"""Most connections of one client. As many threads move bytes at a time, and further threads wait."""
+"""Maximum number of connections of one client. At most this number of threads move bytes at the same time; other
+threads wait."""
 
 CHUNK_BYTES = 4 << 20  # bytes received at a time; the checksum is computed while they are in the processor's cache
 
@@ -47,7 +49,10 @@ Each = TypeVar("Each")
 
 
 class TcpTransport:
-    """Implements `kvstore.ports.Transport`. The next call replaces a broken connection if the breaker allows it."""
+    """Moves blocks between a client and a node on another host over TCP.
+
+    If a connection breaks, the next call opens a new one, unless the circuit breaker forbids it.
+    """
 
     def __init__(
         self,
@@ -66,7 +71,8 @@ class TcpTransport:
             block_bytes: The namespace's block size.
             clock: The clock of deadlines.
             deadline: Ends the connection attempt.
-            key: The key that both ends have to prove (`Purpose.DATA`). None: no proofs; a node that wants one is an error.
+            key: The key that client and node prove to each other (`Purpose.DATA`). None: the client proves nothing, and
+                cannot use a node that demands a proof.
 
         Raises:
             StoreUnreachable: The node does not answer in time, or does not prove the key.
@@ -79,7 +85,7 @@ class TcpTransport:
         self._key = key
         self._breaker = CircuitBreaker()
         self._room = threading.Semaphore(CONNECTIONS)
-        self._guard = threading.Lock()  # lock of the circuit breaker and of the following fields
+        self._guard = threading.Lock()  # guards `_breaker`, `_closed`, `busy` and `_idle`
         self._closed = False
         self.busy: set[socket.socket] = set()
         self._idle = [self._open(deadline)]
@@ -119,7 +125,7 @@ class TcpTransport:
 
     @contextlib.contextmanager
     def _connection(self, deadline: Nanos) -> Iterator[socket.socket | None]:
-        """Yield a connection for exclusive use; None if there is none.
+        """Yield a connection that no other thread uses; yield None if no connection can be had in time.
 
         A failure closes the connection, and counts as a failure for the circuit breaker.
         """
@@ -135,7 +141,8 @@ class TcpTransport:
         except (OSError, ValueError):
             with self._guard:
                 self._breaker.failed(started, self._clock.now())
-                while self._idle:  # the idle connections lead to the same node, so they are probably broken too
+                # The idle connections lead to the same node, so they are probably broken too and are closed.
+                while self._idle:
                     self._idle.pop().close()
         finally:
             with self._guard:
@@ -159,7 +166,7 @@ class TcpTransport:
         try:
             connection = self._open(deadline)
         except (StoreUnreachable, NamespaceUnknown):
-            # The client's control connection finds the cause and renews its session.
+            # The cause is not handled here: the next call of the control plane finds it, and renews the session.
             with self._guard:
                 self._breaker.failed(now, self._clock.now())
             return None
@@ -172,7 +179,7 @@ class TcpTransport:
             with contextlib.ExitStack() as undo:
                 timeout_seconds = max(seconds(deadline - self._clock.now()), 0.001)
                 connection = undo.enter_context(socket.create_connection((self._host, self._port), timeout_seconds))
-                connection.settimeout(None)  # from now on, the kernel's timers apply
+                connection.settimeout(None)  # Python's timeout is off; later calls are limited by timers of the kernel
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._shake_hands(_DataPlaneSocket(connection, self._clock, deadline))
                 undo.pop_all()
@@ -212,7 +219,7 @@ class TcpTransport:
 
 
 class _BlockTransfer:
-    """One block that is being moved, with its outcome so far."""
+    """Records one block that is being moved, and its outcome so far."""
 
     def __init__(self, slot: Slot, parts: list[ByteArray]):
         self.slot = slot
@@ -258,7 +265,10 @@ class _DataPlaneSocket:
 
 
 def _pipeline(operation: DataPlaneOperation, work: list[_BlockTransfer], channel: _DataPlaneSocket) -> None:
-    """Move blocks, and record the outcome of each one; if the connection breaks, the remaining blocks stay GONE."""
+    """Move blocks, and record the outcome of each.
+
+    If the connection breaks, the outcome of the remaining blocks stays GONE.
+    """
     waiting: list[_BlockTransfer] = []
     for window in _batches(work, WINDOW):
         _send_request(operation, window, channel)

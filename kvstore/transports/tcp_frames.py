@@ -3,9 +3,9 @@
 Rules:
 
 1. Integers are big-endian. A connection begins with an OPENING, which names a namespace, and a CHALLENGE as the answer.
-   If the challenge asks for a proof, the client sends one (32 bytes) and gets a VERDICT with the node's own proof
+   If the challenge demands a proof, the client sends one (32 bytes) and gets a VERDICT with the node's own proof
    (`kvstore.security.authentication`). All blocks of a connection have its namespace's block size.
-2. A request is a REQUEST, its number of ENTRY structures (at most `WINDOW`), and for PUT the bytes of all blocks in order.
+2. A request is a REQUEST, one ENTRY for each block (at most `WINDOW`), and for PUT the bytes of all blocks in order.
    A reply is a REPLY and one status byte for each block. In a reply to GET, the bytes of the DONE blocks follow in order,
    and then a second status byte for each block: whether the slot still belonged to the block after its last byte was read.
 3. Replies come in the order of the requests. A client may send one more request before it reads a reply. Then it has to
@@ -22,12 +22,13 @@ MAGIC = b"FKV2"
 OPENING = struct.Struct(">4sB3x16s16s")  # magic, operation, digest of the namespace, nonce of the client
 CHALLENGE = struct.Struct(">4sB3x16s")  # magic, status, nonce of the node
 VERDICT = struct.Struct(">4sB3x32s")  # magic, status, proof of the node
-REQUEST = struct.Struct(">4sB3xI")  # magic, operation, blocks
+REQUEST = struct.Struct(">4sB3xI")  # magic, operation, number of blocks
 ENTRY = struct.Struct(">QQI")  # offset, generation, crc32c
-REPLY = struct.Struct(">4sI")  # magic, blocks
+REPLY = struct.Struct(">4sI")  # magic, number of blocks
 
 WINDOW = 64
-"""Most blocks of a request: enough to hide the time of a round trip, and few enough for one vectored write."""
+"""Maximum number of blocks of a request: enough to hide the time of a round trip, and few enough for one vectored
+write."""
 
 
 class DataPlaneOperation(IntEnum):

@@ -2,15 +2,17 @@
 
 Rules:
 
-1. Everything runs on one event loop, and bytes move between sockets and the pool directly. A connection asks the machine
-   for a place right before each system call, and asks again after every wait.
+1. Everything runs on one event loop, and bytes move between sockets and the pool directly. A connection asks the pool
+   machine for the addresses of blocks right before it receives their bytes, and again after every wait, because a block
+   may have lost its place meanwhile.
 2. A connection is a generator that follows the protocol step by step (`kvstore.transports.tcp_frames`). It makes
    non-blocking system calls, and yields the readiness that it needs before the next one.
-3. After `TURN_BYTES`, a connection lets the others run.
+3. After a connection has moved `TURN_BYTES`, other connections are served first.
 4. For a slow client, the node stores only one request; the blocks that the client has not taken stay in the pool.
-5. A connection is unproven until it has proven the secret; without a secret, until it has named an open namespace.
-   Unproven connections have `MAX_UNPROVEN` places of their own, where a new one replaces the oldest
-   (`kvstore.net.unproven_connections`). They never take one of the `CONNECTIONS` places of proven connections.
+5. A connection is unproven until it has proven the secret, or if the node has no secret, until it has named an open
+   namespace. There are `MAX_UNPROVEN` places for unproven connections only. If all are taken, a new connection replaces
+   the oldest one (`kvstore.net.unproven_connections`). Unproven connections never take one of the `CONNECTIONS` places
+   of proven connections.
 """
 
 import asyncio
@@ -46,15 +48,17 @@ STALLED = Nanos(10 * SECOND)
 """A connection is closed if it has moved no byte for this long in the middle of an exchange."""
 
 CONNECTIONS = 512
-"""Most proven connections at a time. A client keeps at most four."""
+"""Maximum number of proven connections at a time. A client keeps at most four."""
 
 MAX_UNPROVEN = 64
-"""Most connections in their handshake. It takes two round trips, so this lets in thousands of clients each second."""
+"""Maximum number of connections in their handshake. A handshake takes two round trips, so this limit still admits
+thousands of clients each second."""
 
 BACKLOG = 128
 TURN_BYTES = 2 << 20
 SCRATCH_BYTES = 1 << 18
-LOW_WATER_BYTES = 1 << 18  # least number of bytes of a body to wait for at a time, if so many have still to arrive
+# While the blocks of a PUT arrive, a connection waits for at least this number of bytes, or for all that are left.
+LOW_WATER_BYTES = 1 << 18
 
 
 class SocketReadiness(Enum):
@@ -69,7 +73,7 @@ Steps = Generator[SocketReadiness, None, Result]
 
 
 class DataPlaneServer:
-    """Serves blocks to other hosts."""
+    """Serves the blocks of the pool to clients on other hosts."""
 
     def __init__(self, machine: BlockMachine, tier: MemoryTier, clock: Clock, key: AuthenticationKey | None = None):
         """Prepare the server; `listen` starts it.
@@ -140,7 +144,7 @@ class DataPlaneServer:
             accepted, address = self._listener.accept()
         except OSError as error:  # raised mostly if a client has left before its connection was accepted
             if error.errno in OUT_OF_FILES:
-                self._stop_accepting()  # `cut_stalled` starts accepting again
+                self._stop_accepting()  # until the next call of `cut_stalled`, which begins to accept again
             return
         accepted.setblocking(False)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -160,13 +164,13 @@ class DataPlaneServer:
         return True
 
     def forget(self, connection: "DataPlaneConnection") -> None:
-        """Remove a closed connection."""
+        """Remove a closed connection from the sets of connections."""
         self.connections.discard(connection)
         self._unproven.discard(connection)
 
 
 class DataPlaneConnection:
-    """One connection of a client."""
+    """Serves one connection of a client."""
 
     def __init__(self, plane: DataPlaneServer, accepted: socket.socket, loop: asyncio.AbstractEventLoop):
         self._plane = plane
@@ -174,7 +178,7 @@ class DataPlaneConnection:
         self._loop = loop
         self._conversation = self._serve()
         self._waits_for: SocketReadiness | None = None
-        self._turn = 0  # bytes moved since other connections were served (rule 3)
+        self._turn = 0  # number of bytes moved since the other connections were served last (rule 3)
         self._scratch: bytearray | None = None
         self._low_water = 1
         self.busy = True  # True in the middle of an exchange
@@ -211,7 +215,7 @@ class DataPlaneConnection:
             self._loop.add_writer(self._socket, self.proceed)
         self._waits_for = ready
 
-    # The protocol
+    # The methods for the exchanges of the protocol.
 
     def _serve(self) -> Steps[None]:
         _, operation, digest, client_nonce = OPENING.unpack((yield from self._frame(OPENING.size)))
@@ -311,7 +315,7 @@ class DataPlaneConnection:
         return self._socket.recvmsg_into(views)[0]
 
     def _wake_at(self, count: int) -> None:
-        """Let the socket become readable only when that many bytes have arrived."""
+        """Let the event loop report the socket as readable only when `count` bytes have arrived."""
         if count != self._low_water:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
             self._low_water = count
@@ -323,7 +327,7 @@ class DataPlaneConnection:
         right = crc32c([self._plane.tier.view(address)]) == block.slot.crc32c
         return DataPlaneStatus.DONE if right else DataPlaneStatus.CORRUPT
 
-    # Steps of the protocol
+    # The methods that read and write bytes, and wait while the socket is not ready.
 
     def _frame(self, size: int) -> Steps[bytes]:
         """Read a frame; raise `ValueError` as soon as its magic is wrong."""
@@ -374,7 +378,7 @@ class DataPlaneConnection:
 
 
 class _IncomingBlock:
-    """A block of a PUT that is being received."""
+    """Records one block of a PUT that is being received."""
 
     def __init__(self, slot: Slot):
         self.slot = slot

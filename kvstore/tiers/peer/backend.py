@@ -1,14 +1,15 @@
-"""Peer backend: blocks in the memory of other nodes, read under a lease over their data plane.
+"""Peer backend: reads blocks from the memory of other nodes, under a read lease and over their data plane.
 
 Rules:
 
-1. A peer fills its own pool. This tier only reads, unless `push` is set; then a chain is written to its owner.
-2. Rendezvous hashing of peer and first block orders the peers for each chain; the first peer is the owner. This needs no
-   table, and the order hardly changes when peers come and go.
-3. The peer that had the block at the last look-up is asked first, then the others in rendezvous order, until `look_ups`
-   peers have answered. A peer that does not answer is not asked for a while, and neither is a peer whose blocks are often
-   damaged in transit (`kvstore.tiers.fence`).
-4. Peers are asked only for blocks in their memory (max wait 0), so that two nodes never wait for each other's tiers.
+1. Usually this tier only reads blocks that peers have put into their own pools. If `push` is set, it also writes each
+   chain to the pool of the chain's owner (rule 2).
+2. Rendezvous hashing of a peer's address and a chain's first block gives each chain an order of the peers; the first
+   peer in it is the owner. This needs no table, and the order hardly changes when peers come and go.
+3. The peer that had the block at the last look-up is queried first, then the others in rendezvous order, until
+   `look_ups` peers have answered. A peer that does not answer is not queried for a while, and neither is a peer whose
+   blocks are often damaged in transit (`kvstore.tiers.fence`).
+4. Peers are queried only for blocks in their memory (max wait 0), so that two nodes never wait for each other's tiers.
 5. The checksum that was published with a block is verified on the bytes that arrive. Bad blocks are reported to the peer,
    which removes a block if it finds the block bad too. `connect` decides how peers authenticate each other.
 """
@@ -34,9 +35,9 @@ from kvstore.tiers.remote import BackendHealth, BlockRead, BlockWrite, RemoteTie
 from kvstore.tiers.second_reading import ReadingVerdict
 from kvstore.tiers.statistics import TierStatistics
 
-HINTS = 1 << 16  # most blocks for which the peer that had them is remembered
-SUSPECTS = 4096  # most blocks that are remembered because they were found bad
-SUSPECT_FOR = Nanos(60 * SECOND)  # time for which a bad block is not asked for, so that peers can write it again
+HINTS = 1 << 16  # maximum number of blocks in `PeerHints`, which remembers the peer that had each block
+SUSPECTS = 4096  # maximum number of blocks that are remembered because they were found bad
+SUSPECT_FOR = Nanos(60 * SECOND)  # time for which a bad block is not requested, so that peers can write it again
 
 Which = TypeVar("Which")
 
@@ -44,7 +45,7 @@ Which = TypeVar("Which")
 def open_peers(
     settings: PeerSettings, connect: Connect, *, namespaces: Callable[[bytes], KvNamespace], clock: Clock
 ) -> "RemoteTier[PeerBackend]":
-    """Make a tier in the peers' memory; the tier connects to a peer when a call needs it.
+    """Make a tier that uses the memory of peer nodes; it connects to a peer when a call needs the peer.
 
     Args:
         settings: The peers and limits.
@@ -58,7 +59,7 @@ def open_peers(
 
 
 class PeerBackend:
-    """A `kvstore.tiers.remote.TierBackend`, made by `open_peers`."""
+    """Reads blocks from peer nodes, and writes them if rule 1 allows it, as a `TierBackend`; made by `open_peers`."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class PeerBackend:
         self._closed = False
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:
-        """Return whether the namespace is open, the length fits, and the block was not found bad lately."""
+        """Return whether the namespace is open, the length fits it, and the block was not found bad lately."""
         namespace = self._namespace(key.digest)
         fits = namespace is not None and block_bytes in (None, namespace.block_bytes)
         return fits and not self._suspects.has(key, self._clock.now())
@@ -108,7 +109,10 @@ class PeerBackend:
         return longest
 
     def holds(self, keys: Sequence[BlockKey], deadline: Nanos) -> list[bool]:
-        """Ask the peers that had the blocks at the last look-up, with at most `connections.RUNS` look-ups for each peer."""
+        """Return which blocks the peers have now.
+
+        For each block, only the peer that had it last is asked, with at most `connections.RUNS` look-ups per namespace.
+        """
         there: set[BlockKey] = set()
         asked: dict[tuple[str, bytes], list[BlockKey]] = {}
         for key in keys:
@@ -145,7 +149,7 @@ class PeerBackend:
             raise failure
 
     def remove(self, keys: Sequence[BlockKey], deadline: Nanos) -> None:  # noqa: ARG002 - no peer is asked
-        """Leave the blocks to their peers, and do not ask for them for a while."""
+        """Remove nothing, because the peers own the blocks; only stop requesting these blocks for a while."""
         self._suspects.note(keys, self._clock.now())
         self._hints.drop(keys)
 
@@ -164,8 +168,9 @@ class PeerBackend:
     def leave(self) -> None:
         """Push all demoted blocks to the other peers from now on, because this node is leaving.
 
-        The others still rank the peers as before. So they look for this node's chains at the next peer in the order,
-        which is where these blocks go; the same holds if another peer is down.
+        The blocks of a chain go to the first other peer in the chain's rendezvous order that answers (rule 2). The
+        other nodes look for the chain in the same order, and skip peers that do not answer, such as this node after its
+        end. They therefore ask the peer that has the blocks.
         """
         others = tuple(address for address in self._settings.peers if address != self._settings.own_address)
         self._settings = replace(self._settings, peers=others, own_address="", push=True)
@@ -180,12 +185,12 @@ class PeerBackend:
     def _give(
         self, namespace: KvNamespace, work: Mapping[BlockKey, BlockWrite], there: dict[BlockKey, bool], deadline: Nanos
     ) -> None:
-        """Write these blocks to the owner of their chain."""
+        """Write blocks of one chain to the peer that owns the chain."""
         owners = self._owners(next(iter(work)))
         if owners[0] == self._settings.own_address:
             there.update(dict.fromkeys(work, False))
             return
-        # The store client reads a block twice, and the block may change.
+        # The blocks are copied, because the store client reads a block twice and the pool may change it in between.
         copies = {key: write.block.copy() for key, write in work.items()}
         sound = [key for key in work if crc32c([copies[key]]) == work[key].crc32c]
         there.update((key, False) for key in work if key not in set(sound))
@@ -206,7 +211,7 @@ class PeerBackend:
         answers: dict[int, FetchResult],
         deadline: Nanos,
     ) -> None:
-        """Fetch these blocks from one peer after the other."""
+        """Fetch these blocks from one peer after the other, until all have arrived or `look_ups` peers were queried."""
         missing = dict(work)
         asked, failure = 0, None
         for address in self._candidates(next(iter(work.values())).key):
@@ -230,7 +235,7 @@ class PeerBackend:
         self._judge(failure, asked)
 
     def _judge(self, failure: TierFailed | None, asked: int) -> None:
-        """Count a failed peer; raise its failure if no other peer has answered."""
+        """Raise the failure of a peer if no other peer has answered; otherwise only count the failure."""
         if failure is None:
             return
         if not asked:
@@ -240,7 +245,7 @@ class PeerBackend:
     def _candidates(self, key: BlockKey) -> list[str]:
         ranked = [address for address in ranking(self._settings.peers, key) if address != self._settings.own_address]
         hinted = self._hints.recall(key)
-        # A stable sort, so the other peers keep their order.
+        # The sort moves the hinted peer to the front. It is stable, so the other peers stay in rendezvous order.
         return sorted(ranked, key=lambda address: address != hinted)
 
     def _owners(self, key: BlockKey) -> list[str]:
@@ -269,7 +274,10 @@ class PeerBackend:
         return last, *self._connection(last, namespace).push(names, blocks, deadline)
 
     def _share(self, deadline: Nanos, asked: int) -> Nanos:
-        """Return the deadline of the next look-up: now, and the time left divided by the look-ups that may follow."""
+        """Return the deadline of the next look-up, after `asked` peers have answered.
+
+        The time until `deadline` is divided equally among the remaining look-ups.
+        """
         now = self._clock.now()
         return Nanos(now + (deadline - now) // max(self._settings.look_ups - asked, 1))
 

@@ -1,4 +1,4 @@
-"""Peer connection: look-ups, reads and writes on one peer, with a circuit breaker and a fence."""
+"""Peer connection: looks up, reads and writes blocks at one peer, behind a circuit breaker and a fence."""
 
 import logging
 import socket
@@ -17,14 +17,14 @@ from kvstore.net.addresses import host_port, unix_path
 from kvstore.tiers.fence import Fence
 from kvstore.tiers.remote import BackendHealth
 
-RUNS = 8  # most runs of consecutive blocks that one call fetches from one peer
+RUNS = 8  # maximum number of runs of consecutive blocks that one call fetches from one peer
 LEASE_AFTER_SECONDS = 1.0  # a lease lasts this much longer than the deadline of its call, if it is not released
 
 log = logging.getLogger(__name__)
 
 
 class PeerStore(Protocol):
-    """The part of `kvstore.client.store_client.StoreClient` that this tier uses, bound to one namespace of one peer."""
+    """The methods of `kvstore.client.store_client.StoreClient` that this tier uses, for one namespace of one peer."""
 
     @property
     def answers(self) -> bool: ...
@@ -56,7 +56,10 @@ Connect = Callable[[str, KvNamespace, float], PeerStore]
 
 
 class PeerNodeConnection:
-    """One namespace of one peer. Connects when a call needs it, and after a pause if that failed. Thread-safe."""
+    """Reads and writes blocks of one namespace at one peer. Thread-safe.
+
+    The connection is opened when a call needs it. If it cannot be opened, calls fail at once until a pause has passed.
+    """
 
     def __init__(self, address: str, namespace: KvNamespace, connect: Connect, connect_within: Nanos, clock: Clock):
         self._address = address
@@ -68,7 +71,7 @@ class PeerNodeConnection:
         self._lock = threading.Lock()
         self._store: PeerStore | None = None
         self._closed = False
-        self._guard = threading.Lock()  # lock of the fence and its count
+        self._guard = threading.Lock()  # guards `_fence` and `_reported_damaged`
         self._fence = Fence()
         self._reported_damaged = 0
 
@@ -90,7 +93,9 @@ class PeerNodeConnection:
         return len(self._match(self._open(deadline), names, 0, deadline))
 
     def fetch(self, names: Sequence[BlockHash], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
-        """Fetch the blocks that the peer has, run by run; after each run, one missing block is skipped.
+        """Fetch the blocks that the peer has, in at most `RUNS` runs of consecutive blocks.
+
+        A run ends at a block that the peer does not have, and the next run begins after this block.
 
         Raises:
             TierFailed: The peer did not answer, or announced blocks and delivered none.
@@ -115,7 +120,7 @@ class PeerNodeConnection:
         return answers
 
     def _report_to_fence(self, store: PeerStore, good: Sequence[bool]) -> None:
-        """Tell the fence how many of the blocks that were read are sound, and how many were damaged in transit."""
+        """Tell the fence how many of the blocks that were read are undamaged, and how many were damaged in transit."""
         damaged = store.counters().damaged
         with self._guard:
             more, self._reported_damaged = max(damaged - self._reported_damaged, 0), damaged
@@ -133,7 +138,9 @@ class PeerNodeConnection:
             raise TierFailed(f"{self._address} is fenced, because its answers were damaged in transit")
 
     def push(self, names: Sequence[BlockHash], blocks: Sequence[ByteArray], deadline: Nanos) -> tuple[int, list[bool]]:
-        """Write blocks into the peer's memory; return how many were new there, and which are there now.
+        """Write blocks into the peer's memory.
+
+        Return how many of the blocks the peer did not have before, and for each block whether the peer has it now.
 
         Raises:
             TierFailed: The peer did not answer.
@@ -146,7 +153,9 @@ class PeerNodeConnection:
         return written, self._held(store, names, deadline)
 
     def holds(self, names: Sequence[BlockHash], deadline: Nanos) -> list[bool]:
-        """Return which blocks the peer has in its memory, found with at most `RUNS` look-ups.
+        """Return which blocks the peer has in its memory.
+
+        At most `RUNS` look-ups are made; blocks that they do not reach count as missing.
 
         Raises:
             TierFailed: The peer did not answer.
@@ -197,7 +206,7 @@ class PeerNodeConnection:
             raise TierFailed(f"{self._address}: {error}") from error
         finally:
             if self._clock.now() < deadline:
-                # After the deadline, no call is made, because the lease soon ends by itself.
+                # After the deadline, the lease is not released by a call, because it ends soon by itself.
                 store.release(match.lease_id, deadline=deadline)
         self._report_to_fence(store, good)
         for index, (is_there, slot) in enumerate(zip(good, match.slots, strict=True), start):
@@ -239,10 +248,10 @@ class PeerNodeConnection:
 
 
 def probe(address: str, within_seconds: float) -> None:
-    """Check that something listens on the address; a handshake would wait longer to find that out.
+    """Check that a process listens at the address, because a handshake would take longer to find out that none does.
 
     Raises:
-        StoreUnreachable: Nothing listens there.
+        StoreUnreachable: No process listens at the address.
     """
     try:
         if path := unix_path(address):

@@ -1,4 +1,4 @@
-"""Redis backend: blocks in a Redis or Valkey server, each a value under ``prefix:namespace:name``.
+"""Redis backend: keeps blocks in a Redis or Valkey server, each as a value under the key ``prefix:namespace:name``.
 
 Rules:
 
@@ -25,14 +25,14 @@ from kvstore.tiers.remote_records import HEAD_BYTES, FramedRecord, RecordFramer,
 from kvstore.tiers.second_reading import ReadingsDiffer, ReadingVerdict, judge
 from kvstore.tiers.statistics import TierStatistics
 
-FIND_BLOCKS = 256  # most blocks that are looked up in one round trip
-VALUE_BYTES = 512 << 20  # largest value in bytes that a server accepts (proto-max-bulk-len)
+FIND_BLOCKS = 256  # maximum number of blocks that are looked up in one round trip
+VALUE_BYTES = 512 << 20  # maximum length of a value in bytes that a server accepts (proto-max-bulk-len)
 
 
 def open_redis(
     settings: RedisSettings, *, codecs: Callable[[bytes], Codec], clock: Clock
 ) -> "RemoteTier[RedisBackend]":
-    """Make a tier on a server; the tier connects to it when a call needs it.
+    """Make a tier on a Redis server; it connects to the server when a call needs a connection.
 
     Raises:
         StoreNotStarted: The client library is not installed, or the password cannot be read.
@@ -50,7 +50,7 @@ def open_redis(
 
 
 class RedisBackend:
-    """A `kvstore.tiers.remote.TierBackend`, made by `open_redis`."""
+    """Reads and writes blocks on a Redis server, as a `TierBackend`; made by `open_redis`."""
 
     def __init__(
         self, settings: RedisSettings, connections: RedisConnections, records: RecordFramer, statistics: TierStatistics
@@ -107,7 +107,7 @@ class RedisBackend:
     def close(self) -> None:
         self._connections.close()
 
-    # The functions below run while a connection is used exclusively
+    # The methods below use the connection `pipe`, which no other thread uses at the same time.
 
     def _are_held(self, pipe: RedisPipeline, keys: Sequence[BlockKey]) -> list[bool]:
         heads = zip(keys, self._heads(pipe, keys), strict=True)
@@ -204,7 +204,7 @@ class RedisBackend:
                 answers[index] = GONE
                 continue
             answers[index] = self._records.take(wanted.key, value, wanted.into)
-            value.skip()  # after the answer is recorded, because skipping an oversized value may exceed the deadline
+            value.skip()  # The answer is recorded first, because skipping an oversized value may exceed the deadline.
 
     @contextmanager
     def _reading(self, key: BlockKey, deadline: Nanos) -> Iterator["ValueReading | None"]:
@@ -224,17 +224,17 @@ class RedisBackend:
 
 
 def _require_only_wrong_type(error: RedisErrorReply) -> None:
-    """Raise the error again, unless its meaning is that the key has a value of another type than string."""
+    """Raise the error again, unless it means that the key has a value that is not a string."""
     if error.code != "WRONGTYPE":
         raise error
 
 
 class _NotAString(Exception):
-    """The key has a value of another type than string."""
+    """The key has a value that is not a string, which another program has written."""
 
 
 class ValueReading:
-    """Implements `kvstore.tiers.second_reading.Reading` with ranges of a value."""
+    """Reads ranges of a Redis value, for `kvstore.tiers.second_reading`."""
 
     def __init__(self, pipe: RedisPipeline, name: bytes, length: int):
         self._pipe = pipe

@@ -1,4 +1,4 @@
-"""Redis connections: a small pool that is kept open, and renewed after the server was down.
+"""Redis connections: a few connections are kept open, and replaced when the server has been down.
 
 The client library opens a connection (address, TLS, credentials, database). All traffic after that goes through
 `kvstore.tiers.redis.resp`.
@@ -33,7 +33,7 @@ class RedisConnections:
         self._closed = False
 
     def turn(self, act: Callable[[RedisPipeline], Answer], deadline: Nanos) -> Answer:
-        """Call `act` with a connection for its exclusive use, on which it sends requests and reads their replies.
+        """Call `act` with a connection that no other thread uses; `act` sends requests and reads their replies.
 
         Raises:
             TierFailed: No connection was available, or `act` failed or did not end by the deadline.
@@ -66,7 +66,7 @@ class RedisConnections:
                 return self._run_turn(kept, act, deadline)
             except TierFailed:
                 if kept.answered or self._clock.now() >= deadline:
-                    # Without a reply, the call is repeated: the server may have restarted, or closed the idle connection.
+                    # A call is repeated only if no reply has arrived, for example because the server has restarted.
                     raise
         return self._run_turn(self._connect(deadline), act, deadline)
 
@@ -94,7 +94,7 @@ class RedisConnections:
                 keep = in_step and not self._closed
                 if keep:
                     self._idle.append(pipe)
-            if not keep:  # unread replies would be taken for replies to the next requests
+            if not keep:  # replies that were not read would be taken for the replies to later requests
                 pipe.close()
         return answer
 
@@ -108,7 +108,7 @@ class RedisConnections:
 
 
 class RedisConnector:
-    """Opens connections with the client library."""
+    """Opens connections to a Redis server with the client library `redis`."""
 
     def __init__(self, settings: RedisSettings, clock: Clock):
         import redis  # noqa: PLC0415 - an extra; only a node with this tier has it
@@ -148,7 +148,10 @@ class RedisConnector:
 
 @contextmanager
 def _cut_after(within_seconds: float, connection: Any) -> Iterator[None]:
-    """Shut the connection down after the given time; the library limits only each piece of a reply, not a handshake."""
+    """Shut the connection down if the context lasts longer than the given time.
+
+    This is needed because the client library limits only the wait for each piece of a reply.
+    """
 
     def cut() -> None:
         if (opened := connection._sock) is not None:  # noqa: SLF001 - no public accessor

@@ -2,9 +2,9 @@
 
 Rules:
 
-1. Payloads are sent from the caller's memory and received into it; only heads and short replies are copied. The client
-   libraries copy each value two or three times, which is slower than the server.
-2. A turn is a sequence of requests and their replies, with one deadline, by which every operation ends. After an
+1. Payloads are sent from the caller's memory and received into it; only heads and short replies are copied. The usual
+   client libraries copy each value two or three times, and so take longer than the server itself.
+2. A turn is a sequence of requests and their replies. It has one deadline, at which all its operations end. After an
    `OSError` or `ValueError` the boundary between two replies is unknown, so the owner closes the connection. After a
    `RedisErrorReply` the connection can be used further.
 3. A server sends nothing but replies. Bytes that arrive between two turns belong to a damaged or repeated reply, and would
@@ -19,7 +19,7 @@ from kvstore.buffers import BufferRun
 from kvstore.clock import Clock, Nanos, seconds
 
 BUFFER_BYTES = 4096  # size of the buffer for lines and the heads of values; payloads bypass it
-LINE_BYTES = 2048  # length of the longest reply line that is accepted, in bytes
+LINE_BYTES = 2048  # maximum length of a reply line in bytes
 
 
 class RedisErrorReply(Exception):
@@ -32,7 +32,7 @@ class RedisErrorReply(Exception):
 
 
 class RedisPipeline:
-    """One connection, for one thread at a time."""
+    """Sends requests on one connection and reads their replies. Only one thread at a time may use it."""
 
     def __init__(self, connection: socket.socket, close: Callable[[], None], clock: Clock):
         self._socket = connection
@@ -75,7 +75,7 @@ class RedisPipeline:
             run.advance(self._socket.sendmsg(run.front(run.left)))
 
     def status(self) -> bytes:
-        """Read a status or integer reply, and return its word or number.
+        """Read a reply that is a status or an integer, and return its word or number.
 
         Raises:
             RedisErrorReply: The reply is an error.
@@ -104,7 +104,8 @@ class RedisPipeline:
         self._start += at_hand
         into = into[at_hand:]
         while len(into):
-            count = self._receive([into, self._view])  # a short line usually follows the value
+            # Bytes that follow the value, usually a short line, are received into the buffer by the same system call.
+            count = self._receive([into, self._view])
             self._start, self._end = 0, max(count - len(into), 0)
             into = into[count:]
 
@@ -146,7 +147,7 @@ class RedisPipeline:
 
 
 class RedisValue:
-    """A value that is being received; implements `kvstore.tiers.remote_records.RecordSource`."""
+    """Reads a value while it is received, as a `RecordSource`."""
 
     def __init__(self, pipe: RedisPipeline, length: int):
         self._pipe = pipe
@@ -158,7 +159,7 @@ class RedisValue:
         self._pipe.fill(into)
 
     def skip(self) -> None:
-        """Read and drop the rest of the value and its end."""
+        """Read and drop the rest of the value, including its end of line."""
         scrap = memoryview(bytearray(min(self.left + 2, 1 << 16)))
         left = self.left + 2
         while left:
@@ -167,7 +168,7 @@ class RedisValue:
 
 
 def request(*words: bytes) -> bytes:
-    """Encode a request."""
+    """Return a request with these words, encoded in RESP."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 

@@ -42,7 +42,7 @@ class RedisSettings(TierSettings, frozen=True, kw_only=True, tag="redis"):
     """Connections at a time. A node has four threads for a tier, and a server has one thread, so more hardly help."""
 
     in_flight_bytes: Annotated[int, Meta(ge=1 << 16)] = 8 << 20
-    """Most bytes requested or sent on a connection without an answer (at least one block). Bounds the server's buffers."""
+    """Maximum number of bytes requested or sent on a connection without an answer (at least one block). Bounds the server's buffers."""
 
     connect_seconds: Annotated[float, Meta(gt=0, le=60)] = 1.0
     """Time to connect and authenticate; less if the deadline of the call is nearer."""

@@ -1,12 +1,12 @@
-"""S3 backend: blocks in an S3-compatible object store, each an object under ``prefix/namespace/name``.
+"""S3 backend: keeps blocks in an S3-compatible object store, each as an object with the key ``prefix/namespace/name``.
 
 Rules:
 
-1. A request moves one block, and several requests run at a time. A request is repeated only once, and only if it met a
-   kept connection that the server had closed. Blocks are far too small for multipart uploads to pay.
+1. A request moves one block, and several requests run at a time. A request is repeated only once, and only if it was
+   sent on an idle connection that the server had closed. Blocks are far too small for multipart uploads to pay.
 2. An object is written as a whole or not at all, and only where none exists, if the server supports that
    (``If-None-Match: *``). `kvstore.tiers.remote_records` verifies each object. A bad object is read again by new
-   connections, and removed only if it is stored that way.
+   connections, and removed only if its stored bytes are bad.
 3. `find` searches for the length of the stored prefix, because chains are written from their start. Each round sends
    `parallel` HEAD requests and divides the range by that number. Three rounds are enough for thousands of blocks, and one
    for a complete chain. A missing block in the middle is noticed when the blocks are fetched. Blocks that were found
@@ -63,7 +63,7 @@ def open_s3(settings: S3Settings, *, codecs: Callable[[bytes], Codec], clock: Cl
 def tier_with(
     settings: S3Settings, clients: S3Clients, *, codecs: Callable[[bytes], Codec], clock: Clock
 ) -> "RemoteTier[S3Backend]":
-    """Make a tier like `open_s3`, without checking the bucket first."""
+    """Make a tier as `open_s3` does, but do not check the bucket first."""
     statistics = TierStatistics("s3")
     return RemoteTier(
         S3Backend(settings, clients, RecordFramer(codecs, statistics), statistics, clock), statistics, clock
@@ -71,7 +71,7 @@ def tier_with(
 
 
 class S3Backend:
-    """A `kvstore.tiers.remote.TierBackend`, made by `open_s3`."""
+    """Reads and writes blocks in a bucket, as a `TierBackend`; made by `open_s3`."""
 
     def __init__(
         self, settings: S3Settings, clients: S3Clients, records: RecordFramer, statistics: TierStatistics, clock: Clock
@@ -132,7 +132,7 @@ class S3Backend:
         self.threads.close()
         self.clients.close()
 
-    # Operations with one request
+    # The methods that make one request, or few, for one object.
 
     def _exists(self, client: Any, key: BlockKey) -> bool:
         try:
@@ -149,7 +149,7 @@ class S3Backend:
         if framed is None:
             return False
         conditional = self._conditional
-        if self.sightings.is_suspect(key):  # a conditional put (rule 2) would not replace the object that is there
+        if self.sightings.is_suspect(key):  # a conditional put (rule 2) would not replace the existing object
             key_state = self._records.key_state(key, self._head(client, key, deadline), write.block.nbytes)
             if key_state is not RemoteKeyState.FREE:
                 return key_state is RemoteKeyState.HELD
@@ -190,7 +190,7 @@ class S3Backend:
         if fetched.outcome is BlockOutcome.MOVED:
             self._note_sighting(key, is_there=True)
         elif fetched.outcome is BlockOutcome.CORRUPT:
-            self.sightings.forget(key)  # the block may have been damaged in transit
+            self.sightings.forget(key)  # the block was perhaps only damaged in transit
         else:
             self.sightings.suspect(key)
         return fetched
@@ -210,7 +210,7 @@ class S3Backend:
             return bytes(head)
 
     def _read_twice(self, _: Any, key: BlockKey, *, block_bytes: int, deadline: Nanos) -> ReadingVerdict:
-        """Read a block twice, by new clients instead of the shared one."""
+        """Read a block twice, each time by a new client instead of the shared one."""
         return judge(partial(self._reading, key, deadline), partial(self._records.proof, key, block_bytes))
 
     @contextmanager
@@ -236,7 +236,7 @@ class S3Backend:
         self.sightings.note(key, self._clock.now(), is_there=is_there)
         return is_there
 
-    # Operations with several requests
+    # The methods that make requests for several objects at the same time.
 
     def _each(
         self,
@@ -265,7 +265,7 @@ class S3Backend:
         answers: dict[Name, Answer],
         deadline: Nanos,
     ) -> BaseException | None:
-        """Do the work of `_each`; return its error instead of raising it, or None."""
+        """Do the work of `_each`, and return its error, or None, instead of raising it."""
         attempts: dict[Name, Future[Answer]] = {}
         failure: BaseException | None = None
         for name, item in items.items():
@@ -294,7 +294,8 @@ class S3Backend:
             try:
                 return act(client, item)
             except self.clients.errors as error:
-                if is_last or not isinstance(error, self.clients.connection_closed):  # rule 1
+                # Only a request on an idle connection that the server had closed is sent again, and only once (rule 1).
+                if is_last or not isinstance(error, self.clients.connection_closed):
                     raise TierFailed(f"{self._place}: {error}") from error
         raise AssertionError("unreachable")
 
@@ -307,7 +308,7 @@ class S3Backend:
 
 
 class ObjectReading:
-    """Implements `kvstore.tiers.second_reading.Reading` with requests for ranges of an object."""
+    """Reads ranges of an object, for `kvstore.tiers.second_reading`."""
 
     def __init__(self, ask: Callable[..., Any], length: int, clock: Clock, deadline: Nanos):
         self._ask = ask

@@ -1,4 +1,4 @@
-"""S3 clients: the client library's errors, and one client for each timeout."""
+"""S3 clients: makes clients of the library boto3, one for each timeout, and lists the errors that they can raise."""
 
 import logging
 import threading
@@ -11,19 +11,20 @@ from kvstore.errors import StoreNotStarted
 from kvstore.tiers.s3.settings import S3Settings
 
 FIELDS = {"ParamValidationError": "bucket", "InvalidRegionError": "region", "ProfileNotFound": "profile"}
-"""Name of the setting that causes each of these errors of the library."""
+"""For each of these errors of the library, the name of the setting that causes it."""
 
 WAITS_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-"""Timeouts for connecting, and again for the answer to begin. The library fixes them for each client, so there is a client
-for each timeout. A request uses the longest timeout that is at most half of the time left."""
+"""Timeouts of the clients in seconds. The timeout of a client limits the time to connect, and separately the wait until
+the answer begins. The library cannot change it later, so there is one client for each timeout. A request uses the
+client with the longest timeout that is at most half of the time left."""
 
-CHUNK_BYTES = 1 << 20  # most bytes that are received between two checks of the deadline
+CHUNK_BYTES = 1 << 20  # maximum number of bytes that are received between two checks of the deadline
 
 log = logging.getLogger(__name__)
 
 
 class S3Clients:
-    """The clients of one bucket. Thread-safe."""
+    """Makes the clients of one bucket, and keeps one client for each timeout. Thread-safe."""
 
     def __init__(self, settings: S3Settings):
         import boto3  # noqa: PLC0415 - an extra; only a node with this tier has it
@@ -96,7 +97,7 @@ class S3Clients:
 
     @contextmanager
     def fresh(self, left_seconds: float) -> Iterator[Any | None]:
-        """Yield a client as `within` returns, but with connections of its own, which are closed afterwards."""
+        """Yield a client as `within` does, but with its own connections, which are closed when the context ends."""
         waits = [wait for wait in WAITS_SECONDS if wait <= left_seconds / 2]
         if not waits:
             yield None
@@ -141,9 +142,9 @@ class S3Clients:
 
 
 class S3Body:
-    """An object that is being received; implements `kvstore.tiers.remote_records.RecordSource`.
+    """Reads an object while it is received, as a `RecordSource`.
 
-    The library keeps the connection if the whole object was read.
+    If the whole object was read, the library uses the connection again.
     """
 
     def __init__(self, answer: Any, clock: Clock, deadline: Nanos):

@@ -11,7 +11,10 @@ SEEN_KEYS = 1 << 16
 
 
 class S3Sightings:
-    """Objects that were seen or missing lately, and objects that may have to be replaced. Thread-safe, bounded."""
+    """Remembers which objects were found or missing lately, and which may have to be replaced.
+
+    Thread-safe, limited in size.
+    """
 
     def __init__(self, known: Nanos, missing: Nanos):
         self._known = known
@@ -27,18 +30,21 @@ class S3Sightings:
             self._seen.note(key, (is_there, Nanos(now + (self._known if is_there else self._missing))))
 
     def suspect(self, key: BlockKey) -> None:
-        """Record that an object is unusable here, or that its deletion was requested."""
+        """Record that this node cannot use an object, or has asked to delete it.
+
+        A later write of the block may have to replace this object.
+        """
         with self._lock:
             self._seen.forget(key)
             self._suspects.note(key, None)
 
     def forget(self, key: BlockKey) -> None:
-        """Forget whether an object exists."""
+        """Forget what is known about the existence of an object."""
         with self._lock:
             self._seen.forget(key)
 
     def recall(self, key: BlockKey, now: Nanos) -> bool | None:
-        """Return whether an object exists; None if the object store has to be asked."""
+        """Return whether an object exists; None if the object store has to be queried."""
         with self._lock:
             is_there, until = self._seen.get(key) or (False, now)
             if key in self._suspects:
@@ -54,9 +60,10 @@ class S3Sightings:
 
 
 def leading(count: int, width: int, are_there: Callable[[Sequence[int]], Sequence[bool]]) -> int:
-    """Return how many leading items exist, if no item exists after a missing one.
+    """Return how many leading items exist, assuming that no item after a missing one exists.
 
-    Each round asks `are_there` about `width` indices. The first round includes the last item, so "all" takes one round.
+    Each round asks `are_there` about `width` indices. The first round includes the last item, so one round is enough if
+    all items exist.
     """
     low, high = 0, count  # all items before `low` exist, and none from `high` on
     while low < high:

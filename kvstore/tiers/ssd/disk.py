@@ -1,7 +1,8 @@
-"""Disk: the file system below the SSD tier, one folder of large files that are read and written in pages.
+"""Disk: reads and writes the large files of the SSD tier in one folder, in whole pages.
 
 Direct I/O is used if the folder's file system supports it, which a test write of one page finds out; otherwise the page
-cache is used. Partial reads and writes are continued here. Failed operations are not repeated.
+cache is used. If the system reads or writes only a part of the bytes, this module continues. It does not repeat failed
+operations.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ SEGMENT = re.compile(r"segment-\d{6}")
 LOCK = "lock"
 PROBE = "probe"
 
-BLOCK_BYTES = 512  # size in bytes of the unit of `st_blocks` in a file's status, on every device
+BLOCK_BYTES = 512  # `st_blocks` in the status of a file counts units of this many bytes on every device
 NO_DIRECT_IO = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class DiskFile(Protocol):
-    """An open segment. Offsets, lengths and memory addresses are multiples of 4 KiB. Thread-safe."""
+    """Port of the file of one segment. Offsets, lengths and memory addresses are multiples of 4 KiB. Thread-safe."""
 
     @property
     def size_bytes(self) -> int:
@@ -44,7 +45,7 @@ class DiskFile(Protocol):
         """Fill buffers one after the other; return the number of bytes read, which is less at the end of the file.
 
         Raises:
-            OSError: The content of `into` is undefined.
+            OSError: The bytes could not be read; the content of `into` is undefined.
         """
         ...
 
@@ -52,7 +53,7 @@ class DiskFile(Protocol):
         """Write buffers one after the other.
 
         Raises:
-            OSError: Some of the bytes may have been written.
+            OSError: The write failed; some of the bytes may have been written.
         """
         ...
 
@@ -73,7 +74,7 @@ class DiskSpace(Struct, frozen=True, kw_only=True):
 
 
 class Disk(Protocol):
-    """One folder, which no other process uses while it is open."""
+    """Port of one folder with segment files. No other process uses the folder while the object is open."""
 
     @property
     def folder(self) -> str: ...
@@ -83,7 +84,7 @@ class Disk(Protocol):
         ...
 
     def foreign_bytes(self) -> int:
-        """Return the space that all other files in the folder use."""
+        """Return the space that files other than segments use in the folder."""
         ...
 
     def space(self) -> DiskSpace: ...
@@ -261,7 +262,7 @@ def _can_write(path: Path, flags: int) -> bool:
                 probe.unlink()
     except OSError as error:
         if error.errno in NO_SPACE:
-            return True  # existing files can still be used
+            return True  # the disk is full, so the test fails, but existing files can still be used
         if flags and error.errno in NO_DIRECT_IO:
             return False
         raise

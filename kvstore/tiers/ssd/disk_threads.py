@@ -1,9 +1,9 @@
-"""Disk threads: run a few disk operations at a time, each with buffers of its own.
+"""Disk threads: run a limited number of disk operations at the same time, each with its own buffers.
 
 Rules:
 
-1. At most `threads` operations run at a time, including those of callers. The calling thread works too; a single operation
-   is never handed to another thread, because that would take as long as a small read.
+1. The calling thread runs operations too, and at most `threads` operations run at a time, including those of callers.
+   If a call has only one operation, no other thread runs it, because passing it on would take as long as a small read.
 2. A job that has not begun by the deadline of its call never begins. A job that has begun is waited for: a read that
    hangs in the system cannot be cancelled, and uses its buffers until it returns.
 3. Threads are daemons, so a disk that hangs does not keep the process from ending.
@@ -20,16 +20,15 @@ from kvstore.pool.extents import PAGE_BYTES
 from kvstore.tiers.ssd.disk import aligned
 
 BATCH_RECORDS = 256
-"""Most records in one system call. A record has up to three pieces (header, payload, partial page), and the system allows
-1,024 pieces.
-"""
+"""Maximum number of records in one system call. A record has up to three pieces (header, payload, partial page), and
+the system allows 1,024 pieces."""
 
 LEAST_BATCH_BYTES = 256 << 10
-"""Smallest batch that is worth another thread."""
+"""Smallest batch in bytes for which another thread is worth its cost."""
 
 
 class Scratch:
-    """Page-aligned buffers of one operation, for bytes that cannot move to or from a caller's buffers directly."""
+    """Page-aligned buffers of one disk operation, for bytes that the disk cannot exchange with the caller's buffers."""
 
     def __init__(self) -> None:
         self.headers = aligned(BATCH_RECORDS * PAGE_BYTES).reshape(BATCH_RECORDS, PAGE_BYTES)
@@ -37,7 +36,7 @@ class Scratch:
         self._payloads = aligned(PAGE_BYTES)
 
     def payloads(self, size_bytes: int) -> ByteArray:
-        """Return room for unaligned payloads; the buffer grows and never shrinks."""
+        """Return a buffer for payloads that are not aligned; the same buffer is used again and only grows."""
         if self._payloads.nbytes < size_bytes:
             self._payloads = aligned(size_bytes)
         return self._payloads[:size_bytes]
@@ -47,7 +46,10 @@ Job = Callable[[Scratch], None]
 
 
 def batches(sizes: Sequence[int], most_bytes: int, threads: int) -> list[slice]:
-    """Divide the blocks of a call into operations, enough for all threads if each operation stays large enough."""
+    """Divide the blocks of a call into disk operations, and return one slice of the blocks for each operation.
+
+    There are enough operations for all threads, unless the operations would become too small.
+    """
     target = min(max(sum(sizes) // (2 * threads), LEAST_BATCH_BYTES), most_bytes)
     cuts, first, total = [], 0, 0
     for index, size in enumerate(sizes):
@@ -61,7 +63,7 @@ def batches(sizes: Sequence[int], most_bytes: int, threads: int) -> list[slice]:
 
 
 class DiskThreads:
-    """The disk threads of one tier; the rules are in the module's docstring."""
+    """Runs the disk operations of one tier, by the rules of this module."""
 
     def __init__(self, name: str, threads: int, clock: Clock) -> None:
         self._clock = clock
@@ -109,7 +111,7 @@ class DiskThreads:
 
 
 class _JobGroup:
-    """The jobs of one caller."""
+    """Holds the jobs of one call of `DiskThreads.run`, and the exception that one of them raised."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = deque(jobs)

@@ -14,14 +14,14 @@ from kvstore.namespace import DIGEST_BYTES
 from kvstore.tiers.ssd.segments.record_format import Key
 from kvstore.tiers.ssd.segments.segment import Segment, record_pages
 
-ORDINAL_BITS = 20  # bits of a record's ordinal: even a segment of 2 GiB has fewer than 2**20 of the smallest records
+ORDINAL_BITS = 20  # number of bits of a record's ordinal: a segment of 2 GiB has fewer than 2**20 records
 ORDINALS = (1 << ORDINAL_BITS) - 1
 
 
 class RecordLocation(Struct, frozen=True):
-    """Place of a block in the segments.
+    """Tells in which segment a block lies, and where in this segment.
 
-    Created with positional arguments, because one object is made for each block that is read.
+    The object is created with positional arguments, because this is faster and one object is made for each block.
     """
 
     segment: Segment
@@ -40,7 +40,7 @@ def block_key(key: Key) -> BlockKey:
 
 
 class SsdIndex:
-    """The index of one tier."""
+    """Maps the keys of one tier's blocks to their records."""
 
     def __init__(self) -> None:
         self._places: dict[Key, int] = {}
@@ -57,7 +57,7 @@ class SsdIndex:
         return list(self._places)
 
     def slot(self) -> int:
-        """Return the slot of the segment that is enrolled next."""
+        """Return the number that the next segment gets in `enroll`."""
         return len(self._segments)
 
     def enroll(self, segment: Segment) -> None:
@@ -72,7 +72,10 @@ class SsdIndex:
         return RecordLocation(segment, ordinal, segment.pages[ordinal], segment.lengths[ordinal])
 
     def leading(self, keys: Sequence[BlockKey], digests: Container[bytes]) -> int:
-        """Return how many leading blocks are stored, up to the first one of another namespace; 512 keys take 0.1 ms."""
+        """Return the number of leading keys that are in the index and whose namespace digest is in `digests`.
+
+        A call with 512 keys takes 0.1 ms.
+        """
         places = self._places
         for count, key in enumerate(keys):
             if key.digest + key.name not in places or key.digest not in digests:
@@ -89,7 +92,7 @@ class SsdIndex:
             self._point(segment, ordinal)
 
     def drop(self, key: Key) -> RecordLocation | None:
-        """Remove a block; return where it was, or None."""
+        """Remove a block; return its location, or None if it was not in the index."""
         if (place := self.find(key)) is None:
             return None
         del self._places[key]
@@ -122,7 +125,7 @@ class SsdIndex:
                 yield RecordLocation(segment, ordinal, segment.pages[ordinal], segment.lengths[ordinal])
 
     def check(self, segments: Sequence[Segment]) -> None:
-        """Assert the invariants, for tests."""
+        """Assert that the counts of the segments and of the index agree; for tests."""
         assert sum(segment.live for segment in segments) == len(self._places)
         assert sum(segment.live_pages for segment in segments) == self.live_pages
         for segment in segments:

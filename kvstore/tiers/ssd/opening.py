@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 def open_volumes(
     settings: SsdSettings, state: SsdState, clock: Clock, *, disks: Disks, score: Score, admit_rewrite: AdmitRewrite
 ) -> list[Volume]:
-    """Open one volume for each directory, and add the blocks that are found there to the index.
+    """Open one volume for each directory, and add the blocks that are found in the directories to the index.
 
     Raises:
         StoreNotStarted: A setting cannot be used here; the message begins with its name. Nothing is left open.
@@ -57,7 +57,10 @@ def open_volumes(
 
 
 def _allow_descriptors(settings: SsdSettings) -> None:
-    """Raise this process's limit of open files to the number of segments, as far as the hard limit allows."""
+    """Raise this process's limit of open files, so that the files of all segments can be open.
+
+    Raise StoreNotStarted if the hard limit of the system is too low for this.
+    """
     files = len(settings.directories) * (settings.share_bytes // footprint(settings.segment_bytes)) + SPARE_FILES
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files <= limit or limit == resource.RLIM_INFINITY:
@@ -71,7 +74,7 @@ def _allow_descriptors(settings: SsdSettings) -> None:
 
 
 def _warn_of_little_room(settings: SsdSettings, volumes: Sequence[Volume]) -> None:
-    """Warn at the start if a file system has less space than the cap.
+    """Warn at the start if a file system has less space than the settings allow the tier to use.
 
     The tier starts nevertheless and uses the space that exists: a disk may have been replaced by a smaller one, and other
     programs may free space later.
@@ -107,7 +110,7 @@ def _take(disks: Disks, field: str, folder: str) -> Disk:
 def _recover(
     volumes: Sequence[Volume], threads: int, state: SsdState
 ) -> list[list[tuple[Segment, RecoveredSegment | UnreadableSegment]]]:
-    """Read the files of all volumes, several at a time."""
+    """Read the files of all volumes, several at a time; return for each volume its segments with their contents."""
     with ThreadPoolExecutor(threads, thread_name_prefix="ssd-open") as pool:
         reading = [[pool.submit(_open, volume.disk, name) for name in volume.disk.segments()] for volume in volumes]
         opened = [[future.result() for future in futures] for futures in reading]

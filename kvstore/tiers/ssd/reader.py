@@ -1,4 +1,4 @@
-"""SSD reader: reads adjacent records in one operation, and several such runs at a time."""
+"""SSD reader: reads each run of adjacent records in one operation, and several runs at the same time."""
 
 import logging
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class SsdReader:
         self._batch_bytes = settings.batch_bytes
 
     def get(self, keys: Sequence[BlockKey], into: Sequence[ByteArray], deadline: Nanos) -> list[FetchResult]:
-        """Implement `kvstore.ports.BackingTier.get`."""
+        """Read blocks into the given buffers by the deadline, as `kvstore.ports.BackingTier.get` demands."""
         call = _ReadCall()
         found = self._pin(keys, into)
         try:
@@ -56,7 +56,7 @@ class SsdReader:
         return answers
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Implement `kvstore.ports.BackingTier.discard`."""
+        """Remove blocks whose bytes were found wrong, as `kvstore.ports.BackingTier.discard` demands."""
         for key in keys:
             with self._state.lock:
                 place = self._state.index.find(flat(key))
@@ -93,7 +93,7 @@ class SsdReader:
             error = failure
             volume.read_failures.failed(failure)
             for each in run:
-                # All blocks of the run are dropped, because another read would fail again, after as long a time.
+                # Drop all blocks of the run. Otherwise each later read of them would fail too, and cost as much time.
                 self._state.drop(each.place)
         else:
             volume.read_failures.worked()
@@ -122,7 +122,7 @@ class SsdReader:
                 self._condemn(place)
 
     def _report(self, place: RecordLocation) -> None:
-        """Log a bad block if it is the first one of its segment; a counter has the number of all bad blocks."""
+        """Log a bad block, but only the first one of each segment. A counter has the number of all bad blocks."""
         segment = place.segment
         with self._state.lock:
             is_first, segment.is_damaged = not segment.is_damaged, True
@@ -157,7 +157,7 @@ class SsdReader:
 
 
 class _ReadCall:
-    """Collects the results of the operations of one `get` call."""
+    """Collects the results of the operations of one `get` call, which run in several threads."""
 
     def __init__(self) -> None:
         self.done = 0  # number of finished operations

@@ -21,7 +21,10 @@ from kvstore.tiers.ssd.segments.segment import record_pages
 
 
 class RecordRead(Struct, frozen=True):
-    """One block to read. Created with positional arguments, because one object is made for each block."""
+    """One block to read from a segment, and the buffer for it.
+
+    The object is created with positional arguments, because this is faster and one object is made for each block.
+    """
 
     index: int  # index of the block in the call
     key: BlockKey
@@ -36,7 +39,7 @@ class RecordFinding(Enum):
     GOOD = auto()
     BAD = auto()  # the record is damaged, incomplete, or of another block
     DISCARDED = auto()
-    OTHER_CODEC = auto()  # the record was written with another codec, under other settings
+    OTHER_CODEC = auto()  # the record is intact, but was written with another codec, under other settings
 
 
 class RecordReadResult(Struct, frozen=True):
@@ -48,7 +51,9 @@ class RecordReadResult(Struct, frozen=True):
 
 
 def read(file: DiskFile, nonce: bytes, run: Sequence[RecordRead], scratch: Scratch) -> list[RecordReadResult]:
-    """Read at most `disk_threads.BATCH_RECORDS` adjacent records of a segment with one operation.
+    """Read adjacent records of a segment with one operation, and return one result for each record.
+
+    `run` has at most `disk_threads.BATCH_RECORDS` records.
 
     Raises:
         OSError: No record could be read.
@@ -74,7 +79,10 @@ def read(file: DiskFile, nonce: bytes, run: Sequence[RecordRead], scratch: Scrat
 
 
 class _PendingRecord(Struct, frozen=True):
-    """Buffers that receive one record: the payload goes to the destination if possible, everything else to scratch memory."""
+    """The buffers that receive one record.
+
+    If possible, the payload is read directly into the destination, and the other bytes into scratch memory.
+    """
 
     wanted: RecordRead
     header: ByteArray  # one page, for the header

@@ -1,4 +1,4 @@
-"""Record writes: compose records for a segment from the callers' memory, in few pieces."""
+"""Record writes: compose the records of a segment from few pieces of memory, mostly without copying the blocks."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,10 @@ from kvstore.tiers.ssd.segments.record_format import Key, RecordHeader, record_h
 
 
 class SsdWrite(Struct, frozen=True):
-    """One encoded block to write. Created with positional arguments, because one object is made for each block."""
+    """One encoded block to write.
+
+    The object is created with positional arguments, because this is faster and one object is made for each block.
+    """
 
     key: Key
     content: ByteArray  # the block as the codec encodes it
@@ -24,9 +27,10 @@ class SsdWrite(Struct, frozen=True):
 def compose(
     payloads: Sequence[SsdWrite], first_page: int, first_sequence: int, nonce: bytes, scratch: Scratch
 ) -> list[ByteArray]:
-    """Return the pieces of at most `disk_threads.BATCH_RECORDS` adjacent records that begin at a page.
+    """Return the pieces of memory that together are adjacent records, the first of which begins at `first_page`.
 
-    If a payload is aligned to a page of memory, only its partial last page is copied.
+    `payloads` has at most `disk_threads.BATCH_RECORDS` blocks. If a payload begins at a page of memory, only its
+    partial last page is copied.
     """
     pieces: list[ByteArray] = []
     copies = scratch.payloads(sum(_copied_bytes(payload.content) for payload in payloads))

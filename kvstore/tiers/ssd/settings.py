@@ -43,7 +43,7 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
     a directory. Other files in it are left alone, and count towards the cap."""
 
     capacity_bytes: Annotated[int, Meta(ge=MIB)] = 8 * GIB
-    """Most disk space of all directories together, as ``du`` reports it, divided equally among them."""
+    """Maximum disk space of all directories together, as ``du`` reports it, divided equally among them."""
 
     segment_bytes: Annotated[int, Meta(ge=64 << 10, le=2 * GIB)] = 128 * MIB
     """Size of one file, allocated at once. Eviction frees whole segments: small ones lose fewer blocks at a time, large
@@ -53,7 +53,7 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
     """Disk operations at a time. More gained nothing on the SSDs measured so far. Each has a few MiB of buffers."""
 
     batch_bytes: Annotated[int, Meta(ge=64 << 10, le=64 * MIB)] = 4 * MIB
-    """Most bytes that one system call reads or writes, unless a single block is larger."""
+    """Maximum number of bytes that one system call reads or writes, unless a single block is larger."""
 
     max_calls: Annotated[int, Meta(ge=1, le=65_536)] = 64
     """Calls in the tier at a time. Further calls are answered with misses, so that they do not pile up on a hanging disk."""
@@ -98,9 +98,10 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
 
 
 def footprint(file_bytes: int) -> int:
-    """Return the most space that a file of that size occupies, including the file system's own blocks for it.
+    """Return the maximum space that a file of that size occupies, including the file system's own blocks for it.
 
-    ext4 keeps a tree of extents, 340 in a block of 4 KiB; a segment written in scattered pieces would need one extent for
-    two records. 1/128 covers records of two pages, the smallest ones.
+    ext4 records the extents of a file in blocks of 4 KiB, and each of these blocks has room for 340 extents. A segment
+    that is written in a random order may need one extent for every two records. 1/128 of the file's size is enough for
+    this, even if all records have the smallest size of two pages.
     """
     return file_bytes + max(file_bytes // 128, 32 << 10)

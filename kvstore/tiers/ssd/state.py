@@ -15,13 +15,14 @@ from kvstore.tiers.ssd.segments.record_format import Key
 from kvstore.tiers.ssd.segments.segment import Segment, SegmentState
 
 GONE_KEYS = 1 << 20
-"""Most lost blocks that wait to be reported. Older ones are not reported, so routers go on believing that they are stored."""
+"""Maximum number of lost blocks that wait to be reported. Older ones are not reported, so routers go on believing that
+they are stored."""
 
 log = logging.getLogger(__name__)
 
 
 class SsdCounters(Struct):
-    """Counters since the tier was opened; `kvstore.messages.TierStatus` explains them."""
+    """Counters of the tier since it was opened; `kvstore.messages.TierStatus` explains them."""
 
     hits: int = 0
     misses: int = 0
@@ -35,20 +36,21 @@ class SsdCounters(Struct):
 
 
 class SsdState:
-    """State of one tier. `lock` guards all of it and the state of all segments; it is never locked during I/O."""
+    """State of one tier. `lock` guards this object and the state of all segments; it is never held during I/O."""
 
     def __init__(self, codecs: Callable[[bytes], Codec]) -> None:
         self.lock = threading.Condition()
         self.index = SsdIndex()
         self.writing: set[Key] = set()  # blocks that calls are writing now
-        self.rescuing: set[Key] = set()  # blocks that were read from an evicted segment and were not written again yet
+        # Blocks that were read from an evicted segment, and have not been written to a new one yet.
+        self.rescuing: set[Key] = set()
         self.count = SsdCounters()
         self.sequence = 0  # the sequence number that was assigned last
         self._codecs = codecs
         self._gone: deque[Key] = deque(maxlen=GONE_KEYS)
 
     def codec(self, digest: bytes) -> Codec | None:
-        """Return the codec of a namespace; None if the namespace is not open here."""
+        """Return the codec of a namespace; None if the namespace is not open on this node."""
         try:
             return self._codecs(digest)
         except NamespaceUnknown:
@@ -95,7 +97,7 @@ class SsdState:
         with self.lock:
             keys = [key for key in dict.fromkeys(self._gone) if key not in self.index]
             self._gone.clear()
-            # Whether they are lost is decided later, because they may be written again.
+            # Blocks that are being rescued stay for a later call, because they may still be written to a new segment.
             self._gone.extend(key for key in keys if key in self.rescuing)
             return [block_key(key) for key in keys if key not in self.rescuing]
 

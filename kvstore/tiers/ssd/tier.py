@@ -1,4 +1,4 @@
-"""SSD tier: blocks in append-only segment files, verified on every read and recovered after a crash.
+"""SSD tier: keeps blocks in append-only segment files, verifies every read, and recovers the blocks after a crash.
 
 Rules:
 
@@ -8,10 +8,12 @@ Rules:
    recovery cannot restore it.
 3. While a call reads from a segment, its file is not reused (`kvstore.tiers.ssd.segments.segment`).
 4. No operation begins after its call's deadline. An operation that hangs in the system cannot be cancelled: its call
-   returns only when the operation does, and its buffers stay in use. A caller that cannot wait needs a deadline of its
-   own. Calls that wait behind a hanging operation end at their deadline, and calls beyond `max_calls` end at once.
-5. A failed operation loses only its own blocks. A call raises `TierFailed` only if it has no other result.
-6. Writes are synced only if the settings ask for it. A killed process loses no written bytes, and after a power cut a
+   returns only when the operation does, and its buffers stay in use. A caller that cannot wait so long has to stop
+   waiting by itself. Calls that wait behind a hanging operation end at their deadline, and calls beyond `max_calls` end
+   at once.
+5. If an operation fails, only its own blocks are lost. A call raises `TierFailed` only if none of its operations has a
+   result.
+6. Writes are synced only if the settings demand it. A killed process loses no written bytes, and after a power cut a
    block is either complete or a miss.
 """
 
@@ -37,18 +39,18 @@ from kvstore.tiers.ssd.volume import AdmitRewrite, Volume
 from kvstore.tiers.ssd.writer import SsdWriter
 
 NAME = "ssd"
-CLOSE_SECONDS = 5.0  # longest time for running calls to end when the tier is closed
+CLOSE_SECONDS = 5.0  # time limit for running calls to end when the tier is closed
 
 log = logging.getLogger(__name__)
 
 
 def refuse_rewrites(size_bytes: int) -> bool:  # noqa: ARG001 - the signature of an `AdmitRewrite`
-    """Refuse to copy blocks out of an evicted segment."""
+    """Return False, so that no blocks are copied out of evicted segments."""
     return False
 
 
 class SsdTier:
-    """Implements `kvstore.ports.BackingTier`; made by `SsdTier.open`."""
+    """Backing tier on SSDs, by the rules of this module; made by `SsdTier.open`."""
 
     def __init__(self, settings: SsdSettings, state: SsdState, volumes: Sequence[Volume], clock: Clock) -> None:
         self._settings = settings
@@ -171,7 +173,7 @@ class SsdTier:
 
     @property
     def rescued(self) -> int:
-        """Number of blocks that were copied out of evicted segments."""
+        """Number of blocks that were copied from evicted segments to new segments, to keep them."""
         return self.state.count.rescued
 
     def close(self) -> None:
@@ -182,14 +184,15 @@ class SsdTier:
             self._closed = True
             is_idle = self.state.lock.wait_for(lambda: not self.calls, CLOSE_SECONDS)
         self.disk_threads.close()
-        if not is_idle:  # a running read would use the number of a closed file, which may become another file's
+        # While a read runs, its file must not be closed: the system could give the same descriptor to another file.
+        if not is_idle:
             log.warning("SSD tier: closed while the disk hangs, its files stay open until the process ends")
             return
         for volume in self.volumes:
             volume.close()
 
     def check(self) -> None:
-        """Assert the invariants that hold while no call runs, for tests."""
+        """Assert that the index, the segments and the counts agree. This is for tests, while no call runs."""
         with self.state.lock:
             segments = [segment for volume in self.volumes for segment in volume.segments]
             self.state.index.check(segments)

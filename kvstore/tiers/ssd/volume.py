@@ -1,9 +1,9 @@
-"""SSD volume: the segments of one directory, where records are appended and space is freed.
+"""SSD volume: appends records to the segments of one directory, and frees space by evicting segments.
 
 Rules:
 
-1. All segments together, with the file system's own blocks for them, stay under the cap. A new file is made only if it
-   fits; otherwise a whole segment is evicted.
+1. All segments together, with the file system's own blocks for them, stay under the directory's limit
+   (`SsdSettings.share_bytes`). A new file is made only if it fits; otherwise a whole segment is evicted.
 2. The blocks of an evicted segment are first removed from the index, under the lock. Its file is reused when no call
    reads from it any more. Blocks that were read often are read from the file before it is reused, and written to the next
    segment, if the write budget allows it.
@@ -54,7 +54,7 @@ AdmitRewrite = Callable[[int], bool]
 
 
 class RecordRun(Struct, frozen=True):
-    """Places for adjacent records."""
+    """Adjacent places in a segment, in which one call will write `count` records."""
 
     segment: Segment
     first_page: int
@@ -63,11 +63,11 @@ class RecordRun(Struct, frozen=True):
 
 
 class VolumeFull(Exception):
-    """No segment became free by the deadline."""
+    """No segment has become free by the deadline."""
 
 
 class Volume:
-    """The segments of one directory; the rules are in the module's docstring."""
+    """Appends records to the segments of one directory and evicts segments, by the rules of this module."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Volume:
     ) -> None:
         self.disk = disk
         self.segments: list[Segment] = []
-        self.breaker = CircuitBreaker()  # stops writes (rule 4)
+        self.breaker = CircuitBreaker()  # prevents writes after a failure (rule 4)
         self.read_failures = FailureLog("reads fail, blocks are misses", disk.folder)
         self.write_failures = FailureLog("writes fail, blocks are not kept", disk.folder)
         self._growth_failures = FailureLog("no further segment can be made, using the existing ones", disk.folder)
@@ -93,25 +93,25 @@ class Volume:
         self._bytes = 0
         self._active: Segment | None = None
         self._rotation = threading.Lock()
-        self._scratch = Scratch()  # used only by the thread that has locked `_rotation`
+        self._scratch = Scratch()  # buffers that only the thread that has locked `_rotation` may use
         self._names = set(disk.segments())
 
-    # Start
+    # The methods that are called when the tier is opened.
 
     def count_unusable(self, name: str) -> None:
-        """Count the space of a file that cannot be opened; its blocks are lost."""
+        """Count a file that cannot be opened as used space; its blocks are lost."""
         self._names.add(name)
         self._bytes += footprint(self._settings.segment_bytes)
 
     @property
     def can_hold(self) -> int:
-        """Number of segments of the configured size that fit under the directory's cap."""
+        """Number of segments of the configured size that the directory's limit allows."""
         return max(self._limit_bytes, 0) // footprint(self._settings.segment_bytes)
 
     def restore(self, found: Sequence[tuple[Segment, RecoveredSegment | UnreadableSegment]], now: Nanos) -> None:
         """Take over the recovered segments, the oldest first, and append to the newest one again.
 
-        Segments that no longer fit under the cap are removed, the unreadable ones first, then the oldest.
+        If the segments exceed the directory's limit, some are removed: the unreadable ones first, then the oldest ones.
         """
         for segment, recovered in sorted(found, key=_age):
             self.segments.append(segment)
@@ -133,7 +133,7 @@ class Volume:
         free_pages = newest.size_pages - newest.next_page
         if newest.size_bytes != self._settings.segment_bytes or free_pages * RESUME_SHARE < newest.size_pages:
             return
-        try:  # the footer would lack the new records, so remove it
+        try:  # remove the footer, because it would not contain the records that are appended from now on
             newest.file.write([aligned(PAGE_BYTES)], newest.size_bytes - PAGE_BYTES)
         except OSError as error:
             self.write_failures.failed(error)
@@ -141,7 +141,7 @@ class Volume:
         newest.state = SegmentState.ACTIVE
         self._active = newest
 
-    # Writing
+    # The methods for writing.
 
     def write(self, payloads: Sequence[SsdWrite], scratch: Scratch, deadline: Nanos) -> int:
         """Append records and make them readable; return how many were written before room or time ran out.
@@ -226,7 +226,7 @@ class Volume:
         if is_last:
             self._seal(segment)
 
-    # Segments
+    # The methods for segments.
 
     def _rotate(self, needed_pages: int, deadline: Nanos) -> None:
         """Replace the active segment by one with room for a record of that many pages.
@@ -246,7 +246,7 @@ class Volume:
             self._active = segment
 
     def _begin(self, rescued: list[SsdWrite], needed_pages: int, deadline: Nanos) -> Segment:
-        """Prepare a segment for appending, and write rescued blocks to it; raises the errors of `_rotate`."""
+        """Prepare a segment for appending, and write rescued blocks to it; raise the same errors as `_rotate`."""
         segment = self._free_segment(rescued, needed_pages, deadline)
         segment.begin(secrets.token_bytes(NONCE_BYTES), self._state.take_sequences(), self._clock.now())
         try:
@@ -272,7 +272,7 @@ class Volume:
             self._seal(segment)
 
     def _seal(self, segment: Segment) -> None:
-        """Write the footer; without it, opening the tier only takes longer."""
+        """Write the footer of a segment. If this fails, the only harm is that opening the tier takes longer."""
         try:
             self._write_footer(segment)
             if self._settings.sync is not Sync.NEVER:
@@ -295,12 +295,12 @@ class Volume:
                 victim = None if free is not None else self._choose()
                 if victim is not None:
                     victim.state = SegmentState.LEAVING
-                    victim.readers += 1  # this call reads from the segment too
+                    victim.readers += 1  # this call counts as a reader, because it reads the blocks that are rescued
                 hot = self._hot(victim) if victim is not None and not rescued else []
             if free is not None:
                 if free.size_bytes == self._settings.segment_bytes:
                     return free
-                self._remove(free)  # its space is needed for a file of the configured size
+                self._remove(free)  # the file has another size than the settings want, and its space is needed
             elif victim is not None:
                 try:
                     rescued += self._read_rescued(victim, hot, share_bytes, deadline)
@@ -322,7 +322,7 @@ class Volume:
             )
 
     def _grow(self) -> Segment | None:
-        """Make one more file, if it fits under the cap and on the device."""
+        """Make one more segment file; return None if the directory's limit or the device has no room for it."""
         size_bytes = self._settings.segment_bytes
         if self._bytes + footprint(size_bytes) > self._limit_bytes:
             return None
@@ -373,7 +373,7 @@ class Volume:
         self._names.discard(segment.name)
         self._bytes -= footprint(segment.size_bytes)
 
-    # Blocks rescued from an evicted segment
+    # The methods for blocks that are rescued from an evicted segment.
 
     def _hot(self, victim: Segment) -> list[RecordLocation]:
         """Return the blocks that are worth rescuing, beginning with the ones that were read most often."""
@@ -386,7 +386,10 @@ class Volume:
     def _read_rescued(
         self, victim: Segment, hot: Sequence[RecordLocation], share_bytes: int, deadline: Nanos
     ) -> list[SsdWrite]:
-        """Read blocks to rescue, within `rescue_share`, the write budget and the time left; leave out bad blocks."""
+        """Read the blocks that will be rescued, as many as `rescue_share`, the write budget and the deadline allow.
+
+        Damaged blocks are skipped.
+        """
         left_bytes = share_bytes
         payloads = []
         for place in hot:
@@ -418,7 +421,7 @@ class Volume:
             self._append(run, batch[:count], self._scratch)
             self._state.count.rescued += count
 
-    # Head and footer of a segment
+    # The methods for the head and the footer of a segment.
 
     def _write_head(self, segment: Segment) -> None:
         head = SegmentHead(nonce=segment.nonce, sequence=segment.sequence, file_bytes=segment.size_bytes)

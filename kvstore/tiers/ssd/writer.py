@@ -22,7 +22,7 @@ from kvstore.tiers.ssd.volume import Volume
 
 
 class SsdWriter:
-    """Writes blocks to the volumes in turn."""
+    """Writes new blocks to the volumes. The batches go to the volumes in turn."""
 
     def __init__(
         self, settings: SsdSettings, state: SsdState, volumes: Sequence[Volume], disk_threads: DiskThreads, clock: Clock
@@ -44,7 +44,7 @@ class SsdWriter:
         deadline: Nanos,
         checksums: Sequence[int],
     ) -> list[bool]:
-        """Implement `kvstore.ports.BackingTier.put`."""
+        """Write blocks by the deadline; return which the tier has then, as `kvstore.ports.BackingTier.put` demands."""
         names = [flat(key) for key in keys]
         call = _WriteCall()
         new = self._begin(names)
@@ -139,7 +139,7 @@ class _Item(Struct, frozen=True):
 
 
 class _WriteCall:
-    """Collects the results of the batches of one `put` call."""
+    """Collects the results of the batches of one `put` call, which are written in several threads."""
 
     def __init__(self) -> None:
         self.done = 0  # number of finished batches

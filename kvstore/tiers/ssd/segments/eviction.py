@@ -1,4 +1,4 @@
-"""Segment eviction: scores that decide which segment is evicted when the space is used up. Does no I/O.
+"""Segment eviction: computes the scores that decide which segment is evicted when the disk space is used up. No I/O.
 
 The segment with the lowest score is evicted first. Blocks that are written together belong to requests of the same time,
 and mostly become useless together. Therefore a whole segment has one score. Blocks that are read often may be copied out

@@ -6,13 +6,13 @@ Rules:
    page 1, one after the other. The last pages may hold a footer. All other bytes have no meaning.
 2. A record is a page with its header, then its payload, padded to whole pages. The header holds the block's key (namespace
    digest and block hash), codec, length and checksum, the page number, a sequence number, and the segment's nonce.
-3. A new random nonce is drawn each time a file is reused. Old records of the file, and payloads that imitate records,
-   do not have it.
+3. A new random nonce is drawn each time a file is reused. Old records of the file do not have this nonce, and neither
+   have payloads that imitate records.
 4. The footer is written when the segment is full or the tier is closed. It is a table of the segment's blocks, so that
    opening reads only a few pages. The last page is a trailer with the size and checksum of the table.
 5. All bytes except padding are covered by a CRC-32C and a version. A structure that fails the check is ignored.
-6. Each read of a block also reads its header and compares all fields. So a wrong table, on disk or in memory, cannot
-   lead to wrong bytes.
+6. Each read of a block also reads the record's header and compares all fields. Even if a table is wrong, on disk or in
+   memory, a read therefore never returns wrong bytes.
 7. The header of a bad block is overwritten, so that a table that is read later cannot restore the block.
 """
 
@@ -47,11 +47,11 @@ TRAILER_PAGES = 1
 FIRST_PAGE = 1  # first page of a segment with records; page 0 has the head
 
 Key = bytes
-"""32 bytes: namespace digest, then name."""
+"""Key of a block in 32 bytes: the namespace digest, then the block hash."""
 
 
 class SegmentHead(Struct, frozen=True, kw_only=True):
-    """The head of a segment file."""
+    """Content of page 0 of a segment file, the segment's head."""
 
     nonce: bytes
     sequence: int  # sequence number; a segment that is begun later has a higher one
@@ -59,7 +59,10 @@ class SegmentHead(Struct, frozen=True, kw_only=True):
 
 
 class RecordHeader(Struct, frozen=True):
-    """Header of one record. Created with positional arguments, because one object is made for each block."""
+    """Header of one record.
+
+    The object is created with positional arguments, because this is faster and one object is made for each block.
+    """
 
     key: Key
     page: int  # number of the page with the header
@@ -74,7 +77,7 @@ class SegmentFooter(Struct, frozen=True, kw_only=True):
 
     nonce: bytes
     sequence: int  # sequence number of the segment
-    last_sequence: int  # highest sequence number of its records
+    last_sequence: int  # highest sequence number of the segment's records
     entries: int
     next_page: int  # first page after the last record
     table_pages: int
@@ -141,7 +144,10 @@ def is_discarded(page: ByteArray) -> bool:
 
 
 def record_signs() -> tuple[bytes, slice]:
-    """Return the first bytes of every record header, and the slice of the nonce, for a fast search."""
+    """Return the bytes with which every record header begins, and the slice of a header that contains the nonce.
+
+    Recovery uses them to find record headers fast.
+    """
     begin = struct.pack("<4sH", RECORD_MAGIC, FORMAT_VERSION)
     return begin, slice(8, 8 + NONCE_BYTES)
 

@@ -48,13 +48,13 @@ class RecoveredSegment(Struct, frozen=True, kw_only=True):
 
 
 class UnreadableSegment(Struct, frozen=True):
-    """The file cannot be used as a segment; it is overwritten when its space is needed."""
+    """The file cannot be used as a segment. It is overwritten when its space is needed."""
 
     reason: str
 
 
 def recover(file: DiskFile) -> RecoveredSegment | UnreadableSegment:
-    """Read one file.
+    """Read a segment file, and return the records that it contains.
 
     Raises:
         OSError: The file cannot be read.
@@ -127,7 +127,7 @@ def _from_records(file: DiskFile, nonce: bytes, sequence: int, size_pages: int) 
 
 
 class _Window:
-    """Buffer over a part of a file, which reads many pages at a time."""
+    """Reads a file many pages at a time, and keeps the pages of the last read."""
 
     def __init__(self, file: DiskFile, size_pages: int) -> None:
         self._file = file

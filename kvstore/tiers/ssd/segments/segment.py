@@ -17,7 +17,7 @@ from kvstore.tiers.ssd.disk import DiskFile
 from kvstore.tiers.ssd.segments.eviction import SegmentUse
 from kvstore.tiers.ssd.segments.record_format import FIRST_PAGE, NONCE_BYTES, Key, footer_pages
 
-MOST_HITS = 255  # largest number of reads that is counted for one record
+MOST_HITS = 255  # limit of the counter of reads of one record
 
 
 class SegmentState(Enum):
@@ -29,7 +29,10 @@ class SegmentState(Enum):
 
 
 class Segment:
-    """One file and its blocks. The ordinal of a block is the number of blocks that became readable before it."""
+    """Records the state of one segment file and its blocks.
+
+    The ordinal of a block is its number in the segment, from 0 on, in the order in which the blocks became readable.
+    """
 
     __slots__ = (
         "file", "folder", "hits", "is_damaged", "keys", "lengths", "live", "live_pages", "name", "next_page", "nonce", "pages", "promised",
@@ -56,7 +59,8 @@ class Segment:
         self.nonce = nonce
         self.sequence = sequence
         self.next_page = FIRST_PAGE
-        self.promised = 0  # number of records that were given places
+        # number of records that have got a place in the file, whether they are written already or not
+        self.promised = 0
         self.keys: list[Key] = []
         self.pages = array("I")
         self.lengths = array("I")
@@ -68,7 +72,7 @@ class Segment:
         self.is_damaged = False  # True if a block was found bad
 
     def restore(self, keys: list[Key], pages: "array[int]", lengths: "array[int]", next_page: int) -> None:
-        """Take over the contents of the file that recovery has found."""
+        """Use the contents that recovery has found in the file."""
         self.keys, self.pages, self.lengths = keys, pages, lengths
         self.record_hits = bytearray(len(keys))
         self.promised = len(keys)
@@ -122,7 +126,7 @@ class Segment:
 
 
 def record_pages(length: int) -> int:
-    """Return the pages of a record with a payload of that length."""
+    """Return the number of pages of a record with a payload of `length` bytes, including the page of its header."""
     return 1 + pages_for(length)
 
 

@@ -1,17 +1,20 @@
-"""Measurements in NVIDIA's `aiconfigurator-core` wheel, which this module reads from the wheel itself.
+"""aiconfigurator: reads public measurements of engines from NVIDIA's Python wheel `aiconfigurator-core`.
 
 `pip download aiconfigurator-core==0.12.0 --no-deps` fetches the wheel, a zip archive under Apache-2.0.
 
-`systems/silicon_sample.csv` has 5,221 rows of several collections. Contradictions are corrected:
+The file `systems/silicon_sample.csv` in the wheel has 5,221 rows from several collections, which contradict each other.
+This module corrects the rows in this way:
 
-1. Rows of two collections ("2026-04-06" and "db-dump") multiply the numbers of tensor-parallel and expert-parallel ranks with each
-   other; the collection "2026-03-25" has the same measurements with the true numbers. If experts are spread over as many GPUs as the
-   product of both, the product is divided again.
-2. vLLM's rows in them state data-parallel attention for plain expert parallelism, and a batch that is too small accordingly.
-3. The source column gives the concurrency; the batch column is used if it does not.
-4. DeepSeek-R1 and DeepSeek-V3 are one model, and so are checkpoints of one model in different precisions.
-5. Disaggregated rows without numbers of workers cannot be predicted. They are counted and left out.
-6. Speculative decoding is not recorded, although some rows of DeepSeek-R1 must have used it. It contributes to the errors.
+1. In two collections ("2026-04-06" and "db-dump"), the numbers of tensor-parallel ranks and expert-parallel ranks were
+   multiplied with each other. The collection "2026-03-25" has the same measurements with the true numbers. So in rows
+   of the two collections with expert parallelism, the product is divided to get the true number.
+2. In these two collections, rows of vLLM with plain expert parallelism are marked as data-parallel attention, so their
+   batch size is too small.
+3. The concurrency is taken from the source column, or from the batch column if the source column does not contain it.
+4. DeepSeek-R1 and DeepSeek-V3 count as one model, and so do checkpoints of one model in different precisions.
+5. Disaggregated rows that do not state the numbers of workers cannot be predicted. They are counted and left out.
+6. Speculative decoding is not recorded, although some rows of DeepSeek-R1 must have used it. This contributes to the
+   errors of the predictions.
 """
 
 import csv
@@ -54,7 +57,8 @@ CONFIGS = {
     "Qwen3.5-397B": ("qwen3.5-397b", "Qwen--Qwen3.5-397B-A17B"),
     "gpt-oss-120b": ("gpt-oss-120b", "openai--gpt-oss-120b"),
 }
-"""Name of a model in this project, and its config in the wheel, by a part of the model's path in a measurement."""
+"""Maps a part of the model path in a measurement to the name of the model in Fleet and the name of its config file in
+the wheel."""
 
 NUMBERS = {"fp8": Number.FP8, "fp8_block": Number.FP8, "nvfp4": Number.FP4, "int4_wo": Number.INT4, "": Number.BF16}
 
@@ -62,19 +66,21 @@ MULTIPLIED = ("2026-04-06", "db-dump")
 
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """Measurements and model sizes that were read from the wheel."""
+    """Holds the measurements and the model sizes that were read from the wheel."""
 
     rows: int
     measurements: tuple[Measurement, ...]  # distinct and complete measurements
-    models: dict[str, ModelSizes]  # sizes of the models in bf16; each measurement has its own precision
-    left_out: int  # number of distinct measurements that were left out, mostly for lack of the numbers of workers
+    models: dict[str, ModelSizes]  # sizes by model, with bf16 as precision; each measurement states its real precision
+    # Number of distinct measurements that were left out, mostly because they do not state the numbers of workers.
+    left_out: int
 
 
 def read_sample(wheel: Path) -> Sample:
     """Read all measurements of a wheel.
 
     Raises:
-        ConfigurationRefused: There is no such file, or it is another wheel; the message names it.
+        ConfigurationRefused: The file does not exist, or is not a wheel of aiconfigurator-core; the message names the
+            file.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -128,7 +134,7 @@ def _measurement(row: Mapping[str, str]) -> Measurement | None:
 
 
 def _client(source: str) -> str:
-    """Return the name of the benchmark: InferenceX, or the collection of the wheel's authors."""
+    """Return the benchmark that made a measurement: `inferencex`, or `authors` for that of the wheel's authors."""
     return "authors" if "auto-gap-analysis" in source else "inferencex"
 
 
@@ -136,7 +142,7 @@ def _precision(row: Mapping[str, str], name: str) -> Precision:
     weights, experts = NUMBERS[row["gemm_quant_mode"]], NUMBERS[row["moe_quant_mode"]]
     if name == "gpt-oss-120b":  # this model was published with 4-bit experts and all other weights in bf16
         weights, experts = Number.BF16, Number.FP4
-    if weights is Number.INT4:  # Kimi's own checkpoint has attention in bf16
+    if weights is Number.INT4:  # Kimi's checkpoint has only its experts in INT4
         weights = Number.BF16
     narrow = weights is not Number.BF16 or experts in (Number.FP4, Number.FP8)
     return Precision(weights=weights, experts=experts, kv=Number.FP8 if narrow else Number.BF16)
@@ -167,5 +173,5 @@ def _parallelism(row: Mapping[str, str], role: str) -> ShardingDegrees:
         gpus = tp * dp // ep
         tp, dp, ep = (1, gpus, gpus) if dp > 1 else (gpus, 1, gpus)
     if ep not in (1, tp * dp):
-        ep = 1  # every GPU has a slice of each expert
+        ep = 1  # experts are sliced: every GPU has a part of each expert
     return ShardingDegrees(tp=tp, pp=pp, dp=dp, ep=ep)

@@ -1,4 +1,7 @@
-"""Accelerators: memory, speeds, links, prices and power. The figures are in `gpus.toml`, each with its source."""
+"""GPUs: describes the memory, speeds, links, price and power of each known accelerator.
+
+The file `gpus.toml` contains the figures with their sources.
+"""
 
 import tomllib
 from enum import StrEnum
@@ -17,34 +20,36 @@ GIB = 1 << 30
 
 
 class Number(StrEnum):
-    """Data type in which numbers are stored or multiplied."""
+    """Data types in which numbers are stored or multiplied."""
 
     BF16 = "bf16"
     FP8 = "fp8"
     FP4 = "fp4"
-    INT4 = "int4"  # used only for weights, which engines convert to bf16 and then multiply
+    INT4 = "int4"  # only for stored weights; engines convert them to bf16 to multiply
 
     @property
     def num_bytes(self) -> float:
-        """Bytes of one number, without the scales of blocks (see `SCALES`)."""
+        """Bytes of one number, without its share of a scale (`SCALES`)."""
         return {Number.BF16: 2.0, Number.FP8: 1.0, Number.FP4: 0.5, Number.INT4: 0.5}[self]
 
 
 SCALES = {Number.BF16: 1.0, Number.FP8: 1.0, Number.FP4: 1.125, Number.INT4: 1.0625}
-"""Factor for the scales of stored weights: an 8-bit scale for 16 numbers (NVFP4), 16 bits for 32 pairs (INT4, group 32)."""
+"""Factor by which the scales of quantised weights increase their bytes. FP4 (NVFP4) has an 8-bit scale for 16 numbers;
+INT4 (group size 32) has 16 bits for 32 pairs of numbers."""
 
 
 class GpuLink(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A link out of one GPU; the link in the other direction is separate and as fast."""
+    """Describes a link by which a GPU sends data; the link in the other direction is separate and equally fast."""
 
     bandwidth: Positive
-    """Bytes per second between one pair of GPUs."""
+    """Bytes per second of one link in one direction."""
 
     latency_us: Annotated[float, Meta(ge=0)]
     """Time in microseconds between the start of a transfer and its first byte."""
 
     links: Annotated[int, Meta(ge=1)] = 1
-    """Number of links to different GPUs that work at once, if GPUs are wired in pairs; 1 if one link leads to a switch."""
+    """Number of links that one GPU can use at once. It is more than 1 if GPUs are wired to each other in pairs, and 1
+    if one link leads to a switch."""
 
 
 class GpuPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +59,7 @@ class GpuPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Data of one accelerator in its usual node."""
+    """Describes one type of accelerator, in the node that it usually has."""
 
     id: str  # short name, as it is used in settings
     name: str
@@ -67,7 +72,7 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: GpuLink
     gpus_per_node: Annotated[int, Meta(ge=1)]
     watts: Positive  # power limit of the board
-    idle_watts: Positive  # power with a loaded model, while nothing runs
+    idle_watts: Positive  # power when a model is loaded and nothing runs
     idle_source: str  # source of `idle_watts`, or a remark that it is an assumption
     source: str
     price: GpuPrice | None = None
@@ -77,7 +82,7 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.memory_gib * GIB
 
     def computes_in(self, stored: Number) -> Number:
-        """Return the data type in which this GPU multiplies numbers of a stored type: the narrowest that is wide enough, or bf16."""
+        """Return the data type in which this GPU multiplies stored numbers: the same type, a wider one, or bf16."""
         if stored in self.flops:
             return stored
         return Number.FP8 if stored is Number.FP4 and Number.FP8 in self.flops and self.maker == "amd" else Number.BF16
@@ -85,7 +90,7 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @cache
 def gpus() -> dict[str, Gpu]:
-    """Return all known accelerators by short name."""
+    """Return all known accelerators by their short names."""
     text = resources.files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8")
     return {name: msgspec.convert({"id": name, **fields}, Gpu) for name, fields in tomllib.loads(text).items()}
 
@@ -94,7 +99,7 @@ def gpu(name: str, field: str = "gpu") -> Gpu:
     """Return the accelerator with a short name.
 
     Raises:
-        ConfigurationRefused: It is unknown; the message names `field` and the known ones.
+        ConfigurationRefused: The name is unknown; the message names `field` and the known accelerators.
     """
     known = gpus()
     if name not in known:

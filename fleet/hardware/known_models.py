@@ -1,4 +1,7 @@
-"""Known models: sizes of models by the name of their repository, so that no config is needed. They are in `known_models.toml`."""
+"""Known models: finds the sizes of a model by the name of its repository, so that no config file is needed.
+
+The file `known_models.toml` contains the table of models.
+"""
 
 import tomllib
 from collections.abc import Mapping
@@ -14,19 +17,20 @@ from fleet.hardware.gpus import Number
 from fleet.hardware.models import ModelSizes, Precision, read_model
 
 AS_CONFIG = "config"
-"""Key for repositories whose `config.json` states the data type of the weights."""
+"""Key in `KnownModel.repositories` for repositories whose weights have the data type that `KnownModel.config`
+states."""
 
 
 class SizedModel(Struct, frozen=True, kw_only=True):
-    """A model and its longest context."""
+    """Holds the sizes of a model and its maximum context length."""
 
     model: ModelSizes
     context: int
-    """Most tokens of prompt and answer together; 0: unknown."""
+    """Maximum number of tokens of prompt and answer together, or 0 if it is unknown."""
 
 
 class KnownModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An entry of the table."""
+    """Holds one entry of `known_models.toml`: a model and its repositories."""
 
     parameters: float  # number of parameters that the model's authors state
     repositories: Mapping[Literal["config", "bf16", "fp8", "fp4", "int4"], tuple[str, ...]]
@@ -41,12 +45,12 @@ def known_models() -> Mapping[str, KnownModel]:
 
 
 def model_by_repository(repository: str) -> SizedModel | None:
-    """Return the model in a repository, or None if it is unknown. As on Hugging Face, case is ignored."""
+    """Return the model in a repository, or None if it is unknown; case does not matter, as on Hugging Face."""
     return _by_repository().get(repository.lower())
 
 
 def model_from_config(config: Mapping[str, Any], name: str = "") -> SizedModel:
-    """Return the model of a `config.json`.
+    """Return the model that the content of a `config.json` describes.
 
     Raises:
         ConfigurationRefused: A field is missing or invalid; the message names it.

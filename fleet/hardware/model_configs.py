@@ -11,14 +11,15 @@ from fleet.hardware.models import ModelSizes, read_model
 
 CONFIG = "config.json"
 QUANTIZATION = "hf_quant_config.json"
-"""File in which NVIDIA's checkpoints have the data that others have in the field `quantization_config`."""
+"""Name of the file that NVIDIA's checkpoints have instead of the field `quantization_config`."""
 
 
 def read_model_config(path: Path) -> ModelSizes:
-    """Read the sizes of a model without its weights.
+    """Read the sizes of a model from its config file; `path` is this file, or the model's folder.
 
     Raises:
-        ConfigurationRefused: There is no such file, it is no JSON, or the model is not supported; the message names file and field.
+        ConfigurationRefused: The file does not exist or is not JSON, or the model is not supported; the message names
+            file and field.
     """
     file = path / CONFIG if path.is_dir() else path
     config = _object(file)
@@ -36,7 +37,7 @@ def _object(file: Path) -> Mapping[str, Any]:
         content = msgspec.json.decode(file.read_bytes())
     except OSError as error:
         raise ConfigurationRefused(f"{file}: {error.strerror}") from error
-    except (msgspec.DecodeError, RecursionError) as error:  # RecursionError: the file has thousands of nested brackets
+    except (msgspec.DecodeError, RecursionError) as error:  # RecursionError: thousands of nested brackets
         raise ConfigurationRefused(f"{file}: is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigurationRefused(f"{file}: must be a JSON object")

@@ -1,14 +1,17 @@
-"""Model sizes: how many numbers a model has, reads and multiplies for a token, from its Hugging Face config.
+"""Model sizes: computes the numbers of parameters, cached values and operations of a model from its config.
 
 Rules:
 
-1. This module counts numbers and operations. Speeds and bytes on devices are in `sharding` and `latency.step_model`. A multiply-add
-   counts as two operations.
+1. This module counts parameters, cached values and operations of a whole model. The modules `sharding` and
+   `latency.step_model` compute bytes and times on GPUs. A multiply-add counts as two operations.
 2. There are three kinds of attention: grouped heads (GQA, MHA), one latent vector per token (MLA), and linear attention, which keeps
-   a state of fixed size. Layers may differ: some attend only to a window of tokens, some are linear.
-3. MLA caches the latent vector and the rotary key, whatever the number of heads, and every rank of a tensor-parallel group holds all
-   of it. As in engines, decoding multiplies in the latent space, and prefill with unfolded heads.
-4. A field that cannot be used is refused by name. Fields that change neither size nor work are ignored.
+   a state of fixed size. The layers of a model may differ: some may attend only to a window of tokens, and some may be
+   linear.
+3. MLA caches one latent vector and one rotary key per token for all heads, and every rank of a tensor-parallel group
+   holds a copy. As in engines, decoding multiplies with the latent vectors, while prefill first computes the keys and
+   values of all heads from them.
+4. If a field has a value that this module does not support, an error names the field. Fields that affect neither sizes
+   nor operations are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +26,12 @@ from fleet.hardware.gpus import SCALES, Number
 LINEAR = ("linear_attention", "mamba", "recurrent")
 WINDOWED = ("sliding_attention", "chunked_attention")
 MOST = 1 << 24
-"""Highest count that is accepted in a config; the largest vocabularies have a quarter million entries."""
+"""Largest number that is accepted in a field of a config. Real numbers are much smaller: the largest vocabularies have
+a quarter of a million entries."""
 
 MOST_LAYERS = 1 << 12
-"""Highest number of layers that is accepted, because layers are read one by one; the deepest models have a few hundred."""
+"""Largest number of layers that is accepted, because the code handles layers one by one. The deepest models have a few
+hundred layers."""
 
 
 class Attention(StrEnum):
@@ -35,7 +40,7 @@ class Attention(StrEnum):
 
 
 class Precision(Struct, frozen=True, kw_only=True):
-    """Data types of weights and KV."""
+    """States the data types of a model's weights and of its KV cache."""
 
     weights: Number = Number.BF16  # data type of attention and dense layers
     experts: Number = Number.BF16
@@ -43,7 +48,7 @@ class Precision(Struct, frozen=True, kw_only=True):
 
 
 class ModelSizes(Struct, frozen=True, kw_only=True):
-    """Sizes of one decoder-only model, as counts of numbers, not of bytes."""
+    """Holds the sizes of one decoder-only model, as counts of values, and not of bytes."""
 
     name: str
     layers: int
@@ -53,15 +58,16 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
     attention: Attention
     heads: int
     kv_heads: int
-    key_dim: int  # size of one head's query or key, as multiplications count it
+    key_dim: int  # number of values in the query or key of one head
     value_dim: int
-    latent_dim: int = 0  # only with MLA: count of numbers that are cached for a token in a layer
+    latent_dim: int = 0  # only with MLA: number of values that a layer caches for a token
     full_layers: int  # number of layers whose cache grows with the context
     window_layers: int = 0
     window: int = 0  # number of tokens to which a window layer attends
     linear_layers: int = 0
-    state_numbers: int = 0  # count of numbers in the state of one sequence in a linear layer
-    most_attended: int = 0  # only with sparse attention: most tokens to which one token attends; 0: all tokens
+    state_numbers: int = 0  # number of values in the state of a sequence in one linear layer
+    # Only with sparse attention: maximum number of tokens to which a token attends; 0 if it attends to all tokens.
+    most_attended: int = 0
     attention_parameters: int  # parameters of one layer with attention
     linear_parameters: int = 0  # parameters of one linear layer
     dense_mlp_parameters: int  # MLP parameters of all layers together, with the shared experts of MoE layers
@@ -93,7 +99,7 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters with which one token is multiplied; the embeddings count once, for the output."""
+        """Number of parameters with which one token is multiplied, including the embeddings of the output only."""
         routed = self.moe_layers * self.experts_per_token * self.expert_parameters
         return self.hidden * self.vocabulary + self.dense_parameters + routed
 
@@ -108,30 +114,30 @@ class ModelSizes(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_numbers_per_token(self) -> int:
-        """Count of numbers that a further token adds to the cache, after the windows are full."""
+        """Number of values that each token adds to the KV cache, when the windows of window layers are full."""
         if self.attention is Attention.LATENT:
             return self.full_layers * self.latent_dim
         return self.full_layers * self.kv_heads * (self.key_dim + self.value_dim)
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes that a token adds to the cache of one replica; see `Placement.kv_bytes_per_token` for a rank's share."""
+        """Bytes that each token adds to the KV cache of one replica; `ShardedModel` has the share of one GPU."""
         return self.kv_numbers_per_token * self.precision.kv.num_bytes
 
     @property
     def kv_bytes_per_sequence(self) -> float:
-        """Bytes of a sequence that do not depend on its length: full windows, and states in 32 bits."""
+        """Cached bytes of a sequence that do not depend on its length: full windows, and states of linear layers."""
         windows = self.window_layers * self.window * self.kv_heads * (self.key_dim + self.value_dim)
         return windows * self.precision.kv.num_bytes + 4.0 * self.linear_layers * self.state_numbers
 
     @property
     def flops_per_pair(self) -> float:
-        """Operations of one token attending to another one in all full layers during prefill."""
+        """Operations in all full layers for one token that attends to one other token, during prefill."""
         return 2.0 * self.full_layers * self.heads * (self.key_dim + self.value_dim)
 
 
 def stored_bytes(number: Number) -> float:
-    """Return the bytes of one weight, including its share of the scales."""
+    """Return the bytes of one stored weight, including its share of a scale."""
     return number.num_bytes * SCALES[number]
 
 
@@ -139,9 +145,9 @@ def read_model(config: Mapping[str, Any], name: str = "", *, precision: Precisio
     """Read the sizes of a model from the content of its `config.json`.
 
     Args:
-        config: Hugging Face config; the text part of a multimodal model is used.
-        name: Name for messages; empty: the name in the config.
-        precision: Data types that replace those of the `quantization_config`.
+        config: The content of the file; for a multimodal model, its text part is used.
+        name: Name of the model for messages; if it is empty, the name in the config is used.
+        precision: Data types to use instead of those in `quantization_config`.
 
     Raises:
         ConfigurationRefused: A field is missing or invalid; the message names it.
@@ -197,7 +203,7 @@ def read_model(config: Mapping[str, Any], name: str = "", *, precision: Precisio
 
 
 class _Fields:
-    """Reads the fields of a config's text part; errors name the field."""
+    """Reads the fields of a config, or of its text part; each error names the field."""
 
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
         inner = config.get("text_config", config)
@@ -215,7 +221,7 @@ class _Fields:
         return default if value is None else value
 
     def count(self, *fields: str, default: int | None = None) -> int:
-        """Return the first of these fields that is present: a whole number from 1 (from 0 if the default is 0)."""
+        """Return the value of the first field that exists: a whole number of at least 1 (or 0 if the default is 0)."""
         found = next((field for field in fields if field in self), None)
         if found is None:
             if default is None:
@@ -292,7 +298,7 @@ def _state_numbers(fields: _Fields) -> int:
 
 
 def _shared_parameters(fields: _Fields, hidden: int, expert_width: int, experts: int) -> int:
-    """Return the parameters of one MoE layer that all tokens use: shared experts and the gate."""
+    """Return the number of parameters of one MoE layer that every token uses: those of shared experts and the gate."""
     shared = fields.count("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
     if not shared:
         shared = fields.count("n_shared_experts", default=0) * expert_width
@@ -300,7 +306,7 @@ def _shared_parameters(fields: _Fields, hidden: int, expert_width: int, experts:
 
 
 def _precision(fields: _Fields, config: Mapping[str, Any]) -> Precision:
-    """Return the data types of the checkpoint, and the engines' default for the cache."""
+    """Return the data types of the checkpoint's weights, and the one that engines use for its KV cache by default."""
     quantization = fields.get("quantization_config") or config.get("quantization_config")
     if quantization is None:
         return Precision()

@@ -1,12 +1,13 @@
-"""Power model: the power that GPUs draw while engines run on them, in closed form, with its error.
+"""Power model: computes the power that GPUs draw while engines run on them.
 
 Rules:
 
-1. A GPU draws `idle_watts` while nothing runs (a model is loaded, and the clocks are up). During a step it draws more: a share
-   (`power_share`) of the range between `idle_watts` and the board's limit.
-2. The share grows with the logarithm of the step's tokens: decoding one sequence waits for memory, while a full chunk of a prompt
-   keeps all units busy. `ALONE` and `DOUBLED` fit published figures (`PUBLISHED`) of all GPUs together.
-3. The power is that of the GPU's board. Hosts, switches and cooling add a tenth to a half.
+1. A GPU with a loaded model draws `idle_watts` while nothing runs. During a step it draws more: `idle_watts` plus a
+   share (`power_share`) of the difference between the board's power limit and `idle_watts`.
+2. The share grows with the logarithm of the step's tokens: a step that decodes one sequence mostly waits for memory,
+   while a full prompt chunk keeps all units of the GPU busy. `ALONE` and `DOUBLED` were fitted to the published figures
+   of all GPUs (`PUBLISHED`).
+3. The model covers only the board of the GPU. Hosts, switches and cooling add 10 to 50 % to this power.
 """
 
 from math import log2
@@ -16,21 +17,22 @@ from msgspec import Struct
 from fleet.hardware.gpus import Gpu
 
 ALONE = 0.28
-"""Share of the range between `idle_watts` and the board's limit while one sequence is decoded."""
+"""The share (rule 1) during a step that decodes only one sequence."""
 
 DOUBLED = 0.064
-"""Increase of the share for every doubling of the step's tokens."""
+"""Increase of the share (rule 1) for every doubling of the tokens in a step."""
 
 MOST = 0.90
-"""Highest share: an MI300X with prompts of 8,192 tokens draws 662 to 671 of 750 W (InferenceX, issue 828, 2026-03)."""
+"""Highest value of the share (rule 1): an MI300X with prompts of 8,192 tokens draws 662 to 671 of 750 W (InferenceX,
+issue 828, 2026-03)."""
 
 ERROR = 0.30
-"""Relative error of the model; all figures of `PUBLISHED` lie within it. Small models on one GPU draw less than any of these: 137
-to 300 W on an H200 while decoding (arXiv 2605.11999)."""
+"""Largest relative error of the model for the figures in `PUBLISHED`. Small models on one GPU draw less power than any
+of these: 137 to 300 W on an H200 while decoding (arXiv 2605.11999)."""
 
 
 class PublishedPower(Struct, frozen=True, kw_only=True):
-    """A published figure of the power of one GPU."""
+    """Holds a published figure of the power that one GPU draws."""
 
     gpu: str
     tokens: float  # approximate number of tokens of a step
@@ -65,10 +67,10 @@ PUBLISHED = (
 
 
 def power_share(tokens: float) -> float:
-    """Return the share of its range that a GPU draws during a step with `tokens` tokens, prompts and answers together."""
+    """Return the share (rule 1) for a step with this number of prompt and answer tokens together."""
     return min(MOST, ALONE + DOUBLED * log2(max(1.0, tokens)))
 
 
 def watts(gpu: Gpu, share: float) -> float:
-    """Return the power in watts at a share of the range; a share of 0 is the idle power."""
+    """Return the power of a GPU in watts for a share (rule 1); a share of 0 gives the idle power."""
     return gpu.idle_watts + (gpu.watts - gpu.idle_watts) * share

@@ -1,12 +1,15 @@
-"""Sharding: how one replica of a model is split over GPUs, how many bytes each GPU holds, and how much KV fits.
+"""Sharding: splits one replica of a model over GPUs, and computes the bytes on each GPU and the room for KV.
 
 Rules:
 
-1. A replica has `pp` stages of `tp` × `dp` GPUs. Attention is split by heads among `tp`; each of the `dp` groups has all heads and
-   its own sequences (data-parallel attention). Dense layers are split among `tp`. Experts are distributed among `tp` × `dp`: whole
-   experts if `ep` is more than 1 (then it equals `tp` × `dp`), otherwise a slice of each.
-2. If there are fewer KV heads than `tp`, several ranks hold the same head. Every rank holds MLA's latent vectors.
-3. KV gets the memory that is left of `MEMORY_SHARE` after the weights and a reserve for activations, graphs and the runtime.
+1. A replica has `pp` pipeline stages with `tp` × `dp` GPUs each. The GPUs of a stage form `dp` attention groups, each
+   with its own sequences (data-parallel attention). The `tp` GPUs of a group split the attention heads and the dense
+   layers. Experts are split over all `tp` × `dp` GPUs: each GPU has whole experts if `ep` is more than 1 (then `ep`
+   equals `tp` × `dp`), and otherwise a slice of every expert.
+2. If a model has fewer KV heads than `tp`, several GPUs hold the same KV head. With MLA, every GPU of a group holds all
+   latent vectors.
+3. An engine uses the share `MEMORY_SHARE` of a GPU's memory. The KV cache gets what remains after the weights and a
+   reserve for activations, CUDA graphs and the runtime.
 """
 
 from collections.abc import Iterator
@@ -21,22 +24,22 @@ from fleet.hardware.models import Attention, ModelSizes, stored_bytes
 Positive = Annotated[int, Meta(ge=1)]
 
 MEMORY_SHARE = 0.9
-"""Share of a GPU's memory that an engine takes: vLLM's default."""
+"""Share of a GPU's memory that an engine uses, by vLLM's default."""
 
 RESERVE_BYTES = 3.5 * GIB
-"""Memory for activations, graphs and the runtime on each GPU, as in aiconfigurator 0.12 (`other_mem` of its systems)."""
+"""Bytes on each GPU for activations, CUDA graphs and the runtime, as in aiconfigurator 0.12 (field `other_mem`)."""
 
 MOST_TRIED = 64
-"""Most GPUs of one replica in the search for a sharding that holds a model."""
+"""Maximum number of GPUs per replica that an error message tries, to propose a sharding that holds the model."""
 
 
 class ShardingDegrees(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Degrees of parallelism of one replica."""
+    """States the degrees of parallelism of one replica."""
 
     tp: Positive = 1  # tensor parallelism
     pp: Positive = 1  # pipeline parallelism: number of stages
-    dp: Positive = 1  # data-parallel attention: number of attention groups of one replica
-    # Expert parallelism: number of GPUs over which whole experts are distributed; 1: experts are sliced.
+    dp: Positive = 1  # data-parallel attention: number of attention groups
+    # Expert parallelism: number of GPUs over which whole experts are distributed. 1 means that every expert is sliced.
     ep: Positive = 1
 
     @property
@@ -45,7 +48,7 @@ class ShardingDegrees(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ShardedModel(Struct, frozen=True, kw_only=True):
-    """A model that is split over GPUs of one kind. `shard_model` makes it, and refuses an impossible split."""
+    """Describes a model that is split over GPUs of one type. `shard_model` creates it and refuses impossible splits."""
 
     model: ModelSizes
     gpu: Gpu
@@ -61,38 +64,38 @@ class ShardedModel(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_ranks(self) -> int:
-        """Number of GPUs of a stage among which the KV of one token is split; the other GPUs hold copies."""
+        """Number of GPUs of a stage over which the KV of one token is split; further GPUs of the group hold copies."""
         if self.model.attention is Attention.LATENT:
             return 1
         return min(self.parallelism.tp, self.model.kv_heads)
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of KV per token on each GPU that holds a sequence."""
+        """Bytes of KV per token, on each GPU that holds KV of the token's sequence."""
         return self.model.kv_bytes_per_token / self.kv_ranks / self.parallelism.pp
 
     @property
     def kv_bytes_per_sequence(self) -> float:
-        """Bytes per sequence, independent of its length, on each GPU that holds the sequence."""
+        """Cached bytes of a sequence that do not depend on its length, on each GPU that holds KV of the sequence."""
         return self.model.kv_bytes_per_sequence / self.kv_ranks / self.parallelism.pp
 
     def kv_room_bytes(self, share: float = MEMORY_SHARE) -> float:
-        """Return the bytes for KV on each GPU; the number is negative if the weights do not fit."""
+        """Return the bytes for the KV cache on each GPU; the number is negative if the weights do not fit."""
         return self.gpu.memory_bytes * share - self.weights_bytes - RESERVE_BYTES
 
     def kv_capacity_tokens(self, share: float = MEMORY_SHARE) -> int:
-        """Return the tokens whose KV the whole replica can hold, without subtracting the states of sequences."""
+        """Return the number of tokens whose KV a replica can hold; windows and states of sequences are neglected."""
         return int(max(0.0, self.kv_room_bytes(share)) // max(self.kv_bytes_per_token, 1.0)) * self.parallelism.dp
 
     def kv_capacity_blocks(self, block_tokens: int, share: float = MEMORY_SHARE) -> int:
-        """Return the blocks that the whole replica can hold."""
+        """Return the number of blocks whose KV a replica can hold."""
         return self.kv_capacity_tokens(share) // block_tokens
 
 
 def shard_model(
     model: ModelSizes, gpu: Gpu, parallelism: ShardingDegrees, *, share: float = MEMORY_SHARE
 ) -> ShardedModel:
-    """Split a model over GPUs.
+    """Split a model over GPUs; `share` is the share of a GPU's memory that the engine may use.
 
     Raises:
         ConfigurationRefused: The model cannot be split in this way, or does not fit; the message names the field and a remedy.
@@ -112,9 +115,10 @@ def shard_model(
 def feasible(
     model: ModelSizes, gpu: Gpu, most_gpus: int, *, room_tokens: int = 1, share: float = MEMORY_SHARE
 ) -> Iterator[ShardedModel]:
-    """Yield all shardings on up to `most_gpus` GPUs with room for `room_tokens` tokens of KV, fewest GPUs first.
+    """Yield all shardings over at most `most_gpus` GPUs with room for `room_tokens` tokens, those with few GPUs first.
 
-    Sizes are powers of two, like nodes. Pipelines are tried only across nodes, because tensor parallelism is better within one.
+    Numbers of GPUs are powers of two, because nodes have such numbers. Pipeline parallelism is tried only over several
+    nodes, because tensor parallelism is faster within a node.
     """
     for size in (1 << power for power in range(most_gpus.bit_length())):
         for tp in (1 << power for power in range(size.bit_length())):
@@ -126,7 +130,7 @@ def feasible(
 
 
 def _remedy(tried: ShardedModel, share: float) -> str:
-    """Return a text that proposes what would hold the model: more GPUs of this kind, narrower weights, or larger GPUs."""
+    """Return a text that proposes how the model would fit: on more GPUs, with smaller weights, or on larger GPUs."""
     model, way = tried.model, tried.parallelism
     larger = [
         other.id

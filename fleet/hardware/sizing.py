@@ -1,17 +1,20 @@
-"""Sizing: the fewest GPUs that keep all goals of a workload, or the goal that cannot be kept. Pure functions.
+"""Sizing: computes the fewest GPUs that keep all goals of a workload, or the goal that cannot be kept. Pure.
 
 Rules:
 
-1. A model is sharded by tensor parallelism over GPUs of one node. For each sharding, the limit of one engine is the highest rate of
-   requests at which both latency goals are kept (`open_loop`) and `HEADROOM` of its throughput is not exceeded. The number of replicas
-   is the rate divided by that limit, rounded up. For clients that wait for answers, it is their number divided by the most requests
-   that one engine may run.
-2. Serving is aggregated, or some engines prefill and others decode; then each kind of engine has its own limit.
-3. The solution with the fewest GPUs wins; among equals aggregated serving wins, and then the solution with the highest capacity.
-4. More load never gives fewer GPUs, and looser goals never give more: limits grow with the goals, and are searched in what grows with
-   the load.
-5. If no solution exists, the result is a `Shortfall`: one goal, with the best value of this hardware. Goals are checked in this order:
-   memory, then each latency goal for a single request, then the number of GPUs.
+1. A model is sharded by tensor parallelism over GPUs of one node. For each sharding, the limit of one engine is the
+   highest rate of requests that keeps both latency goals (`open_loop`) and uses at most the share `HEADROOM` of the
+   engine's throughput. The number of replicas is the rate divided by this limit, rounded up. If the load is a number of
+   clients that wait for their answers, the limit is a number of running requests instead of a rate.
+2. Aggregated and disaggregated serving are both computed. In disaggregated serving, prefill engines and decode engines
+   have limits of their own.
+3. The solution with the fewest GPUs is chosen. Among solutions with equal numbers of GPUs, aggregated serving is
+   preferred, and then the highest capacity.
+4. More load never leads to fewer GPUs, and looser goals never lead to more GPUs, because the limit of an engine only
+   grows when goals get looser.
+5. If no solution exists, the result is a `Shortfall`: it names one goal, and the best value that the hardware can
+   reach. The goals are checked in this order: memory, then the latency goals for a request that is alone, then the
+   number of GPUs.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,30 +46,33 @@ from fleet.hardware.latency.prediction import BUDGET_TOKENS, transfer_seconds
 from fleet.hardware.sharding import ShardedModel, feasible
 
 HEADROOM = 0.8
-"""Share of an engine's throughput that is used, because load is never exactly as stated, and waits grow without bound near 1."""
+"""Maximum share of an engine's throughput that may be used. It is below 1, because the real load differs from the
+stated one, and because waiting times grow without bound if the share comes near 1."""
 
 MOST_RUNNING = 256
-"""Most requests in one batch, which proposals set: vLLM's default on GPUs below 70 GiB; on larger ones its default is 1,024 (0.32)."""
+"""Maximum number of requests in one batch. Proposals configure engines with this value. It is vLLM's default for GPUs
+with less than 70 GiB; for larger GPUs, the default of vLLM 0.32 is 1,024."""
 
 MOST_GPUS = 1_000_000
-"""Highest number of GPUs that a shortfall names."""
+"""Upper limit of all computed numbers of replicas, so that they stay finite."""
 
 ONE_CONTEXT = 0.8
-"""Share of the computed KV capacity that one request may take. Engines do not start if the longest request does not fit, and their real
-capacity differs slightly from the computed one."""
+"""Maximum share of the computed KV capacity that one request may take. Engines do not start if the longest request does
+not fit into their KV cache, and their real capacity differs slightly from the computed one."""
 
 LARGEST_REPLICA = 64
-"""Most GPUs of one replica in the search for a sharding that holds a model."""
+"""Maximum number of GPUs per replica in the search for the smallest sharding that holds a model, for a message."""
 
 
 class SizingGoal(StrEnum):
-    """Goals that a plan has to keep."""
+    """Goals that a solution has to keep."""
 
     MEMORY = "memory"
-    """One engine must fit into the GPUs of one node; the values are numbers of GPUs."""
+    """One engine must fit on the GPUs of one node. The values of this goal are numbers of GPUs."""
 
     CONTEXT = "context"
-    """The KV of the longest request must fit; the values are tokens of prompt and answer together."""
+    """The request must fit into the model's context. The values of this goal are tokens of prompt and answer
+    together."""
 
     TTFT = "ttft"
     TPOT = "tpot"
@@ -74,14 +80,14 @@ class SizingGoal(StrEnum):
 
 
 class Demand(Struct, frozen=True, kw_only=True):
-    """Load of the model: either `rate` or `clients` is above 0."""
+    """Describes the load of a model; either `rate` or `clients` is above 0, but not both."""
 
     request: RequestShape
     rate: float = 0.0
     """Requests per second."""
 
     clients: float = 0.0
-    """Number of clients that each wait for an answer before they send the next request."""
+    """Number of clients, each of which waits for its answer before it sends the next request."""
 
     def __post_init__(self) -> None:
         assert (self.rate > 0) != (self.clients > 0), "one of rate and clients"
@@ -89,17 +95,17 @@ class Demand(Struct, frozen=True, kw_only=True):
 
 class LatencyGoals(Struct, frozen=True, kw_only=True):
     ttft: float
-    """Longest TTFT in seconds."""
+    """Maximum TTFT in seconds."""
 
     tpot: float
-    """Longest TPOT in seconds."""
+    """Maximum TPOT in seconds."""
 
     percentile: float
     """Share of all requests that have to keep each goal, from 0 to 1."""
 
 
 class GpuSupply(Struct, frozen=True, kw_only=True):
-    """Available GPUs."""
+    """Describes the available GPUs: their type, their number, and the number per node."""
 
     gpu: Gpu
     gpus: int
@@ -107,20 +113,20 @@ class GpuSupply(Struct, frozen=True, kw_only=True):
 
 
 class SizedPool(Struct, frozen=True, kw_only=True):
-    """Replicas of one role."""
+    """Holds the number of replicas of one role."""
 
     role: Role
     replicas: int
 
 
 class Sizing(Struct, frozen=True, kw_only=True):
-    """A solution that keeps all goals."""
+    """Holds a solution that keeps all goals."""
 
     placement: ShardedModel
-    """Sharded model of each engine."""
+    """The model as each engine shards it over its GPUs."""
 
     estimate: StepModelEstimate
-    """Step model of the engines, with its basis."""
+    """The step model of the engines, with its errors and the measurements from which it was estimated."""
 
     pools: tuple[SizedPool, ...]
     ttft: float
@@ -128,7 +134,7 @@ class Sizing(Struct, frozen=True, kw_only=True):
 
     tpot: float
     most: float
-    """Requests per second, or clients, that these engines can serve."""
+    """Requests per second, or number of clients, that these engines can serve."""
 
     @property
     def gpus(self) -> int:
@@ -136,31 +142,33 @@ class Sizing(Struct, frozen=True, kw_only=True):
 
     @property
     def room(self) -> int:
-        """Number of tokens of the longest request for which an engine can be started."""
+        """Maximum length of a request in tokens for which the engines can be configured."""
         return int(ONE_CONTEXT * self.placement.kv_capacity_tokens())
 
 
 class Shortfall(Struct, frozen=True, kw_only=True):
-    """A goal that cannot be kept."""
+    """Describes a goal that cannot be kept."""
 
     goal: SizingGoal
     wanted: float
-    """The goal in seconds or tokens; for GPUs, their available number."""
+    """The wanted value: seconds for a latency, tokens for a context, and for memory and GPUs the number that is
+    available."""
 
     best: float
-    """Best possible value; for GPUs the number that is needed. 0: there is no solution."""
+    """Best possible value of the goal. For memory and GPUs it is the needed number of GPUs, or 0 if no number is
+    enough."""
 
     most: float = 0.0
-    """For GPUs: requests per second, or clients, that the available GPUs can serve."""
+    """For the goal `GPUS`: requests per second, or number of clients, that the available GPUs can serve."""
 
     placement: ShardedModel | None = None
-    """Sharded model with the best value."""
+    """The sharding that reaches the best value, or None if there is none."""
 
 
 def size(
     sized: SizedModel, demand: Demand, goals: LatencyGoals, supply: GpuSupply, backend: str = "vllm"
 ) -> Sizing | Shortfall:
-    """Return the fewest GPUs that keep all goals, or the goal that cannot be kept."""
+    """Return the solution with the fewest GPUs that keeps all goals, or a goal that cannot be kept."""
     needed = demand.request.prompt_tokens + demand.request.answer_tokens
     if sized.context and needed > sized.context:
         return Shortfall(goal=SizingGoal.CONTEXT, wanted=needed, best=sized.context)
@@ -185,7 +193,7 @@ def size(
 
 
 class _SizedSharding:
-    """A sharded model, with the limits of one engine."""
+    """Computes the limits of one engine with one sharding of the model."""
 
     def __init__(self, placement: ShardedModel, demand: Demand, goals: LatencyGoals, backend: str) -> None:
         self.placement = placement
@@ -209,14 +217,14 @@ class _SizedSharding:
 
     @property
     def idle(self) -> float:
-        """Mean number of running requests at the lowest load that is examined."""
+        """Mean number of running requests at the lowest load of the search, at which requests hardly meet others."""
         return 1.0 if self.occupancy.waiting_clients else 0.0
 
-    # Aggregated.
+    # Aggregated serving.
 
     @cached_property
     def aggregated(self) -> float:
-        """Most running requests of an aggregated engine that keep the goals; 0: even one request misses them."""
+        """Maximum number of running requests with which an aggregated engine keeps the goals; 0 if even one misses them."""
 
         def kept(running: float) -> bool:
             return (
@@ -234,11 +242,11 @@ class _SizedSharding:
     def tpot(self, running: float) -> float:
         return aggregated_tpot(self.engine, self.request, self.occupancy, running)
 
-    # Disaggregated.
+    # Disaggregated serving.
 
     @cached_property
     def decode_running(self) -> float:
-        """Most running requests of an engine that only decodes; 0: even one request misses the goal."""
+        """Maximum number of running requests with which a decode engine keeps the TPOT goal; 0 if even one misses it."""
 
         def kept(running: float) -> bool:
             return (
@@ -254,7 +262,7 @@ class _SizedSharding:
 
     @cached_property
     def prefill_rate(self) -> float:
-        """Most prompts per second of an engine that only prefills; 0: even one prompt misses the goal."""
+        """Maximum number of prompts per second with which a prefill engine keeps the TTFT goal; 0 if even one prompt misses it."""
         most = HEADROOM * highest_prefill_rate(self.engine, self.request)
         return highest(lambda rate: self.prefill_ttft(rate) <= self.goals.ttft, 0.0, most)
 
@@ -265,14 +273,17 @@ class _SizedSharding:
         return self.occupancy.others(running) + 1.0 <= max(1.0, self.room)
 
     def _has_headroom(self, rate: Callable[[EngineReplica, RequestShape, float], float], running: float) -> bool:
-        """Return whether the headroom is kept; clients that wait limit their load by themselves."""
+        """Return whether an engine with this load uses at most the share `HEADROOM` of its throughput.
+
+        Return always True for clients that wait for their answers, because such clients limit the load themselves.
+        """
         if self.occupancy.waiting_clients:
             return True
         return rate(self.engine, self.request, running) <= HEADROOM * rate(self.engine, self.request, self.room)
 
 
 def node_shardings(sized: SizedModel, gpu: Gpu, most: int, room_tokens: int) -> Iterator[ShardedModel]:
-    """Yield the shardings by tensor parallelism alone, which are all that workers start on one node."""
+    """Yield the shardings that use only tensor parallelism, because workers on one node start no other ones."""
     for each in feasible(sized.model, gpu, most, room_tokens=room_tokens):
         way = each.parallelism
         if way.tp == way.gpus and way.ep == 1:
@@ -310,7 +321,7 @@ def _disaggregated(sharding: _SizedSharding, demand: Demand) -> Sizing | None:
         decode = _replicas(demand.clients, running)
         here = max(1.0, demand.clients / decode)
         prefill = _replicas(rate := _highest_client_rate(sharding, demand.clients, here), prompts)
-        # If prefill were the limit, clients would wait for it, and send less often.
+        # With fewer prefill engines, clients would wait longer for first tokens, and so send fewer requests.
         most = decode * running
     else:
         limit = decode_rate(sharding.engine, sharding.request, running)
@@ -323,7 +334,7 @@ def _disaggregated(sharding: _SizedSharding, demand: Demand) -> Sizing | None:
 
 
 def _highest_client_rate(sharding: _SizedSharding, clients: float, running: float) -> float:
-    """Return the highest rate of clients that wait, as if no prompt had to wait for another one."""
+    """Return the rate at which waiting clients would send if no prompt had to wait for another one."""
     answer = sharding.request.answer_tokens * sharding.decode_tpot(running)
     return clients / (sharding.prefill_ttft(0.0) + answer)
 
@@ -342,7 +353,7 @@ def _replicas(load: float, limit: float) -> int:
 def _running_at(
     sharding: _SizedSharding, rate: Callable[[EngineReplica, RequestShape, float], float], wanted: float
 ) -> float:
-    """Return the number of running requests at a rate."""
+    """Return the mean number of running requests of an engine that serves `wanted` requests per second."""
     return highest(lambda running: rate(sharding.engine, sharding.request, running) <= wanted, 0.0, sharding.room)
 
 
@@ -359,7 +370,7 @@ def _capacity(sharding: _SizedSharding, demand: Demand, gpus: int) -> float:
 
 
 def _missed_goal(shardings: list[_SizedSharding], goals: LatencyGoals) -> Shortfall:
-    """Return the goal that a single request misses by most, on the sharding that comes nearest to keeping both goals."""
+    """Return the latency goal that a lone request misses by most, on the sharding that comes nearest to both goals."""
 
     def missed(sharding: _SizedSharding) -> tuple[float, float, float, float]:
         ways = (

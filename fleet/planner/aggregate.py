@@ -1,16 +1,18 @@
-"""Aggregation of demand: sums the reports of all routers of a model into windows. Pure; `fleet.planner.sources` brings the reports.
+"""Aggregation of demand: sums the demand reports of all routers of a model into demand windows. Pure.
 
 Rules:
 
-1. Counters belong to one incarnation of a router process. An incarnation that began within the window counts from zero; another
-   one that is new here counts from its first report, because the arrival times of its earlier requests are unknown.
-2. A source is stale until its first report, and again when it has been silent for longer than the limit. Counts from such a gap
-   are dropped, because they would look like a burst in the next window. The window in which the reports come back still names the
-   source as stale.
-3. Abandoned and invalid requests are subtracted from the arrivals. Their arrival may lie in an earlier window, so a remainder that
-   cannot be subtracted now is carried over to later windows. Arrivals never fall below zero, and over all windows together the sum
-   is exact.
-4. Several sources may report the same process. The later report counts, and its requests are counted once.
+1. `fleet.planner.sources` reads the reports. Their counters belong to one incarnation of a router process. If an
+   incarnation began within the window, all of its counts belong to the window. If it is older and reports for the first
+   time, only counts after its first report belong to the window, because it is unknown when its earlier requests
+   arrived.
+2. A source is stale until its first report, and again when it has been silent for longer than the limit. The counts of
+   such a silent time are dropped, because they would look like a burst in the next window. The window in which the
+   source reports again still names the source as stale.
+3. Abandoned and invalid requests are subtracted from the arrivals. Such a request may have arrived in an earlier
+   window. So a number that is larger than the arrivals of this window is subtracted from later windows instead. The
+   arrivals of a window are never below zero, and their sum over all windows is exact.
+4. Several sources may report the same router process. Only the latest report counts, and each request is counted once.
 """
 
 from collections import deque
@@ -27,9 +29,9 @@ from fleet.core.roles import Role
 from fleet.planner.demand import DemandWindow, RecentRequest, WorkerDemand
 from fleet.planner.messages import PoolName, worker_prefix
 
-STALE_AFTER = Nanos(5 * SECOND)  # the time of five missed reports
+STALE_AFTER = Nanos(5 * SECOND)  # routers report once a second, so five reports are missing
 SAMPLED = 512
-"""Greatest number of requests in the sample for rehearsals; a newer request replaces the oldest one."""
+"""Maximum number of requests in the sample that rehearsals use. A new request replaces the oldest one."""
 
 _COUNTERS = (
     *("arrivals", "refused", "abandoned", "invalid", "prompt_tokens", "uncounted_tokens"),
@@ -47,7 +49,7 @@ _HISTOGRAMS = ("ttft", "tpot", "queue_wait")
 
 
 class _Process(Struct):
-    """The latest report of one incarnation of a router process, and the counters that earlier windows have used."""
+    """Holds the latest report of one router incarnation, and the counters at the end of the last window."""
 
     source: str
     heard: Nanos
@@ -57,7 +59,7 @@ class _Process(Struct):
 
 
 class DemandAggregator:
-    """Sums the demand reports of several sources for one model, and returns demand windows."""
+    """Sums the demand reports that several sources bring for one model, and returns demand windows."""
 
     def __init__(
         self,
@@ -72,12 +74,12 @@ class DemandAggregator:
         """Begin the first window.
 
         Args:
-            model: The model.
+            model: The model whose demand is counted.
             sources: Names of the sources that must report.
-            pools: The planned pools; workers are named after them.
-            now: The instant.
-            stale_after: Longest silence of a source.
-            workers_prefix: What workers' names have before the names of their pools.
+            pools: Names and roles of the planned pools; the names of workers contain the name of their pool.
+            now: The instant at which the first window begins.
+            stale_after: Time without a report after which a source is stale.
+            workers_prefix: The text in the names of workers that precedes the name of the pool.
         """
         self._workers_prefix = workers_prefix
         self._model = model
@@ -93,12 +95,12 @@ class DemandAggregator:
         self._sample: deque[RecentRequest] = deque(maxlen=SAMPLED)
 
     def hear(self, source: str, report: DemandReport, now: Nanos) -> None:
-        """Add a report to the window; ignore it if another source has sent a later report of the same process.
+        """Add a report to the window, unless another source has already brought a later report of the same process.
 
         Args:
-            source: The source that sent it.
+            source: The source that sent the report.
             report: The report.
-            now: The instant.
+            now: The present instant.
         """
         before = self._heard.get(source)
         self._heard[source] = now
@@ -113,7 +115,7 @@ class DemandAggregator:
             base = ModelDemand(model=self._model) if fresh else demand
         elif _went_back(known.latest, demand):
             if known.source != source:
-                return  # an older report of the same process, which came through another source
+                return  # another source has already brought a later report of this process
             base = demand
             self._gaps[source] = f"{source}: the counters of {report.router} went back"
         else:
@@ -134,7 +136,7 @@ class DemandAggregator:
         )
 
     def expect(self, source: str) -> None:
-        """Add a source that must report from now on; nothing changes if it is known."""
+        """Add a source that must report from now on. Do nothing if the source is known already."""
         self._heard.setdefault(source, None)
 
     def forget(self, source: str) -> None:
@@ -144,11 +146,11 @@ class DemandAggregator:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Return the sources that must report."""
+        """Return the names of the sources that must report."""
         return tuple(self._heard)
 
     def failed(self, source: str, why: str) -> None:
-        """Note the reason why a source does not report now."""
+        """Record why a source does not report at present; the texts of `stale` contain this reason."""
         self._troubles[source] = why
 
     def sample(self) -> tuple[RecentRequest, ...]:
@@ -156,7 +158,7 @@ class DemandAggregator:
         return tuple(sorted(self._sample, key=lambda each: each.arrived))
 
     def stale(self, now: Nanos) -> tuple[str, ...]:
-        """Return the sources without a recent report, each with the reason."""
+        """Return a text for each source without a recent report: its name, its silence in seconds, and the reason."""
         found = []
         for source, heard in self._heard.items():
             why = self._troubles.get(source, "")
@@ -168,7 +170,7 @@ class DemandAggregator:
         return tuple(found)
 
     def window(self, now: Nanos) -> DemandWindow:
-        """Return the demand since the last window, and begin the next one."""
+        """Return the demand since the end of the last window, and begin the next window."""
         sums: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
         histograms: dict[str, Counts] = dict.fromkeys(_HISTOGRAMS, ())
         queued, oldest, workers = 0, 0.0, dict[WorkerId, WorkerLoad]()
@@ -218,7 +220,7 @@ class DemandAggregator:
         return window
 
     def _replaced(self, process: _Process) -> bool:
-        """Return whether the source of a process was removed, or now reports another process."""
+        """Return whether a process has ended: its source was removed, or has reported another process afterwards."""
         heard = self._heard.get(process.source)
         return heard is None or heard > process.heard
 
@@ -234,7 +236,11 @@ class DemandAggregator:
         )
 
     def pool_of(self, worker_id: WorkerId, role: Role) -> PoolName:
-        """Return the pool of a worker: by its name, or the only pool of its role, or the role itself."""
+        """Return the pool of a worker, which the name of the worker contains.
+
+        If the name contains no pool, return the only pool of the worker's role, or else a pool with the name of the
+        role.
+        """
         alike = [name for name, its in self._pools.items() if its is role]
         prefixes = {f"{self._workers_prefix}{worker_prefix(name)}-": name for name in alike}
         found = longest_prefix(worker_id, prefixes)
@@ -244,12 +250,12 @@ class DemandAggregator:
 
 
 def _settled(counted: int, owed: int) -> tuple[int, int]:
-    """Subtract `owed` from `counted` without going below zero; return the result and the remainder that is still owed."""
+    """Return `counted` less `owed`, but at least 0, and the part of `owed` that is left for later windows."""
     return max(0, counted - owed), max(0, owed - counted)
 
 
 def _went_back(before: ModelDemand, after: ModelDemand) -> bool:
-    """Return whether a counter has fallen, or a histogram is missing that was there before."""
+    """Return whether a counter has fallen between two reports, or a histogram has fewer buckets."""
     return any(getattr(after, name) < getattr(before, name) for name in _COUNTERS) or any(
         len(getattr(after, name)) < len(getattr(before, name)) for name in _HISTOGRAMS
     )

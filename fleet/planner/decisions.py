@@ -1,11 +1,12 @@
-"""Decisions of a planner: latency goals, pools and limits as input, wanted replicas with reasons as output.
+"""Decisions: defines the input of a planner (goals, pools, limits) and its output (numbers of replicas with reasons).
 
 Rules:
 
-1. A rule (`ScalingRule`) is a pure function of its input so far: demand windows and observations of pools with their instants. The
-   same rule runs in production, in the simulator and in the study of baselines.
+1. A rule (`ScalingRule`) decides only from the demand windows and the observations of pools that it has received, each
+   with its instant. So the same rule runs in production, in the simulator and in the study of baselines.
 2. A decision names every number that led to it, so that a person can follow it.
-3. A condition says why a goal, a budget or a number cannot be kept. It names the field or the source.
+3. A condition states why a goal, a budget or a requested number cannot be kept. It names the setting or the demand
+   source that is the cause.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,11 +27,11 @@ COUNTED = (
     *("arrivals", "refused", "abandoned", "prompt_tokens", "cached_tokens", "prompt_squares", "finished"),
     *("answer_tokens", "answer_squares", "queued", "oldest_seconds", "overflowed", "overflow_dollars"),
 )
-"""Fields of a demand window that must be finite and at least 0."""
+"""Names of those fields of a demand window that must be finite and at least 0."""
 
 
 class PlanGoals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Latency goals of a model. Each one holds for a share of all requests."""
+    """States the latency goals of a model; each goal has to hold for a share of all requests."""
 
     ttft_seconds: Annotated[float, Meta(gt=0, le=1e6)]
     tpot_seconds: Annotated[float, Meta(gt=0, le=1e6)]
@@ -39,7 +40,7 @@ class PlanGoals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A pool that a planner may size."""
+    """Describes a pool that a planner may size: its role, its GPUs, its bounds and its price."""
 
     name: PoolName
     role: Role
@@ -83,7 +84,7 @@ class PlanBudget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PlanConditionType(StrEnum):
-    """Why a goal, a budget or a number is not kept."""
+    """Types of conditions, which state why a goal, a budget or a requested number of replicas is not kept."""
 
     NO_DEMAND_SIGNAL = "NoDemandSignal"
     GOAL_OUT_OF_REACH = "GoalOutOfReach"
@@ -97,13 +98,13 @@ class PlanConditionType(StrEnum):
 class PlanCondition(Struct, frozen=True, kw_only=True):
     type: PlanConditionType
     field: str
-    """Setting, pool or source that the condition is about."""
+    """Name of the setting, pool or demand source that the condition is about."""
 
     message: str
 
 
 class DecisionReason(StrEnum):
-    """Why replicas change, or do not."""
+    """Reasons why a decision changes the numbers of replicas, or leaves them as they are."""
 
     WITHIN_BAND = "within_band"
     LOAD_UP = "load_up"
@@ -118,15 +119,16 @@ class DecisionReason(StrEnum):
 
 
 class PlanDecision(Struct, frozen=True, kw_only=True):
-    """Decision of a rule at one instant."""
+    """Holds the decision of a rule at one instant: the number of replicas of each pool, and the reason."""
 
     at: Nanos
     replicas: dict[PoolName, int]
-    """Wanted replicas of every pool that the rule sizes, also if unchanged. Pinned pools keep their present number."""
+    """Number of replicas of every pool that the rule sizes, also if it is unchanged. Pinned pools keep their present
+    number."""
 
     reason: DecisionReason
     message: str = ""
-    """One sentence for a person, with the numbers that led to the decision."""
+    """One sentence that explains the decision to a person, with the numbers that led to it."""
 
     numbers: dict[str, float] = {}
     """The numbers that led to the decision, by name."""
@@ -135,23 +137,26 @@ class PlanDecision(Struct, frozen=True, kw_only=True):
 
 
 class ScalingRule(Protocol):
-    """A rule that sizes pools: Fleet's planner, or a baseline that it is compared with."""
+    """Port of a rule that decides the sizes of pools: Fleet's planner, or a baseline with which it is compared."""
 
     interval: Nanos
     """Time between two decisions."""
 
     def decide(self, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
-        """Return the wanted replicas. `demand` covers the time since the last decision; `seen` is the present state of the pools."""
+        """Return the decision at the instant `now`.
+
+        `demand` covers the time since the last decision; `seen` is the present state of the pools.
+        """
         ...
 
 
 def no_signal(field: str, message: str) -> PlanCondition:
-    """Return the condition that demand is not reliable, with the field or source at fault."""
+    """Return a condition of type `NO_DEMAND_SIGNAL` about a field or source that is not reliable enough to decide."""
     return PlanCondition(type=PlanConditionType.NO_DEMAND_SIGNAL, field=field, message=message)
 
 
 def demand_doubts(demand: DemandWindow) -> Iterator[PlanCondition]:
-    """Yield the reasons why a window is not reliable: stale sources and impossible numbers, each with its field or source."""
+    """Yield a condition for each reason why a demand window is not reliable: stale sources and impossible numbers."""
     for source in demand.stale:
         yield no_signal(source.partition(": ")[0], f"no demand from {source}")
     for field, value in _numbers(demand):
@@ -172,7 +177,7 @@ def _numbers(demand: DemandWindow) -> Iterator[tuple[str, float]]:
 
 
 def pool_doubts(names: Iterable[PoolName], seen: Observation) -> Iterator[PlanCondition]:
-    """Yield the reasons why an observation is not reliable: pools that are not reported, or that have impossible numbers."""
+    """Yield a condition for each pool in `names` that the observation does not contain, or with negative numbers."""
     for name in names:
         pool = seen.pool(name)
         if pool is None or min(pool.wanted, pool.ready, pool.draining) < 0:
@@ -183,10 +188,10 @@ def pool_doubts(names: Iterable[PoolName], seen: Observation) -> Iterator[PlanCo
 
 
 def check_limits(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
-    """Check that limits do not contradict each other.
+    """Check that the bounds of the pools and the budget do not contradict each other.
 
     Raises:
-        ValueError: They do; the message names the field.
+        ValueError: Two limits contradict each other; the message names the field.
     """
     names = [each.name for each in pools]
     for each in pools:
@@ -207,10 +212,10 @@ def check_limits(pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
 
 
 def check_roles(pools: Sequence[PlannedPool]) -> None:
-    """Check that the pools serve both phases, which a rule needs that sizes them together.
+    """Check that some pools serve prefill and some serve decode, as a rule that sizes all pools together needs.
 
     Raises:
-        ValueError: They do not; the message names the field.
+        ValueError: No pool serves one of the phases; the message names the field.
     """
     roles = {each.role for each in pools}
     if Role.BOTH not in roles and roles != {Role.PREFILL, Role.DECODE}:

@@ -1,11 +1,14 @@
-"""Demand of one model between two instants: requests, tokens, latencies and worker load.
+"""Demand: describes what clients of one model demanded between two instants: requests, tokens and latencies.
 
 Rules:
 
-1. A window is a difference of cumulative counters, summed over all routers of the model. A request counts as demand when it arrives,
-   unless its client left before the answer began; refused requests are demand that was not met.
-2. Durations are counts in fixed buckets, so that windows of several routers can be added, and so can windows of one router.
-3. A source that has not reported within its limit is named in `stale`; a planner then keeps all numbers and reports the source.
+1. A demand window is the difference between two values of cumulative counters, summed over all routers of the model. A
+   request counts as demand when it arrives, unless its client left before the answer began. Refused requests also
+   count, as demand that was not served.
+2. Durations are stored as histograms with fixed buckets. So the windows of several routers can be added, and also
+   successive windows of one router.
+3. A source that has not reported within its limit is named in `stale`; a planner then keeps all numbers of replicas as
+   they are, and reports the source.
 """
 
 from msgspec import Struct
@@ -16,85 +19,87 @@ from fleet.planner.messages import PoolName
 
 
 class WorkerDemand(Struct, frozen=True, kw_only=True):
-    """Load of one worker at the end of the window."""
+    """Describes the load of one worker at the end of a demand window."""
 
     worker: str
     pool: PoolName
     running: int
     waiting: int
     kv_used: float
-    """Share of its KV capacity, 0 to 1."""
+    """Used share of the worker's KV capacity, 0 to 1."""
 
     speed: float = 1.0
-    """Learnt speed relative to its hardware profile; above 1 is faster."""
+    """Speed that was learnt from measurements, relative to the worker's hardware profile; above 1 is faster."""
 
     start_seconds: float = 0.0
-    """Time from its start to its registration; 0: unknown."""
+    """Time from the start of the worker to its registration, or 0 if it is unknown."""
 
 
 class RecentRequest(Struct, frozen=True, kw_only=True):
-    """A recent request, which a rehearsal repeats in the simulator."""
+    """Describes a recent request, which a rehearsal sends again in the simulator."""
 
     arrived: Nanos
-    """Instant of arrival on the planner's clock."""
+    """Instant at which the request arrived, by the planner's clock."""
 
     prompt_tokens: int
     answer_tokens: int
     block_tokens: int = 0
     block_keys: tuple[int, ...] = ()
-    """Keys of the prompt's blocks, which show shared prefixes."""
+    """Block keys of the prompt, by which requests with the same prefix are recognised."""
 
 
 class DemandWindow(Struct, frozen=True, kw_only=True):
-    """Demand of one model between two instants."""
+    """Holds the demand of one model between two instants."""
 
     began: Nanos
     ended: Nanos
     arrivals: int = 0
-    """Requests that arrived, without those whose clients left before an answer began."""
+    """Number of requests that arrived, without those whose clients left before an answer began."""
 
     refused: int = 0
-    """Arrivals that were refused for load."""
+    """Number of those arrivals that routers refused because of too much load."""
 
     abandoned: int = 0
-    """Requests whose clients left before an answer began; these are not part of `arrivals`."""
+    """Number of requests whose clients left before an answer began. They are not part of `arrivals`."""
 
     prompt_tokens: int = 0
-    """Prompt tokens of the arrivals."""
+    """Number of prompt tokens of all arrivals."""
 
     cached_tokens: int = 0
-    """Prompt tokens that workers had in a cache."""
+    """Number of prompt tokens whose KV workers found in a cache."""
 
     prompt_squares: float = 0.0
-    """Sum of the squares of the arrivals' prompt lengths, which shows how much lengths differ; 0: unknown."""
+    """Sum of the squares of the arrivals' prompt lengths, from which the variance of the lengths is computed, or 0 if
+    it is unknown."""
 
     finished: int = 0
-    """Answers that ended in the window."""
+    """Number of answers that ended in the window."""
 
     answer_tokens: int = 0
-    """Tokens of the answers that ended in the window."""
+    """Number of tokens of the answers that ended in the window."""
 
     answer_squares: float = 0.0
-    """Sum of the squares of the lengths of these answers; 0: unknown."""
+    """Sum of the squares of the lengths of the answers that ended in the window, or 0 if it is unknown."""
 
     ttft: Counts = ()
     tpot: Counts = ()
     queue_wait: Counts = ()
     queued: int = 0
-    """Requests that wait in routers at the end of the window."""
+    """Number of requests that wait in routers at the end of the window."""
 
     oldest_seconds: float = 0.0
-    """Age of the oldest request that waits."""
+    """Age in seconds of the oldest request that waits in a router."""
 
     overflowed: int = 0
-    """Refused requests that a hosted endpoint has answered. They are part of `arrivals` and of `refused`, because the pools should serve them."""
+    """Number of refused requests that a hosted endpoint has answered. They are part of `arrivals` and `refused`,
+    because the pools should have served them."""
 
     overflow_dollars: float = 0.0
-    """Cost of the hosted endpoint."""
+    """Dollars that the overflowed requests cost at the hosted endpoint."""
 
     workers: tuple[WorkerDemand, ...] = ()
     stale: tuple[str, ...] = ()
-    """Sources that did not report in time, with the reason."""
+    """A text for each source that did not report in time, with the name of the source and the reason."""
 
     @property
     def seconds(self) -> float:
@@ -107,5 +112,5 @@ class DemandWindow(Struct, frozen=True, kw_only=True):
 
     @property
     def overflow_dollars_per_hour(self) -> float:
-        """Cost of the hosted endpoint in this window, converted to dollars per hour."""
+        """Cost of the overflowed requests in this window, converted to dollars per hour."""
         return 3600 * self.overflow_dollars / self.seconds if self.ended > self.began else 0.0

@@ -1,12 +1,16 @@
-"""Load rule: sizes each pool by the requests that it has, without a model of its engines. It implements `ScalingRule`.
+"""Load rule: sizes each pool by its number of requests, without a model of its engines. It implements `ScalingRule`.
 
 Rules:
 
-1. A pool needs its running and waiting requests, divided by the requests that one replica should have, rounded up. Requests that wait in
-   routers count for the pools that answer (decode, or both), and for prefill pools if there are any.
-2. A pool grows at once. It shrinks to the highest need of the cool-down, so that a short lull changes nothing.
-3. Bounds of pools, the GPU budget and the price limit hold: pools get less than they need in the order of their names.
-4. Stale demand, impossible numbers, a clock that went back, or a pool that is not reported, keeps all numbers.
+1. The need of a pool, in replicas, is its number of running and waiting requests, divided by `requests_per_replica` and
+   rounded up. Requests that wait in routers count for the pools that generate answers (roles `decode` and `both`), and
+   also for prefill pools if there are any.
+2. A pool grows at once. It shrinks only to its highest need during the last cool-down, so that a short pause of the
+   load changes nothing.
+3. Bounds of pools, the GPU budget and the price limit always hold. If the budget is too small for all needs, pools get
+   replicas in the order of their names.
+4. All numbers stay as they are if demand is stale, a number is impossible, the clock went back, or a pool is not
+   reported.
 """
 
 from collections import deque
@@ -32,7 +36,7 @@ from fleet.planner.settings import LoadRuleSettings
 
 
 class LoadRule:
-    """Scaling rule that sizes each pool so that a replica has at most a set number of requests."""
+    """Sizes each pool so that a replica has at most `requests_per_replica` requests. Implements `ScalingRule`."""
 
     def __init__(self, settings: LoadRuleSettings, pools: Sequence[PlannedPool], budget: PlanBudget) -> None:
         self.interval = Nanos(round(settings.interval_seconds * SECOND))
@@ -80,14 +84,15 @@ class LoadRule:
     def _need(
         self, pool: PlannedPool, now: Nanos, demand: DemandWindow, seen: PoolObservation, numbers: dict[str, float]
     ) -> int:
-        """Return the replicas that a pool should have, by its load now and in the cool-down."""
+        """Return the number of replicas that a pool should have within its bounds (rules 1 and 2)."""
         load = sum(each.running + each.waiting for each in demand.workers if each.pool == pool.name)
         alike = [each for each in self._pools if (each.role is Role.PREFILL) == (pool.role is Role.PREFILL)]
         load += ceil(demand.queued / len(alike))
         numbers[f"{pool.name}.load"] = float(load)
         needed = min(max(ceil(load / self._target), pool.least), pool.most)
         past = self._needs[pool.name]
-        if not past:  # the load before the first decision is unknown, so the present number counts as needed
+        # The load before the start is unknown, so the present replicas count as needed during the first cool-down.
+        if not past:
             past.append((now, seen.wanted))
         past.append((now, needed))
         while past[0][0] < now - self._cool_down or past[0][0] > now:
@@ -103,7 +108,7 @@ class LoadRule:
     def _within_budget(
         self, needs: dict[PoolName, int], observed: dict[PoolName, PoolObservation], conditions: list[PlanCondition]
     ) -> dict[PoolName, int]:
-        """Return the numbers that the budget allows, with replicas that drain."""
+        """Return the numbers of replicas that the budget allows; draining replicas use up a part of the budget."""
         budget = self._budget
         gpus = sum(pool.gpus * observed[pool.name].draining for pool in self._pools if pool.gpu)
         dollars = sum(pool.replica_dollars * observed[pool.name].draining for pool in self._pools)

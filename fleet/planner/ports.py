@@ -1,4 +1,4 @@
-"""Ports of the planner: the connector to the orchestrator that starts and ends replicas, and the rehearsal of plans.
+"""Ports of the planner: defines the connector to the orchestrator, which starts and ends replicas, and the rehearsal.
 
 `fleet.planner.connectors` and `operators.plan_connector` implement the connector, and `fleet.app.rehearsal` the rehearsal.
 """
@@ -15,27 +15,34 @@ CALL_SECONDS = 10.0
 
 
 class PlanConnector(Protocol):
-    """Connector to the pools for one writer (`fleet.planner.messages.PlanWriter`). Each call ends within `CALL_SECONDS`."""
+    """Port to an orchestrator: reads the state of the pools, and writes plans as a `fleet.planner.messages.PlanWriter`.
+
+    Each call ends within `CALL_SECONDS`.
+    """
 
     async def observe(self) -> Observation:
         """Return the present state of the pools.
 
         Raises:
-            ConnectorUnreachable: Nothing is known; observe again later. The last observation may still be true.
+            ConnectorUnreachable: The orchestrator does not answer. The caller may try again; until then, the last
+                observation may still be true.
             OrchestratorGone: The program that carries out the plans has ended without reporting it.
         """
         ...
 
     async def apply(self, plan: Plan, seen: Observation) -> None:
-        """Write a plan that was made on an observation, without waiting for its replicas.
+        """Write a plan that was made from the observation `seen`, without waiting for its replicas.
 
-        All pools are checked before any is written. Pools that shrink are written first, so that a plan that is written in part wants no
-        more replicas than before or after it. A second call with the same plan writes the rest.
+        All pools are checked before the first one is written. Pools that shrink are written first. So if only a part of
+        the plan was written, the sum of all requested replicas is not above both the sum before and the sum after the
+        plan. A second call with the same plan writes the rest.
 
         Raises:
-            PlanConflict: Somebody has written since; observe again. Nothing is written, or a part if it happened meanwhile.
-            PlanRefused: A pool does not exist, is pinned, or may not be written. Nothing, or a part, is written.
-            ConnectorUnreachable: A part may be written.
+            PlanConflict: Somebody has written a number after the observation, so the caller has to observe and plan
+                again. Usually nothing is written; if it happened during the call, a part of the plan is written.
+            PlanRefused: A pool does not exist, is pinned, or must not be changed. Nothing or a part of the plan is
+                written.
+            ConnectorUnreachable: The orchestrator does not answer; a part of the plan may be written.
             OrchestratorGone: The program that carries out the plans has ended without reporting it.
         """
         ...
@@ -43,21 +50,24 @@ class PlanConnector(Protocol):
 
 @runtime_checkable
 class PoolReleaser(Protocol):
-    """A connector, opened for the planner, that can give pools back to it."""
+    """Port of a connector that can give pinned pools back to the planner."""
 
     async def release(self, pools: Sequence[PoolName]) -> None:
         """Give pools back to the planner: they keep their numbers, and the planner may change them again.
 
         Raises:
-            PlanConflict: Others write all the time.
+            PlanConflict: Another writer changed a pool during each of several attempts.
             PlanRefused: A pool does not exist, or no planner may change it; nothing is written.
-            ConnectorUnreachable: The pools may be released.
+            ConnectorUnreachable: The orchestrator does not answer; the pools may be released or not.
         """
         ...
 
 
 class ConnectorError(Exception):
-    """A plan was possibly not written, or the pools could not be observed. The message is one line."""
+    """A call to the orchestrator failed: the plan was perhaps not written, or the pools could not be observed.
+
+    The message is one line.
+    """
 
 
 class ConnectorUnreachable(ConnectorError):
@@ -65,11 +75,11 @@ class ConnectorUnreachable(ConnectorError):
 
 
 class OrchestratorGone(ConnectorError):
-    """The orchestrator has ended; what it reported before is out of date."""
+    """The orchestrator was killed or has ended without a report, so its last report is out of date."""
 
 
 class PlanConflict(ConnectorError):
-    """The pool changed since it was observed: observe and plan again."""
+    """A pool has changed after it was observed, so the caller has to observe and plan again."""
 
     def __init__(self, pool: PoolName) -> None:
         super().__init__(f"{pool}: somebody else has changed it meanwhile; look again")
@@ -77,7 +87,7 @@ class PlanConflict(ConnectorError):
 
 
 class PlanRefused(ConnectorError):
-    """The plan cannot be executed until something else is changed."""
+    """The plan cannot be carried out until somebody changes a setting or the pool."""
 
     def __init__(self, pool: PoolName, cause: str) -> None:
         super().__init__(f"{pool}: {cause}")
@@ -85,40 +95,40 @@ class PlanRefused(ConnectorError):
 
 
 class PoolsPrediction(Struct, frozen=True, kw_only=True):
-    """Prediction for some numbers of replicas and the recent requests."""
+    """Holds the latencies and costs that are predicted for certain numbers of replicas and the recent requests."""
 
     ttft_seconds: float
-    """TTFT at the percentile of the goals."""
+    """Predicted TTFT in seconds, at the percentile of the goals."""
 
     tpot_seconds: float
     attainment: float
-    """Share of requests that keep both goals."""
+    """Share of requests that keep both latency goals, from 0 to 1."""
 
     gpu_hours: float
     """GPU-hours that the pools use in one hour."""
 
     dollars: float
-    """Price of one hour."""
+    """Dollars that the replicas cost in one hour."""
 
 
 class RehearsalResult(Struct, frozen=True, kw_only=True):
-    """Predictions for the present pools and for the planned pools."""
+    """Holds the predictions of a rehearsal, for the present and for the planned numbers of replicas."""
 
     present: PoolsPrediction
     planned: PoolsPrediction
     requests: int
-    """Requests of the sample that were simulated."""
+    """Number of sampled requests that were simulated."""
 
     seconds: float
-    """Duration of the rehearsal."""
+    """Duration of the rehearsal in seconds of real time."""
 
 
 class RehearsalSkipped(Exception):
-    """There is no prediction; the message says why."""
+    """A rehearsal made no prediction; the message states the reason."""
 
 
 class Rehearsal(Protocol):
-    """Tries plans elsewhere than in production."""
+    """Port that tries a plan before it is applied, for example in the simulator."""
 
     async def rehearse(
         self,
@@ -127,15 +137,15 @@ class Rehearsal(Protocol):
         present: Mapping[PoolName, int],
         planned: Mapping[PoolName, int],
     ) -> RehearsalResult:
-        """Predict what two sets of replicas give.
+        """Predict latencies and cost for the present replicas and for the planned ones.
 
         Args:
             sample: Recent requests in the order of their arrival.
             rate: Requests per second that the pools must serve.
-            present: Replicas as they are.
-            planned: Replicas as planned.
+            present: Number of replicas of each pool now.
+            planned: Number of replicas of each pool after the plan.
 
         Raises:
-            RehearsalSkipped: It took too long, or failed, or there are too few requests.
+            RehearsalSkipped: The rehearsal took too long or failed, or the sample has too few requests.
         """
         ...

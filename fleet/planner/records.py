@@ -1,9 +1,13 @@
-"""Plan records: what a planner decided, why, what it expected, and what happened. Kept in memory and in a file of JSON lines.
+"""Plan records: store for each plan what the planner decided and why, what it predicted, and what happened.
+
+They are kept in memory and in a file of JSON lines.
 
 Rules:
 
-1. A record is written when its plan begins, and again with the same id when it ends and when it was scored. The last line of an id counts.
-2. The file is rotated at `MOST_BYTES`; one older file remains, with the suffix `.1`. A file that cannot be written is reported once and costs no plan.
+1. A record is written when its plan begins, when the plan ends, and when the plan was scored, each time as a new line
+   with the same id. The last line with an id is the valid one.
+2. The file is rotated at `MOST_BYTES`; one older file remains, with the suffix `.1`. If the file cannot be written, a
+   warning is logged once, and plans are carried out without it.
 3. Several planners may append to one file, each record by one write.
 """
 
@@ -29,20 +33,20 @@ MOST_BYTES = 8 << 20
 KEPT_RECORDS = 200
 APPENDING = (
     os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-)  # treat a pipe without a reader as an error
+)  # O_NONBLOCK: opening a pipe without a reader fails, and does not block
 
 
 class PlanState(StrEnum):
-    """State of a plan."""
+    """States that a plan can have."""
 
-    SHADOW = "shadow"  # shown and scored, but not applied
-    REHEARSED = "rehearsed"  # the rehearsal runs, and nothing is written yet
+    SHADOW = "shadow"  # the plan is shown and scored, but not applied
+    REHEARSED = "rehearsed"  # the rehearsal runs, and the plan is not written yet
     UNDER_WAY = "under_way"
     SETTLED = "settled"
     ROLLED_BACK = "rolled_back"
-    UNSETTLED = "unsettled"  # unfinished at the deadline, and the roll-back changed nothing
+    UNSETTLED = "unsettled"  # the plan was unfinished at its deadline, and there was nothing to roll back
     SUPERSEDED = "superseded"
-    HELD_BACK = "held_back"  # the rehearsal missed a goal that the present pools keep
+    HELD_BACK = "held_back"  # by the rehearsal, the plan misses a goal that the present pools keep
     CONFLICT = "conflict"  # another writer changed a pool at the same time
     REFUSED = "refused"
     FAILED = "failed"  # the orchestrator did not answer
@@ -50,32 +54,32 @@ class PlanState(StrEnum):
 
 
 class PlanScore(Struct, frozen=True, kw_only=True):
-    """Measured effects of a plan, to be compared with its prediction."""
+    """Holds the latencies and costs that were measured after a plan, and the errors of their predictions."""
 
     ttft_seconds: float | None
     tpot_seconds: float | None
     attainment: float | None
     gpu_hours: float
-    """GPU-hours of one hour."""
+    """GPU-hours that the pools used in one hour."""
 
     dollars: float
-    """Dollars of one hour for the replicas."""
+    """Dollars that the replicas cost in one hour."""
 
     overflow_dollars: float = 0.0
-    """Dollars of one hour for requests that a hosted endpoint has answered instead."""
+    """Dollars that a hosted endpoint cost in one hour, for requests that it answered instead of the pools."""
 
     ttft_error: float | None = None
-    """Relative error of the prediction for the pools that really ran; None: nothing was predicted, or nothing served."""
+    """Relative error of the predicted TTFT, or None if nothing was predicted or no request was served."""
 
     tpot_error: float | None = None
 
 
 class PlanRecord(Struct, frozen=True, kw_only=True):
-    """One plan."""
+    """Holds everything that is known about one plan: the decision, its state, the rehearsal and the score."""
 
     id: PlanId
     at_ms: int
-    """Wall-clock time in milliseconds."""
+    """Wall-clock time of the decision, in milliseconds since 1970."""
 
     planner: str
     mode: PlannerMode
@@ -88,19 +92,19 @@ class PlanRecord(Struct, frozen=True, kw_only=True):
     conditions: tuple[PlanCondition, ...] = ()
     rehearsal: RehearsalResult | None = None
     rehearsal_skipped: str = ""
-    """Why there is no rehearsal."""
+    """Why the plan was not rehearsed; empty if it was, or if the rehearsal has not ended."""
 
     ended_ms: int = 0
-    """0: it has not ended."""
+    """Wall-clock time at which the plan ended, in milliseconds since 1970, or 0 if it has not ended."""
 
     detail: str = ""
-    """Why it ended as it did, or what the orchestrator says."""
+    """Why the plan ended as it did, or the last message of the orchestrator."""
 
     score: PlanScore | None = None
 
 
 class PlannerStatus(Struct, frozen=True, kw_only=True):
-    """State of a planner, for `fleet plan`."""
+    """Describes the present state of a planner, which `fleet plan` shows."""
 
     planner: str
     model: str
@@ -109,35 +113,36 @@ class PlannerStatus(Struct, frozen=True, kw_only=True):
     rule: str
     at_ms: int
     reason: DecisionReason | None = None
-    """Reason of the last decision; None: there is none yet."""
+    """Reason of the last decision, or None before the first decision."""
 
     message: str = ""
-    """Why it decided so; without a decision, what it waits for."""
+    """Explanation of the last decision, or, before the first one, what the planner waits for."""
 
     replicas: dict[PoolName, int] = {}
-    """Replicas that it would have now."""
+    """Number of replicas of each pool, as the last decision requests it."""
 
     numbers: dict[str, float] = {}
     conditions: tuple[PlanCondition, ...] = ()
     pools: tuple[PoolObservation, ...] = ()
     demand: dict[str, float | None] = {}
-    """The last window: rates, lengths and latencies."""
+    """Numbers of the last demand window by name, such as rates, lengths and latencies; None if not measured."""
 
     overflow: dict[str, float] = {}
-    """Requests that a hosted endpoint has answered since this planner started, and their `dollars`."""
+    """Requests that a hosted endpoint has answered since this planner started: their number (`requests`) and their cost
+    (`dollars`)."""
 
     error: float | None = None
-    """The larger running error of predicted TTFT and TPOT; None: nothing was scored yet."""
+    """The larger one of the values in `errors`, or None if no plan was scored yet."""
 
     errors: dict[str, float] = {}
-    """Running relative errors of predicted `ttft` and `tpot`."""
+    """Running means of the relative errors of the predicted latencies, by name: `ttft` and `tpot`."""
 
     plans: tuple[PlanRecord, ...] = ()
     """The last plans, the newest first."""
 
 
 class PlanHistory:
-    """Records of one planner process, and of those before it in the same file."""
+    """Keeps the latest plan records in memory, and appends all records to a file, which it reads at its start."""
 
     def __init__(self, path: Path | None, most_bytes: int = MOST_BYTES) -> None:
         self._path = path
@@ -148,7 +153,7 @@ class PlanHistory:
             self._keep(record)
 
     def keep(self, record: PlanRecord) -> None:
-        """Keep a record, or the new state of one; write it to the file."""
+        """Keep a new record, or replace the record with the same id; append it to the file."""
         self._keep(record)
         if self._path is None:
             return
@@ -168,11 +173,11 @@ class PlanHistory:
                 log.warning("plan record not written", extra={"file": str(self._path), "cause": error.strerror})
 
     def latest(self, count: int) -> tuple[PlanRecord, ...]:
-        """Return the last records, the newest first."""
+        """Return at most `count` of the last records, the newest first."""
         return tuple(self._records[each] for each in list(reversed(self._records))[:count])
 
     def find(self, plan: PlanId) -> PlanRecord | None:
-        """Return a record from memory or the file; None if there is none."""
+        """Return a record from memory or from the file, or None if there is none."""
         if (found := self._records.get(plan)) is None:
             with closing(self._in_file()) as records:
                 for record in records:
@@ -188,12 +193,12 @@ class PlanHistory:
         if self._path is None:
             return
         for path in (_older(self._path), self._path):
-            if not path.is_file():  # opening a device or a pipe could block for ever
+            if not path.is_file():  # opening a pipe or a device could block for ever
                 continue
             try:
                 with path.open("rb") as file:
                     for line in file:
-                        # a line that is incomplete or was written by another program
+                        # skip a line that is incomplete or was written by another program
                         with suppress(msgspec.DecodeError, UnicodeDecodeError):
                             yield msgspec.json.decode(line, type=PlanRecord)
             except OSError:

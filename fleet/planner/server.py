@@ -1,4 +1,4 @@
-"""Server of the planner: writes a plan, observes its execution, and rolls back what is forbidden or late."""
+"""Server of the planner: writes a plan, waits for its replicas, and rolls back numbers that are not reached in time."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,8 +11,9 @@ from fleet.planner.ports import CALL_SECONDS, ConnectorUnreachable, PlanConflict
 
 T = TypeVar("T")
 
-LOOK_EVERY = 0.25  # seconds
-ROLL_BACK_WITHIN = Nanos(60 * SECOND)  # limit for rolling back while the orchestrator does not answer
+LOOK_EVERY = 0.25  # seconds between two observations of the pools
+# time for which a rollback is tried again if the orchestrator does not answer
+ROLL_BACK_WITHIN = Nanos(60 * SECOND)
 
 
 async def carry_out(
@@ -23,23 +24,27 @@ async def carry_out(
     tell: Callable[[Observation], None],
     trouble: Callable[[str], None] = lambda _: None,
 ) -> tuple[PlanOutcome, Observation]:
-    """Write a plan and wait until it is settled or its deadline has passed. If bounds forbid a part, the rest is not waited for.
+    """Write a plan, and wait until it is settled or its deadline has passed.
+
+    If the plan is not settled at its deadline, roll back the rest. If the orchestrator's bounds forbid a part of the
+    plan, roll back this part at once.
 
     Args:
         connector: Connector to the orchestrator.
         plan: The plan.
-        before: The observation that it was made on.
-        clock: Clock.
-        tell: Called with each observation that differs from the one before.
+        before: The observation from which the plan was made.
+        clock: Clock for the deadline.
+        tell: Called with each observation that differs from the previous one.
         trouble: Called with the reason when the orchestrator does not answer and the call is tried again.
 
     Returns:
         The outcome and the last observation.
 
     Raises:
-        PlanConflict: Somebody has changed a pool since; plan again.
+        PlanConflict: Somebody has changed a pool after the observation `before`, so the caller has to plan again.
         PlanRefused: A pool cannot be changed.
-        ConnectorUnreachable: No answer until the deadline, or for a minute after it. What is written stays.
+        ConnectorUnreachable: The orchestrator did not answer until the deadline, or until a minute after the start of
+            the rollback. Numbers that were written stay.
         OrchestratorGone: The orchestrator has ended.
     """
     deadline = clock.now() + plan.within
@@ -69,8 +74,8 @@ async def _give_up(
 ) -> tuple[PlanOutcome, Observation]:
     """Roll back the unfinished part of a plan, and return the outcome and the last observation.
 
-    The outcome is ROLLED_BACK; `fleet.planner.loop` maps it to a state of the plan. It is UNSETTLED if there is nothing to roll back,
-    or if another program has changed the numbers meanwhile, which then stay.
+    The outcome is ROLLED_BACK. It is UNSETTLED if there is nothing to roll back, or if another program has changed the
+    numbers, which then stay as they are.
     """
     less = rollback(plan, before, seen)
     if less is None:
@@ -86,11 +91,11 @@ async def _give_up(
 async def _patiently(
     call: Callable[[], Awaitable[T]], deadline: int, clock: Clock, trouble: Callable[[str], None]
 ) -> T:
-    """Return the result of a call, which is tried again until the deadline while the orchestrator does not answer."""
+    """Return the result of a call; if the orchestrator does not answer, try the call again until the deadline."""
     told = ""
     while True:
         try:
-            async with asyncio.timeout(2 * CALL_SECONDS):  # ends a connector's call that exceeds its own limit
+            async with asyncio.timeout(2 * CALL_SECONDS):  # if the connector exceeds its own time limit
                 return await call()
         except (ConnectorUnreachable, TimeoutError) as error:
             said = str(error) or f"no answer within {2 * CALL_SECONDS:g} s"

@@ -1,16 +1,17 @@
-"""Closed loop: TTFT and TPOT that a benchmark measures at an engine with a fixed concurrency.
+"""Closed loop: computes the TTFT and TPOT that a benchmark with a fixed number of clients measures at an engine.
 
-Public measurements were taken in this way: a fixed number of clients start at once, each sends its next prompt when it has its
-answer, and the number of requests is fixed. The measured times differ from step times:
+Public measurements were taken in this way. A fixed number of clients start at once, each client sends its next prompt
+when it has received its answer, and the total number of requests is fixed. So the measured times differ from step
+times:
 
-1. Between the start and the end of one request, the engine also computes the prompts of all others. With `b` running requests, a
-   request therefore takes the time of b prefills and of one decode step for each token. The time after the first token, divided by
-   the number of tokens, is the TPOT.
-2. All prompts of the first wave arrive at once and wait for each other. In the mean over all waves, their wait is divided by the
-   number of waves.
-3. A request for whose KV there is no room waits for the whole time of another request.
+1. Between the start and the end of one request, the engine also computes the prompts of all other clients. So with `b`
+   running requests, a request takes the time of `b` prefills, and of one decode step for each token of its answer. The
+   TPOT is the time after the first token, divided by the number of tokens.
+2. A wave is one request of each client. All prompts of the first wave arrive at the same time and wait for each other.
+   In the mean over all requests, this wait is divided by the number of waves.
+3. If the KV cache has no room for a request, the request waits until another one has ended.
 
-All times are seconds. As in `step_model`, the formulas do not branch on values.
+All times are in seconds. As in `step_model`, the formulas do not branch on values, so they also work on arrays.
 """
 
 from msgspec import Struct
@@ -19,13 +20,13 @@ from fleet.hardware.latency.step_model import StepModel, pairs
 
 
 class BenchmarkClient(Struct, frozen=True, kw_only=True):
-    """Properties of a benchmark: how it sends requests, and the time that it measures outside the engine."""
+    """Describes a benchmark: how it sends requests, and which times it measures outside the engine."""
 
     waves: float = 10.0  # number of requests, divided by the concurrency
     mean_length: float = 1.0  # mean length of prompts and answers, as a share of the stated length
-    front: float = 0.0  # seconds outside the engine: before it gets a request, and after it has answered
+    front: float = 0.0  # seconds before the engine gets a request and after it has answered
     front_token: float = 0.0  # additional seconds for each prompt token
-    late_slots: float = 0.0  # number of clients that wait although there is room, because engines free a slot late
+    late_slots: float = 0.0  # number of clients that wait although there is room, because engines free places late
 
 
 class ClientMeasurement(Struct, frozen=True, kw_only=True):
@@ -43,16 +44,16 @@ def closed_loop(
     capacity_tokens: float,
     budget_tokens: float,
 ) -> ClientMeasurement:
-    """Return the TTFT and TPOT that a client measures at an engine that prefills and decodes.
+    """Return the TTFT and TPOT in seconds that a client measures at an aggregated engine.
 
     Args:
         step: Step model of one attention group.
-        client: The benchmark.
-        concurrency: Concurrent requests of the group.
+        client: The benchmark that sends the requests.
+        concurrency: Number of clients whose requests go to the group.
         prompt_tokens: Length of each prompt; nothing is cached.
         answer_tokens: Length of each answer.
         capacity_tokens: Tokens of KV that the group can hold.
-        budget_tokens: Most prompt tokens in one step.
+        budget_tokens: Maximum number of prompt tokens in one step.
     """
     prompt, answer = client.mean_length * prompt_tokens, client.mean_length * answer_tokens
     room = capacity_tokens / (prompt + 0.5 * answer)
@@ -82,19 +83,19 @@ def closed_loop_disaggregated(
     budget_tokens: float,
     transfer: float,
 ) -> ClientMeasurement:
-    """Return the TTFT and TPOT that a client measures if some engines prefill and others decode.
+    """Return the TTFT and TPOT in seconds that a client measures with disaggregated serving.
 
     Args:
         prefill: Step model of one attention group that prefills.
         decode: Step model of one attention group that decodes.
-        client: The benchmark.
-        concurrency: Concurrent requests of all groups together.
-        prefill_groups: Attention groups of all prefill workers.
-        decode_groups: Attention groups of all decode workers.
+        client: The benchmark that sends the requests.
+        concurrency: Number of clients of all groups together.
+        prefill_groups: Number of attention groups of all prefill workers.
+        decode_groups: Number of attention groups of all decode workers.
         prompt_tokens: Length of each prompt; nothing is cached.
         answer_tokens: Length of each answer.
         capacity_tokens: Tokens of KV that one decoding group can hold.
-        budget_tokens: Most prompt tokens in one step.
+        budget_tokens: Maximum number of prompt tokens in one step.
         transfer: Seconds to move one prompt's KV.
     """
     prompt, answer = client.mean_length * prompt_tokens, client.mean_length * answer_tokens
@@ -105,20 +106,20 @@ def closed_loop_disaggregated(
     own = chunks * prefill.seconds(prompt / chunks, pairs(prompt, 0.0) / chunks, 0.0, 0.0)
     queued = _most(concurrency / prefill_groups, 1.0)
     full = prefill.seconds(budget_tokens, budget_tokens * 0.5 * prompt, 0.0, 0.0) * prompt / budget_tokens
-    behind = _most(0.0, queued * full - own - answer * tpot)  # positive if the prefill engines limit the rate
+    behind = _most(0.0, queued * full - own - answer * tpot)  # positive if the prefill engines are the bottleneck
     burst = 0.5 * (queued - 1.0) * full / client.waves
     first = own + client.front + client.front_token * prompt + transfer
     return ClientMeasurement(ttft=first + burst + behind, tpot=tpot)
 
 
 def _prefill(step: StepModel, prompt: float, budget: float, running: float, context: float) -> float:
-    """Return the time for all chunks of one prompt, each together with the decoding of the other requests."""
+    """Return the time for all chunks of a prompt, in steps that also decode for the other running requests."""
     chunks = _chunks(prompt, budget)
     return chunks * step.seconds(prompt / chunks, pairs(prompt, 0.0) / chunks, running - 1.0, (running - 1.0) * context)
 
 
 def _chunks(prompt: float, budget: float) -> float:
-    """Return the number of chunks as a smooth number of at least one."""
+    """Return the number of chunks of a prompt as a number of at least 1, without rounding it to a whole number."""
     return _most(prompt / budget, 1.0)
 
 

@@ -1,15 +1,17 @@
-"""Coefficients: the efficiencies of engines on accelerators, fitted to public measurements, with their errors.
+"""Coefficients: estimates the efficiency of an engine on a GPU from values that were fitted to public measurements.
 
-`loadtests/hardware/fit.py` makes `coefficients.json`. The file contains the source of the measurements, their licence, and the errors
-on measurements that were held out of the fit. Rules:
+`loadtests/hardware/fit.py` writes the file `coefficients.json`. It also contains the source and the licence of the
+measurements, and the errors on measurements that were held out of the fit. Rules:
 
-1. A coefficient is a start value times one factor for each group that its subject belongs to: engine, GPU, data types, kind of model,
-   and finally this model on this GPU and engine (`LEVELS`). A group that was never measured has the factor 1, so an estimate always
-   exists and rests on the nearest measurements.
-2. How near these are is the `EstimateBasis`. Each basis has its own error, which was measured by leaving curves, whole models, or whole GPUs out of the fit.
-3. On a GPU without measurements, the shares of compute and bandwidth are scaled by what matrix products reach there in comparison with
-   the measured GPUs (`OperatorEfficiency`), if that is known.
-4. Models are recognised by their shape, so all fine-tunes of a base model are one model.
+1. A coefficient is a start value, multiplied by one factor for each group to which its subject belongs. The groups go
+   from the whole engine to one model on one GPU and engine (`LEVELS`). A group without measurements has the factor 1,
+   so an estimate always exists, and uses the nearest measurements.
+2. The `EstimateBasis` says how near these measurements are. Each basis has its own error, which was measured by leaving
+   curves, whole models or whole GPUs out of the fit.
+3. For a GPU without measurements of engines, the shares of compute and bandwidth are scaled. The factor compares the
+   efficiency of single matrix products on this GPU with that on the measured GPUs (`OperatorEfficiency`), if it is
+   known.
+4. Models are recognised by their sizes, so all fine-tuned variants of a base model count as one model.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,14 +39,15 @@ NAMES = (*EFFICIENCIES, *CLIENTS)
 
 INFERENCEX = "inferencex"
 OTHER_MAKERS_ERRORS = (0.5, 0.35)
-"""Errors of TTFT and TPOT if only GPUs of other makers were measured. The error of TPOT is the median over five published figures of
-the MI300X, none of which was used to fit (docs/hardware.md); the error of TTFT is a guess."""
+"""Relative errors of TTFT and TPOT for a GPU if only GPUs of other makers were measured. The error of TPOT is the
+median over five published figures of the MI300X that were not used for the fit (docs/hardware.md). The error of TTFT is
+a guess."""
 
-LEAST_ROWS = 10  # the error of a set is used only if the set has at least this many measurements
+LEAST_ROWS = 10  # an error is used only if it was computed from at least this many measurements
 
 
 class CoefficientSubject(Struct, frozen=True, kw_only=True):
-    """Properties that a coefficient may depend on."""
+    """Describes a case to be estimated, by the properties on which coefficients depend."""
 
     gpu: str
     backend: str
@@ -71,11 +74,11 @@ LEVELS: dict[str, Callable[[CoefficientSubject], str]] = {
     "client": lambda of: f"{of.client} {of.backend} {of.phase}",
     "gpu_client": lambda of: f"{of.client} {of.gpu} {of.backend} {of.phase}",
 }
-"""Levels of grouping from the widest to the narrowest, and a subject's group in each."""
+"""Levels of grouping, from the widest to the narrowest, each with a function that returns the group of a subject."""
 
 
 class EstimateBasis(StrEnum):
-    """Kind of measurements on which an estimate rests, and by which its error was found."""
+    """Says how near the measurements are from which an estimate was made."""
 
     MODEL = "model"  # measurements of this model, at other lengths, concurrencies or shardings
     GPU = "gpu"  # measurements of other models on this GPU and engine
@@ -83,7 +86,7 @@ class EstimateBasis(StrEnum):
 
 
 class GroupFactors(Struct, frozen=True, kw_only=True):
-    """Factors of one group (rule 1)."""
+    """Holds the factors of all coefficients for one group (rule 1)."""
 
     level: str
     key: str
@@ -92,7 +95,7 @@ class GroupFactors(Struct, frozen=True, kw_only=True):
 
 
 class OperatorEfficiency(Struct, frozen=True, kw_only=True):
-    """Efficiency of single matrix products on a GPU in one data type, as shares of its data sheet."""
+    """Holds the efficiency of single matrix products on a GPU in one data type, as shares of its data sheet."""
 
     gpu: str
     number: Number
@@ -105,7 +108,7 @@ class OperatorEfficiency(Struct, frozen=True, kw_only=True):
 
 
 class AccuracyRow(Struct, frozen=True, kw_only=True):
-    """Errors on measurements that were held out of the fit."""
+    """Holds the errors of predictions for one set of measurements that were held out of the fit."""
 
     basis: EstimateBasis
     system: str  # name of the GPU; "all": every GPU
@@ -137,25 +140,25 @@ class Coefficients(Struct, frozen=True, kw_only=True):
 
 
 class StepModelEstimate(Struct, frozen=True, kw_only=True):
-    """A step model and the measurements on which it rests."""
+    """Holds an estimated step model, with its errors and the kind of measurements from which it was estimated."""
 
     step: StepModel
-    client: BenchmarkClient  # times that clients measure outside of engine steps
+    client: BenchmarkClient  # times that benchmarks measure outside the engine
     basis: EstimateBasis
-    rows: int  # number of measurements in the nearest group
-    ttft_error: float  # median relative error on held-out measurements of that basis
+    rows: int  # number of measurements in the nearest measured group
+    ttft_error: float  # median relative error on held-out measurements of this basis
     tpot_error: float
 
 
 @cache
 def coefficients() -> Coefficients:
-    """Return the coefficients of this version."""
+    """Return the coefficients that this version of Fleet contains."""
     content = resources.files(__package__).joinpath(FILE).read_bytes()
     return msgspec.json.decode(content, type=Coefficients)
 
 
 def shape_of(model: ModelSizes) -> str:
-    """Return the sizes by which a model is recognised, whatever its name is (rule 4)."""
+    """Return a text of the sizes by which a model is recognised, independent of its name (rule 4)."""
     return f"{model.layers}x{model.hidden}/{model.heads}/{model.vocabulary}/{model.experts}"
 
 
@@ -184,10 +187,10 @@ def subject_of(
 
 
 def estimate(placement: ShardedModel, backend: str, known: Coefficients | None = None) -> StepModelEstimate:
-    """Return the step model of a sharded model under an engine (vllm, sglang or trtllm); `known` replaces this version's coefficients.
+    """Return the estimated step model of a sharded model, for an engine (`vllm`, `sglang` or `trtllm`).
 
     Raises:
-        ConfigurationRefused: No engine of that name was measured.
+        ConfigurationRefused: No engine with this name was measured.
     """
     known = coefficients() if known is None else known
     groups = known.groups()
@@ -216,7 +219,7 @@ def estimate(placement: ShardedModel, backend: str, known: Coefficients | None =
 def compose(
     start: Sequence[float], groups: dict[tuple[str, str], GroupFactors], subject: CoefficientSubject
 ) -> tuple[Efficiency, BenchmarkClient]:
-    """Return the coefficients of a subject."""
+    """Return the coefficients of a subject: the start values times the factors of its groups (rule 1)."""
     values = list(start)
     for level, key in LEVELS.items():
         if (found := groups.get((level, key(subject)))) is not None:
@@ -229,9 +232,10 @@ def compose(
 
 
 def scaled(efficiency: Efficiency, placement: ShardedModel, known: Coefficients) -> Efficiency:
-    """Scale an efficiency of other GPUs to this one, in proportion to what matrix products reach on both.
+    """Scale an efficiency that was measured on other GPUs to the GPU of a sharded model (rule 3).
 
-    Attention and reading KV are scaled alike on GPUs of one maker, which share kernels. For GPUs of another maker they stay the same.
+    The efficiencies of attention and of reading KV are scaled only if GPUs of the same maker were measured, because
+    these use the same kernels.
     """
     gpu, precision = placement.gpu.id, placement.model.precision
     groups = known.groups()
@@ -253,7 +257,7 @@ def scaled(efficiency: Efficiency, placement: ShardedModel, known: Coefficients)
 def _relative(
     operators: Sequence[OperatorEfficiency], gpu: str, measured: set[str], number: Number
 ) -> tuple[float, float]:
-    """Return the shares of compute and bandwidth relative to the measured GPUs in the same data type; 1 if unknown."""
+    """Return the efficiencies of compute and bandwidth on a GPU, relative to the measured GPUs; 1 if unknown."""
     here = [each for each in operators if each.gpu == gpu and each.number is number]
     there = [each for each in operators if each.gpu in measured and each.number is number]
     if not here or not there:
@@ -286,7 +290,7 @@ def _basis(
 
 
 def _errors(rows: Sequence[AccuracyRow], basis: EstimateBasis, gpu: str, backend: str) -> tuple[float, float]:
-    """Return the median errors of the nearest set of held-out measurements for a basis."""
+    """Return the median relative errors of TTFT and TPOT for a basis, from the nearest set of held-out measurements."""
     for system, engine in ((gpu, backend), ("all", backend), ("all", "all")):
         for row in rows:
             found = (row.basis, row.phase, row.system, row.backend) == (basis, MeasuredPhase.AGGREGATED, system, engine)

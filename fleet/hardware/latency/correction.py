@@ -1,17 +1,20 @@
-"""Correction: the difference between predicted and measured step times of one worker, learned while it runs, with a drift alarm.
+"""Correction: learns how the measured step times of a worker differ from the predicted ones, and detects drift.
 
 Rules:
 
-1. An engine differs from its profile in two ways: it is slower or faster by a factor (clocks, kernels, a neighbour), and it adds a
-   time to every step (launches, a busy host). So seconds = `added` + `factor` × predicted. Use one correction for steps with prompts
-   and one for steps that only decode, because these meet different limits of the hardware.
-2. The line is a least-squares fit of relative errors that forgets: a sample weighs half as much after `HALF_LIFE` others. It starts
-   with `PRIOR` samples of an engine that matches its profile exactly, at a small and at a large step.
-3. A single step says little, because hosts pause. A measured time is limited to `OUTLIER` times the expected time, and to its inverse.
-4. A two-sided cumulative sum of log(measured / predicted) detects drift (Page, Biometrika 41, 1954) after `SETTLED` samples. `SLACK` is
-   the error that is tolerated, and `ALARM` the sum that raises the alarm. With errors of 20 % a false alarm comes once in more than
-   a million steps; a change by a half is detected within twenty steps.
-5. After an alarm, everything learned before weighs only `PRIOR` samples, so the new difference is learned as fast as the first one.
+1. An engine differs from its hardware profile in two ways. It is slower or faster by a factor (because of clocks,
+   kernels, or other programs on the GPU), and it adds a time to every step (kernel launches, a busy host). So seconds =
+   `added` + `factor` × predicted. Steps with prompts and steps that only decode need separate corrections, because
+   different limits of the hardware determine their times.
+2. This line is fitted by least squares of the relative errors. The weight of a sample halves after `HALF_LIFE` further
+   samples. The fit begins with `PRIOR` invented samples of a small and a large step that match the profile exactly.
+3. A single step may be slow only because the host paused. So a measured time counts as at most `OUTLIER` times the
+   expected time, and as at least the expected time divided by `OUTLIER`.
+4. A two-sided cumulative sum of log(measured / predicted) detects drift (Page, Biometrika 41, 1954) after `SETTLED`
+   samples. `SLACK` is the error that is tolerated, and `ALARM` is the sum that raises an alarm. With random errors of
+   20 %, there is less than one false alarm in a million steps; a change by a half is detected within twenty steps.
+5. After an alarm, everything that was learnt before has the weight of only `PRIOR` samples, so the new difference is
+   learnt as fast as the first one.
 """
 
 from collections.abc import Sequence
@@ -25,28 +28,29 @@ OUTLIER = 4.0
 SETTLED = 50
 SLACK = 0.2
 ALARM = 2.5
-LONGEST = 1e6  # longest duration of a step, in seconds
+LONGEST = 1e6  # maximum duration of a step, in seconds
 _KEPT = exp(-log(2.0) / HALF_LIFE)
-_SMALL, _LARGE = 0.01, 0.1  # durations in seconds of the small and the large step in the prior (rule 2)
+_SMALL, _LARGE = 0.01, 0.1  # durations in seconds of the two invented steps (rule 2)
 
 
 class LearnedCorrection(Struct, frozen=True, kw_only=True):
-    """Learned difference between an engine and its profile."""
+    """Holds the learnt difference between an engine and its hardware profile."""
 
     factor: float
     added: float  # seconds that the engine adds to every step
     samples: int
-    """Number of samples since the start, or since the last alarm."""
+    """Number of samples since the start or the last alarm."""
 
     error: float
-    """Typical relative error after correction: exp(m) - 1, where m is the moving mean of |log(measured / predicted)|."""
+    """Typical relative error of corrected times: exp(m) - 1, where m is the moving mean of |log(measured /
+    corrected)|."""
 
     alarms: int
-    """Number of drift alarms; a counter for metrics."""
+    """Number of drift alarms since the start, for metrics."""
 
 
 class Correction:
-    """Correction for one kind of steps of one engine: steps with prompts, or steps that only decode."""
+    """Learns the correction for one kind of steps of one engine: steps with prompts, or steps that only decode."""
 
     def __init__(self) -> None:
         self._alarms = 0
@@ -54,11 +58,11 @@ class Correction:
         self._start(())
 
     def predict(self, profile: float) -> float:
-        """Return the corrected duration of a step that the profile predicts as `profile` seconds; at least a tenth of that."""
+        """Return the corrected duration of a step for which the profile predicts `profile` seconds."""
         return max(0.1 * profile, self._added + self._factor * profile)
 
     def observe(self, profile: float, seconds: float) -> bool:
-        """Learn from a step that took `seconds`, where the profile predicts `profile`; return True for a drift alarm.
+        """Learn from a step that took `seconds` instead of the predicted `profile`; return True for a drift alarm.
 
         Raises:
             ValueError: One of the two durations is not a positive number below `LONGEST`.
@@ -86,11 +90,15 @@ class Correction:
         )
 
     def _start(self, known: Sequence[tuple[float, float]]) -> None:
-        """Start with the prior: a small and a large step."""
+        """Begin the fit again with two invented samples (rule 2).
+
+        `known` has the predicted and the measured seconds of these samples. If it is empty, a small and a large step
+        match the profile exactly.
+        """
         self._factor, self._added = 1.0, 0.0
         self._samples = 0
         self._above = self._below = 0.0
-        # Sums of a weighted least-squares fit of measured over predicted seconds; each sample weighs 1 / profile².
+        # Sums of a weighted least-squares fit of measured to predicted seconds; the weight of a sample is 1 / profile².
         self._weight = self._profile = self._square = self._seconds = self._product = 0.0
         for profile, seconds in known or ((_SMALL, _SMALL), (_LARGE, _LARGE)):
             self._add(profile, seconds, PRIOR / 2)
@@ -114,7 +122,7 @@ class Correction:
         self._product += weight * profile * seconds
 
     def _fit(self) -> None:
-        """Fit the line; if all steps were alike, fit only the mean ratio, because two parameters cannot be determined then."""
+        """Fit the line, or only its factor if all steps had nearly the same length, from which no line follows."""
         spread = self._weight * self._square - self._profile * self._profile
         if spread > 1e-3 * self._weight * self._square:
             factor = (self._weight * self._product - self._profile * self._seconds) / spread

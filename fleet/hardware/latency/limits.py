@@ -1,23 +1,24 @@
-"""Limits: the highest load that keeps a goal, found by search. Pure functions."""
+"""Limits: searches for the highest load that keeps a goal. Pure functions."""
 
 from collections.abc import Callable
 
 HALVINGS = 40
-"""Number of halvings of an interval around a limit; more halvings would not change the result."""
+"""Number of times that the search halves the interval around a limit; more halvings would not change the result."""
 
 LEAST_STRIDE = 0.25
 STRIDE = 1.1
-"""Ratio of two consecutive loads in the search, which also differ by at least `LEAST_STRIDE` running requests. The searched
-functions have no narrower maximum.
+"""Ratio of two consecutive loads that the search tries. They also differ by at least `LEAST_STRIDE` running requests.
+The search finds all peaks of the latencies, because no peak is narrower than this.
 """
 
 
 def highest_unbroken(
     kept: Callable[[float], bool], least: float, most: float, stride: float = STRIDE, halvings: int = HALVINGS
 ) -> float:
-    """Return the highest load up to which every load keeps the goal; 0 if the least load misses it.
+    """Return the highest load up to which every load keeps the goal, or 0 if the load `least` misses it.
 
-    A higher load may keep the goal again: in a full batch a short prompt costs the other requests less than in a small batch.
+    An even higher load may keep the goal again, because a prompt delays the other requests of a large batch less than
+    those of a small batch.
     """
     if not kept(least):
         return 0.0
@@ -31,7 +32,7 @@ def highest_unbroken(
 
 
 def highest(kept: Callable[[float], bool], least: float, most: float, halvings: int = HALVINGS) -> float:
-    """Return the highest load that keeps the goal, if all higher loads miss it; 0 if the least load misses it."""
+    """Return the highest load that keeps the goal, if all higher loads miss it, or 0 if the load `least` misses it."""
     if not kept(least):
         return 0.0
     if kept(most):

@@ -1,7 +1,8 @@
-"""Linear latency model: step and transfer times of the simulated engine that workers host, as straight lines.
+"""Linear latency model: computes step and transfer times of the simulated engine by linear formulas.
 
-A prefill costs a constant and a time per token, to which attention adds a time per token of context. A decode step costs a constant,
-a time per sequence and a time per token of context. A transfer costs a constant and a time per byte.
+The time of a prefill is a constant, plus a time per token, plus a time per pair of tokens for attention. The time of a
+decode step is a constant, plus a time per sequence, plus a time per token of context. The time of a transfer is a
+constant plus a time per byte.
 """
 
 from typing import Annotated
@@ -14,24 +15,28 @@ Milliseconds = Annotated[float, Meta(ge=0)]
 
 
 class EngineLatency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Coefficients of one engine on one device, in milliseconds.
+    """Holds the coefficients of one engine on one device, in milliseconds.
 
-    The defaults resemble a tiny Llama model (hidden 256, 4 layers, fp32) on one CPU core under vLLM 0.32 with one OMP thread. It
-    was measured with decode steps of 2.4, 3.8 and 8.75 ms at batch sizes 1, 8 and 32, and a 3000-token prompt in 0.21 s.
+    The defaults resemble a tiny Llama model (hidden 256, 4 layers, fp32) on one CPU core under vLLM 0.32 with one OMP
+    thread. In this setup, a decode step took 2.4, 3.8 and 8.75 ms at batch sizes 1, 8 and 32, and the prefill of 3000
+    tokens took 0.21 s.
     """
 
     prefill_base_ms: Milliseconds = 5.0
     prefill_ms_per_token: Milliseconds = 0.07
-    # Zero, because it is too small to measure at 4,096 tokens with this model.
+    # The default is 0, because the effect is too small to measure with the tiny model, even at 4,096 tokens.
     prefill_ms_per_token_and_context: Milliseconds = 0.0
     step_base_ms: Milliseconds = 2.2
     step_ms_per_sequence: Milliseconds = 0.2
     step_ms_per_context_token: Milliseconds = 0.0
     transfer_base_ms: Milliseconds = 0.5
-    transfer_ms_per_mib: Milliseconds = 0.3  # 3.4 GB/s, which was measured on a loopback socket of the same machine
+    transfer_ms_per_mib: Milliseconds = 0.3  # 3.4 GB/s, as measured on a loopback socket
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
-        """Return the duration of a step in seconds; `fleet.batching.attempts.StepTimes` has the arguments."""
+        """Return the duration of a step in seconds.
+
+        `fleet.batching.attempts.StepTimes` explains the arguments.
+        """
         milliseconds = 0.0
         if prefill_tokens:
             milliseconds += self.prefill_base_ms + self.prefill_ms_per_token * prefill_tokens
@@ -42,7 +47,7 @@ class EngineLatency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return milliseconds * MILLISECOND / SECOND
 
     def transfer_ms(self, num_bytes: int) -> float:
-        """Return the milliseconds to move `num_bytes` of blocks; 0 if there are no bytes."""
+        """Return the milliseconds to move `num_bytes` bytes of blocks, or 0 if there are none."""
         assert num_bytes >= 0, num_bytes
         if not num_bytes:
             return 0.0

@@ -1,12 +1,13 @@
-"""Measurements of engines on real accelerators, and the error of predictions.
+"""Measurements: describes measurements of engines on real GPUs, and computes the errors of predictions.
 
 Rules:
 
-1. A measurement is the mean TTFT and TPOT of a benchmark at one configuration and concurrency. Its curve is the same
-   configuration at any concurrency, engine version and date.
-2. Whole curves are held out of the fit, never single points: a fifth of all curves, chosen by a hash of their configuration, so that
-   the split can be repeated. The same figures under two names are one measurement.
-3. Errors are relative to what was measured: |predicted / measured - 1|.
+1. A measurement is the mean TTFT and TPOT of a benchmark with one configuration and one concurrency. All measurements
+   of one configuration form a curve; they may differ in concurrency, engine version and date.
+2. A fifth of all curves is held out: it is not used for the fit, but only to test it. Whole curves are held out, and
+   never single measurements. A hash of the configuration selects them, so that the split is always the same.
+   Measurements with equal figures count as one measurement, even if they have different names.
+3. Errors are relative to the measured value: |predicted / measured - 1|.
 """
 
 import hashlib
@@ -20,21 +21,21 @@ from fleet.hardware.models import Precision
 from fleet.hardware.sharding import ShardingDegrees
 
 ALL = "all"
-"""Name that stands for any system, engine or model."""
+"""Name that stands for all systems, all engines or all models."""
 
 HELD_OUT_OF = 5
-"""One curve in so many is held out of the fit."""
+"""One of this number of curves is held out of the fit."""
 
 
 class MeasuredPhase(StrEnum):
-    """Kind of serving that was measured."""
+    """Kinds of serving that were measured: aggregated or disaggregated."""
 
     AGGREGATED = "aggregated"
     DISAGGREGATED = "disaggregated"
 
 
 class MeasuredRole(Struct, frozen=True, kw_only=True):
-    """The workers of one role."""
+    """Describes the workers of one role in a measurement: their number and their parallelism."""
 
     parallelism: ShardingDegrees
     workers: int = 1
@@ -58,7 +59,7 @@ class Measurement(Struct, frozen=True, kw_only=True):
 
     @property
     def curve(self) -> str:
-        """Configuration that all measurements of a curve share."""
+        """The configuration as a text, which is equal for all measurements of one curve."""
         ways = [
             f"{side.workers}x tp{side.parallelism.tp} pp{side.parallelism.pp} dp{side.parallelism.dp} ep{side.parallelism.ep}"
             for side in (self.prefill, self.decode)
@@ -73,7 +74,7 @@ class Measurement(Struct, frozen=True, kw_only=True):
 
 
 class Accuracy(Struct, frozen=True, kw_only=True):
-    """Means and medians of the relative errors of predictions; 0.1 is 10 %."""
+    """Holds the means and medians of the relative errors of predictions; 0.1 means 10 %."""
 
     rows: int
     ttft_mape: float
@@ -83,7 +84,7 @@ class Accuracy(Struct, frozen=True, kw_only=True):
 
 
 def distinct(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Return each measurement once: equal figures of one GPU and backend are one measurement."""
+    """Return each measurement once; measurements of one GPU and engine with equal figures count as one."""
     seen: dict[tuple[str, str, float, float], Measurement] = {}
     for each in measurements:
         seen.setdefault((each.gpu, each.backend, each.ttft_ms, each.tpot_ms), each)
@@ -93,7 +94,7 @@ def distinct(measurements: Iterable[Measurement]) -> list[Measurement]:
 def accuracy(
     measurements: Sequence[Measurement], predict: Callable[[Measurement], tuple[float, float]]
 ) -> Accuracy | None:
-    """Return the accuracy of `predict`, which returns TTFT and TPOT in milliseconds; None without measurements."""
+    """Return the errors of `predict`, which predicts TTFT and TPOT in milliseconds, or None without measurements."""
     if not measurements:
         return None
     first, each = [], []
@@ -111,7 +112,10 @@ def accuracy(
 
 
 class AccuracyCell(Struct, frozen=True, order=True):
-    """Set of measurements whose errors are reported: one system, engine, phase and model, or `ALL` of them."""
+    """Names a set of measurements whose errors are reported together.
+
+    The set has one phase, and one system, engine and model, or all of them (`ALL`).
+    """
 
     system: str
     backend: str
@@ -130,7 +134,7 @@ class AccuracyCell(Struct, frozen=True, order=True):
 
 
 def cells(measurements: Iterable[Measurement]) -> list[AccuracyCell]:
-    """Return the sets whose errors are reported: all measurements, each engine, each GPU with each engine, each model."""
+    """Return the sets whose errors are reported: all, each engine, each GPU with each engine, and each model."""
     found: set[AccuracyCell] = set()
     for each in measurements:
         found |= {

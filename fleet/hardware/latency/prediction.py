@@ -1,4 +1,4 @@
-"""Prediction of a measurement: shards the model as the measurement states, and computes what its benchmark would measure."""
+"""Prediction: computes the latencies that a benchmark would measure with the configuration of a measurement."""
 
 from collections.abc import Mapping
 
@@ -15,19 +15,21 @@ from fleet.hardware.sharding import ShardedModel, shard_model
 from fleet.hardware.transfers import REACHED, kv_bytes_per_link, link_between
 
 BUDGET_TOKENS = 8192.0
-"""Most prompt tokens in one step: the default of vLLM's server on data-centre GPUs, of SGLang and of TensorRT-LLM."""
+"""Maximum number of prompt tokens in one step. It is the default of vLLM's server on data-centre GPUs, of SGLang and of
+TensorRT-LLM."""
 
 MEAN_LENGTHS = {"inferencex": 0.9, "authors": 1.0}
-"""Mean length of prompts and answers, as a share of the stated length, by benchmark. InferenceX draws lengths evenly between 0.8
-and 1; other benchmarks use the stated length.
+"""For each benchmark, the mean length of its prompts and answers, divided by the stated length. InferenceX draws
+lengths evenly from 0.8 to 1 of the stated length; the other benchmark uses the stated length.
 """
 
 MEMORY_SHARE = 0.95
-"""Largest share of a GPU's memory that benchmarks gave to engines. A configuration that needs more was not run as stated."""
+"""Maximum share of a GPU's memory that benchmarks gave to engines. A measurement that needs more memory cannot have run
+in the stated configuration."""
 
 
 def can_be_placed(measured: Measurement, models: Mapping[str, ModelSizes]) -> bool:
-    """Return whether the stated configuration is possible."""
+    """Return whether the stated configuration of a measurement is possible: whether the model fits on the GPUs."""
     model = msgspec.structs.replace(models[measured.model], precision=measured.precision)
     try:
         for side in (measured.prefill, measured.decode):
@@ -38,13 +40,13 @@ def can_be_placed(measured: Measurement, models: Mapping[str, ModelSizes]) -> bo
 
 
 def cut(measured: Measurement, models: Mapping[str, ModelSizes], side: MeasuredRole) -> ShardedModel:
-    """Return the prefill or the decode workers of a measurement as a sharded model, whether it fits into memory or not."""
+    """Return the sharded model of a measurement's prefill or decode workers, without checking that it fits."""
     model = msgspec.structs.replace(models[measured.model], precision=measured.precision)
     return ShardedModel(model=model, gpu=gpu(measured.gpu), parallelism=side.parallelism)
 
 
 def predict(measured: Measurement, models: Mapping[str, ModelSizes], known: Coefficients) -> tuple[float, float]:
-    """Return TTFT and TPOT in milliseconds, as the measurement's benchmark would measure them."""
+    """Return the TTFT and TPOT in milliseconds that the benchmark of a measurement would measure."""
     prefill, decode = (cut(measured, models, side) for side in (measured.prefill, measured.decode))
     efficiency, client = compose(known.start, known.groups(), subject(measured, models))
     client = msgspec.structs.replace(client, mean_length=MEAN_LENGTHS[measured.client])
@@ -80,12 +82,12 @@ def predict(measured: Measurement, models: Mapping[str, ModelSizes], known: Coef
 
 
 def subject(measured: Measurement, models: Mapping[str, ModelSizes]) -> CoefficientSubject:
-    """Return the properties of a measurement on which its coefficients depend."""
+    """Return the properties of a measurement that select its coefficients."""
     model = msgspec.structs.replace(models[measured.model], precision=measured.precision)
     return subject_of(model, measured.gpu, measured.backend, client=measured.client, phase=measured.phase)
 
 
 def transfer_seconds(source: ShardedModel, target: ShardedModel, tokens: int) -> float:
-    """Return the seconds to move one prompt's KV between two replicas on different nodes."""
+    """Return the seconds to move the KV of `tokens` prompt tokens between two replicas on different nodes."""
     link = link_between(source.gpu, same_node=source.gpu.gpus_per_node > 8)
     return link.latency_us * 1e-6 + kv_bytes_per_link(source, target, tokens) / (link.bandwidth * REACHED)

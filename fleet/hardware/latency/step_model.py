@@ -1,17 +1,21 @@
-"""Step model: the duration of an engine step on real accelerators, as a formula of the numbers that are read, multiplied and exchanged.
+"""Step model: computes the duration of an engine step on a real GPU from the values that are read, multiplied and sent.
 
 Rules:
 
-1. `work` computes how long each part of a step would take if the hardware reached the figures of its data sheet. `Efficiency` has the
-   shares of these figures that an engine reaches, and the times that it adds; it is fitted to measurements (`coefficients`).
-   `StepModel` is the quotient of both. It consists of a dozen numbers, and a call is only arithmetic, because simulators make a
-   hundred thousand calls per second.
-2. Reading weights overlaps with multiplying them; the times of attention and exchange are added. The combined time of two overlapping
-   parts is the root of the sum of their squares: about the larger one if they differ, and 1.4 times each if they are equal.
-3. A step reads the experts that its tokens are sent to: 1 - (1 - k/E)^tokens of them, as if tokens chose independently.
-4. Sparse attention attends to a limited number of tokens. Windows and states of linear layers cost the same at any length.
-5. A time covers one pass through all pipeline stages. The caller models several batches in different stages.
-6. The formulas do not branch on values, so they also work on arrays, which the fit uses.
+1. `work` computes how long each part of a step would take at the speeds in the GPU's data sheet. `Efficiency` says
+   which share of these speeds an engine reaches, and which times it adds; it is fitted to measurements
+   (`coefficients`). A `StepModel` contains the times of `work`, divided by the efficiencies. It has only a dozen
+   numbers and simple formulas, because simulators call it a hundred thousand times per second.
+2. Reading weights overlaps with multiplying them; the times of attention and of exchanges between GPUs are added. The
+   time of two overlapping parts is the square root of the sum of their squares: about the larger time if they differ
+   much, and 1.4 times one of them if they are equal.
+3. A step reads those experts to which its tokens are sent. If each token is sent to k of E experts, independently of
+   other tokens, the share of experts that is read is 1 - (1 - k/E)^tokens.
+4. With sparse attention, each token attends to a limited number of tokens. Window layers and linear layers cost the
+   same at any length of the context.
+5. The time of a step covers all pipeline stages. If several batches run in different stages at the same time, the
+   caller has to model this.
+6. The formulas do not branch on values, so they also work on the arrays that the fit of the coefficients uses.
 """
 
 from math import log2
@@ -26,43 +30,46 @@ MICROSECOND = 1e-6
 
 
 class StepWork(Struct, frozen=True, kw_only=True):
-    """Parts of a step at the hardware's limits, in seconds, on the busiest GPU of one attention group."""
+    """Holds the durations in seconds of the parts of a step at the full speeds of the GPU's data sheet.
+
+    The durations are those of the busiest GPU of one attention group.
+    """
 
     dense_read: float  # reading all dense weights
     dense_token: float  # multiplying one token with the dense weights
     experts_read: float  # reading all experts of the GPU
-    experts_token: float  # multiplying one token with its experts
+    experts_token: float  # multiplying one token with the weights of the experts that it is sent to
     missed: float  # probability that a token does not use a given expert
     groups: float  # number of attention groups whose tokens go to the same experts
-    pair: float  # one token attending to another one in prefill
+    pair: float  # attention of one token to another one in prefill
     context: float  # attention of a decoding sequence to one token of its context
-    sequence: float  # reading the states and windows of a decoding sequence
+    sequence: float  # reading the windows and states of a decoding sequence
     most_attended: float
-    exchanges: float  # number of collective operations in a step, weighted by the number of GPUs
-    exchange_token: float  # moving one token's bytes through the links
+    exchanges: float  # number of collective operations in a step, weighted by their number of GPUs
+    exchange_token: float  # sending the bytes of one token through the links
     layers: float
     moe_layers: float
 
 
 class Efficiency(Struct, frozen=True, kw_only=True):
-    """Efficiency of an engine: the shares of the hardware's limits that it reaches (1: all), and the times that it adds."""
+    """Holds the shares of a GPU's limits that an engine reaches (from 0 to 1), and the times that the engine adds."""
 
     memory: float  # reading dense weights
     compute: float  # multiplying with dense weights
     experts_memory: float
     experts_compute: float
-    attention: float  # prefill attention, as a share of bf16 operations
+    attention: float  # prefill attention, as a share of the GPU's speed in bf16
     kv: float  # reading KV
     link: float
-    exchange_us: float  # one collective operation of two GPUs
-    layer_us: float  # all other work of one layer: launches, norms, small kernels
+    exchange_us: float  # time of one collective operation between two GPUs
+    layer_us: float  # all other work of one layer: kernel launches, norms, small kernels
     moe_layer_us: float  # additional work of a layer with experts: routing, sorting tokens, gathering
     step_us: float
     sequence_us: float  # one decoding sequence: sampling, scheduling, detokenising
 
 
 class StepModel(Struct, frozen=True, kw_only=True):
-    """Durations of one sharded model under one engine, in seconds; made by `step_model`."""
+    """Computes the duration of a step for one sharded model and one engine; `step_model` creates it."""
 
     base: float
     sequence: float
@@ -83,8 +90,8 @@ class StepModel(Struct, frozen=True, kw_only=True):
         Args:
             prefill_tokens: Tokens of all prompt chunks in the step, for one attention group.
             prefill_pairs: Sum over the chunks of `pairs(new, context)`.
-            decodes: Number of sequences that get one token each.
-            decode_context: Sum of the lengths of their contexts, in tokens.
+            decodes: Number of sequences for which the step generates one token each.
+            decode_context: Sum of the context lengths of these sequences, in tokens.
         """
         tokens = prefill_tokens + decodes
         pairs_most = prefill_tokens * self.most_attended
@@ -106,7 +113,7 @@ class StepModel(Struct, frozen=True, kw_only=True):
 
 
 def pairs(new_tokens: float, context_tokens: float) -> float:
-    """Return the number of token pairs in a chunk's attention: each new token with the context and the new tokens before it."""
+    """Return the number of attended pairs in a chunk: each new token with its context and the new tokens before it."""
     return new_tokens * (context_tokens + 0.5 * new_tokens)
 
 
@@ -162,9 +169,9 @@ def work(placement: ShardedModel) -> StepWork:
 
 
 def _context_seconds(placement: ShardedModel) -> float:
-    """Return the seconds for one token of context.
+    """Return the seconds for which a decoding sequence attends to one token of its context.
 
-    With MLA, multiplying is counted besides reading, because all heads share one vector.
+    With MLA, the time of multiplying is added to that of reading, because all heads multiply with the same vector.
     """
     model, gpu = placement.model, placement.gpu
     read = model.kv_bytes_per_token / placement.kv_ranks / gpu.bandwidth
@@ -175,7 +182,10 @@ def _context_seconds(placement: ShardedModel) -> float:
 
 
 def _exchanges(placement: ShardedModel) -> float:
-    """Return the number of collective operations of a step. One among 2 GPUs counts as 1, with 0.5 more for every doubling."""
+    """Return the weighted number of collective operations in a step.
+
+    An operation between 2 GPUs counts as 1; every doubling of the number of GPUs adds 0.5.
+    """
     model, way = placement.model, placement.parallelism
     attention = model.layers * _rounds(way.tp)
     if way.dp == 1:
@@ -188,9 +198,9 @@ def _rounds(ranks: int) -> float:
 
 
 def _exchange_seconds(placement: ShardedModel) -> float:
-    """Return the seconds that one token's hidden states take on the links.
+    """Return the seconds to send the hidden states of one token over the links in all layers.
 
-    They are sent in all-reduces and, with several attention groups, to the experts and back.
+    The states are sent in all-reduce operations and, if there are several attention groups, to the experts and back.
     """
     model, gpu, way = placement.model, placement.gpu, placement.parallelism
     num_bytes = 2.0 * model.hidden
@@ -203,6 +213,6 @@ def _exchange_seconds(placement: ShardedModel) -> float:
 
 
 def group_bandwidth(gpu: Gpu, ranks: int) -> float:
-    """Return the bytes per second that one of `ranks` GPUs can send to the others over the slowest link."""
+    """Return the bytes per second that each of `ranks` GPUs can send to the others over the slowest link."""
     link: GpuLink = gpu.in_node if ranks <= gpu.gpus_per_node else gpu.between_nodes
     return link.bandwidth * min(link.links, max(1, ranks - 1))

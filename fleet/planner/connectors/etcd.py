@@ -1,7 +1,7 @@
-"""Etcd records: plan and report as two keys in etcd.
+"""Etcd records: stores the plan and the report in two keys of etcd.
 
-A write is a transaction that compares the revision of the plan's key with the one that was read. Reads are linearizable, so a member
-without quorum does not answer.
+A write is a transaction, which fails if the revision of the plan's key is not the one that was read before. Reads are
+linearizable, so an etcd member that has lost the quorum does not answer with outdated records.
 """
 
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ Record = TypeVar("Record", bound=Struct)
 
 
 class EtcdRecords:
-    """Implements `fleet.planner.connectors.virtual.PlanRecords`."""
+    """Stores the plan and the plan report in etcd. Implements `fleet.planner.connectors.virtual.PlanRecords`."""
 
     def __init__(self, channels: EtcdChannels, prefix: str) -> None:
         self._channels = channels
@@ -40,7 +40,7 @@ class EtcdRecords:
         return RecordsSnapshot(
             intent=self._decoded(plan[0], Intent) if plan else Intent(),
             report=self._decoded(report[0], PlanReport) if report else None,
-            token=plan[0].mod_revision if plan else 0,  # etcd's value for a missing key
+            token=plan[0].mod_revision if plan else 0,  # etcd reports revision 0 for a missing key
         )
 
     async def write(self, intent: Intent, over: RecordsSnapshot) -> bool:
@@ -69,7 +69,7 @@ class EtcdRecords:
 
 @asynccontextmanager
 async def etcd_records(target: EtcdTarget) -> AsyncIterator[EtcdRecords]:
-    """Open the records of a target.
+    """Open the connection to etcd, and yield the records of a target.
 
     Raises:
         ConfigurationRefused: A file of `credentials` cannot be read.

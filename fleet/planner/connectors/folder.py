@@ -1,11 +1,12 @@
-"""Folder records: plan and report as two files in a folder, `plan.json` and `report.json`.
+"""Folder records: stores the plan and the report in two files of a folder, `plan.json` and `report.json`.
 
 Rules:
 
 1. A file is written under another name and then renamed, so that readers never see an incomplete file.
-2. A writer of the plan holds a lock on the file `.lock` (flock, which network file systems support since NFS 4). The lock ends with
-   its holder.
-3. A file with invalid content is treated as unreadable (`ConnectorUnreachable`). No plan is written over such a plan file.
+2. A writer of the plan holds a lock on the file `.lock` (flock, which network file systems support since NFS 4). The
+   kernel releases the lock when the process of the writer ends.
+3. A file with invalid content counts as unreadable (`ConnectorUnreachable`). The connector never replaces an invalid
+   plan file.
 4. An orchestrator may hold a lock on the file `.orchestrator` while it runs. If that file exists and is not locked, the orchestrator was
    killed, and its report is out of date.
 """
@@ -27,13 +28,17 @@ from fleet.planner.ports import ConnectorUnreachable, OrchestratorGone
 
 PLAN, REPORT, LOCK, ORCHESTRATOR = "plan.json", "report.json", ".lock", ".orchestrator"
 MOST_BYTES = 1 << 20
-LOCK_EVERY = 0.02  # seconds
+LOCK_EVERY = 0.02  # seconds between two attempts to lock `.lock`
 
 Record = TypeVar("Record", bound=Struct)
 
 
 class FolderRecords:
-    """Implements `fleet.planner.connectors.virtual.PlanRecords`, and the orchestrator's side of the files."""
+    """Stores the plan and the plan report in files.
+
+    Implements `fleet.planner.connectors.virtual.PlanRecords`. It also has methods by which an orchestrator reads the
+    plan and writes its report.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -45,20 +50,26 @@ class FolderRecords:
         while True:
             with suppress(BlockingIOError):
                 return await asyncio.to_thread(self._write, intent, over)
-            # another process is writing; the loop ends when the caller cancels it at its deadline
+            # another process holds the lock; the caller cancels this call when its time limit has passed
             await asyncio.sleep(LOCK_EVERY)
 
     def intent(self) -> Intent:
-        """Return the plan record for an orchestrator, or an empty one without a file; raises ConnectorUnreachable."""
+        """Return the content of the plan file, for an orchestrator; if there is no plan file, return an empty plan.
+
+        Raises ConnectorUnreachable.
+        """
         return self._file(PLAN, Intent) or Intent()
 
     def report(self, report: PlanReport) -> None:
-        """Write the report; raises ConnectorUnreachable."""
+        """Write the orchestrator's plan report; raises ConnectorUnreachable."""
         self._replace(REPORT, report)
 
     @contextmanager
     def obeyed(self) -> Iterator[None]:
-        """Hold a lock, while the context is open, that shows planners that the orchestrator runs. Raises OSError."""
+        """Hold the lock on `.orchestrator` while the context is open, so that planners know that the orchestrator runs.
+
+        Raises OSError.
+        """
         with hold_lock_file(self._folder / ORCHESTRATOR):
             yield
 
@@ -114,7 +125,7 @@ class FolderRecords:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Open a path without waiting for the other end of a pipe."""
+    """Open a path with O_NONBLOCK, because opening a named pipe would otherwise wait for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

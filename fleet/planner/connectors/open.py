@@ -1,4 +1,8 @@
-"""Connectors by their settings. The packages of each one are imported only if it is used, because two of them are optional."""
+"""Opening of connectors: opens the plan connector that the settings name.
+
+The modules of the etcd and Kubernetes connectors are imported only if they are used, because their packages are
+optional.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,22 +19,23 @@ from fleet.planner.ports import PlanConnector
 from fleet.planner.settings import EtcdTarget, FolderTarget, KubernetesTarget, Target
 
 CONNECTORS = "fleet.plan_connectors"
-"""The entry points of connectors that live in other packages, which this one must not import."""
+"""Name of the entry points by which connectors in other packages are found. They are not imported directly, because
+`fleet` must not import from `operators`."""
 
 
 @asynccontextmanager
 async def connector_of(target: Target, writer: PlanWriter) -> AsyncIterator[PlanConnector]:
-    """Open the connector of a target for the length of the context.
+    """Open the connector of a target, and close it when the context ends.
 
     Raises:
-        ConfigurationRefused: A package is not installed, or something that the settings name does not exist.
+        ConfigurationRefused: A package is not installed, or a file that the settings name cannot be used.
     """
     match target:
         case FolderTarget(folder=folder):
             yield VirtualConnector(FolderRecords(Path(folder)), writer, utc_now)
         case EtcdTarget():
             try:
-                from fleet.planner.connectors.etcd import etcd_records  # noqa: PLC0415 - optional
+                from fleet.planner.connectors.etcd import etcd_records  # noqa: PLC0415 - optional dependency
             except ImportError as error:
                 raise _not_installed("aetcd", "etcd") from error
             async with etcd_records(target) as records:

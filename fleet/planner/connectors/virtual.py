@@ -1,15 +1,18 @@
-"""Virtual connector: plans for an external orchestrator, which reads a record and acknowledges it by another one.
+"""Virtual connector: writes plans into a record for an external orchestrator, which acknowledges them by another record.
 
 Rules:
 
-1. There are two records, each with one kind of writer. The connector writes the plan: a revision that grows by one with every write,
-   and for each pool the number of replicas with its plan, revision and writer. The orchestrator writes the plan report: the revision
-   that it has read, and the state of each pool.
-2. A whole plan is one write, and only over the revision that was read. If two planners write, one of them gets a conflict.
-3. A pool whose revision is newer than the report's was not read yet. Nothing else shows whether an orchestrator runs, so a plan has a
-   time until which its replicas are waited for. Replicas that are missing then are rolled back by another revision. If the planner
-   ends before, nothing is rolled back: the wanted numbers stay, together with the numbers before them.
-4. The pools are those of the report. Without a report there is no orchestrator, and nothing is written.
+1. There are two records. Connectors write the plan record: a revision that grows by one with every write, and for each
+   pool the number of replicas with its plan, revision and writer. The orchestrator writes the plan report: the revision
+   of the plan that it has read, and the state of each pool.
+2. One write contains a whole plan, and it fails if the plan record has changed since it was read. So if two planners
+   write at the same time, one of them gets a conflict.
+3. If a pool's revision is newer than the report's, the orchestrator has not read it yet. The records do not show
+   whether an orchestrator runs. So the planner waits for the replicas of a plan only for a limited time. Then it writes
+   another revision without the replicas that are still missing. If the planner ends earlier, nothing is rolled back,
+   and the plan record keeps the requested numbers and the numbers before the plan.
+4. The report lists the pools that exist. If there is no report, no orchestrator has run, and the connector writes
+   nothing.
 """
 
 import asyncio
@@ -33,83 +36,86 @@ from fleet.planner.messages import (
 )
 from fleet.planner.ports import CALL_SECONDS, ConnectorUnreachable, PlanConflict, PlanRefused
 
-TRIES = 4  # Most attempts to write a plan while other writers change other pools.
+TRIES = 4  # maximum number of attempts to write a plan while other writers change other pools
 
 Revision = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0)]
 
 
 class PoolIntent(Struct, frozen=True, kw_only=True):
-    """Wanted state of one pool."""
+    """Holds the entry of the plan record for one pool: the requested number of replicas, and who wrote it."""
 
     replicas: Replicas
     plan: PlanId
     writer: str
     revision: Revision
-    """Revision of the record when the number was written."""
+    """Revision of the plan record with which the number was written."""
 
     before: Replicas | None = None
-    """Number that was wanted before; null: unknown."""
+    """Number of replicas that was requested before the plan, or null if it is unknown."""
 
 
 class Intent(Struct, frozen=True, kw_only=True):
-    """The record `plan`; unknown fields of later versions are ignored."""
+    """Holds the content of the plan record. Unknown fields, which later versions may add, are ignored."""
 
     revision: Revision = 0
     settle_by: str = ""
-    """RFC 3339 time until which the replicas of this revision are waited for."""
+    """Time in RFC 3339 until which the planner waits for the replicas of this revision."""
 
     pools: dict[PoolName, PoolIntent] = {}
 
 
 class PoolReport(Struct, frozen=True, kw_only=True):
-    """State of one pool, as the orchestrator reports it."""
+    """Holds the entry of the plan report for one pool: its state, as the orchestrator knows it."""
 
     asked: Count
-    """Replicas that the orchestrator keeps running, or tries to."""
+    """Number of replicas that the orchestrator keeps running or is about to start."""
 
     ready: Count
     draining: Count = 0
     why: PoolGapReason | None = None
-    """Why another number is ready than the plan wants; null: it is ready, or will be."""
+    """Why the number of ready replicas differs from the plan; null if it does not differ, or will not for long."""
 
     message: str = ""
     pinned: str = ""
-    """Why the orchestrator does not change this pool; empty: it does."""
+    """Why the orchestrator does not carry out plans for this pool; empty if it carries them out."""
 
 
 class PlanReport(Struct, frozen=True, kw_only=True):
-    """The record `report`; unknown fields of later versions are ignored."""
+    """Holds the content of the plan report. Unknown fields, which later versions may add, are ignored."""
 
     revision: Revision = 0
-    """Revision of the plan that the orchestrator has read last."""
+    """Revision of the plan record that the orchestrator has read last."""
 
     pools: dict[PoolName, PoolReport]
 
 
 class RecordsSnapshot(Struct, frozen=True, kw_only=True):
-    """Both records at one instant."""
+    """Holds both records as they were at one instant."""
 
     intent: Intent
     report: PlanReport | None
     token: int
-    """Version of the plan record, for a write over it."""
+    """Version of the plan record in the storage. A write succeeds only if the version is still the same."""
 
 
 class PlanRecords(Protocol):
-    """Storage of both records."""
+    """Port of the storage that holds the plan record and the plan report."""
 
     async def read(self) -> RecordsSnapshot:
         """Read both records; raises ConnectorUnreachable."""
         ...
 
     async def write(self, intent: Intent, over: RecordsSnapshot) -> bool:
-        """Write the plan; return False if it has changed meanwhile. Raises ConnectorUnreachable."""
+        """Write the plan record and return True; return False if the record has changed since `over` was read.
+
+        Raises ConnectorUnreachable.
+        """
         ...
 
 
 class VirtualConnector:
-    """Implements `fleet.planner.ports.PlanConnector`."""
+    """Writes plans into records that an external orchestrator reads. Implements `fleet.planner.ports.PlanConnector`."""
 
     def __init__(self, records: PlanRecords, writer: PlanWriter, wall: Callable[[], datetime]) -> None:
         self.records = records
@@ -134,9 +140,9 @@ class VirtualConnector:
         """Give pools back to the planner: they keep their numbers, and the planner may change them again.
 
         Raises:
-            PlanConflict: All `TRIES` attempts met another write; nothing is written.
+            PlanConflict: Another write interfered with each of `TRIES` attempts; nothing is written.
             PlanRefused: A pool does not exist; nothing is written.
-            ConnectorUnreachable: The records may be written.
+            ConnectorUnreachable: The storage does not answer; the pools may be released or not.
         """
         try:
             async with asyncio.timeout(CALL_SECONDS):
@@ -171,7 +177,7 @@ class VirtualConnector:
 
     async def _write(self, plan: Plan, pools: Sequence[PoolObservation], kept: RecordsSnapshot) -> bool:
         assert kept.report is not None, "the observation was made on a report"
-        # the report may have a higher revision, if the plan record was lost
+        # if the plan record was lost, the report still has the higher revision
         revision = max(kept.intent.revision, kept.report.revision) + 1
         written = {
             each.name: PoolIntent(

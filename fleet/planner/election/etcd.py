@@ -1,10 +1,11 @@
-"""Etcd election: the candidate that owns a key under its own lease is the leader.
+"""Etcd election: elects the candidate that owns a key in etcd, which is bound to the candidate's etcd lease.
 
 Rules:
 
-1. The key is created only if it does not exist. It goes with its owner's lease, which etcd ends after `lease_seconds` of silence.
-2. The owner leads until it could not renew for two thirds of the lease, by its own clock and counted from before the renewal was sent.
-   So there are never two leaders.
+1. A candidate becomes the owner by creating the key, if the key does not exist. Etcd deletes the key when the owner's
+   lease ends, which is `lease_seconds` after its last renewal.
+2. The owner stops leading when two thirds of `lease_seconds` have passed since its last successful renewal. It measures
+   this time by its own clock, from the instant before it sent the renewal. So there are never two leaders.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class EtcdElection:
-    """A candidate of an election in etcd. Implements `fleet.planner.election.ports.PlanElection`."""
+    """Takes part in an election in etcd, as one candidate. Implements `fleet.planner.election.ports.PlanElection`."""
 
     def __init__(self, settings: EtcdElectionSettings, channels: EtcdChannels, identity: str, clock: Clock) -> None:
         self._settings = settings
@@ -57,7 +58,7 @@ class EtcdElection:
             await asyncio.sleep(self._settings.lease_seconds / 6)
 
     async def give_back(self) -> None:
-        """End the lease, so that the next leader need not wait until it expires."""
+        """End this candidate's lease, so that the next leader does not have to wait until the lease expires."""
         self._until = Nanos(0)
         if self._lease is None:
             return
@@ -100,7 +101,7 @@ class EtcdElection:
 async def open_etcd_election(
     settings: EtcdElectionSettings, identity: str, clock: Clock
 ) -> AsyncIterator[EtcdElection]:
-    """Open the candidate of a key; leaving the context gives the lead up.
+    """Open a candidate for the key in the settings; when the context ends, the candidate resigns as leader.
 
     Raises:
         ConfigurationRefused: A file of `credentials` cannot be read.

@@ -1,7 +1,9 @@
-"""File election: the candidate that holds the lock of a file (flock) leads. The kernel releases the lock however its holder ends.
+"""File election: elects the candidate that holds the lock of a file (flock).
 
-If the file at the path was replaced, because the folder was created again, a candidate closes its file, which ends its leadership, and
-tries to lock the new file.
+The kernel releases the lock when the process of its holder ends, also if the process was killed.
+
+If somebody creates the folder again, another file is at the path. A candidate then closes its old file, which ends its
+leadership, and tries to lock the new file.
 """
 
 import asyncio
@@ -17,11 +19,14 @@ from fleet.core.errors import ConfigurationRefused
 
 log = logging.getLogger(__name__)
 
-TRY_EVERY = 0.5  # seconds
+TRY_EVERY = 0.5  # seconds between two attempts to lock the file
 
 
 class FileElection:
-    """A candidate of an election by a file lock. Implements `fleet.planner.election.ports.PlanElection`."""
+    """Takes part in an election by a file lock, as one candidate.
+
+    Implements `fleet.planner.election.ports.PlanElection`.
+    """
 
     def __init__(self, path: Path, identity: str) -> None:
         self._path = path
@@ -42,7 +47,7 @@ class FileElection:
             await asyncio.sleep(TRY_EVERY)
 
     def open(self) -> None:
-        """Open the file, unless it is open; raises OSError."""
+        """Open the lock file, unless this candidate has it open already; raises OSError."""
         if self._file is None:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
@@ -54,7 +59,7 @@ class FileElection:
             self._file = None
 
     def _is_in_place(self, file: int) -> bool:
-        """Return whether the open file is still the file at the path, where other candidates look for it."""
+        """Return whether the open file is still the file at the path, which other candidates try to lock."""
         try:
             there = self._path.stat()
         except OSError:
@@ -71,7 +76,7 @@ class FileElection:
             return
         self._leads = True
         log.info("leader election won", extra={"identity": self._identity})
-        # a full disk must not end the leadership, because the written name is only information for people
+        # The name in the file is only information for people. So the leadership does not end if it cannot be written.
         with suppress(OSError):
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"{self._identity}\n".encode(), 0)
@@ -79,15 +84,15 @@ class FileElection:
 
 @contextmanager
 def open_file_election(path: Path, identity: str, *, may_come_later: bool = False) -> Iterator[FileElection]:
-    """Open the candidate of a lock file; leaving the context gives the lead up.
+    """Open a candidate for a lock file; when the context ends, the candidate resigns as leader.
 
     Args:
-        path: The file.
-        identity: Name of the candidate.
-        may_come_later: Whether the folder of the file need not exist yet; until it does, nobody leads.
+        path: The lock file.
+        identity: Name of the candidate, which the leader writes into the file.
+        may_come_later: If true, the folder of the file does not have to exist yet; nobody leads until it exists.
 
     Raises:
-        ConfigurationRefused: The file cannot be made.
+        ConfigurationRefused: The file cannot be created.
     """
     election = FileElection(path, identity)
     try:

@@ -1,4 +1,7 @@
-"""Elections by their settings. The packages of etcd and Kubernetes are optional."""
+"""Opening of elections: opens the leader election among planners that the settings name.
+
+The packages for etcd and Kubernetes are optional, so they are imported only if the settings need them.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,15 +24,15 @@ from fleet.planner.settings import (
 )
 
 PLANNER_LOCK = ".planner"
-"""Lock file of the leading planner in the folder of a target."""
+"""Name of the lock file in the folder of plans; the leading planner holds the lock on this file."""
 
 
 @asynccontextmanager
 async def open_election(settings: PlannerSettings, identity: str, clock: Clock) -> AsyncIterator[PlanElection]:
-    """Open the candidate of the settings for the length of the context.
+    """Open the candidate by which this planner takes part in an election; close it when the context ends.
 
     Raises:
-        ConfigurationRefused: A package is not installed, a file cannot be used, or the API server is not known.
+        ConfigurationRefused: A package is not installed, a file cannot be used, or no API server is configured.
     """
     if settings.election is None:
         async with _by_target(settings, identity, clock) as candidate:
@@ -41,7 +44,11 @@ async def open_election(settings: PlannerSettings, identity: str, clock: Clock) 
 
 @asynccontextmanager
 async def _by_target(settings: PlannerSettings, identity: str, clock: Clock) -> AsyncIterator[PlanElection]:
-    """Elect one among the active planners of a folder or of keys in etcd, which would otherwise overwrite each other."""
+    """Open an election among the active planners that write plans to the same folder or etcd prefix.
+
+    Without this election, the planners would overwrite each other's plans. For another target or mode, the planner
+    always leads.
+    """
     target = settings.target
     if settings.mode is PlannerMode.ACTIVE and isinstance(target, FolderTarget):
         with open_file_election(Path(target.folder) / PLANNER_LOCK, identity, may_come_later=True) as file:

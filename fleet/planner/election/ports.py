@@ -1,11 +1,11 @@
-"""Port of the election: one of several planners leads."""
+"""Port of the leader election among planners, of which only the leader applies plans."""
 
 import asyncio
 from typing import Never, Protocol
 
 
 class PlanElection(Protocol):
-    """A planner as a candidate in an election."""
+    """Port by which a planner takes part in an election, and learns whether it leads."""
 
     def leads(self) -> bool:
         """Return whether this planner may apply plans now."""
@@ -17,7 +17,7 @@ class PlanElection(Protocol):
 
 
 class AlwaysLeads:
-    """An election with one candidate, which always leads. Implements `PlanElection`."""
+    """Says that this planner always leads, because it is the only candidate. Implements `PlanElection`."""
 
     def leads(self) -> bool:
         return True

@@ -1,13 +1,17 @@
-"""Forecast: the demand a start-up time ahead, from samples at equal steps. Pure; one port, five methods.
+"""Forecast: predicts the demand at the instant from which on a replica that is started now will serve. Pure.
+
+It predicts from samples of the past demand, which are taken at equal time steps.
 
 Rules:
 
-1. A forecaster takes one value a step and gives a mean and an upper bound for a horizon. No value is below 0.
-2. The methods: last value; exponentially weighted mean (Brown, 1956); local linear trend by a Kalman filter (Harvey, 1989, chapter 4), with
-   a damped slope (Gardner and McKenzie, 1985); additive seasons of a fixed length (Holt, 1957; Winters, 1960).
-3. `ChosenForecaster` makes all of their forecasts and later compares each with the real value (a rolling back-test at the horizon
-   that is used). It takes the method with the least absolute error, which must beat the present one by `MARGIN`. Its error is a
-   number.
+1. A forecaster gets one value in each step. For a given horizon (the time ahead), it returns the expected value and an
+   upper bound, which are at least 0.
+2. There are four methods: last value; exponentially weighted mean (Brown, 1956); local linear trend by a Kalman filter
+   (Harvey, 1989, chapter 4), with a damped slope (Gardner and McKenzie, 1985); additive seasons of a fixed length
+   (Holt, 1957; Winters, 1960).
+3. `ChosenForecaster` runs all of these methods, and later compares each forecast with the real value (a rolling
+   back-test at the same horizon). It changes to the method with the smallest absolute error, if this error is smaller
+   than that of the present method by at least the share `MARGIN`.
 """
 
 from collections import deque
@@ -18,16 +22,17 @@ from typing import Protocol
 from msgspec import Struct
 
 MARGIN = 0.05
-"""A method replaces the present one if its error is smaller by this share."""
+"""A method replaces the present method only if its error is smaller by at least this share."""
 
 MEMORY = 240
-"""Steps after which a back-test weighs 1/e."""
+"""Number of steps after which the weight of an old sample in a mean has fallen to 1/e."""
 
 UNSEASONAL = 4
-"""Number of last values whose mean is the forecast until the first season is complete."""
+"""Until the first season is complete, the mean of this number of last values is the forecast."""
 
 NORMAL = 1.2533
-"""Ratio of standard deviation to mean absolute deviation for a normal distribution; a single outlier hardly changes the latter."""
+"""Standard deviation of a normal distribution, divided by its mean absolute deviation. Forecast errors are measured by
+the mean absolute deviation, which a single outlier hardly changes."""
 
 
 class Forecast(Struct, frozen=True, kw_only=True):
@@ -37,19 +42,19 @@ class Forecast(Struct, frozen=True, kw_only=True):
 
 
 class Forecaster(Protocol):
-    """Method that forecasts a value."""
+    """Port of a forecast method, which learns from one value in each step and forecasts later values."""
 
     def update(self, value: float) -> None:
-        """Take the value of the next step."""
+        """Learn the value of the next step."""
         ...
 
     def forecast(self, horizon_seconds: float) -> Forecast:
-        """Return the expected value this many seconds ahead, with its upper bound."""
+        """Return the expected value at a time that is this many seconds ahead, and its upper bound."""
         ...
 
 
 class LastValue:
-    """Forecasts the last value for every horizon; the error grows with the square root of the horizon."""
+    """Forecasts that the value stays as it was last; the expected error grows with the square root of the horizon."""
 
     def __init__(self, step_seconds: float) -> None:
         self._step = step_seconds
@@ -66,7 +71,7 @@ class LastValue:
 
 
 class WeightedMean:
-    """Forecasts the exponentially weighted mean of past values."""
+    """Forecasts that the next value is the exponentially weighted mean of past values."""
 
     def __init__(self, half_life_steps: float) -> None:
         self._weight = 1.0 - 0.5 ** (1.0 / half_life_steps)
@@ -85,7 +90,7 @@ class WeightedMean:
 
 
 class LocalTrend:
-    """Forecasts a level and a slope by a Kalman filter. The slope is damped, because it says little about the far future."""
+    """Forecasts by a level and a slope, from a Kalman filter; the slope is damped, because trends seldom last long."""
 
     def __init__(
         self, step_seconds: float, *, level_noise: float = 0.05, slope_noise: float = 0.002, damping: float = 0.99
@@ -94,15 +99,15 @@ class LocalTrend:
 
         Args:
             step_seconds: Time between two values.
-            level_noise: Variance of the level's change in a step, relative to the variance of one measurement.
-            slope_noise: Variance of the slope's change in a step, relative to the same.
-            damping: Share of the slope that is left after a step.
+            level_noise: Variance of the change of the level in one step, relative to the variance of one measurement.
+            slope_noise: Variance of the change of the slope in one step, relative to the variance of one measurement.
+            damping: Share of the slope that is left after one step.
         """
         self._step = step_seconds
         self._level_noise, self._slope_noise, self._damping = level_noise, slope_noise, damping
         self._level: float | None = None
         self._slope = 0.0
-        # Covariance of level and slope, relative to the variance of one measurement.
+        # covariance matrix of level (l) and slope (s), relative to the variance of one measurement
         self._ll, self._ls, self._ss = 1.0, 0.0, 0.1
         self._measured = _Mean()
 
@@ -129,7 +134,10 @@ class LocalTrend:
 
 
 class Seasonal:
-    """Additive seasons of Holt and Winters, without a trend. Until one season is over, it forecasts the mean of its last values."""
+    """Forecasts by the additive seasons of Holt and Winters, without a trend.
+
+    Until the first season is complete, it forecasts the mean of the last values.
+    """
 
     def __init__(
         self, step_seconds: float, season_seconds: float, *, level_weight: float = 0.05, season_weight: float = 0.3
@@ -169,17 +177,17 @@ class Seasonal:
 
 
 class BacktestScore(Struct, frozen=True, kw_only=True):
-    """Forecast errors of one method in the back-test."""
+    """Holds the forecast error of one method in the back-test."""
 
     method: str
     relative: float
-    """Mean absolute error, divided by the mean value."""
+    """Mean absolute error of the forecasts, divided by the mean of the real values."""
 
     samples: int
 
 
 class ChosenForecaster:
-    """Forecasts by the method that has had the smallest error so far (rule 3)."""
+    """Forecasts by the method that had the smallest error in the back-test so far (rule 3)."""
 
     def __init__(self, methods: Mapping[str, Forecaster], step_seconds: float, horizon_seconds: float) -> None:
         assert methods, "at least one method"
@@ -190,12 +198,12 @@ class ChosenForecaster:
         self._mean = _Mean()
         self._made: dict[str, deque[float]] = {}
         self.chosen = next(iter(methods))
-        """Name of the present method."""
+        """Name of the method that is used now."""
 
         self.aim(horizon_seconds)
 
     def aim(self, horizon_seconds: float) -> None:
-        """Set the horizon of the back-test. Past errors are kept; forecasts that were not compared yet are dropped."""
+        """Set the horizon of the back-test; keep past errors, and drop forecasts that were not compared yet."""
         steps = max(1, round(horizon_seconds / self._step))
         if steps == self._steps and self._made:
             return
@@ -221,7 +229,7 @@ class ChosenForecaster:
 
     @property
     def error(self) -> float:
-        """Relative error of the chosen method in the back-test; 0 before the first comparison."""
+        """Mean absolute error of the chosen method, divided by the mean value; 0 before the first comparison."""
         return self._relative(self.chosen)
 
     @property
@@ -246,7 +254,7 @@ class ChosenForecaster:
 
 
 class _Mean:
-    """A mean in which old samples lose weight; the first samples have equal weights."""
+    """Computes a mean in which the first `MEMORY` samples have equal weights, and later old samples lose weight."""
 
     def __init__(self) -> None:
         self.value = 0.0

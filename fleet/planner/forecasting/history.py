@@ -1,4 +1,4 @@
-"""History: the rates, lengths, latencies and pool changes that a planner remembers. Pure."""
+"""History: remembers rates, lengths and latencies of requests, and changes of pools. Pure."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,41 +23,44 @@ from fleet.planner.rule_settings import PlannerRuleSettings
 from fleet.planner.sizing.capacity import OfferedLoad
 
 QUIET_GAPS = 8.0
-"""Without an arrival for this many mean gaps, the load has ended. Chance makes such a gap once in 3,000."""
+"""The load has ended if no request has arrived for this many times the mean gap between requests. Only one random gap
+in 3,000 is that long."""
 
 RECENT_SECONDS = 60.0
-"""Time for which windows are kept, from which percentiles of latencies are taken."""
+"""Seconds for which demand windows are kept. Percentiles of latencies are computed from these windows."""
 
 RECENT_ERRORS = 2.0
-"""A recent rate counts only if it exceeds the level by this many standard errors."""
+"""The rate of the last `RECENT_SECONDS` is used only if it exceeds the level by more than this many standard errors."""
 
 ENOUGH = 20
-"""Fewest requests from which a percentile is computed, to be compared with a goal or a prediction."""
+"""Minimum number of measured requests for a percentile of latencies; with fewer requests, the percentile is unknown."""
 
 PRIOR_COUNTS = 20.0
-"""Windows of Poisson arrivals with which the estimate of the dispersion begins."""
+"""Weight of the first estimate of the dispersion (1, for Poisson arrivals), as a number of windows."""
 
 DISPERSION_MEMORY = 240.0
-"""Windows after which a dispersion weighs 1/e."""
+"""Number of windows after which the weight of an old sample of the dispersion has fallen to 1/e."""
 
 LEAST_SPREAD = 0.05
-"""Smallest squared coefficient of variation of lengths that is assumed in tests for a change."""
+"""Smallest value that is assumed for the squared coefficient of variation of lengths, when changes are detected."""
 
 LEAST_CHANGE = 0.1
-"""Smallest change of a mean length that counts, as a share; with many requests much smaller ones are no chance either."""
+"""Smallest relative change of a mean length that counts as a change. With many requests, much smaller changes are
+statistically significant, but they need no other plan."""
 
 SPREAD_MEMORY = 2000.0
-"""Requests after which a spread weighs 1/e."""
+"""Number of requests after which the weight of an old sample of the spread of lengths has fallen to 1/e."""
 
 CACHED_MEMORY = 600.0
-"""Seconds after which a cached prompt weighs 1/e. Pools that change lose caches for a while, which is no change of the load."""
+"""Seconds after which the weight of an old prompt in the share of cached tokens has fallen to 1/e. The time is long,
+because a change of the pools loses cached blocks for a while, although the load stays the same."""
 
 FIRST_SHAPE = RequestShape(prompt_tokens=1000.0, answer_tokens=200.0)
-"""Lengths before the first request."""
+"""Lengths in tokens that are assumed until the first request has been counted."""
 
 
 class DemandHistory:
-    """Rates, mean lengths, variation and forecast of the demand, updated with each window."""
+    """Learns the rate, the mean lengths, the dispersion and the forecast of the demand from each demand window."""
 
     def __init__(self, settings: PlannerRuleSettings) -> None:
         self._settings = settings
@@ -66,21 +69,22 @@ class DemandHistory:
         self._prompts = _Lengths(settings.threshold)
         self._answers = _Lengths(settings.threshold)
         self._rate = Level(lambda mean: mean * self.dispersion, settings.threshold)
-        self._prompt_tokens = self._cached_tokens = 0.0  # token sums in which old windows lose weight (`CACHED_MEMORY`)
+        # sums of tokens, in which old windows lose weight (`CACHED_MEMORY`)
+        self._prompt_tokens = self._cached_tokens = 0.0
         self._recent: deque[DemandWindow] = deque()
         self._since_arrival = 0.0
-        # arrivals and seconds of the load that has not ended, as sums in which old windows lose weight
+        # sums of arrivals and of seconds since the load began, in which old windows lose weight
         self._arrivals = self._seconds = 0.0
         self._step_arrivals = self._step_seconds = 0.0
         self._steps = 0
         self.since_shape_change = inf
-        """Seconds of demand since mean lengths last changed."""
+        """Seconds of observed demand since the mean length of prompts or answers last changed."""
 
         self.since_fall = inf
-        """Seconds of demand since the rate last fell by more than chance explains."""
+        """Seconds of observed demand since the rate last fell by more than chance explains."""
 
         self.ended: Nanos | None = None
-        """End of the last window."""
+        """Instant at which the last window ended; None before the first window."""
 
         self.forecaster = ChosenForecaster(_methods(settings), settings.step_seconds, 60.0)
 
@@ -91,19 +95,19 @@ class DemandHistory:
 
     @property
     def shape_changes(self) -> int:
-        """Number of changes of the mean lengths."""
+        """Number of times that the mean length of prompts or of answers has changed."""
         return self._prompts.level.changes + self._answers.level.changes
 
     @property
     def cached_share(self) -> float:
-        """Share of the prompt tokens that workers have in a cache."""
+        """Share of the prompt tokens whose KV workers find in a cache."""
         return min(1.0, self._cached_tokens / self._prompt_tokens) if self._prompt_tokens else 0.0
 
     @property
     def recent_rate(self) -> float:
-        """Arrivals per second of the last `RECENT_SECONDS` if they are above the level by more than chance explains, else the level.
+        """Arrivals per second in the last `RECENT_SECONDS` if they clearly exceed the level, or else the level.
 
-        The level follows a slow rise late, because its threshold is high.
+        The level alone is not enough, because it has a high threshold for changes and so follows a slow rise late.
         """
         seconds = sum(each.seconds for each in self._recent)
         arrivals = sum(each.arrivals for each in self._recent)
@@ -132,12 +136,12 @@ class DemandHistory:
 
     @property
     def quiet(self) -> bool:
-        """Return whether no request has arrived for the cool-down, and for longer than chance explains."""
+        """Return whether no request has arrived for the cool-down and for `QUIET_GAPS` mean gaps."""
         gap = self._seconds / self._arrivals if self._arrivals else 0.0
         return self._since_arrival >= max(self._settings.cool_down_seconds, QUIET_GAPS * gap)
 
     def absorb(self, demand: DemandWindow) -> None:
-        """Take the next window, which has been checked."""
+        """Learn from the next demand window; the caller must have checked that its numbers are possible."""
         self.ended = demand.ended
         if demand.seconds <= 0.0:
             return
@@ -156,7 +160,10 @@ class DemandHistory:
             self._recent.popleft()
 
     def latencies(self, share: float, seconds: float = RECENT_SECONDS) -> tuple[float | None, float | None]:
-        """Return the percentiles of TTFT and TPOT in the last seconds, or None where too few requests were measured."""
+        """Return the percentiles of TTFT and TPOT over the last `seconds`; `share` is the percentile, from 0 to 1.
+
+        A value is None if fewer than `ENOUGH` requests were measured.
+        """
         found: list[float | None] = []
         for field in ("ttft", "tpot"):
             counts: Counts = ()
@@ -189,7 +196,7 @@ class DemandHistory:
 
 
 class PoolHistory:
-    """Observed start-up times of pools, the instants of their changes, and pools that cannot grow."""
+    """Learns the start-up time of each pool, the instants of changes, and which pools cannot grow at present."""
 
     def __init__(self, retry_seconds: float, pools: Sequence[PlannedPool]) -> None:
         self._retry = retry_seconds
@@ -203,13 +210,14 @@ class PoolHistory:
         self._decided: dict[PoolName, int] = {}
         self._written: dict[PoolName, int] = {}
         self.last_growth = 0.0
-        """Instant at which a pool's number last grew. Nobody knows what was before the start, so it counts as a growth."""
+        """Instant at which the requested number of a pool last grew. The start of the planner (0) counts as such an
+        instant, because earlier changes are unknown."""
 
         self.last_change = -inf
-        """Instant at which the replicas of a pool last changed."""
+        """Instant at which the number of ready replicas of any pool last changed."""
 
     def start_seconds(self, pool: PlannedPool) -> float:
-        """Return the observed start-up time, or the stated one before the first observation."""
+        """Return the observed start-up time of a replica, or before the first observation the one in the settings."""
         return self._start[pool.name]
 
     def blocked(self, name: PoolName, now: float) -> bool:
@@ -220,9 +228,10 @@ class PoolHistory:
         self._decided = dict(replicas)
 
     def absorb(self, now: float, seen: Observation) -> None:
-        """Take an observation.
+        """Learn from an observation of the pools.
 
-        A number that was written as decided and has fallen since, although nobody pinned the pool, was rolled back.
+        If a decided number was written and is lower now, although nobody has pinned the pool, the number was rolled
+        back. The pool then counts as unable to grow for a while.
         """
         for each in seen.pools:
             if (pool := self._pools.get(each.name)) is None:
@@ -258,7 +267,7 @@ class PoolHistory:
             self._blocked[name] = now + self._retry
 
     def _measure_start(self, name: PoolName, wanted: int, ready: int, now: float) -> None:
-        """Learn the time from asking for replicas until the last of them serves."""
+        """Learn the start-up time of a pool: from a request for replicas until the last of them serves."""
         asked = self._asked.get(name)
         if asked is None:
             return
@@ -271,17 +280,18 @@ class PoolHistory:
 
 
 class _Lengths:
-    """Mean and spread of lengths."""
+    """Learns the mean and the spread of the lengths of prompts or answers, and detects changes of the mean."""
 
     def __init__(self, threshold: float) -> None:
         self._weight = 0.0
         self.spread = 0.0
-        """Squared coefficient of variation, taken within windows, so that a change of the mean does not count; 0: unknown."""
+        """Squared coefficient of variation of the lengths, or 0 if it is unknown. It is computed within each window, so
+        that a change of the mean does not increase it."""
 
         self.level = Level(lambda mean: mean * mean * max(LEAST_SPREAD, self.spread or 1.0), threshold, LEAST_CHANGE)
 
     def add(self, count: float, total: float, squares: float) -> bool:
-        """Add the lengths of a window; return True if the mean has changed."""
+        """Add the lengths of the requests in a window; return True if their mean has changed."""
         if squares and total and count > 1.0:
             weight = count - 1.0
             mean = total / count

@@ -1,14 +1,18 @@
-"""Level: the mean of a noisy measure since its last change. A change is accepted only if chance is an unlikely explanation.
+"""Level: computes the mean of a noisy measure since the measure last changed. Pure.
 
 Rules:
 
-1. Each sample has a weight (seconds, or requests) and a sum over that weight (arrivals, or tokens). The level is the sum of the sums
-   over the sum of the weights, of all samples since the last change, but no longer than `LONGEST` samples.
-2. After each sample, the last 1, 2, 3, 6, 12, ... samples are compared with those before them. If their means differ by more than `threshold`
-   standard errors, the samples before are forgotten. The variance of one unit of weight is given by the caller. For a fall it is taken at the
-   mean before, and for a rise the standard deviation is taken between both means, because that of counts grows with their mean. So five
-   times the load shows in the first few seconds (Anscombe's transformation, 1948, has the same effect).
-3. So the level of a constant load becomes steadier with time, a step shows at once, and a ramp shows as several steps.
+1. Each sample has a weight (such as seconds) and an amount (such as arrivals in these seconds). The level is the sum of
+   the amounts divided by the sum of the weights, over all samples since the last change, but at most the last `LONGEST`
+   samples.
+2. After each sample, the means of the last 1, 2, 3, 6, 12, ... samples are compared with the mean of the earlier
+   samples. If they differ by more than `threshold` standard errors, chance is an unlikely explanation: the measure has
+   changed, and the earlier samples are dropped. The caller gives the variance of one unit of weight as a function of
+   the mean. For a fall, the variance at the earlier mean is used. For a rise, the mean of the standard deviations at
+   both means is used, because the variance of counts grows with their mean (Anscombe's transformation, 1948, has the
+   same effect).
+3. So the level of a constant load becomes more exact with time. It follows a sudden change at once, and a gradual
+   change in several steps.
 """
 
 from collections import deque
@@ -20,26 +24,26 @@ SCALES = (1, 2, 3, 6, 12, 24, 48)
 
 
 class Level:
-    """The mean of the samples since the last detected change (rules 1 and 2)."""
+    """Computes the mean of the samples since the last change, and detects changes (rules 1 and 2)."""
 
     def __init__(self, variance: Callable[[float], float], threshold: float, least: float = 0.0) -> None:
         """Create a level without samples.
 
         Args:
-            variance: Variance of the sum over one unit of weight, where the argument is the mean.
-            threshold: Standard errors by which two means differ if the measure has changed.
-            least: Smallest difference that counts as a change, as a share of the mean before.
+            variance: Returns the variance of the amount in one unit of weight, for a mean.
+            threshold: Number of standard errors by which two means must differ to count as a change.
+            least: Smallest difference that counts as a change, as a share of the earlier mean.
         """
         self._variance = variance
         self._threshold = threshold
         self._least = least
         self._samples: deque[tuple[float, float]] = deque()
         self.weight = 0.0
-        """Weight of the samples since the last change."""
+        """Sum of the weights of the samples since the last change."""
 
         self._amount = 0.0
         self.changes = 0
-        """Number of changes that were seen."""
+        """Number of changes that were detected so far."""
 
     @property
     def mean(self) -> float:
@@ -62,7 +66,7 @@ class Level:
         return True
 
     def _changed(self) -> int | None:
-        """Return how many of the last samples differ most from the earlier ones; None if the measure has not changed."""
+        """Return the number of samples since a change that is detected now, or None if the measure has not changed."""
         samples = self._samples
         all_weight, all_amount = self.weight + samples[-1][0], self._amount + samples[-1][1]
         weight = amount = 0.0

@@ -1,12 +1,16 @@
-"""Capacity: the highest rate of requests that some replicas of a pool serve while the goals are kept. Pure functions.
+"""Capacity: computes the highest rate of requests that replicas of a pool serve within the latency goals. Pure.
 
 Rules:
 
-1. A pool is described by the engine of one replica (`PoolEngine`): its step model, its room for KV, and the transfer time of a prompt.
-2. The goals hold at a percentile of all requests, not in the mean. Chance arrivals, observed bursts (`OfferedLoad.dispersion`), other
-   prompts, and the length of a request's own prompt all add to the TTFT. Independent parts are added as roots of squares.
-3. The replicas of a pool share one router. Twice the replicas therefore serve more than twice the rate (`fleet.hardware.latency.open_loop`).
-4. Loads are rounded to a grid of `GRID`, so that a small change of the measured lengths neither costs time nor changes a decision.
+1. A pool is described by the engine of one replica (`PoolEngine`): its step model, the size of its KV cache, and the
+   time to transfer the KV of a prompt.
+2. The goals hold for a percentile of all requests, and not for the mean. Random arrivals, bursts
+   (`OfferedLoad.dispersion`), the prompts of other requests, and the length of the own prompt all increase the TTFT.
+   Independent increases are combined as the square root of the sum of their squares.
+3. The replicas of a pool share a load, which the router balances. So twice as many replicas serve more than twice the
+   rate (`fleet.hardware.latency.open_loop`).
+4. Loads are rounded to a grid (`GRID`). So a small change of the measured lengths gives the same cached results and the
+   same decision.
 5. Measured latencies correct the predicted ones (`LatencyCorrection`) by a factor between `LEAST_FACTOR` and `MOST_FACTOR`.
 """
 
@@ -41,7 +45,7 @@ from fleet.planner.decisions import PlanGoals, PlannedPool
 from fleet.planner.messages import PoolName
 
 GRID = 1.02
-"""Ratio of two neighbouring lengths on the grid."""
+"""Ratio of two neighbouring values on the grid to which lengths are rounded."""
 
 DISPERSION_GRID = 1.1
 MOST_DISPERSION = 50.0
@@ -49,26 +53,28 @@ LEAST_FACTOR = 0.25
 MOST_FACTOR = 4.0
 COARSE_STRIDE = 1.25
 COARSE_HALVINGS = 16
-"""Search for a limit: as exact as a decision needs, since a planner searches hundreds of limits in a round."""
+"""Number of steps of a binary search for a limit. It is small, because a planner searches for hundreds of limits in a
+round, and a decision needs no higher precision."""
 
 REPLICAS_GRID = 1.2
-"""Ratio of two numbers of replicas above `EXACT_REPLICAS` whose rate per replica is computed; numbers between get that of the lower one."""
+"""Above `EXACT_REPLICAS`, the rate per replica is computed only for numbers of replicas that differ by this factor. For
+a number in between, the rate of the next lower one is used."""
 
 EXACT_REPLICAS = 8
 KEPT = 4096
-"""Most results that a model keeps."""
+"""Maximum number of results that a capacity model keeps in its cache."""
 
 
 class OfferedLoad(Struct, frozen=True, kw_only=True):
-    """Requests of a model, apart from their rate."""
+    """Describes the requests of a model without their rate: lengths, variation of the lengths, and bursts."""
 
     shape: RequestShape
     prompt_spread: float = 0.0
-    """Squared coefficient of variation of the prompts' lengths."""
+    """Squared coefficient of variation of the prompt lengths."""
 
     answer_spread: float = 0.0
     dispersion: float = 1.0
-    """Variance of the number of arrivals divided by its mean; 1: Poisson."""
+    """Variance of the number of arrivals in a time, divided by its mean; 1 means Poisson arrivals."""
 
     def rounded(self) -> "OfferedLoad":
         """Return the load with its values rounded to the grid (rule 4)."""
@@ -76,49 +82,52 @@ class OfferedLoad(Struct, frozen=True, kw_only=True):
 
 
 class PredictedLatency(Struct, frozen=True, kw_only=True):
-    """Latencies of a pool at a percentile, in seconds; infinite if the load is too high, 0 for a phase that the pool does not serve."""
+    """Holds the predicted latencies of a pool at a percentile, in seconds.
+
+    They are infinite if the load is too high, and 0 for a phase that the pool does not serve.
+    """
 
     ttft: float = 0.0
     tpot: float = 0.0
 
 
 class CapacityModel(Protocol):
-    """Predicts rates and latencies of pools."""
+    """Port of a model that predicts the rates and latencies of pools."""
 
     def highest_rate(self, pool: PlannedPool, load: OfferedLoad, goals: PlanGoals, replicas: int) -> float:
-        """Return the requests per second that the replicas serve within the goals; 0: not even one request keeps them."""
+        """Return the most requests per second that replicas serve within the goals; 0 if a lone request misses them."""
         ...
 
     def latency(
         self, pool: PlannedPool, load: OfferedLoad, percentile: float, replicas: int, rate: float
     ) -> PredictedLatency:
-        """Return the latencies of a pool whose replicas share `rate` requests per second."""
+        """Return the latencies of a pool whose replicas together get `rate` requests per second, at a percentile."""
         ...
 
 
 class PoolEngine(Struct, frozen=True, kw_only=True):
-    """Engine of one replica of a pool."""
+    """Describes the engine of one replica of a pool, and its KV transfers."""
 
     engine: EngineReplica
     transfer_base: float = 0.0
-    """Seconds of a KV transfer before its first byte."""
+    """Seconds before the first byte of a KV transfer arrives."""
 
     transfer_token: float = 0.0
-    """Additional seconds for each prompt token."""
+    """Seconds that each prompt token adds to a KV transfer."""
 
     def transfer(self, prompt_tokens: float) -> float:
         return self.transfer_base + self.transfer_token * prompt_tokens
 
 
 class StepCapacity:
-    """Capacity by the step models of the pools' engines."""
+    """Predicts rates and latencies by the step models of the pools' engines. Implements `CapacityModel`."""
 
     def __init__(self, engines: Mapping[PoolName, PoolEngine], headroom: float = 0.9) -> None:
         """Create the model.
 
         Args:
-            engines: Engine of each pool.
-            headroom: Most of an engine's throughput that is used.
+            engines: Engine of each pool, by the name of the pool.
+            headroom: Maximum share of an engine's throughput that may be used, from 0 to 1.
         """
         self._engines = dict(engines)
         self._headroom = headroom
@@ -139,7 +148,7 @@ class StepCapacity:
     def _computed_rate(
         self, engine: PoolEngine, role: Role, load: OfferedLoad, goals: PlanGoals, replicas: int
     ) -> float:
-        """Return the highest rate of one of the replicas."""
+        """Return the highest requests per second of one replica, if `replicas` equal replicas share the load."""
         shared = _SharedEngine(engine, load, goals.percentile, replicas)
         match role:
             case Role.PREFILL:
@@ -164,7 +173,7 @@ class StepCapacity:
 
 
 class _SharedEngine:
-    """Computes rates and latencies of one of several engines that share a load."""
+    """Computes rates and latencies of one engine in a pool of equal engines that share a load."""
 
     def __init__(self, engine: PoolEngine, load: OfferedLoad, percentile: float, replicas: int) -> None:
         self._engine = engine.engine
@@ -184,7 +193,7 @@ class _SharedEngine:
         return highest_concurrency(self._engine, self._shape)
 
     def highest_rate(self, ttft: float, tpot: float, headroom: float) -> float:
-        """Return the highest rate of an engine that prefills and decodes."""
+        """Return the most requests per second that an aggregated engine serves within the goals `ttft` and `tpot`."""
         most = headroom * aggregated_rate(self._engine, self._shape, self.room)
 
         def kept(running: float) -> bool:
@@ -217,13 +226,13 @@ class _SharedEngine:
 
     @cached_property
     def _prefilled_alone(self) -> tuple[float, float]:
-        """TTFT of a request that meets no other, and what a long prompt adds, in an engine that only prefills."""
+        """TTFT of a lone request in a prefill engine, and the seconds that a long prompt adds to it."""
         alone = prefill_ttft(self._engine, self._shape, self._occupancy, 0.0)
         return alone, prefill_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
 
     @cached_property
     def _answered_alone(self) -> tuple[float, float]:
-        """TTFT of a request that meets no other, and what a long prompt adds, in an engine that prefills and decodes."""
+        """TTFT of a lone request in an aggregated engine, and the seconds that a long prompt adds to it."""
         alone = aggregated_ttft(self._engine, self._shape, self._occupancy, 0.0)
         return alone, aggregated_ttft(self._engine, self._long, self._occupancy, 0.0) - alone
 
@@ -244,7 +253,7 @@ class _SharedEngine:
         return aggregated_tpot(self._engine, self._shape, self._occupancy, running)
 
     def running(self, rates: "_EngineRate", rate: float) -> float:
-        """Return the number of running requests at a rate."""
+        """Return the number of requests that run in the engine at once if it gets `rate` requests per second."""
         return highest(
             lambda running: rates(self._engine, self._shape, running) <= rate, 0.0, self.room, COARSE_HALVINGS
         )
@@ -258,20 +267,20 @@ class _EngineRate(Protocol):
 
 
 class LatencyCorrection:
-    """Learned factor between measured and predicted percentiles of one latency, with a drift alarm."""
+    """Learns the ratio of the measured to the predicted value of one latency, and detects changes of this ratio."""
 
     def __init__(self) -> None:
         self._correction = Correction()
         self._alarms = 0
 
     def observe(self, predicted: float, measured: float) -> bool:
-        """Learn from one window; return True for a drift alarm. What is not positive and finite teaches nothing."""
+        """Learn from one pair of values in seconds; return True if the ratio has changed (a drift alarm)."""
         if not (isfinite(predicted) and isfinite(measured) and predicted > 0.0 and measured > 0.0):
             return False
         return self._correction.observe(_bounded(predicted), _bounded(measured))
 
     def factor(self, predicted: float) -> float:
-        """Return measured over predicted seconds at a predicted latency."""
+        """Return the learnt ratio of measured to predicted seconds, for a predicted latency in seconds."""
         if not isfinite(predicted) or predicted <= 0.0:
             return 1.0
         predicted = _bounded(predicted)
@@ -279,7 +288,7 @@ class LatencyCorrection:
 
     @property
     def error(self) -> float:
-        """Typical relative error after the correction."""
+        """Typical relative error of the predictions after they were multiplied by the factor."""
         return self._correction.learnt.error
 
     @property
@@ -296,11 +305,12 @@ def linear_engine(
     budget_tokens: float,
     kv_bytes_per_token: float = 0.0,
 ) -> PoolEngine:
-    """Return the engine of a linear latency model, such as that of simulated workers."""
+    """Return the engine whose step times follow a linear latency model, such as that of simulated workers."""
     token = latency.prefill_ms_per_token * 1e-3
     step = StepModel(
         base=(latency.prefill_base_ms if role is Role.PREFILL else latency.step_base_ms) * 1e-3,
-        sequence=latency.step_ms_per_sequence * 1e-3 - token,  # a decoding sequence is one token, too
+        # the step model counts a decoding sequence as one token too, so the time of a token is subtracted
+        sequence=latency.step_ms_per_sequence * 1e-3 - token,
         token=token,
         dense_read=0.0,
         dense_token=0.0,
@@ -326,7 +336,7 @@ def linear_engine(
 
 
 def _longer(load: OfferedLoad, percentile: float) -> RequestShape:
-    """Return a request whose prompt is as long as that percentile of all prompts, if lengths are log-normal."""
+    """Return a request whose prompt length is at the given percentile of log-normally distributed lengths."""
     variance = log1p(load.prompt_spread)
     factor = max(1.0, exp(NormalDist().inv_cdf(percentile) * sqrt(variance) - 0.5 * variance))
     return structs.replace(
@@ -345,7 +355,10 @@ def _fewer_on_grid(replicas: int) -> int:
 
 @lru_cache(maxsize=64)
 def _rounded(load: OfferedLoad) -> OfferedLoad:
-    """Return the load with its values rounded to the grid. A planning round computes the same one thousands of times."""
+    """Return the load with its values rounded to the grid.
+
+    The result is cached, because the planner needs the same load thousands of times for one decision.
+    """
     prompt = _on_grid(max(1.0, load.shape.prompt_tokens), GRID)
     new = _on_grid(max(1.0, load.shape.new_tokens), GRID)
     shape = RequestShape(

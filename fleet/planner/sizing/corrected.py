@@ -1,12 +1,15 @@
-"""Corrected capacity: a capacity model with what was learnt from measured latencies and missed goals. Pure.
+"""Corrected capacity: corrects the predictions of a capacity model by measured latencies and missed goals. Pure.
 
 Rules:
 
-1. A latency that is measured `f` times as long as predicted needs a prediction of 1/f of the goal. `f` lies between `LEAST_FACTOR` and
-   `MOST_FACTOR`: an engine that seems faster at low load is hardly trusted at high load.
-2. If goals were missed at a share of the predicted capacity, only a little less than that share is used, at least `LEAST_SHARE`. The
-   memory fades within `FADING_SECONDS`.
-3. A goal that not even a single request keeps is out of reach. The model then sizes for `RELAXED` times the best value.
+1. If the measured latency is `f` times the predicted one, the predicted latency has to be below the goal divided by
+   `f`. `f` is at least `LEAST_FACTOR` and at most `MOST_FACTOR`, because an engine that is faster than predicted at low
+   load may not be faster at high load.
+2. If goals are missed when a phase uses a certain share of its predicted capacity, the planner then uses only a little
+   less than this share, but at least `LEAST_SHARE`. The usable share slowly grows back to 1, with the time constant
+   `FADING_SECONDS`.
+3. A goal is out of reach if even a lone request misses it in every pool. Pools are then sized for `RELAXED` times the
+   best possible value.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,11 +27,11 @@ BELOW_MISS = 0.95
 FADING_SECONDS = 6 * 3600.0
 RELAXED = 1.25
 SMALLEST_RATE = 1e-3
-"""Requests per second at which a request is alone."""
+"""A rate in requests per second that is so low that each request is alone in its engine."""
 
 
 class CorrectedCapacity:
-    """Capacity of pools for the goals of a model, corrected by measurements."""
+    """Predicts how many requests pools serve within the goals, and corrects the predictions by measurements."""
 
     def __init__(self, model: CapacityModel, goals: PlanGoals, pools: Sequence[PlannedPool]) -> None:
         self._model = model
@@ -36,27 +39,31 @@ class CorrectedCapacity:
         self._pools = tuple(pools)
         self.ttft = LatencyCorrection()
         self.tpot = LatencyCorrection()
-        self._misses: dict[Role, tuple[float, float]] = {}  # share of the capacity, and instant
+        # for each phase that missed a goal: the usable share of its capacity, and the instant of the miss
+        self._misses: dict[Role, tuple[float, float]] = {}
         self._elapsed = 0.0
         self._goals_of: tuple[OfferedLoad, PlanGoals] | None = None
 
     def advance(self, elapsed: float) -> None:
-        """Tell the time in seconds, by which memories fade."""
+        """Set the present time in seconds, because the effect of missed goals fades with time."""
         self._elapsed = elapsed
 
     def highest_rate(self, pool: PlannedPool, load: OfferedLoad, replicas: int) -> float:
-        """Return the requests per second that the replicas serve."""
+        """Return the highest rate, in requests per second, that the replicas of a pool serve within the goals."""
         goals = self._model_goals(load)
         return self.used_share(pool.role) * self._model.highest_rate(pool, load, goals, replicas)
 
     def remember(self, phase: Role, share: float) -> None:
-        """Remember that a phase missed its goals at this share of what it could serve."""
+        """Remember that a phase missed its goals when it used this share of its predicted capacity."""
         self._misses[phase] = (min(self.used_share(phase), max(LEAST_SHARE, BELOW_MISS * share)), self._elapsed)
 
     def learn(
         self, load: OfferedLoad, rate: float, ready: Mapping[PlannedPool, int], ttft: float | None, tpot: float | None
     ) -> Iterator[str]:
-        """Learn from measured percentiles, and yield the latencies whose error has grown."""
+        """Learn from the measured TTFT and TPOT at the percentile of the goals; None means not measured.
+
+        Yield the name of each latency whose predictions have become wrong.
+        """
         predicted = self.predicted(load, rate, ready)
         self._goals_of = None
         if ttft is not None and self.ttft.observe(predicted[0], ttft):
@@ -65,7 +72,7 @@ class CorrectedCapacity:
             yield "tpot"
 
     def out_of_reach(self, load: OfferedLoad) -> Iterator[PlanCondition]:
-        """Yield the goals that no pool can keep, with the best that can be reached."""
+        """Yield a condition for each goal that no pool can keep; it names the best value that can be reached."""
         best = self._best(load)
         for field, reachable in (("ttft_seconds", best[0]), ("tpot_seconds", best[1])):
             goal: float = getattr(self._goals, field)
@@ -88,7 +95,10 @@ class CorrectedCapacity:
         return ttft, tpot
 
     def _model_goals(self, load: OfferedLoad) -> PlanGoals:
-        """Return the goals as the uncorrected model has to keep them. Those of the last load are kept until something is learnt."""
+        """Return the goals that the uncorrected model has to keep.
+
+        The goals for the last load are cached until new measurements are learnt.
+        """
         if self._goals_of is not None and self._goals_of[0] == load:
             return self._goals_of[1]
         ttft, tpot = self._best(load)
@@ -110,7 +120,7 @@ class CorrectedCapacity:
         return FACTOR_GRID ** round(log(factor) / log(FACTOR_GRID))
 
     def used_share(self, role: Role) -> float:
-        """Return the share of the capacity that is used, because goals were missed above it; 1 if none were."""
+        """Return the usable share of the predicted capacity of a role; it is below 1 after missed goals (rule 2)."""
         phases = (Role.PREFILL, Role.DECODE) if role is Role.BOTH else (role,)
         shares = [self._misses[phase] for phase in phases if phase in self._misses]
         return min(
@@ -119,7 +129,10 @@ class CorrectedCapacity:
         )
 
     def predicted(self, load: OfferedLoad, rate: float, ready: Mapping[PlannedPool, int]) -> tuple[float, float]:
-        """Return the predicted TTFT and TPOT of the slowest pools, if the pools of a phase share the rate by their capacity."""
+        """Return the highest TTFT and the highest TPOT that the model predicts, without correction, for any pool.
+
+        The pools of a phase are assumed to share the rate in proportion to their capacities.
+        """
         ttft = tpot = 0.0
         for phase in (Role.PREFILL, Role.DECODE):
             pools = {pool: count for pool, count in ready.items() if pool.role in {phase, Role.BOTH}}

@@ -1,7 +1,8 @@
-"""Price book: dollars per hour of a GPU by region, and what a request costs at a hosted endpoint. Pure.
+"""Prices: computes the cost of GPUs by a price book, and the cost of requests at a hosted endpoint. Pure.
 
-The default book has one region, `list`, with the list prices of `fleet.hardware.gpus`, whose sources and dates are given there. Your own
-book is a TOML file with a table for each region:
+A price book has the dollars per hour of each GPU type in each region. The default price book has one region, `list`,
+with the list prices in `fleet.hardware.gpus`, which also names their sources and dates. Your own price book is a TOML
+file with a table for each region:
 
     [regions.us-east]
     h100 = 2.49
@@ -18,7 +19,7 @@ from fleet.hardware.gpus import gpus
 from fleet.planner.decisions import PlannedPool
 
 LIST = "list"
-"""Region of the default book."""
+"""Name of the only region in the default price book."""
 
 HourlyPrice = Annotated[float, Meta(gt=0, le=1e6)]
 TokenPrice = Annotated[float, Meta(ge=0, le=1e6)]
@@ -27,10 +28,10 @@ MILLION = 1e6
 
 
 class PriceBook(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prices of GPUs."""
+    """Holds the prices of GPUs by region."""
 
     regions: Mapping[str, Mapping[str, HourlyPrice]]
-    """Dollars for one hour of one GPU, by region and short name of the GPU."""
+    """Dollars for one hour of one GPU, by region and by the short name of the GPU type."""
 
     def __post_init__(self) -> None:
         if not self.regions:
@@ -42,10 +43,10 @@ class PriceBook(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                     raise ValueError(f"regions.{region}.{name}: is not one of {', '.join(known)}")
 
     def dollars(self, gpu: str, region: str) -> float:
-        """Return the price of a GPU.
+        """Return the price of a GPU type in a region, in dollars per hour.
 
         Raises:
-            ConfigurationRefused: The book has no such region, or no price there.
+            ConfigurationRefused: The price book has no such region, or no price for this GPU in it.
         """
         if region not in self.regions:
             raise ConfigurationRefused(f"region: {region!r} is not one of {', '.join(self.regions)}")
@@ -55,10 +56,13 @@ class PriceBook(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def priced(pools: Sequence[PlannedPool], book: PriceBook, region: str) -> tuple[PlannedPool, ...]:
-    """Return the pools with the prices of a book; a pool that has its own price, or no GPU, keeps what it has.
+    """Return the pools with the prices of their GPUs from a price book.
+
+    A pool without a GPU, or with a price in its settings, stays unchanged. If `region` is empty, the first region of
+    the price book is used.
 
     Raises:
-        ConfigurationRefused: The book has no such region, or no price for a GPU.
+        ConfigurationRefused: The price book has no such region, or no price for a GPU.
     """
     region = region or next(iter(book.regions))
     return tuple(
@@ -70,27 +74,28 @@ def priced(pools: Sequence[PlannedPool], book: PriceBook, region: str) -> tuple[
 
 
 def list_prices() -> PriceBook:
-    """Return the default book."""
+    """Return the default price book: the list prices in `fleet.hardware.gpus`, in the region `LIST`."""
     return PriceBook(
         regions={LIST: {name: each.price.dollars for name, each in gpus().items() if each.price is not None}}
     )
 
 
 class HostedPrice(Struct, frozen=True, kw_only=True):
-    """Price of a hosted endpoint, in dollars per million tokens."""
+    """Holds the prices of a hosted endpoint, in dollars per million tokens."""
 
     prompt: TokenPrice
     answer: TokenPrice
 
     def dollars(self, prompt_tokens: float, answer_tokens: float) -> float:
-        """Return the price of one request."""
+        """Return the price of one request in dollars."""
         return (self.prompt * prompt_tokens + self.answer * answer_tokens) / MILLION
 
 
 def break_even(dollars_per_hour: float, rate: float, dollars_per_request: float) -> float | None:
-    """Return the share of a rate below which the hosted endpoint is cheaper than GPUs that cost the same at any load.
+    """Return the load below which a hosted endpoint is cheaper than own GPUs, as a share of the rate `rate`.
 
-    Above 1 the hosted endpoint is cheaper even at the full rate. None if it costs nothing.
+    `rate` is the highest rate of the GPUs in requests per second; they cost the same at any load. A result above 1
+    means that the hosted endpoint is cheaper even at this rate. None means that the hosted endpoint costs nothing.
     """
     hosted = dollars_per_request * rate * SECONDS_PER_HOUR
     return dollars_per_hour / hosted if hosted else None

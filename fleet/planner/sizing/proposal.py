@@ -1,10 +1,13 @@
-"""Proposal of pools: the cheapest pools of all GPU types that serve a load within its goals, before any pool exists. Pure.
+"""Proposal of pools: finds the cheapest pools of several GPU types that serve a load within its goals. Pure.
 
 Rules:
 
-1. Each GPU type may have pools of each role, with every tensor parallelism that holds the model within a node. The solver chooses among them.
-2. The KV of a prompt travels between two nodes with the GPUs of the decode pool; its time counts as part of the TPOT.
-3. If no pool can keep a goal, or limits allow for less than the rate, the result says which, with the best that can be reached.
+1. For each GPU type and each role, there is one possible pool for each tensor parallelism with which a node can hold
+   the model. The solver chooses among all these pools.
+2. The KV of a prompt is sent from a prefill node to a decode node. The time of this transfer is computed for the
+   network of the GPU type of the decode pool, and counts as part of the TPOT.
+3. If no pool can keep a goal, or if the limits do not allow the whole rate, a condition names the goal or the limit,
+   and the best value that can be reached.
 """
 
 from collections.abc import Sequence
@@ -28,23 +31,23 @@ from fleet.planner.sizing.prices import MILLION, SECONDS_PER_HOUR
 from fleet.planner.sizing.solver import Candidate, solve
 
 LONG_PROMPT = 1000
-"""Tokens from which the time of a KV transfer is taken, apart from its start."""
+"""Length in tokens of the prompt from whose transfer time the transfer time of one token is computed."""
 
 
 class PricedGpu(Struct, frozen=True, kw_only=True):
-    """A GPU type that may be used."""
+    """Names a GPU type that the proposal may use, with its price."""
 
     gpu: Gpu
     dollars_per_hour: float
 
 
 class ProposedPool(Struct, frozen=True, kw_only=True):
-    """Pool of a proposal."""
+    """Describes one proposed pool: its GPUs, its number of replicas, its price and its rate."""
 
     role: Role
     gpu: str
     tp: int
-    """GPUs of one replica, which share the model by tensor parallelism."""
+    """Number of GPUs of one replica, which share the model by tensor parallelism."""
 
     replicas: int
     gpus: int
@@ -54,21 +57,22 @@ class ProposedPool(Struct, frozen=True, kw_only=True):
 
 
 class PoolProposal(Struct, frozen=True, kw_only=True):
-    """Pools for a load; without any, conditions say why there are none."""
+    """Holds the proposed pools for a load. If there are no pools, the conditions state the reason."""
 
     pools: tuple[ProposedPool, ...]
     gpus: int
     dollars_per_hour: float
     dollars_per_million_tokens: float
-    """For tokens of prompts and answers together, at the stated rate."""
+    """Dollars for a million prompt and answer tokens together, at the rate `rate`."""
 
     dollars_per_million_answer_tokens: float
     ttft_seconds: float
-    """Predicted TTFT at the percentile of the goals; 0: there are no pools."""
+    """Predicted TTFT in seconds at the percentile of the goals, or 0 if there are no pools."""
 
     tpot_seconds: float
     rate: float
-    """Requests per second that are served within the goals: the stated ones, or fewer if limits do not allow for them."""
+    """Requests per second that the pools serve within the goals: the wanted rate, or less if the limits do not allow
+    it."""
 
     conditions: tuple[PlanCondition, ...] = ()
 
@@ -84,7 +88,7 @@ def propose_pools(
     headroom: float,
     backend: str = "vllm",
 ) -> PoolProposal:
-    """Return the cheapest pools that serve `rate` requests per second within the goals."""
+    """Return the cheapest pools that serve `rate` requests per second within the goals, or as many as possible."""
     tokens = ceil(load.shape.prompt_tokens + load.shape.answer_tokens)
     if sized.context and tokens > sized.context:
         return _nothing(
@@ -128,7 +132,7 @@ def propose_pools(
 
 
 def pool_engine(placement: ShardedModel, backend: str = "vllm") -> PoolEngine:
-    """Return the engine of a sharded model, by the estimated step model of its GPU."""
+    """Return the engine of a sharded model, with a step model that is estimated from measurements of GPUs."""
     estimated = estimate(placement, backend)
     first = transfer_seconds(placement, placement, 1)
     return PoolEngine(

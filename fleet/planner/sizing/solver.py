@@ -1,15 +1,18 @@
-"""Solver: the cheapest replicas of all pools that serve a rate, as an integer program for HiGHS. Pure functions.
+"""Solver: finds the cheapest numbers of replicas that serve a rate, by integer programs for the solver HiGHS. Pure.
 
 Rules:
 
-1. Each request needs one prefill and one decode. Pools of the role `prefill` or `decode` serve one of them, pools of the role `both` serve both.
-   The served rate is the smaller of what prefill and decode can take together; it is at most the rate that is wanted.
-2. The served rate comes first, dollars second. A replica that would have to start costs its start-up time within `HORIZON_SECONDS`
-   on top, so that a mix does not change for less than its change costs.
-3. Bounds of pools, budgets and ratio always hold. Budgets count what is held at any instant: a replica that ends holds its GPUs until it
-   has drained. So replicas that grow may only use what is free already.
-4. The program is linear, but more replicas of a pool serve more each. The solver is called again with the rates at the number it
-   found, until these replicas serve what was promised. The rate of one replica only falls from one round to the next, so the rounds end.
+1. Each request needs one prefill and one decode. Pools of the role `prefill` or `decode` serve one of these phases, and
+   pools of the role `both` serve both. The served rate is the smaller of the rates that all pools together can serve in
+   each phase, and at most the wanted rate.
+2. The highest served rate is more important than the lowest price. A replica that has to be started costs more: its
+   start-up time, as a share of `HORIZON_SECONDS`, is added to its price. So the mix does not change if the change costs
+   more than it saves.
+3. Bounds of pools, budgets and the ratio always hold. Budgets also count replicas that end, because these keep their
+   GPUs until they have drained. So new replicas may use only GPUs that are free already.
+4. An integer program needs a fixed rate for each replica, but this rate grows with the number of replicas in the pool.
+   So the solver is called again with the rates for the numbers that it has found, until these replicas really serve the
+   computed rate. The rates only fall from one round to the next one, so the rounds end.
 """
 
 from collections.abc import Sequence
@@ -28,37 +31,40 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 HORIZON_SECONDS = 1800.0
-"""Time for which a chosen mix is expected to stay; start-up costs are spread over it."""
+"""Seconds for which a chosen mix probably stays. The cost of starting a replica is spread over this time."""
 
 ROUNDS = 8
 SERVED_FIRST = 100.0
-"""Weight of an unserved request relative to the dearest replica that could serve it."""
+"""Cost of an unserved request in the program, as a multiple of the cost of the most expensive replica that could serve
+it."""
 
 GAP = 1e-6
-"""Relative distance to the optimum at which the solver may stop."""
+"""Relative distance to the optimal value at which the solver may stop."""
 
 TIME_LIMIT_SECONDS = 5.0
-"""Longest time for one linear program. The largest ones that were measured take a quarter of a second."""
+"""Time limit in seconds for one integer program. The largest programs that were measured take a quarter of a second."""
 
 KEPT = 256
-"""Programs whose solutions are kept. While the load is steady, two thirds of all programs repeat, within a round and between rounds."""
+"""Number of programs whose solutions are cached. If the load is steady, two thirds of all programs occur again, for the
+same decision or a later one."""
 
 ROUNDING = 1e-9
 ENOUGH = 1.0 - 1e-6
-"""A served share of a rate that is at least this large counts as the whole rate."""
+"""If at least this share of a rate can be served, the whole rate counts as served, because the rest is a rounding
+error."""
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
-    """A pool with its present replicas, as input of the solver."""
+    """Describes a pool for the solver: its bounds and its present replicas."""
 
     pool: PlannedPool
     least: int
     most: int
     now: int = 0
-    """Replicas that are there or start; more than these have to be started."""
+    """Number of replicas that are requested now. Each replica above this number has to be started."""
 
     held: int = 0
-    """Replicas that hold GPUs now, without those that drain."""
+    """Number of replicas that hold GPUs now, without draining ones."""
 
     draining: int = 0
 
@@ -72,11 +78,11 @@ class Candidate(Struct, frozen=True, kw_only=True):
 
 
 class SolverTimeout(RuntimeError):
-    """The solver found no solution within the time limit, so it is unknown whether one exists."""
+    """The solver found no solution within its time limit, so it is unknown whether a solution exists."""
 
 
 class Rates(Protocol):
-    """Function that returns the rate of a pool."""
+    """Port of a function that computes the rate of a number of replicas of a pool."""
 
     def __call__(self, pool: PlannedPool, replicas: int) -> float:
         """Return the requests per second that the replicas serve together."""
@@ -84,20 +90,22 @@ class Rates(Protocol):
 
 
 class Mix(Struct, frozen=True, kw_only=True):
-    """A solution: replicas of each candidate, the rate that they serve, and their cost."""
+    """Holds a solution: the number of replicas of each candidate, the rate that they serve, and their cost."""
 
     replicas: tuple[int, ...]
-    """Replicas of each candidate, in their order."""
+    """Number of replicas of each candidate, in the order of the candidates."""
 
     served: float
-    """Requests per second that they serve within the goals, at most the wanted rate."""
+    """Requests per second that the replicas serve within the goals, at most the wanted rate."""
 
     dollars: float
-    """Dollars per hour."""
+    """Dollars per hour of all replicas."""
 
 
 def solve(candidates: Sequence[Candidate], rate: float, rates: Rates, budget: PlanBudget) -> Mix | None:
-    """Return the cheapest replicas that serve the rate, or those that serve most of it; None if the bounds contradict each other.
+    """Return the cheapest mix that serves the rate, or None if the bounds contradict each other.
+
+    If the limits do not allow the whole rate, return the cheapest mix that serves the largest part of it.
 
     Raises:
         SolverTimeout: A program took longer than `TIME_LIMIT_SECONDS`.
@@ -124,13 +132,16 @@ def solve(candidates: Sequence[Candidate], rate: float, rates: Rates, budget: Pl
 
 
 def served(candidates: Sequence[Candidate], replicas: Sequence[int], rate: float, rates: Rates) -> float:
-    """Return the requests per second, at most `rate`, that these replicas serve."""
+    """Return the requests per second that the given replicas serve, but at most `rate`."""
     totals = [rates(each.pool, count) if count else 0.0 for each, count in zip(candidates, replicas, strict=True)]
     return _served(candidates, totals, rate)
 
 
 def within_budget(candidates: Sequence[Candidate], replicas: Sequence[int], budget: PlanBudget) -> bool:
-    """Return whether the budgets hold at every instant while the pools change to these replicas, and the ratio afterwards."""
+    """Return whether the limits allow a change to the given replicas.
+
+    Budgets have to be kept at every instant of the change, and the ratio after the change.
+    """
     gpus = dollars = 0.0
     for each, count in zip(candidates, replicas, strict=True):
         held = max(count, each.held) + each.draining
@@ -144,7 +155,7 @@ def within_budget(candidates: Sequence[Candidate], replicas: Sequence[int], budg
 
 
 def within_ratio(candidates: Sequence[Candidate], replicas: Sequence[int], budget: PlanBudget) -> bool:
-    """Return whether the replicas for prefill and those for decode keep the ratio."""
+    """Return whether the numbers of prefill and decode replicas keep the bounds of the ratio."""
     prefill = sum(count for each, count in zip(candidates, replicas, strict=True) if each.pool.role is Role.PREFILL)
     decode = sum(count for each, count in zip(candidates, replicas, strict=True) if each.pool.role is Role.DECODE)
     return (budget.least_ratio is None or prefill >= budget.least_ratio * decode - ROUNDING) and (
@@ -169,7 +180,10 @@ def _mix(candidates: Sequence[Candidate], replicas: Sequence[int], rate: float, 
 def _trimmed(
     candidates: Sequence[Candidate], replicas: Sequence[int], rate: float, rates: Rates, budget: PlanBudget
 ) -> list[int]:
-    """Return the replicas without those that the rounding of the rates has left over, dearest first."""
+    """Return the numbers without replicas that the rate does not need, which can remain because rates are rounded.
+
+    The most expensive replicas are removed first.
+    """
     trimmed, wanted = list(replicas), served(candidates, replicas, rate, rates) * (1.0 - ROUNDING)
     for index in sorted(range(len(trimmed)), key=lambda index: -candidates[index].dollars):
         while trimmed[index] > candidates[index].least:
@@ -181,9 +195,11 @@ def _trimmed(
 
 
 def _one_pool_each(candidates: Sequence[Candidate], rate: float, rates: Rates, budget: PlanBudget) -> Mix | None:
-    """Return the fewest replicas of each pool if no two pools serve the same phase and no limit is in the way; otherwise None.
+    """Return the smallest number of replicas of each pool without calling the solver, or None if this is not possible.
 
-    Each pool alone needs that many, so it is the optimum; most deployments have such pools, and a solver takes longer.
+    It is possible if no two pools serve the same phase, and if the limits allow the result. No other pool can then
+    replace these replicas, so the result is optimal. Most deployments have such pools, and the solver would take
+    longer.
     """
     roles = [each.pool.role for each in candidates]
     if len(set(roles)) != len(roles) or (Role.BOTH in roles and len(roles) > 1):
@@ -196,7 +212,10 @@ def _one_pool_each(candidates: Sequence[Candidate], rate: float, rates: Rates, b
 
 
 def fewest(candidate: Candidate, rate: float, rates: Rates) -> int:
-    """Return the fewest replicas within the bounds that serve a rate alone; the most must serve it."""
+    """Return the smallest number of replicas of a pool, within its bounds, that serves a rate.
+
+    The maximum number of replicas must be enough for the rate.
+    """
     if rate <= 0.0:
         return candidate.least
     low, high = max(1, candidate.least), candidate.most
@@ -210,7 +229,7 @@ def fewest(candidate: Candidate, rate: float, rates: Rates) -> int:
 
 
 def _alone(candidate: Candidate, rate: float, rates: Rates) -> float:
-    """Return the rate of one replica if this pool served everything alone."""
+    """Return the rate of one replica, in a pool that is large enough to serve the whole rate alone."""
     if candidate.most == 0:
         return 0.0
     one = rates(candidate.pool, 1)
@@ -226,8 +245,7 @@ def _highs() -> Any:
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("mip_rel_gap", GAP)
     solver.setOptionValue("threads", 1)
-    # This heuristic looks for a first solution of hard programs. Ours are easy: it took 90 % of the time of a few pools, and half of that
-    # of 48, and found nothing that the solver does not find itself.
+    # This heuristic looks for a first solution of hard programs; for our programs it only takes time.
     solver.setOptionValue("mip_heuristic_run_feasibility_jump", False)
     return solver
 
@@ -235,10 +253,11 @@ def _highs() -> Any:
 def _solve(
     candidates: Sequence[Candidate], rate: float, per_replica: Sequence[float], budget: PlanBudget
 ) -> list[int] | None:
-    """Return the cheapest replicas among those that serve most of the rate; None if the bounds contradict each other.
+    """Return the cheapest numbers that serve the largest possible rate, or None if the bounds contradict each other.
 
-    The weight of the served rate decides almost always at once. A last bit of the rate may be worth less than the replica that it needs.
-    Then the highest rate is found by itself, and becomes a bound.
+    Usually one program with a high weight on the served rate is enough. But a small rest of the rate may have less
+    weight than the replica that it needs. In this case, a program without prices first computes the highest rate, which
+    becomes a bound of another program.
     """
     program = (tuple(candidates), rate, tuple(per_replica), budget)
     found = _minimise(*program)
@@ -261,11 +280,11 @@ def _minimise(
     by_price: bool = True,
     least_served: float = 0.0,
 ) -> tuple[tuple[int, ...], float] | None:
-    """Solve the linear integer program once, and return the replicas and the served rate.
+    """Solve one integer program; return the number of replicas of each candidate and the served rate.
 
-    Columns: replicas n of each candidate, replicas started s, replicas held h, and the served rate r. Minimise
-    dollars of n and s (unless not `by_price`), less r by its weight, subject to: n - s <= now, h - n >= 0, h >= held, both phases serve r,
-    r >= least_served, budgets and ratio.
+    The variables are n, s and h for each candidate (replicas, started replicas, replicas that hold GPUs) and the served
+    rate r. Minimise the dollars of n and s (only if `by_price`) minus r times its weight, subject to: n - s <= now, h -
+    n >= 0, h >= held, both phases serve r, r >= least_served, budgets and ratio. Return None if there is no solution.
     """
     count = len(candidates)
     cost = [each.dollars or float(each.pool.replica_gpus or 1) for each in candidates]
@@ -299,7 +318,7 @@ def _minimise(
         held = sum(one * each.held for one, each in zip(prices, candidates, strict=True))
         drains = sum(one * each.draining for one, each in zip(prices, candidates, strict=True))
         rows.add(dict(enumerate(prices)), -inf, limit)
-        # What is held already above a limit may stay until it has drained, but nothing may be added.
+        # Replicas that already exceed a limit may stay until they have drained, but no replica may be added.
         rows.add({2 * count + index: one for index, one in enumerate(prices)}, -inf, max(limit - drains, held))
     for ratio, sign in ((budget.least_ratio, 1.0), (budget.most_ratio, -1.0)):
         if ratio is not None:
@@ -346,7 +365,7 @@ def _minimise(
 
 
 class _Rows:
-    """Rows of a sparse matrix."""
+    """Builds the sparse matrix of an integer program row by row, with the bounds of each row."""
 
     def __init__(self, columns: int) -> None:
         self._columns = columns

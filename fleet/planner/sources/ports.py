@@ -1,4 +1,4 @@
-"""Port of demand: where a planner learns what clients ask for."""
+"""Port of demand sources, from which a planner gets the demand of a model."""
 
 from typing import Never, Protocol
 
@@ -6,14 +6,14 @@ from fleet.planner.demand import DemandWindow, RecentRequest
 
 
 class DemandSource(Protocol):
-    """Source of the demand windows of one model."""
+    """Port of a source that collects the demand of one model."""
 
     async def run(self) -> Never:
         """Collect demand until cancelled."""
         ...
 
     def window(self) -> DemandWindow:
-        """Return the demand since the last window."""
+        """Return the demand since the previous call, and begin the next window."""
         ...
 
     def sample(self) -> tuple[RecentRequest, ...]:

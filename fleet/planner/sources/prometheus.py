@@ -1,14 +1,15 @@
-"""Prometheus demand source: reads the demand of routers from a Prometheus server by its HTTP API.
+"""Prometheus demand source: reads the demand of routers from a Prometheus server, by its HTTP API.
 
 Rules:
 
-1. A round asks for the age of the routers' samples and then for the samples. All answers come within `deadline_seconds`, or the round has
-   failed.
-2. A router process counts if its last sample is not older than `stale_seconds` by the server's own clock. Prometheus itself answers for
-   five minutes with the last sample of a target that it cannot scrape.
-3. If fewer than `routers` processes count, or a series is missing or impossible, nothing is taken from the round. The planner then holds once
-   the source has been silent for `stale_seconds`, and names the server and the cause.
-4. Router processes may come and go. What a process counted until it went is kept.
+1. A round first queries the age of the routers' samples, and then the samples. The round fails if not all answers have
+   arrived within `deadline_seconds`.
+2. A router process counts if its last sample is not older than `stale_seconds` by the server's own clock. This check is
+   necessary, because Prometheus returns the last sample of a target that it cannot scrape for five minutes.
+3. If fewer than `routers` processes count, or if a series is missing or has an impossible value, the whole round is
+   dropped. When all rounds have been dropped for `stale_seconds`, the planner stops changing replicas, and a condition
+   names the server and the cause.
+4. Router processes may start and end. The demand that a process has reported before its end still counts.
 """
 
 import asyncio
@@ -45,22 +46,22 @@ SERIES = f"fleet_demand_.+|fleet_worker_({'|'.join(WORKERS)})"
 
 
 class InstantValue(Struct, frozen=True, kw_only=True):
-    """One series of an answer."""
+    """Holds one series in an answer of Prometheus."""
 
     metric: dict[str, str]
     value: tuple[float, str]
-    """Instant of the evaluation in seconds since 1970, and the value."""
+    """Time at which the query was evaluated, in seconds since 1970, and the value."""
 
 
 class InstantVector(Struct, frozen=True, kw_only=True):
-    """Data of an answer."""
+    """Holds the field `data` of an answer of Prometheus: several series with one value each."""
 
     result_type: str = msgspec.field(name="resultType")
     result: tuple[InstantValue, ...]
 
 
 class QueryAnswer(Struct, frozen=True, kw_only=True):
-    """Answer of ``/api/v1/query``."""
+    """Holds the answer of Prometheus to ``/api/v1/query``."""
 
     status: Annotated[str, Meta(min_length=1)]
     data: InstantVector | None = None
@@ -68,13 +69,13 @@ class QueryAnswer(Struct, frozen=True, kw_only=True):
 
 
 class PrometheusDemandSource:
-    """Implements `fleet.planner.sources.ports.DemandSource`."""
+    """Reads the demand from a Prometheus server. Implements `fleet.planner.sources.ports.DemandSource`."""
 
     def __init__(self, settings: PrometheusDemandSettings, aggregator: DemandAggregator, clock: Clock) -> None:
-        """Prepare the source; `run` asks.
+        """Prepare the source without sending a query; `run` sends them.
 
         Raises:
-            ConfigurationRefused: A file cannot be used.
+            ConfigurationRefused: The token file or the file of certificates cannot be used.
         """
         self._settings = settings
         self._aggregator = aggregator
@@ -113,7 +114,7 @@ class PrometheusDemandSource:
                 await asyncio.sleep(settings.every_seconds)
 
     async def _round(self, session: aiohttp.ClientSession) -> None:
-        """Take the samples of all router processes.
+        """Query the samples of all router processes once, and add them to the demand.
 
         Raises:
             BadDemandReport: Too few processes have samples, or a series is missing or impossible.
@@ -186,7 +187,7 @@ class PrometheusDemandSource:
 
 
 def _ages(answer: tuple[InstantValue, ...]) -> dict[ProcessKey, float]:
-    """Return the age of the last sample of each router process, by the server's clock."""
+    """Return the age in seconds of the last sample of each router process, by the clock of the Prometheus server."""
     found: dict[ProcessKey, float] = {}
     for each in answer:
         key, age = process_of(each.metric), each.value[0] - _number(each)
@@ -202,5 +203,5 @@ def _number(each: InstantValue) -> float:
 
 
 def _quoted(text: str) -> str:
-    """Return a string literal of PromQL, whose escapes are those of Go; JSON's are among them."""
+    """Return a text as a string literal of PromQL, in the form of JSON, whose escapes PromQL accepts."""
     return msgspec.json.encode(text).decode()

@@ -1,12 +1,14 @@
-"""Samples of metrics (`fleet_demand_…`) as demand reports, for sources that read pages of metrics or ask a Prometheus server.
+"""Samples of metrics: converts samples of the metrics `fleet_demand_…` to demand reports.
+
+The demand sources for metrics pages and for a Prometheus server use this module.
 
 Rules:
 
-1. Samples belong to one router process by the labels in `PROCESS_LABELS`: Prometheus adds `instance`, and a page of several processes
-   behind one port has `router`.
-2. A process reports `fleet_demand_uptime_seconds`. All counters of a model are there or none is: a series that is missing, because it was
-   dropped on its way, would look like no demand.
-3. A value that is no finite number of at least 0 makes the report unusable.
+1. The labels in `PROCESS_LABELS` identify the router process to which a sample belongs. Prometheus adds the label
+   `instance`; a page with the metrics of several router processes has the label `router`.
+2. Each router process has the metric `fleet_demand_uptime_seconds`. If some counters of a model exist, all of them must
+   exist, because a missing series would look like missing demand.
+3. A report is refused if one of its values is negative or not a finite number.
 """
 
 from collections.abc import Iterable, Mapping
@@ -45,7 +47,7 @@ ProcessKey = tuple[str, ...]
 
 
 class MetricSample(NamedTuple):
-    """One sample."""
+    """Holds one sample of a metric: its name, its labels and its value."""
 
     name: str
     labels: Mapping[str, str]
@@ -53,20 +55,21 @@ class MetricSample(NamedTuple):
 
 
 def process_of(labels: Mapping[str, str]) -> ProcessKey:
-    """Return the router process that a sample belongs to."""
+    """Return the values of `PROCESS_LABELS`, which identify the router process of a sample."""
     return tuple(labels.get(name, "") for name in PROCESS_LABELS)
 
 
 def process_name(key: ProcessKey) -> str:
-    """Return the name of a process for people."""
+    """Return the name by which messages refer to a router process."""
     return " ".join(each for each in key if each) or "the router"
 
 
 def demand_reports(samples: Iterable[MetricSample], now: Nanos) -> dict[ProcessKey, DemandReport]:
-    """Return the report of each router process.
+    """Return the demand report of each router process.
 
     Raises:
-        BadDemandReport: A series is missing or impossible, or none is that of a router which counts its demand.
+        BadDemandReport: A series is missing or has an impossible value, or no sample comes from a router that reports
+            its demand.
     """
     processes: dict[ProcessKey, _ProcessSamples] = {}
     for sample in samples:
@@ -82,7 +85,7 @@ def demand_reports(samples: Iterable[MetricSample], now: Nanos) -> dict[ProcessK
 
 
 class _ProcessSamples:
-    """The samples of one process."""
+    """Collects the samples of one router process, and converts them to its demand report."""
 
     def __init__(self) -> None:
         self.uptime: float | None = None

@@ -1,1 +1,1 @@
-"""Kubernetes operator: its types (`api`), the observed state (`observed`) and its loop (`controller`)."""
+"""Kubernetes operator: custom kinds (`api`), state of the cluster (`observed`), and reconcile loop (`controller`)."""

@@ -1,4 +1,4 @@
-"""Reconcile keys: the units of the controller's work. Pure."""
+"""Reconcile keys: define the names of the objects that the controller reconciles. Pure."""
 
 from msgspec import Struct
 
@@ -6,7 +6,7 @@ from fleet.net.kubernetes import kinds
 
 
 class ReconcileKey(Struct, frozen=True, order=True):
-    """A deployment together with all objects that concern it, or a ServingRequest."""
+    """Names the object of one reconcile: a DisaggDeployment with all its child objects, or a ServingRequest."""
 
     kind: str
     namespace: str

@@ -1,15 +1,18 @@
-"""Kubernetes connector: writes plans as numbers of replicas into RoleScalers, which the operator executes.
+"""Kubernetes connector: writes the numbers of replicas of a plan into RoleScalers, which the operator carries out.
 
 Rules:
 
-1. A number is written by server-side apply with the writer's field manager, over the RoleScaler as it was read. Annotations hold the id
-   of the plan and the number that was wanted before. Only the operator creates RoleScalers.
-2. `managedFields` say who owns a number. If the owner is neither the operator, which writes it once, nor the planner, the pool is
-   pinned for planners. So `kubectl scale`, an HPA and KEDA work without knowing about planners. To give it back, an annotation names the
-   generation at which the pin ends: the server leaves a number to its owners when another manager applies the same one.
-3. `scaling.mode` takes precedence: the specification sets the number of a Static role, and everybody but a planner may set the number
-   of an External role.
-4. The state of the pools comes from the operator's statuses; the operator watches pods and asks routers.
+1. The connector writes a number by server-side apply, with `writer` as the field manager. The write fails if the
+   RoleScaler has changed since it was read. Annotations hold the id of the plan and the number that was requested
+   before the plan. Only the operator creates RoleScalers.
+2. `managedFields` record who owns a number. If the owner is neither the operator, which writes it once, nor the
+   planner, the planner must not change the number: the pool is pinned. So `kubectl scale`, an HPA and KEDA work without
+   knowing about planners. A write of the same number would not remove the old owners. So a pool is given back to the
+   planner by an annotation, which names the generation at which the pin ends.
+3. `scaling.mode` takes precedence: only the specification sets the number of a Static role, and a planner must not set
+   the number of an External role.
+4. The connector reads the state of the pools from the statuses that the operator writes. It does not read pods or ask
+   routers itself, because the operator does this.
 """
 
 import asyncio
@@ -35,13 +38,14 @@ from operators.observed.pod_troubles import UNPLACED
 
 PLAN, BEFORE = f"{GROUP}/plan", f"{GROUP}/replicas-before"
 RELEASED = f"{GROUP}/released"
-"""Annotation with the generation of a RoleScaler whose number was given back to the planner; each other write clears it."""
+"""Annotation with the generation of a RoleScaler at which its number was given back to the planner. Every other write
+of the connector removes the annotation."""
 
 PINNED = "pinned: "
-"""Begins the reason if the owner of a number is what keeps a planner from changing it."""
+"""Beginning of the reason that tells why a planner must not change a number, if somebody else owns the number."""
 
 TRIES = 4
-"""Tries to write a RoleScaler while its status changes."""
+"""Maximum number of attempts to write a RoleScaler; an attempt fails if the RoleScaler's status changes meanwhile."""
 
 Decoded = TypeVar("Decoded")
 
@@ -77,7 +81,7 @@ class _ScalerStatus(Struct, frozen=True, rename="camel"):
 
 
 class _Scaler(NamedObject, frozen=True, kw_only=True):
-    """A RoleScaler with the owners of its fields."""
+    """Reads a RoleScaler with the owners of its fields."""
 
     metadata: _Managed
     spec: _ScalerSpec
@@ -92,27 +96,30 @@ class _Scaler(NamedObject, frozen=True, kw_only=True):
 
     @property
     def version(self) -> str:
-        """Version of the number, which does not change with the status."""
+        """A text that changes with the specification of the RoleScaler, but not with its status."""
         return f"{self.metadata.uid}/{self.metadata.generation}"
 
     @property
     def plan(self) -> PlanId:
-        """Plan that wrote the number."""
+        """Id of the plan that wrote the number, or an empty text if no plan wrote it."""
         return PlanId(self._annotation(PLAN))
 
     @property
     def before(self) -> int | None:
-        """Number that was wanted before the plan."""
+        """The number that was requested before the plan, or None if it is unknown."""
         number = self._annotation(BEFORE)
         return int(number) if number.isdecimal() else None
 
     @property
     def released(self) -> bool:
-        """Return whether the number was given back to the planner, and nobody has changed it since."""
+        """Return whether the number was given back to the planner, and nobody has changed it afterwards."""
         return self.metadata.annotations.get(RELEASED) == str(self.metadata.generation)
 
     def _annotation(self, name: str) -> str:
-        """Return an annotation if a plan wrote the number; another writer may have left an older plan's annotations."""
+        """Return an annotation of the plan that wrote the number, or an empty text if no plan wrote it.
+
+        If another writer has set the number, the annotations of an older plan may still exist, but they do not count.
+        """
         ours = any(each in tuple(PlanWriter) for each in self.owners)
         return self.metadata.annotations.get(name, "") if ours else ""
 
@@ -126,7 +133,7 @@ class _RoleStatus(Struct, frozen=True):
 
 
 class _Status(Struct, frozen=True, rename="camel"):
-    """The fields of a DisaggDeployment's status that the connector reads; unknown fields of later operators are ignored."""
+    """Reads those fields of a DisaggDeployment's status that the connector needs, and ignores all others."""
 
     observed_generation: int = 0
     roles: tuple[_RoleStatus, ...] = ()
@@ -134,7 +141,10 @@ class _Status(Struct, frozen=True, rename="camel"):
 
 
 class KubernetesConnector:
-    """Implements `fleet.planner.ports.PlanConnector`; the writer is the field manager of its writes."""
+    """Writes plans into RoleScalers.
+
+    Implements `fleet.planner.ports.PlanConnector`; `writer` is the field manager of the writes.
+    """
 
     def __init__(self, cluster: KubernetesApi, target: KubernetesTarget, writer: PlanWriter) -> None:
         self.cluster = cluster
@@ -169,8 +179,9 @@ class KubernetesConnector:
 
         Raises:
             PlanRefused: A pool does not exist, or its `scaling.mode` is not Planner.
-            PlanConflict: The number changes all the time; pools before this one are released.
-            ConnectorUnreachable: A part may be released.
+            PlanConflict: Another write interfered with each of `TRIES` attempts to release a pool. The pools before it
+                are released.
+            ConnectorUnreachable: The API server does not answer; some of the pools may be released.
         """
         assert self._writer is PlanWriter.PLANNER, "another writer would only pin the pool again"
         try:
@@ -204,7 +215,7 @@ class KubernetesConnector:
         *,
         released: bool = False,
     ) -> None:
-        """Write a number over the observed one; a change of the status alone is no conflict."""
+        """Write a number, if the specification of the RoleScaler has not changed since it was observed in `pool`."""
         for _ in range(TRIES):
             scaler = (await self._scalers()).get(pool.name)
             if scaler is None or scaler.version != pool.version:
@@ -250,7 +261,10 @@ class KubernetesConnector:
         )
 
     async def _scalers(self) -> dict[PoolName, _Scaler]:
-        """Return the RoleScalers of the deployment by role; if a role has two, the one that the operator uses."""
+        """Return the RoleScalers of the deployment by role.
+
+        If a role has several RoleScalers, return the one that the operator uses.
+        """
         target = self._target
         found: dict[PoolName, _Scaler] = {}
         listed = await self.cluster.list(kinds.ROLE_SCALER, _Scaler, target.namespace)
@@ -302,7 +316,10 @@ class KubernetesConnector:
 
 
 def _serving(role: _RoleStatus, status: _Status) -> int:
-    """Return the replicas that are ready and known to a router, or only ready if no router reports."""
+    """Return the number of replicas that are ready and known to routers.
+
+    If it is unknown which workers routers know, count all ready replicas.
+    """
     unknown = _condition(status.conditions, "RolesRegistered", "Unknown")
     return role.ready if unknown is not None else min(role.ready, role.registered)
 
@@ -310,7 +327,10 @@ def _serving(role: _RoleStatus, status: _Status) -> int:
 def _why(
     seen: PoolObservation, scaler: _Scaler | None, there: _RoleStatus | None, status: _Status, pods: str
 ) -> tuple[PoolGapReason, str]:
-    """Return why a pool has another number than wanted; the names of its pods and their controllers begin with `pods`."""
+    """Return why the number of replicas of a pool differs from the requested number.
+
+    `pods` is the text with which the names of the pool's pods and workload objects begin.
+    """
     if scaler is not None and scaler.status.observed_generation != scaler.metadata.generation:
         return PoolGapReason.NOT_TAKEN_UP, "the operator has not seen it yet"
     if there is None or there.desired != seen.wanted:

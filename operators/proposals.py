@@ -1,18 +1,19 @@
-"""Proposals: the DisaggDeployment that fulfils a ServingRequest, or the reason why none does.
+"""Proposals: computes the DisaggDeployment that fulfils a ServingRequest, or the reason why there is none.
 
-Pure; `fleet.hardware.sizing` computes the sizes.
+Pure. `fleet.hardware.sizing` computes the numbers of replicas and GPUs.
 
 Rules:
 
-1. A proposal is complete: applied as it is, its pods take the described requests. Engine options without a field (the
-   longest request, the batch size, the prompt tokens of a step) are in its podTemplates, before the request's own
-   arguments.
-2. Each prediction stands beside its goal, with the median error of such predictions and the measurements that they rest
-   on.
-3. A refusal names the goal that fails, the best possible value, and what would have to change. Texts contain only our
-   own numbers and names; of the user's text they name at most a field of a config that is not understood.
-4. The size of a proposal is bounded, because the request's status contains it once for each role, beside the
-   specification, and etcd keeps no object above 1.5 MiB.
+1. A proposal is complete: if it is applied without changes, its pods serve the described requests. Engine options for
+   which a role has no field (the longest request, the batch size, the prompt tokens of a step) are arguments in its
+   podTemplates, followed by the arguments of the request.
+2. Each prediction is given together with its goal, the median error of such predictions, and the measurements from
+   which it was made.
+3. A refusal names the goal that fails, the best possible value, and what would have to change. Messages contain only
+   numbers and Fleet's own names. They repeat no text of the user, except the name of an unknown field of the model's
+   config.
+4. The sizes of `podTemplate` and `modelConfig` are limited. The status contains the podTemplate once for each role,
+   besides the one in the specification, and etcd stores no object above 1.5 MiB.
 """
 
 from collections.abc import Iterator
@@ -61,20 +62,21 @@ VENDORS = {"nvidia": GpuVendor.NVIDIA, "amd": GpuVendor.AMD}
 TYPES = {Work.BOTH: RoleType.AGGREGATED, Work.PREFILL: RoleType.PREFILL, Work.DECODE: RoleType.DECODE}
 NAMES = {Work.BOTH: "workers", Work.PREFILL: "prefill", Work.DECODE: "decode"}
 ROUTERS = 2
-"""Two, so that one router or its node may end."""
+"""Number of routers in a proposal: two, so that requests are still served when one router or its node fails."""
 
 UNKNOWN_CONTEXT = 2
-"""The longest request is this many times the described one, if the config does not give the model's limit."""
+"""If the model's config names no limit, engines accept requests of up to this many times the length in the workload."""
 
 ANSWERS = 2
-"""The drain limit is this many times the duration of an answer."""
+"""The time limit of a drain, as a multiple of the predicted duration of an answer."""
 
 MOST_REPLICAS = 10_000
-"""The limit of `operators.api.disagg_deployment.RoleSpec`."""
+"""The maximum number of replicas that `operators.api.disagg_deployment.RoleSpec` allows."""
 
 LARGEST = 128 << 10
-"""Bytes of JSON, for podTemplate and modelConfig each. With two roles an object has four of these, and twice as much again
-for their managed fields: below 1.5 MiB."""
+"""Maximum size in bytes of the fields `podTemplate` and `modelConfig` of a request, each as JSON. A request with two
+roles contains at most four such texts, and Kubernetes adds `managedFields` of twice their size. So the object stays
+below 1.5 MiB."""
 
 MINUTE = 60.0
 RESTS_ON = {
@@ -85,7 +87,7 @@ RESTS_ON = {
 
 
 class Proposal(Struct, frozen=True, kw_only=True):
-    """A deployment that keeps the goals."""
+    """Holds a proposed deployment that keeps the goals, with the predictions for it."""
 
     spec: DisaggDeploymentSpec
     reason: str
@@ -95,7 +97,7 @@ class Proposal(Struct, frozen=True, kw_only=True):
 
 
 class Infeasible(Struct, frozen=True, kw_only=True):
-    """The reason why no deployment keeps the goals."""
+    """Explains why no deployment keeps the goals."""
 
     reason: str
     message: str
@@ -107,7 +109,7 @@ Reply = Proposal | Infeasible
 
 
 def propose(asked: ServingRequestSpec) -> Reply:
-    """Return the answer to a request."""
+    """Return the proposal for a request, or the reason why there is none."""
     if (asked.workload.requests_per_minute > 0) == (asked.workload.concurrency > 0):
         text = "spec.workload: one of requestsPerMinute and concurrency must be above 0"
         return Infeasible(reason="SpecificationRefused", message=text)
@@ -146,7 +148,7 @@ def _model(asked: ServingRequestSpec) -> SizedModel | None:
 
 def _demand(asked: ServingRequestSpec) -> Demand:
     work = asked.workload
-    # At least one token is computed, because a fully cached prompt alone gives no first token.
+    # At least one prompt token has to be computed, because cached blocks alone give no first token.
     cached = min(work.prompt_tokens * work.cached_percent / 100, work.prompt_tokens - 1)
     request = RequestShape(prompt_tokens=work.prompt_tokens, answer_tokens=work.answer_tokens, cached_tokens=cached)
     return Demand(request=request, rate=work.requests_per_minute / MINUTE, clients=work.concurrency)
@@ -192,7 +194,7 @@ def _proposed(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> Pr
 
 def _deployment(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> DisaggDeploymentSpec:
     count, each = asked.hardware.count, found.placement.parallelism.gpus
-    # A rollout creates a new replica of every role before an old one goes, if GPUs are left for it.
+    # If enough GPUs are left for one more replica of every role, a rollout creates new replicas first.
     surge = count - found.gpus >= each * len(found.pools)
     rollout = Rollout() if surge else Rollout(max_surge=0, max_unavailable=1)
     seconds = found.ttft + asked.workload.answer_tokens * found.tpot
@@ -200,7 +202,7 @@ def _deployment(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> 
     template = _template(asked, _context(asked, sized, found))
     roles = [_role(asked, found, pool, rollout, drain, template) for pool in found.pools]
     new_tokens = floor(_demand(asked).request.new_tokens)
-    # Prompts like the described ones go to prefill workers, even if they are short.
+    # The threshold is low enough that prompts of the workload go to prefill workers, even if they are short.
     routing = Routing(disaggregate_above_tokens=min(Routing().disaggregate_above_tokens, new_tokens // 2))
     return DisaggDeploymentSpec(
         model=asked.model,
@@ -230,7 +232,7 @@ def _role(
 
 
 def _context(asked: ServingRequestSpec, sized: SizedModel, found: Sizing) -> int:
-    """Return the tokens of the longest request: as long as the model allows and an engine holds."""
+    """Return the maximum length of a request in tokens that the model allows and an engine's KV cache can hold."""
     described = asked.workload.prompt_tokens + asked.workload.answer_tokens
     return min(sized.context or UNKNOWN_CONTEXT * described, found.room)
 
@@ -255,7 +257,7 @@ def _template(asked: ServingRequestSpec, context: int) -> dict[str, Any]:
 
 
 def _too_long(asked: ServingRequestSpec) -> str:
-    """Return which field exceeds its size; empty: none."""
+    """Return a message about a field that is larger than `LARGEST`, or an empty text if there is none."""
     for field, given in {"podTemplate": asked.pod_template, "modelConfig": asked.model_config}.items():
         if (size := len(msgspec.json.encode(given))) > LARGEST:
             return (
@@ -265,7 +267,10 @@ def _too_long(asked: ServingRequestSpec) -> str:
 
 
 def _misshapen(template: dict[str, Any]) -> str:
-    """Return the fault of a template that could not be completed; the API server checks everything else later."""
+    """Return a message about a pod template to which no arguments can be added, or an empty text if it is usable.
+
+    The API server checks the rest of the template later.
+    """
     pod = template.get("spec")
     if not isinstance(pod, dict | None):
         return "podTemplate.spec: must be an object"
@@ -362,7 +367,7 @@ def _too_slow(asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply, w
 def _elsewhere(
     asked: ServingRequestSpec, sized: SizedModel, supply: GpuSupply
 ) -> Iterator[tuple[Gpu, Sizing | Shortfall]]:
-    """Yield the size on any number of every other GPU."""
+    """Yield, for every other GPU type, the sizing of the workload on any number of these GPUs."""
     within = min(supply.per_node, supply.gpus)
     for other in gpus().values():
         if other.id != supply.gpu.id:

@@ -1,26 +1,28 @@
-"""Replica steps: the next number of replicas of each role and revision, for scaling, rebalancing and rollouts. Pure.
+"""Replica steps: computes the next number of replicas of each role and revision. Pure.
 
-All three are one walk of small steps. `operators.controller.reconcile` asks for one step in each call.
+Scaling, rebalancing and rollouts all consist of the same small steps. `operators.controller.reconcile` requests one
+step in each call.
 
 Rules:
 
-1. A *revision* is everything that workers must share to understand each other's blocks. All workers of a deployment
-   shall have one revision. Replicas of old revisions are removed, and replicas of the present one are added. A revert
-   makes a third revision, or makes the first one present again. Nothing is remembered here, so any change can be
-   reversed at any moment.
-2. Each call takes one step. It may only request what is allowed with the pods that exist now, and the caller then waits
-   for a change. A replica *exists* until its pod has gone: a draining replica still holds its GPUs.
-3. The GPUs of all existing or requested replicas never exceed the budget. So a rebalance under a full budget shrinks,
-   waits for the drain, and grows.
+1. A *revision* is everything that workers must share to understand each other's blocks. In the end, all workers of a
+   deployment have the present revision: replicas of old revisions are removed, and replicas of the present one are
+   added. If a specification is reverted, its old revision becomes the present one again. This module remembers nothing
+   between calls, so any change can be reversed at any moment.
+2. Each call takes one step, and the caller then waits until the pods have changed. The limits below count the replicas
+   that exist now and those that the step requests. A replica *exists* until its pod has gone: a draining replica still
+   holds its GPUs.
+3. The GPUs of all existing or requested replicas never exceed the budget. So if the budget is used up, a rebalance
+   first shrinks one role, waits for its drain, and then grows the other role.
 4. Growth never takes a role above its target plus `surge`, and shrinking never takes its serving replicas below its
-   target minus `unavailable`. Replicas that do not serve may always be removed.
+   target minus `unavailable`. Replicas that cannot serve may always be removed.
 5. A prefill replica serves only beside a decode replica of its own revision, and the other way round. So an old pair
-   stays until a new one is complete. If both sides wait for each other only because of this, one may lose its partners
-   as long as one pair is left.
-6. The ratio of prefill to decode replicas stays within its bounds while roles are scaled. A role that is within its
-   surge and its missing replicas counts with its target. If the ratio allows no single step, both sides change
-   together. If one side has no replicas, there is no ratio. A ratio outside of its bounds may change if it does not get
-   worse.
+   stays until a new one is complete. If prefill and decode roles wait for each other only because of this rule,
+   replicas may lose their partners as long as one complete pair is left.
+6. The ratio of prefill to decode replicas stays within its bounds while roles are scaled. If a role is at most `surge`
+   above or `unavailable` below its target, its target counts in the ratio, so that a rollout does not change the ratio.
+   If the ratio allows no step of a single role, prefill and decode roles change together. If one side has no replicas,
+   there is no ratio. If the ratio is already out of its bounds, a step is allowed if the ratio does not get worse.
 7. A role changes by at most `max_step` replicas in one call.
 """
 
@@ -32,7 +34,7 @@ from msgspec import Struct
 
 
 class PairSide(StrEnum):
-    """Side of a role in pairs of prefill and decode workers."""
+    """States whether the replicas of a role are the prefill side or the decode side of pairs, or serve alone."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -40,45 +42,48 @@ class PairSide(StrEnum):
 
 
 class RevisionReplicas(Struct, frozen=True, kw_only=True):
-    """Replicas of one role and revision."""
+    """Counts the requested and existing replicas of one role in one revision."""
 
     revision: str
     asked: int
-    """The `replicas` field of its child object."""
+    """The number of replicas that the child object of the role and revision requests."""
 
     pods: int = 0
-    """Existing pods that are not being deleted."""
+    """The number of existing replicas that are not being deleted."""
 
     ready: int = 0
-    """Pods that are ready and known to the router."""
+    """The number of replicas that are ready and known to routers."""
 
     leaving: int = 0
-    """Draining pods."""
+    """The number of replicas that are being deleted and still drain."""
 
     @property
     def there(self) -> int:
-        """The number of replicas that hold GPUs, or soon will."""
+        """The number of replicas that hold GPUs or will soon hold them, including draining ones."""
         return max(self.asked, self.pods) + self.leaving
 
     @property
     def changing(self) -> bool:
-        """True if a change is under way that the caller may wait for."""
+        """True if the existing replicas do not yet match the requested number, so that the caller may wait for them."""
         return self.leaving > 0 or not self.asked == self.pods == self.ready
 
     @property
     def staying(self) -> int:
-        """The number of ready replicas that are still requested; those that are not ready are removed first."""
+        """The number of ready replicas that are left when the requested number is reached.
+
+        The controllers of Kubernetes remove replicas that are not ready first.
+        """
         return min(self.ready, self.asked)
 
 
 class ScaledRole(Struct, frozen=True, kw_only=True):
-    """Observed and wanted replicas of one role."""
+    """Describes one role: its target, its limits for a rollout, and its replicas in each revision."""
 
     name: str
     side: PairSide
     target: int
     gpus: int
-    """GPUs of one replica."""
+    """The number of GPUs of one replica."""
 
     surge: int
     unavailable: int
@@ -101,23 +106,24 @@ class ScaledRole(Struct, frozen=True, kw_only=True):
 
     @property
     def counted(self) -> int:
-        """The number of replicas that counts for the ratio."""
+        """The number of replicas with which the role counts in the ratio of prefill to decode (rule 6)."""
         return self.target if self.least_serving <= self.asked <= self.target + self.surge else self.asked
 
 
 class ScalingBounds(Struct, frozen=True, kw_only=True):
     gpu_budget: int = 0
-    """0: no budget."""
+    """Maximum number of GPUs of all roles together; 0 means no limit."""
 
     least: tuple[int, int] = (1, 999)
     most: tuple[int, int] = (999, 1)
-    """The bounds are prefill to decode."""
+    """Maximum ratio of prefill to decode replicas, as a pair: (2, 1) allows two prefill replicas for each decode
+    replica."""
 
     max_step: int = 1
 
 
 class ReplicaChange(Struct, frozen=True, order=True):
-    """The next step: set the replicas of one role and revision to this number."""
+    """Describes one change: the new number of replicas of one role and revision."""
 
     role: str
     revision: str
@@ -125,11 +131,11 @@ class ReplicaChange(Struct, frozen=True, order=True):
 
 
 def targets(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ScaledRole]:
-    """Return the roles with possible targets: the requested ones, lowered to fit the budget and the ratio.
+    """Return the roles with possible targets: the requested targets, lowered until GPU budget and ratio allow them.
 
-    If the budget is too small, replicas are taken from the role that requests the most GPUs; a role's last replica is
-    taken last. Then the larger side of the ratio is lowered, at least to 1; if that is not enough, the ratio stays out
-    of bounds.
+    If the budget is too small, the role that requests the most GPUs loses a replica, again and again. The last replica
+    of a role is taken only if no role has more than one. Then the side that is too large for the ratio is lowered, but
+    not below 1; if that is not enough, the ratio stays out of bounds.
     """
     wanted = {pool.name: pool.target for pool in pools}
     while bounds.gpu_budget and sum(wanted[pool.name] * pool.gpus for pool in pools) > bounds.gpu_budget:
@@ -144,9 +150,11 @@ def targets(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ScaledRo
 
 
 def next_changes(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[ReplicaChange]:
-    """Return the next requests; empty if everything is as it should be, or if a change under way has to end first.
+    """Return the changes of one step.
 
-    The targets must be possible (`targets`).
+    The list is empty if all targets are reached, or if the next step has to wait until the pods have changed.
+
+    The targets in `pools` must be possible, as the function `targets` returns them.
     """
     before = {pool.name: pool for pool in pools}
     now = before
@@ -165,9 +173,9 @@ def next_changes(pools: Sequence[ScaledRole], bounds: ScalingBounds) -> list[Rep
 def _one_move(
     now: dict[str, ScaledRole], before: dict[str, ScaledRole], bounds: ScalingBounds, *, orphans: bool
 ) -> dict[str, ScaledRole] | None:
-    """Return the roles after one more allowed step; None if there is none.
+    """Return the roles after one more allowed step, or None if no step is allowed.
 
-    `orphans`: it may leave others without a partner.
+    If `orphans` is true, the step may leave replicas of another role without a partner.
     """
     held_by_ratio = False
     for direction in (-1, 1):
@@ -185,14 +193,18 @@ def _one_move(
 
 
 def _steps(pool: ScaledRole, direction: int) -> Iterator[ScaledRole]:
-    """Yield the role with one replica less of a revision that has too many, or one more of the present revision."""
+    """Yield the role after each possible step in one direction.
+
+    A step with `direction` -1 takes one replica from an old revision, or from the present one if it has too many. A
+    step with `direction` 1 adds one replica to the present revision.
+    """
     present = next((each for each in pool.replicas if each.revision == pool.revision), None)
     if direction > 0:
         if (present.asked if present else 0) < pool.target:
             yield _asking(pool, present or RevisionReplicas(revision=pool.revision, asked=0), +1)
         return
     olds = [each for each in pool.replicas if each.revision != pool.revision and each.asked]
-    # Replicas that serve nobody go first, such as those of a revision that never became ready.
+    # Replicas that do not serve are removed first, such as those of a revision that never became ready.
     for each in sorted(olds, key=lambda old: (old.staying, old.asked, old.revision)):
         yield _asking(pool, each, -1)
     if present and present.asked > pool.target:
@@ -205,7 +217,7 @@ def _asking(pool: ScaledRole, of: RevisionReplicas, more: int) -> ScaledRole:
 
 
 def _allowed(now: dict[str, ScaledRole], state: dict[str, ScaledRole], bounds: ScalingBounds, orphans: bool) -> bool:
-    """Return whether a step keeps rules 3 to 5."""
+    """Return whether the step from `now` to `state` keeps rules 3 to 5."""
     gpus = sum(pool.there * pool.gpus for pool in state.values())
     if bounds.gpu_budget and gpus > max(bounds.gpu_budget, sum(pool.there * pool.gpus for pool in now.values())):
         return False
@@ -221,9 +233,9 @@ def _allowed(now: dict[str, ScaledRole], state: dict[str, ScaledRole], bounds: S
 
 
 def _least_serving(state: dict[str, ScaledRole], pool: ScaledRole) -> int:
-    """Return the fewest replicas that must serve.
+    """Return the minimum number of replicas of a role that must serve.
 
-    0 if the other side may be empty, because then none of these can serve.
+    The number is 0 if the other side of the pairs may be empty, because then no replica of this role can serve.
     """
     alone = pool.side is PairSide.ALONE
     needed = alone or any(each.least_serving for each in state.values() if each.side not in (PairSide.ALONE, pool.side))
@@ -231,7 +243,11 @@ def _least_serving(state: dict[str, ScaledRole], pool: ScaledRole) -> int:
 
 
 def _serving(state: dict[str, ScaledRole], pool: ScaledRole) -> int:
-    """Return the number of replicas that can serve: those of revisions that the other side has as well."""
+    """Return the number of replicas of a role that can serve.
+
+    For a prefill role, these are the ready replicas whose revision also has ready decode replicas, and the other way
+    round.
+    """
     if pool.side is PairSide.ALONE:
         return sum(each.staying for each in pool.replicas)
     other = PairSide.DECODE if pool.side is PairSide.PREFILL else PairSide.PREFILL
@@ -246,7 +262,11 @@ def _serving(state: dict[str, ScaledRole], pool: ScaledRole) -> int:
 
 
 def _together(now: dict[str, ScaledRole], bounds: ScalingBounds, orphans: bool) -> dict[str, ScaledRole] | None:
-    """Return the nearest state on the straight line to the targets that keeps the ratio."""
+    """Return the roles after a step that changes prefill and decode roles together, or None if no such step is allowed.
+
+    The roles change in proportion to their distances from their targets, so that the ratio is kept. Return the smallest
+    such step that is allowed.
+    """
     distances = {name: pool.target - pool.asked for name, pool in now.items() if pool.side is not PairSide.ALONE}
     longest = max(map(abs, distances.values()), default=0)
     for part in range(1, longest + 1):
@@ -273,7 +293,7 @@ def _ratio_kept(now: dict[str, ScaledRole], state: dict[str, ScaledRole], bounds
 
 
 def _sides(pools: Sequence[ScaledRole], count: dict[str, int]) -> tuple[int, int]:
-    """Return the numbers of prefill and decode replicas."""
+    """Return the number of prefill replicas and that of decode replicas."""
     prefill = sum(count[pool.name] for pool in pools if pool.side is PairSide.PREFILL)
     return prefill, sum(count[pool.name] for pool in pools if pool.side is PairSide.DECODE)
 
@@ -290,7 +310,7 @@ def _too_many(sides: tuple[int, int], bounds: ScalingBounds) -> PairSide | None:
 
 
 def _outside(sides: tuple[int, int], bounds: ScalingBounds) -> float:
-    """Return how far a ratio is out of bounds; 0 inside."""
+    """Return the factor by which a ratio of prefill to decode is out of its bounds, or 0 if it is within its bounds."""
     prefill, decode = sides
     if not prefill or not decode:
         return 0.0

@@ -2,14 +2,15 @@
 
 Rules:
 
-1. A change enqueues exactly the deployments that it concerns, by name. A reconcile reads only the caches. After a write
-   it runs again at once, until nothing is left to write.
-2. All caches are filled from the start, on standbys too, so that a new leader knows everything; it then reconciles all
-   deployments.
-3. One worker handles a deployment at a time. A failed reconcile is repeated after a growing pause, and delays no other
-   deployment.
-4. At the end, the workers finish their current reconcile, and then the Lease is given back. The operator's end changes
-   nothing about what runs.
+1. When an object changes, only the keys of the deployments that it affects are enqueued. A reconcile reads only the
+   caches. After a reconcile that has written something, the key is reconciled again at once, until nothing is left to
+   write.
+2. Every process fills all caches, also if it does not lead. So a new leader knows all objects, and it reconciles all
+   deployments at once.
+3. Only one reconcile of a deployment runs at a time. A failed reconcile is repeated after a growing pause, and does not
+   delay other deployments.
+4. When the operator stops, running reconciles are finished first, and then the Lease is given back. No deployment
+   changes because the operator stops.
 """
 
 import asyncio
@@ -76,7 +77,8 @@ class Operator:
     ) -> None:
         """Create the operator.
 
-        Without `routers` only workers' Leases say who is registered, and without `clients` no probes are sent.
+        If `routers` is None, the operator does not ask routers, and only Leases show which workers are registered. If
+        `clients` is None, no probes are sent.
         """
         self.store = InformerCaches()
         self.leader = leader
@@ -121,11 +123,12 @@ class Operator:
         self._served = OptionalKinds(leader_worker_sets=False)
         self._stopping = False
         self._missed = asyncio.Event()
-        """Set when an object or its kind was missing at a write: a kind may have gone."""
+        """Set when a write failed because an object does not exist. Then its kind may have been removed from the API
+        server, so `_discover` asks for the kinds again."""
 
-    # Read by the health server and the metrics.
+    # The health server and the metrics read the following values.
     def ready(self) -> bool:
-        """Return whether everything has been read once."""
+        """Return whether the objects of all kinds have been read once."""
         return bool(self._informers) and not self.unread()
 
     def unread(self) -> list[str]:
@@ -139,20 +142,23 @@ class Operator:
         )
 
     def lost(self) -> list[str]:
-        """Return the kinds that were not read yet, or that cannot be followed now."""
+        """Return the kinds that have not been read yet, or whose changes cannot be watched now."""
         lost = {kind.name for (kind, _), each in self._informers.items() if each.lost and self._served.has(kind)}
         return sorted(lost) if self._informers else ["anything"]
 
     def served(self) -> OptionalKinds:
-        """Return the optional kinds that the API server had when it was last asked."""
+        """Return the optional kinds that the API server had when it was last queried for them."""
         return self._served
 
     def waiting(self) -> int:
-        """Return the number of deployments that are or should be reconciled; 0 if this process does not lead."""
+        """Return the number of keys that are due or being reconciled.
+
+        Return 0 if this process is not the leader, or if its informers have not finished their first list.
+        """
         return self._queue.due(self._clock.now()) if self._acts() else 0
 
     def restarts(self) -> int:
-        """Return the number of restarted lists and watches."""
+        """Return the number of times that informers had to list and watch their objects again."""
         return sum(each.restarts for each in self._informers.values())
 
     def by_readiness(self) -> dict[str, int]:
@@ -164,7 +170,10 @@ class Operator:
         return counts
 
     def enqueue_all(self, *, afresh: bool = False) -> None:
-        """Enqueue all keys; `afresh`: apply everything again, even if it looks unchanged."""
+        """Enqueue all keys.
+
+        If `afresh` is true, the reconciles of these keys apply all objects again, even those that look unchanged.
+        """
         for key in all_keys(self.store):
             if afresh:
                 self._afresh.add(key)
@@ -173,7 +182,7 @@ class Operator:
     # The loops.
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Run until asked to stop; then give the Lease back."""
+        """Run all loops until `stop` is set; then give the Lease back."""
         async with asyncio.TaskGroup() as tasks:
             self._following = [tasks.create_task(self._discover(tasks)), tasks.create_task(self.leader.run())]
             async with asyncio.TaskGroup() as acting:
@@ -185,7 +194,7 @@ class Operator:
                 for task in others:
                     task.cancel()
                 acting.create_task(_end(workers))
-            # The election must not take the Lease again after it was given back.
+            # The election ends first, because it must not take the Lease again after the Lease was given back.
             for task in self._following:
                 task.cancel()
             await self.leader.give_back()
@@ -199,9 +208,10 @@ class Operator:
         return loops
 
     async def _discover(self, tasks: asyncio.TaskGroup) -> None:
-        """Start an informer for every kind that the API server has, also for one that appears later.
+        """Start an informer for every kind that the API server has, also for kinds that are installed later.
 
-        A kind that has gone took its objects with it; they leave the cache even if no watch has reported it.
+        If a kind is removed from the API server, its objects are removed from the cache, even if no watch has reported
+        their end.
         """
         while True:
             try:
@@ -259,7 +269,7 @@ class Operator:
             try:
                 reports = self._router_poller.of(key) if self._router_poller is not None else None
                 outcome = await self._controller.reconcile_key(key, reports, self._served, afresh=key in self._afresh)
-            except NotLeading:  # the key waits until this process leads again
+            except NotLeading:  # the key stays in the queue until this process leads again
                 self._queue.done(key)
                 self._add(key)
                 continue
@@ -267,7 +277,7 @@ class Operator:
                 outcome, pause = ReconcileOutcome.FAILED, _pause(error)
                 if isinstance(error, ObjectMissing):
                     self._missed.set()
-                # A concurrent change by another writer is normal.
+                # Another writer has changed the object at the same time, which is normal; the key is reconciled again.
                 level = logging.DEBUG if isinstance(error, ObjectConflict | ObjectMissing) else logging.WARNING
                 cause = f"{type(error).__name__}: {error}"
                 log.log(
@@ -275,7 +285,7 @@ class Operator:
                     "reconcile failed, will retry",
                     extra={"deployment": f"{key.namespace}/{key.name}", "cause": cause},
                 )
-            except Exception:  # supervisor: a fault with one deployment must not stop the others
+            except Exception:  # supervisor: an error in the reconcile of one deployment must not stop the others
                 log.exception("reconcile crashed", extra={"deployment": f"{key.namespace}/{key.name}"})
                 outcome = ReconcileOutcome.CRASHED
             self._ended(key, outcome, began, pause)
@@ -304,7 +314,7 @@ class Operator:
         return key
 
     async def _rest(self) -> None:
-        """Wait until a key may be due."""
+        """Wait until the next key is due or a key is added, but at most REST_SECONDS."""
         self._woken.clear()
         seconds, due = REST_SECONDS, self._queue.next()
         if not self._acts():
@@ -315,9 +325,12 @@ class Operator:
             async with asyncio.timeout(seconds):
                 await self._woken.wait()
 
-    # Changes that enqueue keys.
+    # Changes of objects, which enqueue keys.
     def _changed(self, kind: ApiKind, views: Sequence[NamedObject]) -> None:
-        """Enqueue the keys that a cache's change concerns; the views are the objects before and after it."""
+        """Enqueue the keys of the objects that a change in a cache affects.
+
+        `views` contains the object before the change and after it; a new or deleted object occurs once.
+        """
         if kind == kinds.DISAGG_DEPLOYMENT and self.leader.leads():
             before, after = views[0], views[-1]
             if isinstance(before, CustomObject) and isinstance(after, CustomObject):
@@ -329,7 +342,7 @@ class Operator:
                 self._specification_changed(deployment_key(view.metadata.namespace, view.metadata.name), view)
 
     def _specification_changed(self, key: ReconcileKey, view: NamedObject) -> None:
-        """Reconcile without a pause if the specification has changed, and forget a deployment that has gone."""
+        """Make a deployment due now if its specification has changed; forget it if it was deleted."""
         if self.store.any(kinds.DISAGG_DEPLOYMENT).get(key.namespace, key.name) is None:
             self._generations.pop(key, None)
             if self._router_poller is not None:
@@ -351,13 +364,13 @@ class Operator:
 
 
 async def _end(tasks: "Sequence[asyncio.Task[None]]") -> None:
-    """Let the tasks finish, at most for `STOP_SECONDS`."""
+    """Wait until the tasks have finished, and cancel those that still run after `STOP_SECONDS`."""
     _, late = await asyncio.wait(tasks, timeout=STOP_SECONDS)
     for task in late:
         task.cancel()
 
 
 def _pause(error: KubernetesError) -> Nanos | None:
-    """Return the pause that the server asks for."""
+    """Return the pause that a busy API server demands before the next request, or None if it demands none."""
     after = error.after_seconds if isinstance(error, ApiServerBusy) else None
     return None if after is None else Nanos(int(after * SECOND))

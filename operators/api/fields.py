@@ -126,10 +126,10 @@ class ServingObjective(Resource, frozen=True):
     """Latency goals of a model's requests."""
 
     ttft_ms: Milliseconds = 2000
-    """Longest time to first token, in milliseconds."""
+    """Maximum time to first token, in milliseconds."""
 
     tpot_ms: Milliseconds = 50
-    """Longest time between two output tokens of a request, in milliseconds."""
+    """Maximum time between two output tokens of a request, in milliseconds."""
 
     percentile: Annotated[int, Meta(ge=50, le=99)] = 90
     """Percentage of the requests that must keep both times."""

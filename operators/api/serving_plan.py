@@ -39,7 +39,7 @@ class RoleBounds(Resource, frozen=True):
     """Fewest replicas. With 0, which `scaling.least` must allow too, the role has no replica while there are no requests."""
 
     most: Count = 64
-    """Most replicas; `scaling.most` of the role may be lower."""
+    """Maximum number of replicas; `scaling.most` of the role may be lower."""
 
     gpu: Annotated[str, Meta(max_length=63)] = ""
     """The GPU type, by its name in `fleet hardware list`. Empty: the one that `gpus.product` of the role names."""

@@ -1,7 +1,8 @@
-"""CustomResourceDefinitions, generated from the types in `operators.api`.
+"""CRDs: generates the CustomResourceDefinitions of the custom kinds from the types in `operators.api`.
 
-Kubernetes demands a *structural* schema: no references, and a type for every node. msgspec's JSON schema has references
-and titles, so they are resolved here. Docstrings of types and fields become descriptions, which `kubectl explain` shows.
+Kubernetes demands a *structural* schema, which has no references and states the type of every node. The JSON schema of
+msgspec has references and titles, so this module resolves the references and removes the titles. The docstrings of
+types and fields become descriptions, which `kubectl explain` shows.
 """
 
 import inspect
@@ -25,11 +26,11 @@ HEAD: Schema = {
     "kind": {"type": "string", "description": "The kind of the object."},
     "metadata": {"type": "object", "description": "Name, namespace, labels and annotations of the object."},
 }
-"""Fields of every object. A Kubernetes API server explains them in its own words."""
+"""Schema of the fields that every Kubernetes object has."""
 
 
 class PrinterColumn(Struct, frozen=True):
-    """A column of `kubectl get`."""
+    """Describes one column that `kubectl get` prints."""
 
     name: str
     path: str
@@ -38,7 +39,7 @@ class PrinterColumn(Struct, frozen=True):
 
 
 class CustomKind(Struct, frozen=True, kw_only=True):
-    """One custom kind."""
+    """Describes one custom kind: everything from which its CustomResourceDefinition is generated."""
 
     name: str
     plural: str
@@ -47,10 +48,10 @@ class CustomKind(Struct, frozen=True, kw_only=True):
     status: type[Struct]
     columns: tuple[PrinterColumn, ...]
     rules: Meta | None = None
-    """Rules for the spec as a whole."""
+    """Validation rules that concern several fields of the specification."""
 
     object_rules: Meta | None = None
-    """Rules for the object as a whole, including its name."""
+    """Validation rules that concern the whole object, including its name."""
 
     scale: bool = False
 
@@ -127,7 +128,7 @@ KINDS = (
 
 
 def definition(kind: CustomKind) -> Schema:
-    """Return the CustomResourceDefinition for the API server."""
+    """Return the manifest of the CustomResourceDefinition of a custom kind."""
     subresources: Schema = {"status": {}}
     if kind.scale:
         subresources["scale"] = {
@@ -183,7 +184,7 @@ def definition(kind: CustomKind) -> Schema:
 
 
 def structural(of: type[Struct]) -> Schema:
-    """Return the type's schema without references, with the docstrings of types and fields as descriptions."""
+    """Return the JSON schema of a type, without references. The docstrings of types and fields are its descriptions."""
     (root,), parts = msgspec.json.schema_components([of], ref_template="{name}")
     types = named_types(of)
     for name, part in parts.items():
@@ -212,19 +213,19 @@ def description_of(kind: CustomKind) -> str:
 
 
 def _as_written(node: Schema) -> Schema:
-    """Return the schema without defaults, because an absent field of a status is unknown."""
+    """Return the schema of a status without default values, because an absent field of a status means unknown."""
     return {
         key: _as_written(value) if isinstance(value, dict) else value for key, value in node.items() if key != "default"
     }
 
 
 def _resolved(node: Mapping[str, Any], parts: Mapping[str, Schema]) -> Schema:
-    # Kubernetes refuses additionalProperties beside properties: it prunes unknown fields, or refuses them in strict mode.
+    # Kubernetes does not accept `additionalProperties` and `properties` in the same object.
     without = ("$ref", "title", "additionalProperties") if "properties" in node else ("$ref", "title")
     own = {key: value for key, value in node.items() if key not in without}
     if "$ref" in node:
         part = parts[node["$ref"]]
-        # The text where a type is used overrides the type's own, but the values of an enumeration are always explained.
+        # The description of a field replaces the description of its type. If the type is an enumeration, both are kept.
         texts = [own.get("description", ""), part.get("description", "")]
         text = " ".join(each for each in texts if each) if "enum" in part else next(filter(None, texts), "")
         return _resolved(part | own | ({"description": text} if text else {}), parts)

@@ -1,4 +1,4 @@
-"""Docstrings of types: the texts that CRDs, the values of the chart and docs/settings.md are generated from."""
+"""Docstrings: reads the docstrings of types, from which CRDs, chart values and docs/settings.md are generated."""
 
 import ast
 import inspect
@@ -13,12 +13,12 @@ from msgspec import Struct
 
 
 def structs_of(of: type[Struct]) -> dict[str, type[Struct]]:
-    """Return every Struct that is a part of one, by name."""
+    """Return every Struct type that occurs in the fields of a Struct type, at any depth, by name."""
     return {name: each for name, each in named_types(of).items() if issubclass(each, Struct)}
 
 
 def named_types(of: type[Struct]) -> dict[str, type[Struct] | type[Enum]]:
-    """Return every Struct and enumeration that is a part of a Struct, by name."""
+    """Return every Struct type and enumeration that occurs in the fields of a Struct type, at any depth, by name."""
     found: dict[str, type[Struct | Enum]] = {}
 
     def look(info: Any) -> None:
@@ -45,7 +45,7 @@ def named_types(of: type[Struct]) -> dict[str, type[Struct] | type[Enum]]:
 
 @cache
 def documented_fields(kind: type[Struct] | None) -> Mapping[str, str]:
-    """Return the docstrings of the fields of a type and its bases, by the fields' names on the wire."""
+    """Return the docstring of each field of a type and its bases, by the name that the field has in JSON."""
     if kind is None:
         return {}
     wire = {each.name: each.encode_name for each in msgspec.structs.fields(kind)}
@@ -58,7 +58,7 @@ def documented_fields(kind: type[Struct] | None) -> Mapping[str, str]:
 
 @cache
 def documented_values(kind: type[Enum]) -> Mapping[str, str]:
-    """Return the docstrings of an enumeration's members, by their values."""
+    """Return the docstring of each member of an enumeration, by the value of the member."""
     return {str(kind[name].value): text for name, text in _own_docstrings(kind)}
 
 

@@ -1,4 +1,4 @@
-"""Resource presets of the chart: requests and limits of its own pods, by the size of the cluster."""
+"""Resource presets of the Helm chart: define requests and limits of the chart's pods for several cluster sizes."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -21,7 +21,10 @@ class ResourcePreset(StrEnum):
 
 
 def _resources(cpu: str, memory: str, most_memory: str) -> Resources:
-    """Return resources without a limit of CPUs, because a throttled process misses its deadlines."""
+    """Return requests of CPU and memory, and a limit of memory.
+
+    CPUs have no limit, because a throttled process misses its deadlines.
+    """
     return {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": most_memory}}
 
 
@@ -32,7 +35,7 @@ PRESETS: Mapping[str, Mapping[str, Resources]] = {
         ResourcePreset.MEDIUM.value: _resources("4", "4Gi", "8Gi"),
         ResourcePreset.LARGE.value: _resources("8", "8Gi", "16Gi"),
     },
-    # 200 deployments take 6 s of processor time to settle, and at most 150 MB (`python -m loadtests.kube.operator_scale`).
+    # 200 deployments take 6 s of CPU time and at most 150 MB to settle (`python -m loadtests.kube.operator_scale`).
     "operator": {
         ResourcePreset.SMALL.value: _resources("100m", "256Mi", "512Mi"),
         ResourcePreset.MEDIUM.value: _resources("500m", "1Gi", "2Gi"),
@@ -45,4 +48,4 @@ PRESETS: Mapping[str, Mapping[str, Resources]] = {
         ResourcePreset.LARGE.value: _resources("2", "1Gi", "4Gi"),
     },
 }
-"""Resources by component and preset."""
+"""Resources of a container, by component of the chart and then by preset."""

@@ -2,14 +2,18 @@
 
 Rules:
 
-1. A process that does not lead writes nothing, not even the rest of a pass that it has begun.
-2. The answer to a write goes into the cache at once (`fleet.net.kubernetes.cache`, rule 1).
-3. A late write, sent before the Lease was lost, is harmless: replicas change only if they have the observed number, a
-   removal names the uid, and the next leader notices the other digest of a late apply and applies again.
-4. A new object is created only if its name is free, and an object is changed only if its uid is the known one, so that
-   an outdated cache harms nobody's object. If a name turns out to be taken, the object is read and handled like any
-   other.
-5. A refusal of the API server is recorded, and the other actions are still performed. Any other failure ends the pass.
+1. A process that does not lead writes nothing. If it loses the Lease in the middle of a reconcile, it does not perform
+   the remaining actions.
+2. The object that the API server returns for a write goes into the cache at once (`fleet.net.kubernetes.cache`, rule
+   1).
+3. A write that was sent before the Lease was lost, and that arrives late, is harmless. Replicas change only if their
+   number is still the observed one, and a removal names the uid. After a late apply, the next leader finds a wrong
+   digest and applies its own manifest.
+4. A new object is created only if its name is free, and an object is changed only if it has the uid that the cache
+   knows. So an outdated cache never overwrites an object of somebody else. If the name of a new object is taken, the
+   existing object is read into the cache, and the next reconcile handles it like any other.
+5. If the API server refuses an action, the refusal is recorded, and the other actions are still performed. Any other
+   failure ends the reconcile.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,12 +36,12 @@ from operators.observed.observe import DELETION_COST
 from operators.observed.state import ApiRefusal
 from operators.telemetry import OperatorMetrics
 
-# most created Secrets that are remembered; a forgotten one is created again, which changes nothing
+# maximum number of remembered Secrets; a forgotten one is sent again, and refused because its name is taken
 MOST_SECRETS = 100_000
 
 
 class NotLeading(Exception):
-    """A write is not made, because this process does not lead, or may soon not lead any more."""
+    """A write was not sent, because this process does not lead, or because its Lease may end before the write arrives."""
 
 
 class Applier:
@@ -52,17 +56,17 @@ class Applier:
         identity: str,
     ) -> None:
         self.drift = DriftDetector()
-        """Learns from each write."""
+        """Detects child objects that others have edited; it gets the result of each write."""
 
         self._cluster = cluster
         self._store = store
         self._leads = leads
         self._metrics = metrics
         self._identity = identity
-        self._secrets: dict[tuple[str, str, str], None] = {}  # created Secrets in the order of their creation
+        self._secrets: dict[tuple[str, str, str], None] = {}  # (namespace, name, uid of the owner), oldest first
 
     async def perform(self, actions: Sequence[Action], namespace: str) -> tuple[ApiRefusal, ...]:
-        """Perform actions; return the refusals.
+        """Perform the actions in their order; return the refusals of the API server.
 
         Raises:
             KubernetesError: The API server failed.
@@ -77,12 +81,13 @@ class Applier:
         return tuple(sorted(refusals))
 
     async def make_secret(self, manifest: Manifest, *, again: bool = False) -> tuple[ApiRefusal, ...]:
-        """Create a Secret that never changes, once; return why it was refused.
+        """Create an immutable Secret, unless this process has created it before; return the refusals of the API server.
 
         Args:
             manifest: The Secret. An existing Secret of that name is not examined, because the operator may not read
                 Secrets.
-            again: Whether to create it again if it has been removed.
+            again: If true, send the request even if this process has created the Secret before: it may have been
+                removed.
 
         Raises:
             KubernetesError: The API server failed.
@@ -95,7 +100,7 @@ class Applier:
         self._permit("create")
         try:
             await self._cluster.create(kinds.SECRET, NamedObject, metadata["namespace"], manifest)
-        # not remembered, because this Secret may belong to a former deployment of the same name and be deleted with it
+        # The Secret may belong to a deleted deployment of this name and be deleted soon, so it is not remembered.
         except NameTaken:
             return ()
         except RequestDenied as error:
@@ -106,10 +111,10 @@ class Applier:
         return ()
 
     async def write_status(self, kind: ApiKind, custom: CustomObject, status: Mapping[str, Any]) -> None:
-        """Write a status in place of the one that we wrote before.
+        """Write a status, which replaces the one that the operator wrote before.
 
         Raises:
-            KubernetesError: It was not written.
+            KubernetesError: The status was not written.
             NotLeading: This process must not write.
         """
         metadata = {"name": custom.metadata.name, "namespace": custom.metadata.namespace, "uid": custom.metadata.uid}
@@ -120,7 +125,7 @@ class Applier:
     async def record(
         self, kind: ApiKind, about: NamedObject, recorded: Sequence[KubernetesEvent], now: datetime
     ) -> None:
-        """Create Events; an existing or refused Event is skipped.
+        """Create Kubernetes events about an object. Skip an event that exists already or that the API server refuses.
 
         Raises:
             KubernetesError: The API server failed.
@@ -155,8 +160,8 @@ class Applier:
         """Create an object or update it (rule 4).
 
         Raises:
-            ObjectConflict: The object is not the known one, or the name was taken by an object that is known from now
-                on.
+            ObjectConflict: The object was replaced by another one of the same name, or the name of a new object was
+                taken. That object is in the cache from now on.
         """
         view, metadata = VIEW_OF_KIND[kind], manifest["metadata"]
         cache = self._store.of(kind, view)
@@ -176,8 +181,8 @@ class Applier:
     async def _make(self, kind: ApiKind, view: type[NamedObject], manifest: Manifest) -> None:
         """Create an object.
 
-        A RoleScaler is created and not applied, because others write it from then on, so that we own none of its
-        fields.
+        A RoleScaler is created by a plain create, and not by a server-side apply. Others write it afterwards, so the
+        operator must not own any of its fields.
         """
         namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
         cache = self._store.of(kind, view)
@@ -222,7 +227,7 @@ class Applier:
         cache.put(await self._cluster.apply(kinds.POD, Pod, manifest))
 
     async def _open_gate(self, namespace: str, name: str) -> None:
-        """Take the operator's gate from a pod, and leave the gates of others."""
+        """Remove the operator's scheduling gate from a pod, and leave the gates of other controllers."""
         cache = self._store.of(kinds.POD, Pod)
         if (found := cache.get(namespace, name)) is None:
             return

@@ -1,15 +1,15 @@
-"""Control secrets: the secrets by which workers and the operator prove themselves at the control ports of routers.
+"""Control secrets: derives the secrets that workers and the operator have to prove at the control ports of routers.
 
 Rules:
 
-1. The operator has one secret of its own, in a Secret in its own namespace. It creates that Secret if it is missing,
-   and reads no other.
-2. A deployment's secret is derived from the operator's by HMAC over the deployment's namespace and name. So the
-   operator can prove it to the routers without reading it anywhere, and no deployment's pods can prove anything to
-   another deployment's.
-3. The secret is written into a Secret in the deployment's namespace, whose name contains a digest of the content. Such
-   a Secret never changes: after a change of the operator's secret, deployments get Secrets with other names, and new
-   pods.
+1. The operator has one secret of its own, in a Secret in its own namespace. It creates this Secret if it is missing,
+   and it reads no other Secret.
+2. The secret of a deployment is an HMAC of the deployment's namespace and name, with the operator's secret as the key.
+   So the operator knows the secret of each deployment without reading it from the cluster, and the pods of one
+   deployment cannot compute the secret of another one.
+3. The secret of a deployment is written into a Secret in the deployment's namespace, whose name contains a digest of
+   the content. Such a Secret never changes: after a change of the operator's secret, each deployment gets a Secret with
+   another name, and its pods are replaced.
 """
 
 import base64
@@ -34,13 +34,14 @@ class ControlSecrets:
     """Derives the control secret of each deployment from the operator's own secret."""
 
     def __init__(self, cluster: KubernetesApi, namespace: str, name: str, owner: str = "") -> None:
-        """Create it without reading anything.
+        """Create the object; the secret is read later by `load`.
 
         Args:
             cluster: API server with the operator's Secret.
             namespace: The operator's namespace.
-            name: Name of the Secret; empty: deployments have no control secrets.
-            owner: The Deployment to which the operator's pods belong: the Secret is removed with it. Empty: it stays.
+            name: Name of the Secret, or an empty text if deployments have no control secrets.
+            owner: The Deployment to which the operator's pods belong. Kubernetes removes the Secret together with this
+                Deployment. If it is empty, the Secret has no owner and is never removed.
         """
         self._cluster = cluster
         self._namespace = namespace
@@ -49,11 +50,13 @@ class ControlSecrets:
         self._master = b""
 
     async def load(self) -> None:
-        """Read the operator's secret, or create it; once.
+        """Read the operator's secret from its Secret, which is created if it is missing.
+
+        Do nothing if the secret has been read already, or if no Secret is named.
 
         Raises:
-            UnusableSecret: The operator may neither read nor create it, or it holds no secret.
-            KubernetesError: It can be neither read nor created now.
+            UnusableSecret: The operator has no right to read or to create the Secret, or the Secret has no usable content.
+            KubernetesError: The Secret could not be read or created; a later call may succeed.
         """
         if self._master or not self._name:
             return
@@ -68,8 +71,8 @@ class ControlSecrets:
         """Read the operator's secret again, without creating it.
 
         Raises:
-            UnusableSecret: It holds no secret.
-            KubernetesError: It does not exist, or cannot be read now.
+            UnusableSecret: The Secret has no usable content.
+            KubernetesError: The Secret does not exist, or cannot be read now.
         """
         found = await self._cluster.get(kinds.SECRET, SecretData, self._namespace, self._name)
         self._master = _read(found.data, f"{self._namespace}/{self._name}")
@@ -93,7 +96,7 @@ class ControlSecrets:
         self._master = _read(found.data, f"{self._namespace}/{self._name}")
 
     async def _owned(self) -> Manifest:
-        """Return the owner reference as metadata; empty if no owner is named, or if reading it is forbidden."""
+        """Return metadata with a reference to the owner; empty if there is no owner, or if it cannot be read."""
         if not self._owner:
             return {}
         try:
@@ -104,12 +107,15 @@ class ControlSecrets:
         return {"ownerReferences": [owner | {"name": self._owner, "uid": uid}]}
 
     def of(self, namespace: str, name: str) -> bytes:
-        """Return the control secret of a deployment; empty: it has none, or the operator's has not been read."""
+        """Return the control secret of a deployment.
+
+        The result is empty if deployments have no control secrets, or if `load` has not read the operator's secret yet.
+        """
         return derived_secret(self._master, namespace, name) if self._master else b""
 
 
 def derived_secret(master: bytes, namespace: str, name: str) -> bytes:
-    """Return the secret of a deployment that follows from the operator's (rule 2)."""
+    """Return the secret of a deployment, derived from the operator's secret (rule 2)."""
     return hmac.digest(master, f"{namespace}/{name}".encode(), hashlib.sha256).hex().encode()
 
 
@@ -118,18 +124,18 @@ class UnusableSecret(KubernetesError):
 
 
 class ControlSecret(Struct, frozen=True):
-    """The control secret of one deployment."""
+    """Holds the control secret of one deployment, and makes the Secret for it."""
 
     content: bytes
 
     def name(self, deployment: str) -> str:
-        """Return the name of its Secret; empty if there is none."""
+        """Return the name of the Secret with this control secret; empty if the deployment has none."""
         if not self.content:
             return ""
         return f"{deployment}-control-{hashlib.sha256(self.content).hexdigest()[:8]}"
 
     def manifest(self, deployment: DesiredDeployment) -> Manifest:
-        """Return the Secret."""
+        """Return the manifest of the Secret that holds this control secret, in the namespace of the deployment."""
         name = self.name(deployment.name)
         made = of_all(deployment, kinds.SECRET.api_version, kinds.SECRET.name, name, {})
         del made["spec"]

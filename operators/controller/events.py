@@ -2,8 +2,9 @@
 
 Rules:
 
-1. A change is recorded once, also by an operator that was killed and records it again (`fleet.net.kubernetes.events`).
-2. Notes are made of condition messages, which contain no secrets, and are cut at the API's limit.
+1. A change gives only one Event, even if an operator is killed and the next one records the same change again
+   (`fleet.net.kubernetes.events`).
+2. The note of an Event is the message of a condition, which contains no secrets. It is cut at the API's limit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from operators.api.fields import Condition
 from operators.controller.reconcile import Action, DeletePod, Remove, Scale
 
 RECORDED_CONDITIONS = ("Ready", "Degraded", "Scheduled", "RolesRegistered", "ScalingLimited", "Feasible")
-"""Conditions whose changes are recorded."""
+"""Types of the conditions whose changes are recorded as Kubernetes events."""
 
 HEALTHY_STATUS = {
     "Ready": "True",
@@ -33,7 +34,8 @@ NORMAL_REASONS = frozenset(
         *("RegistrationUnknown", "NotRegistered", "NotTold"),
     }
 )
-"""Reasons that belong to each start, change or end, and need nobody's attention; troubles have reasons of their own."""
+"""Reasons that occur at every normal start, change or end. Their Kubernetes events have the type Normal; events with
+other reasons have the type Warning."""
 
 CONTROLLER = f"{GROUP}/operator"
 
@@ -48,7 +50,7 @@ def turns(before: Sequence[Condition], after: Sequence[Condition]) -> Iterator[K
         ):
             well = each.status == HEALTHY_STATUS[each.type]
             if well and each.type not in was:
-                continue  # there was no problem before
+                continue  # nothing was known about this condition before, and it shows no problem now
             note = f"{each.type} is {each.status}" + (f": {each.message}" if each.message else "")
             warning = not well and each.reason not in NORMAL_REASONS
             yield KubernetesEvent(reason=each.reason, note=note, warning=warning, generation=each.observed_generation)
@@ -70,14 +72,14 @@ def steps(actions: Sequence[Action], generation: int) -> Iterator[KubernetesEven
 
 
 def restored(kind: str, name: str, managers: Sequence[str], generation: int) -> KubernetesEvent:
-    """Return the event of a child that somebody has edited, and that was set back."""
+    """Return the event that somebody has edited a child object, and that the operator has restored it."""
     who = ", ".join(managers) or "somebody"
     note = f"{kind} {name} was edited by {who}, and is set back; change the DisaggDeployment instead"
     return KubernetesEvent(reason="DriftReverted", note=note, warning=True, generation=generation)
 
 
 def replicas_ignored(before: CustomObject, after: CustomObject) -> Iterator[KubernetesEvent]:
-    """Yield an event for each role whose `replicas` was edited although its RoleScaler has the number."""
+    """Yield an event for each role whose `replicas` was edited without effect, because its RoleScaler holds the number."""
     was = {role: replicas for role, _, replicas in _role_sizes(before)}
     for role, mode, replicas in _role_sizes(after):
         if mode != ScalingMode.STATIC and was.get(role, replicas) != replicas:
@@ -92,7 +94,10 @@ def replicas_ignored(before: CustomObject, after: CustomObject) -> Iterator[Kube
 
 
 def _role_sizes(custom: CustomObject) -> Iterator[tuple[str, str, int]]:
-    """Yield name, scaling mode and replicas of each role; nobody has checked the specification."""
+    """Yield name, scaling mode and replicas of each role.
+
+    The specification may be invalid; faulty roles are left out.
+    """
     roles = custom.spec.get("roles")
     for each in roles if isinstance(roles, list) else ():
         match each:

@@ -1,13 +1,17 @@
-"""Group placer: chooses the domains of the groups that one reconcile makes. Pure; `operators.observed.domains` has the rules.
+"""Group placer: chooses the domain of each worker group that one reconcile creates.
+
+Pure. `operators.observed.domains` has the rules for the choice of a domain.
 
 Rules:
 
-1. Only groups that are StatefulSets, of roles with a `topology.domain`, are placed; a LeaderWorkerSet's controller or a gang
-   scheduler places its own.
-2. A group is not made while no domain has room for it, so that it does not hold a part of the GPUs that others need.
-3. If the operator may not read nodes, the scheduler chooses the domain. Pods of groups are then made with a scheduling gate,
-   if the cluster has them, and `operators.controller.gate_keeper` lets one group at a time pass. A group that found nodes
-   for a part of its pods is made again away from these nodes.
+1. Only groups that are StatefulSets, of roles with a `topology.domain`, are placed here. Other groups are placed by the
+   controller of LeaderWorkerSets or by a gang scheduler.
+2. A group is created only when a domain has room for all of its pods. So a group that does not fit never holds GPUs
+   that other groups need.
+3. If the operator may not read nodes, the scheduler chooses the domain. Pods of groups are then created with a
+   scheduling gate, if the cluster supports scheduling gates, and `operators.controller.gate_keeper` lets one group at a
+   time pass. If only a part of a group's pods found nodes, the group is removed and created again. The new group may
+   not use the nodes that the old one had found.
 """
 
 import msgspec
@@ -25,7 +29,7 @@ MOST_TOLD = 4
 
 
 class PlacedGroup(Struct, frozen=True):
-    """A group of pods, and the domain that was chosen for it."""
+    """Names a worker group and the domain that was chosen for it."""
 
     name: str
     demand: GroupDemand
@@ -35,7 +39,7 @@ class PlacedGroup(Struct, frozen=True):
 class GroupPlacer:
     def __init__(self, desired: DesiredDeployment, observed: ObservedState, images: Images) -> None:
         self.needs_room = False
-        """True if a group has to be placed and the room was not read."""
+        """True if a group has to be placed, but the caller has not read the room of the nodes yet."""
 
         self.unfit: list[PodTrouble] = []
         self.placed: list[PlacedGroup] = []
@@ -46,7 +50,7 @@ class GroupPlacer:
         self._gates = observed.served.scheduling_gates
 
     def place(self, role: RoleSpec, name: str) -> GroupPlacement | None:
-        """Return where the pods of a new group go; None: it cannot be made now."""
+        """Return where the pods of a new group may run, or None if the group cannot be created now."""
         if not role.topology.domain:
             return ANYWHERE
         if self._room is None:
@@ -66,7 +70,7 @@ class GroupPlacer:
 
 
 def _why(room: ClusterRoom, demand: GroupDemand) -> str:
-    """Return which domains there are, and for how many pods each has room."""
+    """Return the message for a group that fits into no domain: how many of its pods have room in each domain."""
     slots = slots_by_domain(room, demand)
     if not slots:
         return f"no usable node has the label {demand.label}"
@@ -77,7 +81,7 @@ def _why(room: ClusterRoom, demand: GroupDemand) -> str:
 
 
 def with_unfit(observed: ObservedState, placer: GroupPlacer) -> ObservedState:
-    """Return the observed state with the groups that fit nowhere among its troubles."""
+    """Return the observed state with a trouble added for each group that fits into no domain."""
     if not placer.unfit:
         return observed
     return msgspec.structs.replace(observed, troubles=tuple(sorted((*observed.troubles, *placer.unfit))))

@@ -1,7 +1,7 @@
-"""Refusals: remembers which write the API server has refused, and why. Pure.
+"""Refusals: describes a write that the API server has refused, and names the field that is probably wrong. Pure.
 
-The cause is often a field of a user's `podTemplate`, so the path of that field is looked for. `operators.status.deployment` shows
-refusals in conditions.
+Often a field of the user's `podTemplate` is wrong, so the description contains the path of that field.
+`operators.status.deployment` shows refusals in conditions.
 """
 
 import re
@@ -15,19 +15,19 @@ from operators.controller.reconcile import Action, Apply, DeletePod, OpenGate, R
 from operators.observed.state import ApiRefusal
 
 QUANTITY = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?")
-"""https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/"""
+"""The syntax of a quantity (https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/)."""
 
 QUANTITY_MAPS = frozenset({"limits", "requests", "overhead"})
-"""Fields whose values are quantities by resource."""
+"""Names of the fields whose content is a map from resources to quantities."""
 
 QUANTITY_FIELDS = frozenset({"sizeLimit", "divisor"})
 
 
 def refusal(action: Action, error: RequestDenied) -> ApiRefusal:
-    """Return the refusal of an action.
+    """Return the description of a refused action, which is shown in a condition.
 
-    The server does not name the field of a quantity that it cannot parse, or of a fraction in place of an integer, so these
-    are looked up in the manifest.
+    The API server does not name the field if it cannot parse a quantity, or if a number is not an integer. In these
+    cases, search the manifest for the field.
     """
     message = str(error)
     match action:
@@ -57,7 +57,7 @@ def _bad_quantities(manifest: Manifest) -> Iterator[str]:
 
 
 def _fractions(manifest_part: Any, at: str) -> Iterator[str]:
-    """Yield the paths of numbers that are not whole; beside quantities, all numbers of a pod are."""
+    """Yield the paths of numbers that are not integers, except quantities, which may be fractions."""
     for name, node, path in _fields(manifest_part, at):
         if isinstance(node, float) and not node.is_integer() and name not in QUANTITY_FIELDS:
             parent = path.removesuffix(f".{name}").rpartition(".")[2]
@@ -66,7 +66,7 @@ def _fractions(manifest_part: Any, at: str) -> Iterator[str]:
 
 
 def _fields(node: Any, path: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield name, value and path of all fields below a node; items of lists are named as the API server does."""
+    """Yield name, value and path of all fields below a node; paths name items of lists in the way of the API server."""
     if isinstance(node, list):
         for index, each in enumerate(node):
             named = isinstance(each, dict) and isinstance(each.get("name"), str)

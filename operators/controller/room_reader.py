@@ -1,10 +1,13 @@
-"""Room reader: reads nodes and pods when a group has to be placed, and remembers what was promised to groups.
+"""Room reader: reads the free resources of nodes for worker groups, less what was promised to groups without pods.
 
 Rules:
 
-1. Nodes and pods of the whole cluster are listed only when a group is about to be made, and at most once in FRESH.
-2. A group without pods yet is remembered as promised, so that two groups do not get the same room.
-3. An operator that may not read them says so, and asks again after a while.
+1. Nodes and pods of the whole cluster are listed only when a group is about to be created, and at most once in the time
+   FRESH.
+2. The room of a new group counts as taken (promised) until the group's pods exist, so that two groups do not get the
+   same room.
+3. If the operator has no right to list nodes and pods, `read` returns an unknown room (`nodes` is None), and asks the
+   API server again only after the time DENIED.
 """
 
 from fleet.core.clock import SECOND, Clock, Nanos
@@ -15,7 +18,7 @@ from operators.observed.domains import ClusterRoom, Node, PlacedPod, cluster_roo
 
 FRESH = Nanos(1 * SECOND)
 PROMISED = Nanos(60 * SECOND)
-"""The longest time that a group without pods holds its room."""
+"""The maximum time for which a group without pods holds the room that it was promised."""
 
 DENIED = Nanos(60 * SECOND)
 
@@ -31,7 +34,7 @@ class RoomReader:
         self._promised: dict[tuple[str, str], tuple[PlacedGroup, Nanos]] = {}
 
     async def read(self) -> ClusterRoom:
-        """Return the room on all nodes, or that it cannot be known.
+        """Return the room on all nodes; its field `nodes` is None if the operator has no right to list nodes and pods.
 
         Raises:
             KubernetesError: The API server failed.
@@ -53,11 +56,11 @@ class RoomReader:
         )
 
     def promise(self, namespace: str, group: PlacedGroup) -> None:
-        """Count the room of a group that was just made as taken, until its pods exist."""
+        """Count the room of a group that was just created as taken, until the pods of the group exist."""
         self._promised[namespace, group.name] = (group, self._clock.now())
 
     def _forget_kept_promises(self, now: Nanos) -> None:
-        """Forget groups whose pods exist, because these hold the room from then on."""
+        """Forget promises to groups whose pods exist by now, because the requests of these pods count instead."""
         pods: dict[tuple[str, str], int] = {}
         for each in self._pods:
             place = (each.metadata.namespace, each.metadata.name.rpartition("-")[0])

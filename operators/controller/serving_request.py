@@ -1,13 +1,16 @@
-"""ServingRequest: makes the DisaggDeployment for a request, and the status of the request. Pure.
+"""ServingRequest: computes the DisaggDeployment for a ServingRequest, and the status of the request. Pure.
 
 Rules:
 
-1. The deployment has the request's name and is owned by it, so that it goes with the request. A deployment of that name
-   that the request does not own stays unchanged. It is written if its digest differs, and from time to time anyway,
-   like every child (`operators.controller.reconcile`, rule 2).
-2. A request that cannot be kept any more, or that is not to be applied any more, does not change its deployment.
-3. A role that is missing in the present proposal is scaled to 0 first, and left out when the deployment reports that
-   its last pod has gone. Roles that others have added stay: an annotation of the deployment names the request's roles.
+1. The deployment has the request's name and is owned by it, so that it is deleted together with the request. A
+   deployment of that name that the request does not own stays unchanged. The deployment is written if its digest
+   differs. Like every child object, it is also written from time to time without a difference
+   (`operators.controller.reconcile`, rule 2).
+2. If the goals of a request cannot be reached any more, or if its field `apply` is set back to false, its deployment
+   stays unchanged.
+3. A role that the present proposal does not contain any more is scaled to 0 first. It is removed when the deployment
+   reports that the last pod of the role has gone. Roles that somebody else has added stay; an annotation of the
+   deployment names the roles that the request has made.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,11 +31,11 @@ from operators.status.deployment import FALSE, TRUE, ConditionUpdate, condition
 Manifest = dict[str, Any]
 
 ROLES = f"{GROUP}/roles"
-"""Annotation with the names of the request's roles."""
+"""Annotation of a deployment with the names of the roles that the ServingRequest has made, separated by commas."""
 
 
 def proposed(name: str, reply: Reply) -> Manifest:
-    """Return the DisaggDeployment as people write it; empty if there is no proposal."""
+    """Return the manifest of the proposed DisaggDeployment without default values; empty if there is no proposal."""
     if isinstance(reply, Infeasible):
         return {}
     return {
@@ -46,14 +49,14 @@ def proposed(name: str, reply: Reply) -> Manifest:
 def actions(
     request: CustomObject, asked: ServingRequestSpec, reply: Reply, there: CustomObject | None, *, afresh: bool = False
 ) -> tuple[Apply, ...]:
-    """Return the writes.
+    """Return the writes to the DisaggDeployment that the request needs.
 
     Args:
-        request: The request on the server.
-        asked: Its specification.
-        reply: The proposal or the refusal.
-        there: The DisaggDeployment of its name, whoever owns it.
-        afresh: Also write what looks unchanged.
+        request: The ServingRequest as it is on the API server.
+        asked: The request's specification.
+        reply: The proposal, or the reason why there is none.
+        there: The existing DisaggDeployment with the request's name, whoever owns it, or None if it does not exist.
+        afresh: If true, write the deployment even if it looks unchanged.
     """
     if not asked.apply or isinstance(reply, Infeasible) or _foreign(request, there):
         return ()
@@ -71,15 +74,16 @@ def status(
     refusals: Sequence[ApiRefusal],
     now: str,
 ) -> ServingRequestStatus:
-    """Return the request's status.
+    """Return the new status of the ServingRequest.
 
     Args:
-        request: The request on the server.
-        asked: Its specification.
-        reply: The proposal or the refusal.
-        there: The DisaggDeployment of its name, whoever owns it, after `actions`.
-        refusals: Refusals of these actions.
-        now: RFC 3339.
+        request: The ServingRequest as it is on the API server.
+        asked: The request's specification.
+        reply: The proposal, or the reason why there is none.
+        there: The DisaggDeployment with the request's name after the actions of this reconcile, whoever owns it, or
+            None if it does not exist.
+        refusals: The actions that the API server has refused.
+        now: The present time as RFC 3339.
     """
     feasible = isinstance(reply, Proposal)
     conditions: list[ConditionUpdate] = [
@@ -102,7 +106,7 @@ def status(
 
 
 def unreadable_status(request: CustomObject, problem: str, now: str) -> ServingRequestStatus:
-    """Return the status of a request that was written for another version of the operator."""
+    """Return the status of a ServingRequest whose specification this version of the operator cannot read."""
     return ServingRequestStatus(
         observed_generation=request.metadata.generation,
         phase="Infeasible",
@@ -145,7 +149,7 @@ def _manifest(request: CustomObject, reply: Proposal, there: CustomObject | None
 
 
 def _leaving(roles: Sequence[Manifest], there: CustomObject | None) -> Iterator[Manifest]:
-    """Yield former roles while pods of them exist."""
+    """Yield each role that the proposal does not contain any more and that still has pods, with 0 replicas."""
     if there is None:
         return
     named = {role["name"] for role in roles}
@@ -183,7 +187,7 @@ def _applied(
 
 
 def _ready(applied: ConditionUpdate, there: CustomObject | None) -> ConditionUpdate:
-    """Return the deployment's readiness, if it is the one that should exist."""
+    """Return the request's condition Ready: that of its deployment, or False if the deployment is not as proposed."""
     _, holds, reason, message = applied
     if holds != TRUE or there is None:
         return "Ready", FALSE, reason, message

@@ -1,12 +1,14 @@
-"""Work queue: the keys that wait for the controller, each at most once. Pure.
+"""Work queue: holds the keys that wait for the controller, each at most once. Pure.
 
 Rules:
 
-1. One worker has a key at a time. A request for a key in progress takes effect afterwards.
-2. A failed key returns after a pause that doubles each time, up to LONGEST; one success resets the pause. Requests
-   meanwhile do not shorten it, so that a broken deployment whose pods come and go does not run all the time.
-3. The queue holds at most `most` keys. A further key is not kept but sets `overflown`, and the caller enqueues all keys
-   when there is room again. So nothing is lost, and memory is bounded.
+1. Only one reconcile of a key runs at a time. If a key is enqueued while its reconcile runs, the key is due again after
+   that reconcile has ended.
+2. A key whose reconcile failed is due again after a pause that doubles each time, up to LONGEST. One success resets the
+   pause. Enqueuing the key during the pause does not shorten the pause. Otherwise a broken deployment, whose pods start
+   and end all the time, would be reconciled all the time.
+3. The queue holds at most `most` keys. If it is full, a new key is dropped and `overflown` is set, and the caller
+   enqueues all keys when there is room again. So no key is lost, and the memory of the queue is bounded.
 """
 
 import heapq
@@ -26,13 +28,15 @@ MOST_DOUBLINGS = 16
 class WorkQueue(Generic[Key]):
     def __init__(self, most: int) -> None:
         self.overflown = False
-        """True if a key was not kept; the caller resets it when it enqueues all keys."""
+        """True if a key was dropped because the queue was full. The caller sets it to False when it enqueues all
+        keys."""
 
         self._most = most
         self._due: dict[Key, Nanos] = {}
-        # a heap by due instant; entries that `_due` no longer has are skipped
+        # heap ordered by due instant; entries whose instant is not that in `_due` are outdated, and are skipped
         self._order: list[tuple[Nanos, int, Key]] = []
-        self._in_progress: dict[Key, Nanos | None] = {}  # keys in progress, with the instant of a further request
+        # keys whose reconcile runs, each with the instant at which it is due again (None: it was not enqueued again)
+        self._in_progress: dict[Key, Nanos | None] = {}
         self._failures: dict[Key, int] = {}
         self._not_before: dict[Key, Nanos] = {}
         self._added = 0
@@ -41,7 +45,7 @@ class WorkQueue(Generic[Key]):
         return len(self._due) + len(self._in_progress)
 
     def add(self, key: Key, now: Nanos, after: Nanos = IMMEDIATELY) -> None:
-        """Enqueue a key, due after that time at the latest."""
+        """Enqueue a key, so that it is due after the time `after` or earlier, but not in its pause after a failure."""
         at = max(Nanos(now + after), self._not_before.get(key, now))
         if key in self._in_progress:
             asked = self._in_progress[key]
@@ -52,13 +56,13 @@ class WorkQueue(Generic[Key]):
             self.overflown = True
 
     def hasten(self, key: Key, now: Nanos) -> None:
-        """Enqueue a key now, despite earlier failures, because its specification has changed."""
+        """Make a key due now and end its pause after failures, because the specification of its object has changed."""
         self._failures.pop(key, None)
         self._not_before.pop(key, None)
         self.add(key, now)
 
     def take(self, now: Nanos) -> Key | None:
-        """Take the key that has been due longest; it is in progress from now on."""
+        """Return the key that has been due longest, and mark it as in progress; None if no key is due."""
         while self._order and self._order[0][0] <= now:
             at, _, key = heapq.heappop(self._order)
             if self._due.get(key) == at:
@@ -68,24 +72,24 @@ class WorkQueue(Generic[Key]):
         return None
 
     def due(self, now: Nanos) -> int:
-        """Return the number of keys that are in progress or due."""
+        """Return the number of keys whose reconcile runs or that are due now."""
         return len(self._in_progress) + sum(at <= now for at in self._due.values())
 
     def next(self) -> Nanos | None:
-        """Return when the next key is due."""
+        """Return the instant at which the next key is due; None if no key is queued."""
         while self._order and self._due.get(self._order[0][2]) != self._order[0][0]:
             heapq.heappop(self._order)
         return self._order[0][0] if self._order else None
 
     def done(self, key: Key) -> None:
-        """Note that a key was reconciled."""
+        """Record that the reconcile of a key has succeeded and ended."""
         self._failures.pop(key, None)
         self._not_before.pop(key, None)
         if (again := self._in_progress.pop(key)) is not None:
             self._put(key, again)
 
     def failed(self, key: Key, now: Nanos, pause: Nanos | None = None) -> None:
-        """Note that a key has to be reconciled again, after `pause` at the earliest if it is given."""
+        """Record that the reconcile of a key has failed; the key is due again after a pause of at least `pause`."""
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         doubled = Nanos(min(LONGEST, SHORTEST << min(failures - 1, MOST_DOUBLINGS)))
         at = Nanos(now + max(doubled, pause or 0))
@@ -94,7 +98,7 @@ class WorkQueue(Generic[Key]):
         self._put(key, at)
 
     def forget(self, key: Key) -> None:
-        """Forget a key that has gone; if it is in progress, that ends as a success."""
+        """Forget a key whose object was deleted, and its failures; a reconcile of the key that runs now goes on."""
         self._due.pop(key, None)
         self._failures.pop(key, None)
         self._not_before.pop(key, None)

@@ -1,4 +1,4 @@
-"""Assembly of imported DisaggDeployments, and their shortest written form."""
+"""Assembly of imported documents: builds the parts of a DisaggDeployment that all kinds of imports have in common."""
 
 import re
 from collections.abc import Sequence
@@ -27,26 +27,26 @@ from operators.imports.document_reader import Note
 
 LONGEST_NAME = 30
 GRACE_SECONDS = 30
-"""The grace period of our pods after a drain (`operators.manifests.pods`)."""
+"""Seconds that Fleet's pods get after the time limit of a drain (`operators.manifests.pods`)."""
 
 
 class Imported(Struct, frozen=True):
-    """The result of an import."""
+    """Holds the Kubernetes objects that an import has made, and notes about fields that it could not convert."""
 
     objects: tuple[dict[str, Any], ...]
     notes: tuple[Note, ...]
 
 
 class Names:
-    """Makes names of objects unique and valid: each name of one kind is used once."""
+    """Makes valid Kubernetes names, and gives each of them only once."""
 
     def __init__(self, otherwise: str) -> None:
         self._otherwise = otherwise
         self._given: set[str] = set()
 
     def give(self, text: str) -> str:
-        """Return a new name that resembles `text`."""
-        parted = re.sub(r"([a-z])([A-Z])", r"\1-\2", text)  # VllmDecodeWorker
+        """Return a valid name that resembles `text` and that this object has not returned before."""
+        parted = re.sub(r"([a-z])([A-Z])", r"\1-\2", text)  # VllmDecodeWorker becomes Vllm-Decode-Worker
         base = re.sub(r"[^a-z0-9]+", "-", parted.lower()).strip("-")
         base = re.sub(r"^[^a-z]+", "", base)[:LONGEST_NAME].rstrip("-") or self._otherwise
         name, number = base, 1
@@ -60,14 +60,14 @@ class Names:
 def spread(
     parallelism: Parallelism, gpus: int, nodes: int, vendor: GpuVendor, path: str, notes: list[Note]
 ) -> tuple[Gpus, int]:
-    """Return the GPUs and nodes of a replica, adapted to the engine's parallelism.
+    """Return the GPUs of a replica, and its number of nodes, adapted to the engine's parallelism.
 
     Args:
         parallelism: Parallelism of the engine.
-        gpus: Requested GPUs on all nodes together; 0: none.
-        nodes: Nodes of a replica.
+        gpus: Number of GPUs that the document requests for a replica, on all its nodes together; 0 if it requests none.
+        nodes: Number of nodes of a replica.
         vendor: Vendor of the GPUs.
-        path: Path of the pool.
+        path: Path of the pool in the imported document, for notes.
         notes: Receives notes about changes.
     """
     ranks = parallelism.tensor * parallelism.pipeline * parallelism.data
@@ -84,7 +84,7 @@ def spread(
 
 
 def paired(roles: Sequence[RoleSpec], path: str, notes: list[Note]) -> tuple[RoleSpec, ...]:
-    """Return roles that can work together: prefill and decode, or neither."""
+    """Return the roles; prefill roles without any decode role, and the reverse, become aggregated roles."""
     types = {role.type for role in roles}
     if (RoleType.PREFILL in types) == (RoleType.DECODE in types):
         return tuple(roles)
@@ -98,16 +98,16 @@ def paired(roles: Sequence[RoleSpec], path: str, notes: list[Note]) -> tuple[Rol
 def transferred(
     transfer: KvTransfer, engine: EngineKind, roles: Sequence[RoleSpec], path: str, notes: list[Note]
 ) -> KvTransfer:
-    """Return the KV transfer without the paths that engines with this parallelism cannot use.
+    """Return the KV transfer as requested, or with its defaults if the engines' parallelism excludes the store.
 
     Args:
-        transfer: The requested transfer.
+        transfer: The KV transfer that the document requests.
         engine: Engine of all roles.
         roles: Roles of workers.
-        path: Path of the object with the roles.
+        path: Path of the object with the roles in the imported document, for notes.
         notes: Receives notes about changes.
     """
-    # The store splits blocks by heads: see `workers.engines.vllm.launch.UNSHARED`.
+    # The store can hold a block only if ranks split it by heads alone (`workers.engines.vllm.launch.UNSHARED`).
     unshared = any(role.nodes_per_replica > 1 or not role.parallelism.by_heads for role in roles)
     if KvPath.STORE not in transfer.paths or engine is not EngineKind.VLLM or not unshared:
         return transfer
@@ -121,10 +121,11 @@ def transferred(
 
 
 def document(name: str, spec: DisaggDeploymentSpec, namespace: str = "") -> dict[str, Any]:
-    """Return the object as people write it.
+    """Return the manifest of a DisaggDeployment, without fields that have their defaults.
 
     Raises:
-        ConfigurationRefused: A value does not fit into a field of ours, or fields contradict each other.
+        ConfigurationRefused: A value is not allowed in its field of DisaggDeployment, or two fields contradict each
+            other.
     """
     written = said(spec)
     try:
@@ -138,7 +139,7 @@ def document(name: str, spec: DisaggDeploymentSpec, namespace: str = "") -> dict
 
 
 def said(value: Any) -> Any:
-    """Return a value without fields that have their default."""
+    """Return a value as plain dicts, lists, texts and numbers, without fields that have their defaults."""
     match value:
         case Struct():
             fields = msgspec.structs.fields(value)
@@ -164,5 +165,5 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def drain(grace_seconds: int | None) -> Drain:
-    """Return the drain for pods with this grace period; None: the default."""
+    """Return drain settings that fit into a pod's grace period, or the default ones if `grace_seconds` is None."""
     return Drain() if grace_seconds is None else Drain(timeout_seconds=max(1, grace_seconds - GRACE_SECONDS))

@@ -1,4 +1,4 @@
-"""Import of other projects' documents: detects the project and converts them."""
+"""Detection: finds out from which project a document comes, and converts it to DisaggDeployments."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,16 +10,17 @@ from operators.imports.document_reader import Note
 
 
 def imported(documents: Sequence[Any], name: str = "", namespace: str = "") -> Imported:
-    """Return the DisaggDeployments for a file's documents.
+    """Convert the documents of a file to DisaggDeployments.
 
     Args:
-        documents: Documents of one file.
-        name: Name of the deployment, if there is one; empty: named after the document or its model.
-        namespace: Namespace of all; empty: as the documents say.
+        documents: The parsed YAML documents of one file.
+        name: Name of the deployment, if the file results in only one. If it is empty, the name of the document or of
+            its model is used.
+        namespace: Namespace of all deployments. If it is empty, the namespaces in the documents are used.
 
     Raises:
-        ConfigurationRefused: No document belongs to a known project, a field has an impossible value, or there are
-            several deployments for one name.
+        ConfigurationRefused: No document belongs to a known project, a field has an impossible value, or `name` is
+            given and the file results in several deployments.
     """
     objects: list[dict[str, Any]] = []
     notes: list[Note] = []

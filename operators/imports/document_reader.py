@@ -1,12 +1,14 @@
-"""Document reader: reads a document of another project field by field, so that unread fields are known in the end.
+"""Document reader: reads a document of another project field by field.
+
+At the end, the reader reports the fields that no call has read.
 
 Rules:
 
-1. Each read checks the type, and refuses a value of another type with its path. Charts write numbers as texts, so texts
-   of digits count as numbers.
-2. An unread field has no equivalent here, and a note says so with its path. Fields that are empty, false or 0 get no
-   note: they are copied defaults.
-3. Notes repeat names and never values, which may be secret.
+1. Each method that reads a field checks the type of the value. For a wrong type, it raises an error that names the path
+   of the field. Helm charts write numbers as texts, so a text of digits counts as a number.
+2. A field that no call has read has no equivalent in Fleet, and a note with its path says so. Fields that are empty,
+   false or 0 get no note, because they probably repeat a default.
+3. Notes contain the names of fields, but never their values, which may be secret.
 """
 
 from collections.abc import Mapping
@@ -20,10 +22,11 @@ NO_EQUAL = "has no equal here and is left out"
 
 
 class Note(Struct, frozen=True):
-    """A remark about an import, for the person who runs it."""
+    """Holds a remark about an import, for the person who runs the import."""
 
     path: str
-    """The field, as in ``spec.services.Frontend.ingress``; empty: no field."""
+    """Path of the field, such as ``spec.services.Frontend.ingress``, or an empty text if the note is not about one
+    field."""
 
     message: str
 
@@ -32,7 +35,7 @@ class Note(Struct, frozen=True):
 
 
 class DocumentReader:
-    """Reads one object, and notes every field that is read, so that unread fields can be reported."""
+    """Reads the fields of one object of a document, and reports at the end which fields were not read."""
 
     def __init__(self, fields: Mapping[str, Any], path: str, notes: list[Note]) -> None:
         self._fields = fields
@@ -45,7 +48,7 @@ class DocumentReader:
         return bool(self._fields.get(name))
 
     def skip(self, *names: str) -> None:
-        """Mark fields as read without using them."""
+        """Mark fields as read without using them, so that they get no note."""
         for name in names:
             self._unread.pop(name, None)
 
@@ -54,11 +57,11 @@ class DocumentReader:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all fields."""
+        """The names of all fields of the object."""
         return tuple(self._fields)
 
     def at(self, name: str) -> str:
-        """Return the path of a field."""
+        """Return the path of a field in the document."""
         return f"{self.path}.{name}" if self.path else name
 
     def note(self, name: str, message: str) -> None:
@@ -72,7 +75,7 @@ class DocumentReader:
             self.note(name, message)
 
     def any(self, name: str) -> Any:
-        """Return a field of any type; None: absent."""
+        """Return the value of a field, whatever its type is, or None if the field is absent."""
         self._unread.pop(name, None)
         return self._fields.get(name)
 
@@ -103,18 +106,18 @@ class DocumentReader:
         return value
 
     def table(self, name: str) -> "DocumentReader":
-        """Return an object; an empty one if it is absent."""
+        """Return a reader for the object in a field; if the field is absent, the object is empty."""
         value = self.any(name)
         if value is None or value == "":
             value = {}
         return self._reader(value, self.at(name))
 
     def tables(self, name: str) -> list["DocumentReader"]:
-        """Return a list of objects."""
+        """Return a reader for each object of the list in a field."""
         return [self._reader(each, f"{self.at(name)}[{index}]") for index, each in enumerate(self.values(name))]
 
     def named(self) -> "Mapping[str, DocumentReader]":
-        """Return all fields, which must be objects."""
+        """Return a reader for each field of this object by its name; the value of each field must be an object."""
         return {name: self.table(name) for name in self._fields}
 
     def values(self, name: str) -> list[Any]:
@@ -126,7 +129,7 @@ class DocumentReader:
         return value
 
     def texts(self, name: str) -> list[str]:
-        """Return a list of texts."""
+        """Return the list of texts in a field; numbers in the list become texts."""
         values = self.values(name)
         for index, each in enumerate(values):
             if isinstance(each, bool) or not isinstance(each, str | int | float):
@@ -134,21 +137,22 @@ class DocumentReader:
         return [str(each) for each in values]
 
     def words(self, name: str) -> dict[str, str]:
-        """Return an object of texts, such as labels or annotations."""
+        """Return the object in a field, such as labels or annotations, all of whose values must be texts."""
         table = self.table(name)
         return {each: table.text(each) for each in table.names}
 
     def objects(self, name: str) -> list[dict[str, Any]]:
-        """Return a list of objects unchanged."""
+        """Return the list of objects in a field unchanged; all fields of these objects count as read."""
         for each in self.tables(name):
             each.skip_all()
         return self.values(name)
 
     def rest(self, but: Mapping[str, str] | None = None) -> None:
-        """Note the fields that were not read, here and in inner objects.
+        """Add a note for each field that was not read, in this object and in its inner objects.
 
         Args:
-            but: Notes for some fields instead of the usual one; an empty text: no note.
+            but: Other notes by the name of the field, instead of the usual note. For a field with an empty text, add no
+                note.
         """
         said = but or {}
         for name in list(self._unread):
@@ -171,7 +175,11 @@ class DocumentReader:
 
 
 def says_something(value: Any) -> bool:
-    """Return whether a value is more than a written-out default."""
+    """Return whether a value was probably written on purpose.
+
+    Return False for a value that is empty, false or 0, and for an object that has `enabled: false` or only such values,
+    because these probably repeat a default.
+    """
     if isinstance(value, dict):
         return (
             bool(value) and value.get("enabled") is not False and any(says_something(each) for each in value.values())
@@ -180,7 +188,7 @@ def says_something(value: Any) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """Return the type of a value in words, without the value."""
+    """Return the type of a value in words, such as "a list", for an error message that must not contain the value."""
     match value:
         case bool():
             return "a boolean"

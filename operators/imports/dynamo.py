@@ -1,12 +1,13 @@
-"""Import of NVIDIA Dynamo's DynamoGraphDeployments (https://github.com/ai-dynamo/dynamo), v1alpha1 and v1beta1.
+"""Import from NVIDIA Dynamo (https://github.com/ai-dynamo/dynamo): converts DynamoGraphDeployments.
 
 Rules:
 
-1. v1alpha1 has `services`, an object; v1beta1 has `components`, a list, each with a pod template. Both are read into
-   the same records first.
-2. The type of a service decides its role; for the type `worker`, its flags or its name do.
-3. Frontends become the router, because Fleet's router does their work. An endpoint picker becomes the router's own.
-   Planners are left out with a note, because a ServingPlan takes their place. Encoders are left out too.
+1. Two versions are supported. v1alpha1 has the field `services`, an object. v1beta1 has the field `components`, a list
+   of objects with a pod template each. Both are read into the same records, and then converted by the same code.
+2. The type of a service decides its role. If the type is only `worker`, the flags of its command decide; if it has no
+   type, also its name.
+3. A frontend becomes the router, because Fleet's router does its work. An endpoint picker becomes the endpoint picker
+   of the router. Planners are left out with a note, because a ServingPlan takes their place. Encoders are left out too.
 """
 
 import json
@@ -44,10 +45,10 @@ LEFT_OUT = {
     ENCODER: "is left out; there are no workers for images",
 }
 MODES = {"kv": "fleet", "round-robin": "round_robin", "random": "random", "direct": "fleet"}
-"""Policies by the router mode of Dynamo's frontend."""
+"""The routing policy of Fleet for each router mode of Dynamo's frontend."""
 
 STORES = ("kvbm", "lmcache", "flexkv", "dynamoconnector", "offloading")
-"""Connectors that keep blocks for later."""
+"""Parts of the names of those KV connectors that keep blocks for later requests."""
 
 OWN = dict.fromkeys(
     (
@@ -64,17 +65,17 @@ OWN = dict.fromkeys(
     ),
     "",
 )
-"""Fields of containers that ours set themselves."""
+"""Fields of containers that are not imported and get no note, because Fleet sets its own values for them."""
 
 
 class _DynamoService(Struct, frozen=True):
-    """A service or component."""
+    """Holds what the import has read about one service (v1alpha1) or component (v1beta1) of a Dynamo deployment."""
 
     name: str
     kind: str
     reader: DocumentReader
     args: str
-    """Path of its arguments."""
+    """Path of the container's arguments in the document, for notes."""
 
     template: PodTemplate
     flags: Flags
@@ -86,15 +87,15 @@ class _DynamoService(Struct, frozen=True):
 
 
 def imported(manifest: Mapping[str, Any], name: str = "", namespace: str = "") -> Imported:
-    """Return the deployment in a manifest.
+    """Convert a DynamoGraphDeployment to a DisaggDeployment.
 
     Args:
         manifest: A DynamoGraphDeployment.
-        name: Name of the deployment; empty: the manifest's own.
-        namespace: Namespace of the deployment; empty: the manifest's own.
+        name: Name of the deployment; if it is empty, the name in the manifest is used.
+        namespace: Namespace of the deployment; if it is empty, the namespace in the manifest is used.
 
     Raises:
-        ConfigurationRefused: It has another version, or a field has an impossible value.
+        ConfigurationRefused: The manifest has another version, or a field has an impossible value.
     """
     notes: list[Note] = []
     root = DocumentReader(manifest, "", notes)
@@ -247,7 +248,7 @@ def _components(spec: DocumentReader) -> list[_DynamoService]:
 
 
 def _kind(told: str, name: str, flags: Flags) -> str:
-    """Return the kind: frontend, planner, picker, prefill, decode, or any worker."""
+    """Return the kind of a service by its type `told`, its flags, or its name; it is WORKER if its role is unknown."""
     if told in (FRONTEND, PLANNER, PICKER, ENCODER, RoleType.PREFILL.value, RoleType.DECODE.value):
         return told
     mode = flags.get("disaggregation-mode")
@@ -268,7 +269,9 @@ def _roles(workers: list[_DynamoService], engine: EngineKind, notes: list[Note])
     for part in workers:
         kind = RoleType.AGGREGATED if part.kind == WORKER else RoleType(part.kind)
         if part.kind == WORKER and "prefill" in types and "decode" not in types:
-            kind = RoleType.DECODE  # older versions do not say it, but prefill workers need a decode role
+            # Older versions of Dynamo do not mark decode workers, so all other workers beside prefill workers count as
+            # such.
+            kind = RoleType.DECODE
         path = part.reader.path
         parallelism = parallelism_of(part.flags, path, notes)
         gpus, nodes = spread(parallelism, part.gpus * part.nodes, part.nodes, part.vendor, path, notes)
@@ -290,7 +293,7 @@ def _roles(workers: list[_DynamoService], engine: EngineKind, notes: list[Note])
 
 
 def _arguments(part: _DynamoService, engine: EngineKind, notes: list[Note]) -> None:
-    """Set the arguments of our worker from the remaining flags."""
+    """Convert the flags of the engine that have no field in the deployment to arguments of Fleet's worker."""
     if engine is not EngineKind.VLLM or not _runs_vllm(part.flags):
         return
     path = part.args
@@ -374,7 +377,7 @@ def _router(frontends: list[_DynamoService], notes: list[Note]) -> tuple[RoleSpe
 
 
 def _transfer(workers: list[_DynamoService], notes: list[Note]) -> KvTransfer:
-    """Return the KV transfer that the engines' flags describe."""
+    """Return KV transfer settings: with a store if an engine's KV connector keeps blocks, otherwise the defaults."""
     kept = False
     for part in workers:
         told = [part.flags.get("connector")]
@@ -401,7 +404,7 @@ def _scaling(reader: DocumentReader) -> Scaling:
 
 
 def _mounts(service: DocumentReader, template: PodTemplate) -> None:
-    """Take over v1alpha1's claims by name."""
+    """Copy the PersistentVolumeClaims that a service of v1alpha1 mounts, and their mount paths, to the pod template."""
     for mount in service.tables("volumeMounts"):
         claim, place = mount.text("name"), mount.text("mountPoint")
         mount.any("useAsCompilationCache")
@@ -419,7 +422,7 @@ def _shared_memory(reader: DocumentReader, template: PodTemplate) -> None:
 
 
 def _merged(service: Any, main: Any) -> dict[str, Any]:
-    """Merge resources of a service with those of its container."""
+    """Merge the resource requests and limits of a service with those of its container, which take precedence."""
     merged: dict[str, Any] = {}
     for each in (service, main):
         for section, quantities in (each if isinstance(each, dict) else {}).items():

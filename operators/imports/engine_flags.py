@@ -1,11 +1,13 @@
-"""Engine flags: converts command lines of other projects' engines to settings of our workers.
+"""Engine flags: converts the command lines of vLLM, SGLang and Dynamo to settings and arguments of Fleet's workers.
 
 Rules:
 
-1. Flags that the deployment sets itself (model, parallelism, role) are taken out. Flags that our workers replace
-   (ports, KV events) are dropped. The others go to the engine unchanged, by `--set` after the worker's own command.
-2. Flags with an object as their value cannot stand on our command line, and a note names them. So it does with flags
-   that have a secret's name, because anyone who may look at a pod reads its arguments.
+1. Flags that become fields of the deployment (model, parallelism, role) are not passed to the worker. Flags for ports,
+   KV events and other things that Fleet's workers set themselves are dropped. All other flags are passed to the engine
+   unchanged, as `--set` arguments of the worker's command.
+2. Flags whose value is a JSON object or list cannot be passed on the worker's command line; a note names them. Flags
+   whose names look like those of secrets are not passed on either, because anybody who may look at a pod can read its
+   arguments.
 """
 
 import re
@@ -38,7 +40,7 @@ ALIASES = {
     "mem-fraction-static": "gpu-memory-utilization",
     "max-running-requests": "max-num-seqs",
 }
-"""Flags of vLLM, SGLang and Dynamo with vLLM's name for each."""
+"""Alternative names of flags in vLLM, SGLang and Dynamo, each with the name that vLLM uses."""
 
 OURS = frozenset(
     {
@@ -65,31 +67,31 @@ OURS = frozenset(
         "m",
     }
 )
-"""Flags that our workers set by themselves."""
+"""Flags that are dropped, because Fleet's workers set them by themselves."""
 
 SETTINGS = {"max-model-len": "max_model_len", "max-num-seqs": "max_running", "dtype": "vllm.dtype"}
-"""Flags that are settings of the worker."""
+"""Flags that become settings of Fleet's worker, each with the name of its setting."""
 
 HUB_TOKENS = ("hf-token", "token")
-"""Flags with the token of a model's repository."""
+"""Flags whose value is the access token for the model's repository."""
 
 _NUMBER = re.compile(r"^-[0-9.]+$")
 _VARIABLE = re.compile(r"\$\{(\w+)\}|\$\((\w+)\)|\$(\w+)")
 
 
 class Flags(Struct, frozen=True):
-    """A parsed command line."""
+    """Holds a parsed command line of an engine."""
 
     words: tuple[str, ...]
-    """Words that are not flags: ``python3``, ``dynamo.vllm``."""
+    """Words of the command line that are not flags, such as ``python3`` or ``dynamo.vllm``."""
 
     named: Mapping[str, str]
-    """Values by flag name without dashes; ``true`` for a flag without a value."""
+    """Value of each flag, by the flag's name without its leading dashes; ``true`` for a flag without a value."""
 
     @property
     def model(self) -> str:
-        """The model's repository or folder; empty: none is given."""
-        if "serve" in self.words[:-1]:  # vllm serve MODEL
+        """The repository or folder of the model; empty if the command line names no model."""
+        if "serve" in self.words[:-1]:  # the command line is `vllm serve MODEL`
             return self.get("model") or self.words[self.words.index("serve") + 1]
         return self.get("model")
 
@@ -97,12 +99,15 @@ class Flags(Struct, frozen=True):
         return self.named.get(name, "")
 
     def runs(self, module: str) -> bool:
-        """Return whether the command line starts this module."""
+        """Return whether the command line starts the Python module of this name."""
         return any(word == module or word.endswith(f"/{module}") for word in self.words) or self.get("m") == module
 
 
 def flags_of(command: Sequence[str], args: Sequence[str], variables: Mapping[str, str]) -> Flags:
-    """Parse a container's command and arguments, with the variables that the container sets."""
+    """Parse a container's command and arguments.
+
+    Names of environment variables in the arguments are replaced by their values in `variables`.
+    """
     tokens = [*command, *args]
     if command and command[0] in SHELLS:
         tokens = _started(part for line in tokens[1:] if line not in SHELL_FLAGS for part in _split(line))
@@ -128,7 +133,7 @@ def flags_of(command: Sequence[str], args: Sequence[str], variables: Mapping[str
 
 
 def _started(words: Iterable[str]) -> list[str]:
-    """Return the last command of a shell line, without redirections."""
+    """Return the words of the last program in a shell command line, without pipes and redirections after it."""
     tokens = list(words)
     starts = [at for at, word in enumerate(tokens) if word.rpartition("/")[2] in PROGRAMS]
     tokens = tokens[starts[-1] :] if starts else tokens
@@ -139,12 +144,12 @@ def _started(words: Iterable[str]) -> list[str]:
 def _split(line: str) -> list[str]:
     try:
         return shlex.split(line, comments=True)
-    except ValueError:  # an unclosed quotation
+    except ValueError:  # a quotation mark is not closed
         return line.split()
 
 
 def parallelism_of(flags: Flags, path: str, notes: list[Note]) -> Parallelism:
-    """Return how the engine is spread over its GPUs."""
+    """Return the parallelism of an engine, as its flags set it; a note reports each invalid flag."""
     tensor, pipeline, data, expert = (
         _degree(flags, f"{kind}-parallel-size", path, notes) for kind in ("tensor", "pipeline", "data", "expert")
     )
@@ -180,11 +185,11 @@ TAKEN = frozenset(
         "headless",
     }
 )
-"""Flags that the deployment sets by itself."""
+"""Flags that are not passed to the worker, because fields of the deployment replace them."""
 
 
 def settings_of(flags: Mapping[str, str], path: str, notes: list[Note]) -> list[str]:
-    """Return arguments for our worker that express the remaining flags."""
+    """Return arguments of Fleet's worker with the effect of the flags that are neither in TAKEN nor in OURS."""
     said: dict[str, str] = {}
     for name, value in flags.items():
         if name in TAKEN or name in OURS:
@@ -218,7 +223,7 @@ def _carries_object(value: str) -> bool:
 
 
 def passed_on(flags: Mapping[str, str]) -> list[str]:
-    """Return the flags that go to the engine unchanged."""
+    """Return the names of the flags that the worker passes to its engine unchanged."""
     known = TAKEN | OURS | SETTINGS.keys() | {"enforce-eager"}
     return [
         name

@@ -1,11 +1,13 @@
-"""Pod templates of other projects: takes over the parts that our pod templates may have.
+"""Pod templates of other projects: copies their fields that a `podTemplate` of a DisaggDeployment may contain.
 
 Rules:
 
-1. Fields about where a pod runs and what it gets (affinity, tolerations, volumes, variables, memory) are taken over
-   unchanged. Fields about what it runs (image, command, probes, ports) are not, because our pods run our own.
-2. GPUs are fields of a role, and are taken out of the resources.
-3. A variable with a secret's name and a literal value is left out, also in other containers: it belongs into a Secret.
+1. Fields about the place of a pod and its resources (affinity, tolerations, volumes, variables, memory) are copied
+   unchanged. Fields about its program (image, command, probes, ports) are not copied, because Fleet's pods run Fleet's
+   own programs.
+2. GPUs become fields of a role, and are removed from the resources.
+3. An environment variable is left out in all containers if its name looks like that of a secret and its value is
+   written in the document. Such a value belongs into a Secret.
 """
 
 from typing import Any
@@ -25,7 +27,7 @@ LISTS = (
 )
 FLAGS = ("hostIPC", "hostNetwork")
 TEXTS = ("dnsPolicy", "nodeName", "priorityClassName", "runtimeClassName", "schedulerName", "serviceAccountName")
-"""Fields of a pod that are taken over, by their types."""
+"""Fields of a pod that are copied and whose values are texts."""
 
 PARTS_OF_A_GPU = ("nvidia.com/mig-", "nvidia.com/gpumem", "nvidia.com/gpucores")
 MAIN = "main"
@@ -33,7 +35,7 @@ WRITTEN_OUT = "has a secret's name and its value written out; put it into a Secr
 
 
 class PodTemplate:
-    """A pod template that is being built."""
+    """Builds the `podTemplate` of a role from parts of another project's pod."""
 
     def __init__(self) -> None:
         self.labels: dict[str, str] = {}
@@ -45,7 +47,7 @@ class PodTemplate:
         self.grace_seconds: int | None = None
 
     def take(self, pod: DocumentReader) -> None:
-        """Take over fields of a pod's spec."""
+        """Copy the allowed fields of a pod's spec."""
         for name in OBJECTS:
             pod.table(name).skip_all()
         for name in LISTS:
@@ -55,7 +57,7 @@ class PodTemplate:
         for name in TEXTS:
             pod.text(name)
         self.spec |= {name: value for name in (*OBJECTS, *FLAGS, *TEXTS) if (value := pod.any(name))}
-        # Copied, because a YAML alias makes several pods share one list.
+        # The lists are copied, because several pods share one list object if the document uses a YAML alias.
         self.spec |= {name: list(values) for name in LISTS if (values := pod.any(name))}
         if before := self.spec.get("initContainers"):
             self.spec["initContainers"] = [
@@ -66,7 +68,7 @@ class PodTemplate:
             self.grace_seconds = pod.number("terminationGracePeriodSeconds", most=86_400)
 
     def take_container(self, container: DocumentReader) -> None:
-        """Take over fields of the container that runs the engine, without resources."""
+        """Copy the allowed fields of the container that runs the engine, except its resources."""
         self.add_variables(container, "env")
         if sources := container.objects("envFrom"):
             self.main.setdefault("envFrom", []).extend(sources)
@@ -76,7 +78,7 @@ class PodTemplate:
             self.main["imagePullPolicy"] = policy
 
     def add_variables(self, owner: DocumentReader, field: str) -> None:
-        """Take over a list of environment variables."""
+        """Copy the list of environment variables in a field, except secrets whose value is in the document (rule 3)."""
         for variable in owner.tables(field):
             name, value = variable.text("name"), variable.any("value")
             source = variable.any("valueFrom")
@@ -87,7 +89,7 @@ class PodTemplate:
                 self.main.setdefault("env", []).append({"name": name, **said})
 
     def built(self) -> dict[str, Any]:
-        """Return a role's `podTemplate`; empty if it has no content."""
+        """Return the complete `podTemplate` of a role; empty if nothing was copied."""
         main = dict(self.main)
         if self.arguments:
             main["args"] = self.arguments
@@ -102,11 +104,11 @@ class PodTemplate:
 
 
 def without_secrets(container: dict[str, Any], path: str, notes: list[Note]) -> dict[str, Any]:
-    """Return a container that runs beside ours or before it, without literal secrets (rule 3).
+    """Return a sidecar or init container without environment variables that contain secrets (rule 3).
 
     Args:
-        container: A container of a pod.
-        path: Its path.
+        container: The container as it is in the document.
+        path: Path of the container in the document.
         notes: Receives notes about what was left out.
     """
     variables = container.get("env")
@@ -122,7 +124,7 @@ def without_secrets(container: dict[str, Any], path: str, notes: list[Note]) -> 
 
 
 def variables_of(*lists: list[Any]) -> dict[str, str]:
-    """Return a container's literal variables for the `$NAME` in its arguments, without secrets."""
+    """Return the environment variables of a container that have a literal value, by name, except secrets."""
     return {
         name: value
         for variables in lists
@@ -133,12 +135,12 @@ def variables_of(*lists: list[Any]) -> dict[str, str]:
 
 
 def gpus_of(resources: Any, path: str, notes: list[Note]) -> tuple[int, GpuVendor, dict[str, Any]]:
-    """Return the GPUs of a pod, their vendor, and its resources without them.
+    """Return the number of GPUs of a pod, their vendor, and the pod's other resources.
 
     Args:
-        resources: An object with `limits` and `requests`, or nothing.
-        path: Its path.
-        notes: Receives notes about what cannot be taken over.
+        resources: The field `resources` of a container, with `limits` and `requests`; any other value counts as empty.
+        path: Path of this field in the document.
+        notes: Receives notes about quantities that cannot be used.
     """
     count, vendor = 0, GpuVendor.NVIDIA
     rest: dict[str, Any] = {}
@@ -148,7 +150,7 @@ def gpus_of(resources: Any, path: str, notes: list[Note]) -> tuple[int, GpuVendo
         for name, quantity in (quantities if isinstance(quantities, dict) else {}).items():
             if (some := gpus_called(name, quantity, f"{path}.{section}.{name}", notes)) is not None:
                 count, vendor = max(count, some[0]), some[1]
-            elif isinstance(quantity, dict):  # Dynamo's `custom`
+            elif isinstance(quantity, dict):  # Dynamo's field `custom` contains further resources
                 kept |= quantity
             else:
                 kept[name] = quantity
@@ -158,13 +160,13 @@ def gpus_of(resources: Any, path: str, notes: list[Note]) -> tuple[int, GpuVendo
 
 
 def gpus_called(name: str, quantity: Any, path: str, notes: list[Note]) -> tuple[int, GpuVendor] | None:
-    """Return the number and vendor of the GPUs that a resource stands for; None: it is another resource.
+    """Return the number and the vendor of the GPUs that a resource requests, or None if the resource is not a GPU.
 
     Args:
-        name: Name of the resource.
-        quantity: Its quantity.
-        path: Path of the field.
-        notes: Receives notes about what cannot be taken over.
+        name: Name of the resource, such as `nvidia.com/gpu`.
+        quantity: The requested quantity.
+        path: Path of the field in the document.
+        notes: Receives notes about quantities that cannot be used.
     """
     if name in tuple(GpuVendor):
         return _whole(quantity, path, notes), GpuVendor(name)

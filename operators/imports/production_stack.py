@@ -1,12 +1,13 @@
-"""Import of values files for vLLM's production stack (https://github.com/vllm-project/production-stack, helm/).
+"""Import from vLLM's production stack (https://github.com/vllm-project/production-stack): converts Helm values files.
 
 Rules:
 
-1. Entries of `modelSpec` with the same model are roles of one deployment, because one router serves them all. Another
-   model is another deployment.
-2. An entry is a prefill or a decode role if the router splits prompts, and the router's flags or the entry's own KV
-   role say which.
-3. Plumbing of the chart (ports, probes, peers of transfers) is skipped, because Fleet does it itself.
+1. Entries of `modelSpec` with the same model become roles of one deployment, because one router serves them all. Each
+   further model becomes a deployment of its own.
+2. If the router separates prefill from decode, the router's flags or the KV role of an entry say whether the entry
+   becomes a prefill or a decode role.
+3. Fields that only connect the components of the chart (ports, probes, addresses for KV transfers) are skipped, because
+   Fleet sets these itself.
 """
 
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ from operators.imports.engine_flags import Flags, flags_of, parallelism_of, pass
 from operators.imports.pod_templates import PodTemplate, gpus_called, gpus_of
 
 SIGN = "servingEngineSpec"
-"""A field that only such a file has."""
+"""A field by which a values file of the production stack is recognised."""
 
 POLICIES = {
     "roundrobin": "round_robin",
@@ -90,7 +91,7 @@ TOKEN = "is written out; put it into a Secret under the key `token`, and name th
 
 
 class _ModelSpecEntry(Struct, frozen=True):
-    """One entry of `modelSpec`."""
+    """Holds what the import has read of one entry of `modelSpec`."""
 
     model: str
     served: str
@@ -102,7 +103,7 @@ class _ModelSpecEntry(Struct, frozen=True):
 
 
 class _Splitting(Struct, frozen=True):
-    """The router's flags about prefill and decode entries."""
+    """Holds the router's flags that decide which entries of `modelSpec` become prefill roles and which decode roles."""
 
     on: bool
     prefill: frozenset[str]
@@ -110,12 +111,13 @@ class _Splitting(Struct, frozen=True):
 
 
 def imported(values: Mapping[str, Any], name: str = "", namespace: str = "") -> Imported:
-    """Return the deployments in a values file.
+    """Convert a values file to DisaggDeployments, one for each model.
 
     Args:
-        values: Content of the file.
-        name: Name of the deployment, if there is one model; empty: named after the model.
-        namespace: Namespace of all; empty: none.
+        values: Content of the values file.
+        name: Name of the deployment, if there is only one model. If it is empty, the name of the entry or of the model
+            is used.
+        namespace: Namespace of all deployments; if it is empty, the manifests name no namespace.
 
     Raises:
         ConfigurationRefused: A field has an impossible value.
@@ -135,7 +137,8 @@ def imported(values: Mapping[str, Any], name: str = "", namespace: str = "") -> 
     suspend = not engines.flag("enableEngine", default=True)
     if suspend:
         engines.note("enableEngine", "is false: the deployment is suspended, its router too")
-    engines.skip("runtimeClassName", "schedulerName")  # entries without own values have used these values already
+    # `_pod` has used these fields already, as defaults for entries that do not set them
+    engines.skip("runtimeClassName", "schedulerName")
     keys = "keys of clients are a setting of the router (`tenants`)"
     engines.rest(OWN_OF_ENGINES | {"serviceMonitor": MONITORED, "vllmApiKey": keys})
     _beside(root)
@@ -169,7 +172,7 @@ def _renamed(entries: list[_ModelSpecEntry]) -> list[RoleSpec]:
 
 
 def _beside(root: DocumentReader) -> None:
-    """Read what a chart has besides engines and routers."""
+    """Add notes about the sections of the values file, besides engines and router, that have no equivalent in Fleet."""
     root.note_if(
         "cacheserverSpec",
         "has no equal: blocks that are kept for later are in the memory of each worker's own pod (kvTransfer.paths: store)",
@@ -181,7 +184,7 @@ def _beside(root: DocumentReader) -> None:
 
 
 def _routers(reader: DocumentReader) -> tuple[Routing, RoleSpec | None, _Splitting]:
-    """Return the routing, the router's role if it differs from the default, and the split of prompts."""
+    """Return the routing settings, the router's role (None: the default role), and its flags for prefill and decode."""
     logic = reader.text("routingLogic")
     routing = Routing()
     if logic in POLICIES:
@@ -284,14 +287,14 @@ def _entry(reader: DocumentReader, engines: DocumentReader, splitting: _Splittin
             **dict.fromkeys(("pvcAccessMode", "pvcAnnotations", "pvcLabels", "pvcMatchLabels", "storageClass"), ""),
         }
     )
-    served = flags.get("served-model-name").partition(" ")[0]  # further names are aliases
+    served = flags.get("served-model-name").partition(" ")[0]  # a flag may list several names; the first is used
     return _ModelSpecEntry(
         model=model, served=served, name=name, role=role, secret=secret, direct=direct, store_gigabytes=gigabytes
     )
 
 
 def _kept(transfers: DocumentReader, *, direct: bool) -> int:
-    """Return the gigabytes of blocks that a pod keeps for later; 0: none."""
+    """Return the size in gigabytes of the blocks that a pod keeps for later requests; 0 if it keeps none."""
     on, local = transfers.flag("enabled"), transfers.flag("localCpu", default=True)
     said = max(_gigabytes(transfers, "cpuOffloadingBufferSize"), _gigabytes(transfers, "maxLocalCpuSize"))
     for field in ("diskOffloadingBufferSize", "maxLocalDiskSize"):
@@ -316,7 +319,7 @@ def _type(reader: DocumentReader, transfers: DocumentReader, splitting: _Splitti
 
 
 def _engine(reader: DocumentReader, template: PodTemplate) -> tuple[Flags, bool]:
-    """Return the engine's flags, and whether it spreads over nodes."""
+    """Return the engine's flags, and whether one engine runs on several nodes."""
     config = reader.table("vllmConfig")
     path = config.path
     said = {
@@ -334,7 +337,7 @@ def _engine(reader: DocumentReader, template: PodTemplate) -> tuple[Flags, bool]
     if config.any("enableChunkedPrefill") is False:
         config.note("enableChunkedPrefill", "stays on")
     config.note_if("maxLoras", ADAPTERS)
-    config.skip("v0", "v1")  # ignored, because vLLM has only one engine now
+    config.skip("v0", "v1")  # these fields choose between two engines of old vLLM versions; only one engine is left
     for name in ("runner", "convert"):
         config.note_if(name, "workers generate text and nothing else")
     config.rest()
@@ -357,7 +360,7 @@ def _engine(reader: DocumentReader, template: PodTemplate) -> tuple[Flags, bool]
 
 
 def _resources(reader: DocumentReader, template: PodTemplate) -> tuple[int, GpuVendor]:
-    """Return the GPUs of a pod."""
+    """Read the resources of a pod; return the number and the vendor of its GPUs."""
     resources = reader.any("resources")
     if says_something(resources) and isinstance(resources, dict):
         for name in ("requestCPU", "requestMemory", "requestGPU", "requestGPUType", "limitCPU", "limitMemory"):
@@ -392,7 +395,7 @@ def _resources(reader: DocumentReader, template: PodTemplate) -> tuple[int, GpuV
 
 
 def _pod(reader: DocumentReader, engines: DocumentReader, template: PodTemplate) -> None:
-    """Take over where an entry's pods run, and what they get."""
+    """Copy the fields of an entry about scheduling, volumes, environment variables and labels to the pod template."""
     template.take(reader)
     for name in ("runtimeClassName", "schedulerName"):
         if name not in template.spec and (value := engines.text(name)):
@@ -420,7 +423,7 @@ def _pod(reader: DocumentReader, engines: DocumentReader, template: PodTemplate)
 
 
 def _placed(template: PodTemplate, reader: DocumentReader) -> None:
-    """Convert the chart's list of node selector terms into a node affinity. If the pod has an affinity, the list is ignored."""
+    """Convert the chart's list of node selector terms to a node affinity, unless the pod has an affinity already."""
     terms = reader.objects("nodeSelectorTerms")
     if terms and "affinity" not in template.spec:
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
@@ -439,7 +442,7 @@ def _scaling(reader: DocumentReader) -> Scaling:
 
 
 def _secret(reader: DocumentReader) -> str:
-    """Return the Secret for the model's repository."""
+    """Return the name of the Secret with the access token for the model's repository; empty if none is named."""
     told = reader.any("hf_token")
     if isinstance(told, dict):
         token = reader.table("hf_token")
@@ -464,7 +467,7 @@ def _transfer(entries: list[_ModelSpecEntry]) -> KvTransfer:
 
 
 def _gigabytes(reader: DocumentReader, name: str) -> int:
-    """Return a size that the chart writes as a number of gigabytes, whole or not."""
+    """Return the size in a field in whole gigabytes; a fraction is rounded down, and an absent field gives 0."""
     text = reader.text(name)
     whole = text.partition(".")[0]
     if not text:

@@ -1,4 +1,7 @@
-"""Secret names: which values are secrets, judged by their names. No object and no note repeats them."""
+"""Secret names: decides by the name of a variable or flag whether its value is a secret.
+
+Imports never copy secrets into objects or notes.
+"""
 
 import re
 
@@ -8,12 +11,12 @@ _AMOUNT = re.compile(r"[0-9.]+|true|false", re.IGNORECASE)
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether a value must not be shown.
+    """Return whether a value is probably a secret, which must not be shown.
 
     Args:
-        name: Name of an environment variable, or of a flag without its dashes. Tokens may also be those of a model: a
-            number of them (``max-num-batched-tokens``) is no secret, nor is a setting of a tokenizer.
-        value: The literal value; empty: there is none.
+        name: Name of an environment variable, or of a flag without its dashes. The word `token` alone does not prove a
+            secret: ``max-num-batched-tokens`` is a number of tokens, and other names concern a tokenizer.
+        value: The literal value, or an empty text if the document does not contain the value.
     """
     if not value:
         return False

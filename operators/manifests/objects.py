@@ -18,7 +18,7 @@ DIGEST = f"{GROUP}/digest"
 def with_digest(manifest: Manifest) -> Manifest:
     """Return the manifest with its own digest as an annotation.
 
-    The digest leaves out replicas, which have other writers.
+    The digest does not cover the number of replicas, because other programs change this number too.
     """
     spec = {key: value for key, value in manifest.get("spec", {}).items() if key != "replicas"}
     digest = hashlib.sha256(msgspec.json.encode(manifest | {"spec": spec}, order="sorted")).hexdigest()[:16]
@@ -27,7 +27,10 @@ def with_digest(manifest: Manifest) -> Manifest:
 
 
 def mapping(value: Any) -> Manifest:
-    """Return a part of a user's template, which nobody has checked, as a mapping."""
+    """Return a part of a user's `podTemplate` as a mapping.
+
+    The user may have written any value. If it is not a mapping, return an empty mapping.
+    """
     return dict(value) if isinstance(value, Mapping) else {}
 
 
@@ -47,13 +50,13 @@ def object_of(
                 "name": deployment.name,
                 "uid": deployment.uid,
                 "controller": True,
-                "blockOwnerDeletion": False,  # `operators.rbac`, rule 4
+                "blockOwnerDeletion": False,  # `operators.rbac`, rule 4, says why it is False
             }
         ]
     return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def of_all(deployment: DesiredDeployment, api: str, kind: str, name: str, spec: Manifest) -> Manifest:
-    """Return an object that belongs to no single role."""
+    """Return the manifest of an object that belongs to the whole deployment, and not to one role."""
     labels = {INSTANCE: deployment.name, NAME: "fleet", MANAGED_BY: OPERATOR}
     return object_of(deployment, api, kind, name, labels, spec)

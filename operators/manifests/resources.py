@@ -1,14 +1,16 @@
-"""Resources of pods: GPUs, and the CPU and memory that follow from engine, model and store. Pure.
+"""Resources of pods: computes their GPUs, CPU and memory from the engine, the model and the store. Pure.
 
 Rules:
 
-1. GPUs and RDMA devices are limits, because Kubernetes shares neither. CPU and memory are requests without a limit: the
-   scheduler finds a node that has them, and a pod that needs more for a while is not ended.
-2. On GPUs an engine needs memory of the host for its processes, and CPUs for its processes and its API server. On CPUs
-   it needs the weights twice (the file cache and its copy), its KV cache, and its processes.
-3. Blocks of a worker's own store are in its pod's memory, so `storeMemory` is added.
-4. A user's podTemplate overrides each of these. If it limits CPU or memory and requests nothing, the limit is the request,
-   as everywhere in Kubernetes.
+1. GPUs and RDMA devices are set as limits, because Kubernetes does not share them between pods. CPU and memory are
+   requested without a limit. So the scheduler finds a node that has them free, and a pod that uses more for a while is
+   not killed.
+2. An engine on GPUs needs host memory for its processes, and CPUs for its processes and its API server. An engine on
+   CPUs needs memory for its processes, its KV cache, and the weights twice: the file cache of the operating system has
+   a second copy.
+3. The blocks of an embedded store are in the memory of the worker's pod, so `storeMemory` is added.
+4. The user's podTemplate overrides each of these values. If it sets a limit for CPU or memory and no request, the limit
+   is also the request, as everywhere in Kubernetes.
 """
 
 import re
@@ -29,31 +31,34 @@ MIB = 1 << 20
 
 ROUTER = {"cpu": "500m", "memory": "512Mi"}
 SIMULATED = (250, 512 * MIB)
-"""Thousandths of a CPU, and bytes."""
+"""CPU (in thousandths) and memory (in bytes) of a worker with the simulated engine."""
 
 GPU_ENGINE_CPUS = 2
-"""An engine's API server and scheduler need one CPU each, and each GPU one more (vLLM's guide to optimization and tuning,
-"CPU resources for GPU deployments")."""
+"""CPUs that an engine needs besides one for each GPU: its API server and its scheduler need one CPU each (vLLM's guide
+to optimization and tuning, "CPU resources for GPU deployments")."""
 
 GPU_HOST_BYTES = 8 * GIB
-"""Memory of the host for each GPU: CUDA's context, pinned buffers, the process of the rank."""
+"""Bytes of host memory that an engine needs for each GPU: the CUDA context, pinned buffers, and the process of the
+rank."""
 
 CPU_ENGINE_CPUS = 2
 CPU_ENGINE_BYTES = 2 * GIB
-"""Processes of an engine on CPUs, without weights and KV (`workers.engines.vllm.launch.ENGINE_OVERHEAD_BYTES`)."""
+"""Bytes that the processes of an engine on CPUs need besides weights and KV
+(`workers.engines.vllm.launch.ENGINE_OVERHEAD_BYTES`)."""
 
 KV_CACHE_GIB = 1.0
-"""The default of `workers.settings.VllmSettings.kv_cache_gib`."""
+"""Size in GiB of the KV cache of an engine on CPUs, if the arguments do not set it. It equals the default of
+`workers.settings.VllmSettings.kv_cache_gib`."""
 
 KV_CACHE = re.compile(r"(?:--set=)?vllm\.kv_cache_gib=([0-9]+(?:\.[0-9]+)?)")
 PARAMETERS = re.compile(r"(?<![0-9a-z.])([0-9]+(?:\.[0-9]+)?)b(?![a-z0-9])", re.IGNORECASE)
-"""Billions of parameters in a model's name, such as `Llama-3.3-70B`."""
+"""Finds the number of parameters, in billions, in a model's name such as `Llama-3.3-70B`."""
 
 BF16_BYTES = 2
 
 
 def resources(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
-    """Return the resources of the main container of one of a role's pods."""
+    """Return the resources of the container `main` in a pod of a role."""
     if role.type is RoleType.ROUTER:
         return {"requests": dict(ROUTER)}
     gpus = role.gpus.per_replica // role.nodes_per_replica
@@ -70,7 +75,7 @@ def resources(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
 
 
 def limited_by_user(container: Mapping[str, Any], theirs: Mapping[str, Any]) -> Manifest:
-    """Return a container without our requests of what the user's container limits without a request (rule 4)."""
+    """Return a container without the requests for resources that the user's container only limits (rule 4)."""
     given = mapping(theirs.get("resources"))
     limits, requests = mapping(given.get("limits")), mapping(given.get("requests"))
     merged = mapping(container.get("resources"))
@@ -83,7 +88,7 @@ def limited_by_user(container: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
 
 
 def _needed(deployment: DesiredDeployment, role: RoleSpec, gpus: int) -> tuple[int, int]:
-    """Return the thousandths of a CPU and the bytes of memory that an engine needs beside its GPUs."""
+    """Return what an engine needs besides its GPUs: thousandths of a CPU, and bytes of memory."""
     if gpus:
         return 1000 * (GPU_ENGINE_CPUS + gpus), gpus * GPU_HOST_BYTES
     if deployment.spec.engine is EngineKind.SIMULATED:
@@ -93,7 +98,7 @@ def _needed(deployment: DesiredDeployment, role: RoleSpec, gpus: int) -> tuple[i
 
 
 def _kv_caches(role: RoleSpec) -> Iterator[str]:
-    """Yield the sizes of a CPU engine's KV cache in GiB that the arguments of the role's container give."""
+    """Yield each size in GiB that the arguments of the role's container set for the KV cache of an engine on CPUs."""
     containers = mapping(role.pod_template.get("spec")).get("containers")
     for each in containers if isinstance(containers, list) else ():
         given = mapping(each).get("args")
@@ -103,7 +108,10 @@ def _kv_caches(role: RoleSpec) -> Iterator[str]:
 
 
 def _weights(deployment: DesiredDeployment) -> int:
-    """Return the bytes of the model's weights: of a known model, or by the parameters in its name; 0: unknown."""
+    """Return the size of the model's weights in bytes, or 0 if it is unknown.
+
+    The size comes from the list of known models, or else from the number of parameters in the model's name.
+    """
     model = deployment.spec.model
     repository = parse_repository(model.uri or model.name)
     known = None if repository is None else model_by_repository(repository.name)

@@ -1,4 +1,4 @@
-"""Services of a deployment's pods, the InferencePool for gateways, and the PodMonitor for Prometheus."""
+"""Services: builds the Services of a deployment, the InferencePool for gateways, and the PodMonitor for Prometheus."""
 
 from collections.abc import Mapping
 
@@ -10,9 +10,9 @@ from operators.manifests.objects import Manifest, object_of, of_all
 def service(
     deployment: DesiredDeployment, role: RoleSpec, name: str, ports: Mapping[str, int], *, unready: bool = False
 ) -> Manifest:
-    """Return a Service; with `unready` a headless one that resolves to all pods, also before they are ready.
+    """Return the Service of a role. If `unready` is true, it is headless and resolves also to pods that are not ready.
 
-    Workers use it to register with every router, because a router is not ready before it has workers.
+    Workers find routers by a Service with `unready`, because a router becomes ready only after workers have registered.
     """
     spec: Manifest = {
         "selector": selected(deployment, role),
@@ -26,12 +26,18 @@ def service(
 
 
 def pod_names(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
-    """Return a headless Service, so that pods of one replica find each other before any of them is ready."""
+    """Return the headless Service that gives each pod of a role a DNS name.
+
+    By these names, the pods of a worker group find each other before they are ready.
+    """
     return service(deployment, role, base_name(deployment, role), {"worker": WORKER}, unready=True)
 
 
 def inference_pool(deployment: DesiredDeployment) -> Manifest:
-    """Return the InferencePool: gateways send requests to routers, which run what their endpoint picker has placed."""
+    """Return the InferencePool, by which gateways send requests to the routers.
+
+    For each request, the gateway first asks a router's endpoint picker to which worker the request goes.
+    """
     router = deployment.router
     spec = {
         "selector": {"matchLabels": selected(deployment, router)},

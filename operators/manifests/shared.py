@@ -1,4 +1,4 @@
-"""Shared objects: the children that exist once in a deployment, whatever its revisions."""
+"""Shared objects: builds the child objects that exist only once in a deployment, and not once for each revision."""
 
 import hashlib
 
@@ -17,13 +17,16 @@ from operators.manifests.workloads import SERVED, router_deployment
 def shared(
     deployment: DesiredDeployment, images: Images, served: OptionalKinds = SERVED, *, routers: int | None = None
 ) -> list[Manifest]:
-    """Return the router with its Services, and for each role a disruption budget, pod names and network policies.
+    """Return the manifests of the routers with their Services, and of the shared objects of all roles.
+
+    The shared objects are a disruption budget for each role, a Service that names the pods of each role of workers, the
+    network policies, and optional kinds.
 
     Args:
         deployment: The desired deployment.
-        images: Images if it names none.
-        served: The optional kinds of the API server.
-        routers: Replicas of the router; None: as the deployment says.
+        images: Default images for routers and workers.
+        served: The optional kinds that the API server has.
+        routers: Number of router replicas, or None for the number in the specification.
     """
     router, spec = deployment.router, deployment.spec
     picks = spec.routing.inference_pool.create and served.inference_pools

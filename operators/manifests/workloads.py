@@ -1,6 +1,7 @@
-"""Workloads: the children that create pods.
+"""Workloads: builds the child objects that create pods.
 
-Workers have one for each role and revision, or for each replica; routers have one.
+Each role of workers has one workload for each revision, or, if it is `grouped`, one StatefulSet for each replica. The
+routers have one Deployment.
 """
 
 import hashlib
@@ -39,9 +40,10 @@ REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
 def revision(deployment: DesiredDeployment, images: Images) -> str:
-    """Return the revision of all workers in 8 characters; it changes only if pods would have to be recreated.
+    """Return the revision of a deployment's workers, as 8 characters. It changes only if the pods have to be recreated.
 
-    It does not depend on the kinds that the API server has, so that another team's LeaderWorkerSets restart nothing.
+    The revision does not depend on the kinds that the API server has. So the pods of workers are not replaced when
+    somebody installs LeaderWorkerSets in the cluster.
     """
     roles = sorted(deployment.workers, key=lambda role: role.name)
     pods: list[Any] = [
@@ -51,16 +53,16 @@ def revision(deployment: DesiredDeployment, images: Images) -> str:
 
 
 def grouped(role: RoleSpec, served: OptionalKinds) -> bool:
-    """Return whether each replica is a StatefulSet of its own."""
+    """Return whether each replica of a role is a StatefulSet: it has several nodes, without LeaderWorkerSets."""
     return role.nodes_per_replica > 1 and not served.leader_worker_sets
 
 
 def workers(
     deployment: DesiredDeployment, role: RoleSpec, of_revision: str, images: Images, served: OptionalKinds = SERVED
 ) -> list[Manifest]:
-    """Return the settings and the child of one role in one revision, without replicas.
+    """Return the manifests of one role in one revision: the ConfigMap with its settings, and the Deployment or LeaderWorkerSet.
 
-    For `grouped` roles only the settings.
+    The caller sets the number of replicas. If the role is `grouped`, return only the ConfigMap; `group` makes its StatefulSets.
     """
     name = child_name(deployment, role.name, of_revision)
     labels = labels_of(deployment, role) | {REVISION: of_revision}
@@ -69,7 +71,7 @@ def workers(
         return [config]
     template = pod_template(deployment, role, images, of_revision)
     if role.nodes_per_replica > 1:
-        # The controller sets the leader's address; only newer ones set the rank.
+        # Only newer controllers of LeaderWorkerSets set this variable, so the operator sets it with the pod's rank.
         rank = from_field(RANK, "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']")
         template["spec"] = merged(template["spec"], {"containers": [{"name": "main", "env": [rank]}]})
         spec: Manifest = {
@@ -83,7 +85,8 @@ def workers(
         return [config, object_of(deployment, "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", name, labels, spec)]
     spec = {
         "selector": {"matchLabels": selected(deployment, role) | {REVISION: of_revision}},
-        "strategy": {"type": "Recreate"},  # its pods never change
+        # The strategy is never used: a Deployment belongs to one revision, so its pod template does not change.
+        "strategy": {"type": "Recreate"},
         "template": template,
     }
     return [config, object_of(deployment, "apps/v1", "Deployment", name, labels, spec)]
@@ -101,9 +104,9 @@ def group(
     images: Images,
     placement: GroupPlacement = ANYWHERE,
 ) -> Manifest:
-    """Return one replica of several nodes as a StatefulSet.
+    """Return the StatefulSet of one replica that has several nodes.
 
-    Its pods start and end together, and know each other as in a LeaderWorkerSet.
+    Its pods start and end together. They get the same environment variables as the pods of a LeaderWorkerSet.
     """
     name = group_name(deployment, role, of_revision, index)
     labels = labels_of(deployment, role) | {REVISION: of_revision, GROUP_LABEL: str(index)}
@@ -144,7 +147,7 @@ def group(
 
 
 def _place(template: Manifest, role: RoleSpec, placement: GroupPlacement) -> None:
-    """Restrict the nodes of a template's pods, beside what the user's affinity says."""
+    """Add the chosen domain and the avoided nodes to the affinity of a pod template."""
     wanted: list[Manifest] = []
     if placement.domain:
         wanted.append({"key": role.topology.domain, "operator": "In", "values": [placement.domain]})
@@ -173,9 +176,10 @@ def _listed(value: Any) -> list[Any]:
 def router_deployment(
     deployment: DesiredDeployment, images: Images, of_settings: str, client_ports: Mapping[str, int], replicas: int
 ) -> Manifest:
-    """Return the routers' Deployment, which changes in place.
+    """Return the Deployment of the routers, which keeps its name and is updated in place.
 
-    `of_settings`: a digest of the settings, because pods do not notice a change by themselves.
+    `of_settings` is a digest of the routers' settings. It becomes a label of the pod template, so that changed settings
+    replace the pods.
     """
     router = deployment.router
     rollout = {"maxSurge": router.rollout.max_surge, "maxUnavailable": router.rollout.max_unavailable}
@@ -190,7 +194,10 @@ def router_deployment(
 
 
 def role_scaler(deployment: DesiredDeployment, role: RoleSpec, replicas: int) -> Manifest:
-    """Return the RoleScaler of a role without a static size; from then on only its scaler writes it."""
+    """Return the manifest of a new RoleScaler for a role whose scaling mode is not Static.
+
+    After the operator has created it, only scalers such as HPA write its specification.
+    """
     spec = {"target": {"deployment": deployment.name, "role": role.name}, "replicas": replicas}
     api = f"{GROUP}/{VERSION}"
     return object_of(deployment, api, "RoleScaler", base_name(deployment, role), labels_of(deployment, role), spec)

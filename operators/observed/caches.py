@@ -1,4 +1,7 @@
-"""Informer caches: the operator's copy of the API server, and which keys a change in it concerns. Pure."""
+"""Informer caches: copies of the API server's objects, and the reconcile keys that a changed object affects.
+
+Pure.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import cast
@@ -12,7 +15,7 @@ from operators.manifests.names import INSTANCE
 
 
 class InformerCaches:
-    """A cache for each kind."""
+    """Holds one informer cache for each kind that the operator watches."""
 
     def __init__(self) -> None:
         self._caches: dict[ApiKind, Cache[NamedObject]] = {kind: Cache(deployment_of) for kind in VIEW_OF_KIND}
@@ -30,7 +33,7 @@ class InformerCaches:
 
 
 def deployment_of(item: NamedObject) -> str:
-    """Return the name of the deployment that an object concerns; empty: none of ours."""
+    """Return the name of the deployment that an object belongs to; empty if it belongs to none."""
     if isinstance(item, CustomObject):
         target = item.spec.get("target")
         name = target.get("deployment") if isinstance(target, dict) else item.spec.get("deployment")
@@ -39,7 +42,10 @@ def deployment_of(item: NamedObject) -> str:
 
 
 def affected_keys(kind: ApiKind, view: NamedObject, store: InformerCaches) -> Iterator[ReconcileKey]:
-    """Yield the keys that a change of an object concerns, from the object as it was before or as it is after."""
+    """Yield the keys that have to be reconciled because an object has changed.
+
+    The caller passes the object as it was before the change, or as it is after the change.
+    """
     metadata = view.metadata
     if kind == kinds.SERVING_REQUEST:
         yield ReconcileKey(kind.name, metadata.namespace, metadata.name)
@@ -51,14 +57,14 @@ def affected_keys(kind: ApiKind, view: NamedObject, store: InformerCaches) -> It
         return
     names = {deployment_of(view)} - {""}
     names |= {each.name for each in metadata.owner_references if each.kind == kinds.DISAGG_DEPLOYMENT.name}
-    if not names:  # a foreign object: it may have taken, or given up, a name of ours
+    if not names:  # The object belongs to no deployment, but it may have taken or freed a name that a deployment needs.
         deployments = store.of(kinds.DISAGG_DEPLOYMENT, CustomObject)
         names = {each.metadata.name for each in deployments if _may_conflict(each, view)}
     yield from (deployment_key(metadata.namespace, name) for name in sorted(names))
 
 
 def all_keys(store: InformerCaches) -> Iterator[ReconcileKey]:
-    """Yield the keys of all existing objects of custom kinds, and of deployments that they name."""
+    """Yield the keys of all objects of custom kinds, and of the deployments that these objects name."""
     for kind in kinds.CUSTOM_KINDS:
         for each in store.of(kind, CustomObject):
             yield from affected_keys(kind, each, store)

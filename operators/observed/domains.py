@@ -1,13 +1,15 @@
-"""Domains: which NVLink domain, rack or zone has room for a group of pods. Pure.
+"""Domains: finds the NVLink domain, rack or zone that has room for a group of pods. Pure.
 
 Rules:
 
-1. A domain is all nodes with one value of a label (`topology.domain`). A group fits into it if there is a node with room for
-   each of its pods. Room is what a node can allocate, less the requests of all pods on it, whoever they belong to.
-2. A group that was given a domain holds its room there from that moment, also before it has pods.
-3. The smallest domain that is large enough is chosen, so that large ones stay free for large groups.
-4. Nodes that a pod cannot use do not count: unschedulable ones, ones that are not ready, ones without the labels that it
-   selects, and ones whose taints it does not tolerate.
+1. A domain is all nodes with the same value of one label (`topology.domain`). A group fits into a domain if the nodes
+   of the domain have room for all pods of the group. The room of a node is what it can allocate, less the requests of
+   all pods on it, whoever they belong to.
+2. As soon as a domain was chosen for a group, the room of the group counts as taken, even before its pods exist.
+3. Of the domains with enough room, the one with the least room is chosen, so that the others stay free for larger
+   groups.
+4. Nodes that a pod cannot use do not count: nodes that are unschedulable or not ready, nodes without the labels that
+   the pod selects, and nodes with taints that the pod does not tolerate.
 """
 
 import re
@@ -23,7 +25,7 @@ from operators.manifests.names import DOMAIN
 from operators.manifests.objects import Manifest, mapping
 
 Amounts = Mapping[str, Decimal]
-"""Amounts by resource."""
+"""Amounts of resources, by the name of the resource."""
 
 QUANTITY = re.compile(r"([+-]?[0-9.]+)([eE][+-]?[0-9]+)?([KMGTPE]i|[numkMGTPE])?")
 FACTORS = {
@@ -37,7 +39,7 @@ REPELLING = frozenset({"NoSchedule", "NoExecute"})
 
 
 class _Part(Struct, frozen=True, rename="camel"):
-    """Base of types that read a part of a Kubernetes object; field names are spelled as in the API."""
+    """Base class of types that read a part of a Kubernetes object; it maps `node_name` to the API's name `nodeName`."""
 
 
 class Taint(_Part, frozen=True):
@@ -76,17 +78,17 @@ class PlacedPodStatus(_Part, frozen=True):
 
 
 class PlacedPod(NamedObject, frozen=True, kw_only=True, rename="camel"):
-    """Any pod of the cluster, with the resources that it requests on its node."""
+    """Holds the node, the phase and the resource requests of any pod in the cluster."""
 
     spec: PlacedPodSpec = PlacedPodSpec()
     status: PlacedPodStatus = PlacedPodStatus()
 
 
 class GroupDemand(Struct, frozen=True):
-    """The needs of a group of equal pods."""
+    """Describes what a worker group needs: the number of pods, the resources of each, and the nodes that fit."""
 
     label: str
-    """The label whose values are the domains."""
+    """Name of the node label whose values are the domains."""
 
     pods: int
     each: Amounts
@@ -95,7 +97,7 @@ class GroupDemand(Struct, frozen=True):
 
 
 class NodeRoom(Struct, frozen=True):
-    """Resources of a node that no pod requests."""
+    """Holds the labels and taints of a node, and those of its resources that no pod requests."""
 
     labels: Mapping[str, str]
     taints: tuple[Taint, ...]
@@ -103,7 +105,7 @@ class NodeRoom(Struct, frozen=True):
 
 
 class ClusterRoom(Struct, frozen=True):
-    """Free resources of all nodes; None: the operator may not read nodes."""
+    """Holds the free resources of all usable nodes. `nodes` is None if the operator has no right to list nodes."""
 
     nodes: tuple[NodeRoom, ...] | None = None
 
@@ -111,12 +113,12 @@ class ClusterRoom(Struct, frozen=True):
 def cluster_room(
     nodes: Iterable[Node], pods: Iterable[PlacedPod], promised: Sequence[tuple[GroupDemand, str]] = ()
 ) -> ClusterRoom:
-    """Return the room on usable nodes.
+    """Return the room on all nodes that are schedulable and ready.
 
     Args:
         nodes: All nodes.
         pods: All pods.
-        promised: Groups whose pods do not exist yet, with their domains (rule 2).
+        promised: Groups whose pods do not exist yet, each with the domain that was chosen for it (rule 2).
     """
     used: dict[str, dict[str, Decimal]] = {}
     waiting: list[tuple[GroupDemand, str]] = list(promised)
@@ -146,9 +148,9 @@ def cluster_room(
 
 
 def choose(room: ClusterRoom, demand: GroupDemand) -> tuple[str, ClusterRoom]:
-    """Return the domain for a group, and the room that is left then; an empty domain: none has room.
+    """Return the domain for a group, and the room without the group's share; the domain is empty if none has room.
 
-    The room must be known.
+    The room must be known: `room.nodes` is not None.
     """
     slots = {value: count for value, count in slots_by_domain(room, demand).items() if count >= demand.pods}
     if not slots:
@@ -160,7 +162,7 @@ def choose(room: ClusterRoom, demand: GroupDemand) -> tuple[str, ClusterRoom]:
 
 
 def slots_by_domain(room: ClusterRoom, demand: GroupDemand) -> dict[str, int]:
-    """Return the number of the group's pods for which each domain has room."""
+    """Return the number of pods of the group for which each domain has room, by domain."""
     found: dict[str, int] = {}
     for node in room.nodes or ():
         if (value := node.labels.get(demand.label)) and _usable(node, demand):
@@ -169,7 +171,7 @@ def slots_by_domain(room: ClusterRoom, demand: GroupDemand) -> dict[str, int]:
 
 
 def demand_of(template: Manifest, label: str, pods: int) -> GroupDemand:
-    """Return the demand of a group of pods of this template."""
+    """Return the demand of a group of `pods` pods that are made from this pod template."""
     spec = mapping(template.get("spec"))
     containers, tolerations = spec.get("containers"), spec.get("tolerations")
     return GroupDemand(
@@ -182,7 +184,7 @@ def demand_of(template: Manifest, label: str, pods: int) -> GroupDemand:
 
 
 def requested(containers: Iterable[Mapping[str, Any]]) -> dict[str, Decimal]:
-    """Return what containers request together; a limit without a request counts as one."""
+    """Return the resources that all containers request together. A limit counts as the request if no request is set."""
     found: dict[str, Decimal] = {}
     for each in containers:
         given = mapping(each.get("resources"))
@@ -196,7 +198,10 @@ def _amounts(quantities: Mapping[str, Any]) -> dict[str, Decimal]:
 
 
 def _parsed(quantities: Mapping[str, Any]) -> Iterator[tuple[str, Decimal]]:
-    """Yield the amounts; what cannot be parsed is left out, because the API server refuses it anyway."""
+    """Yield resources with their amounts as numbers.
+
+    Quantities that cannot be parsed are left out, because the API server refuses them anyway.
+    """
     for resource, text in quantities.items():
         if (found := QUANTITY.fullmatch(str(text))) is not None:
             try:
@@ -228,7 +233,7 @@ def _tolerated(taint: Taint, tolerations: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _slots(node: NodeRoom, demand: GroupDemand) -> int:
-    """Return how many of the group's pods the node has room for."""
+    """Return the number of pods of the group for which a node has room."""
     room = [
         int(node.free.get(resource, Decimal(0)) // amount) for resource, amount in demand.each.items() if amount > 0
     ]
@@ -236,7 +241,7 @@ def _slots(node: NodeRoom, demand: GroupDemand) -> int:
 
 
 def _take(room: list[NodeRoom], demand: GroupDemand, value: str) -> None:
-    """Take a group's room in a domain, as far as there is some."""
+    """Subtract the requests of a group's pods from the free resources of a domain, for as many pods as have room."""
     left = demand.pods
     for index, node in enumerate(room):
         if node.labels.get(demand.label) == value and _usable(node, demand):

@@ -1,29 +1,33 @@
-"""Drift: detects which child objects others have changed since our last write. Pure.
+"""Drift: detects which child objects other programs or persons have changed since the operator's last write. Pure.
 
 Rules:
 
-1. Everybody who writes a field owns it from then on (`metadata.managedFields`). A child has drifted if another manager owns a
-   part of its specification or data, or if our own apply lost a field.
-2. A child that has drifted is applied again, once for each change of its owners: the apply takes our fields back. Fields that
-   others have added stay theirs, because we have no value for them.
-3. What was seen is remembered in this process only. A new leader applies each child once that another manager owns a part
-   of; a field that was removed while no operator ran is restored with the next resync.
+1. Kubernetes records who has written each field last, and calls this writer its owner (`metadata.managedFields`). A
+   child has drifted if another writer owns a part of its specification or data, or if the operator no longer owns a
+   field that it has applied.
+2. A child that has drifted is applied again, once for each change of the owners of its fields. This apply restores the
+   fields that the operator sets. Fields that others have added stay, because the operator has no value for them.
+3. Only the memory of this process holds the owners of the fields. So a new leader applies each child once if another
+   writer owns a part of it. If a field was removed while no operator ran, the next resync restores it.
 """
 
 from fleet.net.kubernetes.views import FieldOwnership, NamedObject
 
 MOST = 100_000
-"""Children that are remembered; a forgotten one counts as unchanged."""
+"""The maximum number of children that are remembered. A forgotten child counts as unchanged."""
 
 
 class DriftDetector:
-    """Remembers the owners of each child's fields after our last write."""
+    """Detects drift: remembers who owned the fields of each child after the operator's last write, and compares."""
 
     def __init__(self) -> None:
         self._known: dict[str, FieldOwnership] = {}
 
     def drifted(self, child: NamedObject) -> bool:
-        """Return whether somebody has changed the child; one that is new here counts only if others own a part of it."""
+        """Return whether somebody has changed the child.
+
+        A child that this process has not seen before counts as changed only if another writer owns a part of it.
+        """
         now, uid = child.metadata.ownership, child.metadata.uid
         known = self._known.get(uid)
         if known is None:
@@ -32,11 +36,17 @@ class DriftDetector:
         return (known.ours, known.others) != (now.ours, now.others)
 
     def applied(self, child: NamedObject) -> None:
-        """Note the answer to an apply: what others still own is theirs."""
+        """Remember the owners of a child's fields, as the API server's answer to an apply names them.
+
+        If other writers still own parts after the apply, these parts do not count as drift any more.
+        """
         self._remember(child.metadata.uid, child.metadata.ownership)
 
     def scaled(self, child: NamedObject) -> None:
-        """Note the answer to a change of replicas, which takes that field from our apply."""
+        """Remember the owners of a child's fields after the operator has changed its number of replicas.
+
+        This write is not an apply, so the API server records another owner for the field `replicas`. That is not drift.
+        """
         known = self._known.get(child.metadata.uid, FieldOwnership())
         ours = child.metadata.ownership.ours
         self._remember(child.metadata.uid, FieldOwnership(ours=ours, others=known.others, managers=known.managers))

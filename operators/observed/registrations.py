@@ -1,18 +1,21 @@
-"""Registrations: which workers the routers of a deployment know, from workers' Leases and routers' reports. Pure.
+"""Registrations: finds out which workers the routers know, from the workers' Leases and the routers' reports.
+
+Pure.
 
 Rules:
 
-1. A worker registers by a Lease (`coordination.k8s.io/v1`) in its deployment's namespace, named after its pod and with
-   the labels below; `spec.holderIdentity` is the pod's name too. It renews the Lease while it serves. When it has
-   drained, it deletes the Lease or gives it up (an empty holder). The annotation WARM has the number of blocks in its
-   caches, for whoever has to choose a pod to end.
-2. Routers report their workers too, at their control ports. A Lease or a report is enough. A worker that only some
-   routers know gets requests, but does not count as registered (`partly_unknown`).
-3. A Lease that was not renewed for its duration does not count. Its renewal time is when the operator learned of it, on
-   the operator's clock. Only for Leases that are older than the operator, the Lease's own time counts until the next
-   renewal, and clocks may differ by SKEW_SECONDS.
-4. While there is neither a Lease nor a report, the registrations are unknown, which differs from having no registered
-   worker.
+1. A worker registers by a Lease (`coordination.k8s.io/v1`) in its deployment's namespace, which has the name of its pod
+   and the label REGISTRATION; `spec.holderIdentity` is the pod's name too. The worker renews the Lease while it serves.
+   When it has drained, it deletes the Lease or empties the holder. The annotation WARM contains the number of blocks in
+   the worker's prefix cache, so that the operator can remove the pods with the fewest warm blocks first.
+2. Routers also report their workers, at their control ports. A worker counts as known if it has a Lease, or if a router
+   reports it. A worker that only some routers know gets requests, but does not count as registered (`partly_unknown`).
+3. A Lease that was not renewed for its duration does not count. The operator measures the age of a renewal by its own
+   clock, from the moment at which it learned of the renewal. For Leases that existed before the operator started, the
+   time that is written in the Lease counts until the next renewal; for this time, the clocks of worker and operator may
+   differ by SKEW_SECONDS.
+4. If there is neither a Lease nor a report, the registrations are unknown. This differs from a report that no worker is
+   registered.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,19 +35,19 @@ SKEW_SECONDS = 5
 
 
 class WorkerRegistration(Struct, frozen=True, kw_only=True):
-    """Facts about one worker, as Leases and routers report them."""
+    """Describes one registered worker, as its Lease or a router reports it."""
 
     pod: str
     warm_blocks: int | None = None
-    """Blocks in its caches; None: unknown."""
+    """Number of blocks in the worker's prefix cache, or None if it is unknown."""
 
 
 ReportedWorkers = Mapping[str, tuple[WorkerRegistration, ...]]
-"""The workers that routers report, by the routers' pods."""
+"""The workers that routers report, by the name of the router's pod."""
 
 
 class WorkerLease(Struct, frozen=True, kw_only=True):
-    """The fields of a worker's Lease from which registrations are computed."""
+    """Holds those fields of a worker's Lease from which its registration is computed."""
 
     holder: str
     renewed: datetime
@@ -55,12 +58,12 @@ class WorkerLease(Struct, frozen=True, kw_only=True):
 def registered(
     leases: Iterable[WorkerLease], reports: ReportedWorkers | None, now: datetime
 ) -> dict[str, WorkerRegistration] | None:
-    """Return the workers of one deployment to which any router sends requests, by pod; None if nothing is known.
+    """Return the workers of a deployment that at least one router knows, by pod, or None if nothing is known (rule 4).
 
     Args:
-        leases: Leases of all its workers, whatever their age.
-        reports: Workers that its routers report; None: no router was asked, or none has answered.
-        now: Time of the operator's clock.
+        leases: Leases of all workers of the deployment, also Leases that have expired.
+        reports: Workers that the deployment's routers report, or None if no router has answered.
+        now: The present time by the operator's clock.
     """
     every = tuple(leases)
     if not every and reports is None:
@@ -77,9 +80,9 @@ def registered(
 def partly_unknown(
     leases: Iterable[WorkerLease], reports: ReportedWorkers | None, now: datetime
 ) -> dict[str, tuple[str, ...]]:
-    """Return the workers that only some routers know, with the other routers.
+    """Return the workers that only some routers know, each with the routers that do not know it.
 
-    Every router finds a worker with a Lease.
+    Workers with a valid Lease are left out, because every router finds them by the Lease.
     """
     routers = {router: {each.pod for each in workers} for router, workers in (reports or {}).items()}
     leased = {lease.holder for lease in leases if lease.holder and now < lease_end(lease)}
@@ -91,11 +94,11 @@ def partly_unknown(
 
 
 def _warm(lease: WorkerLease, reports: WorkerRegistration | None) -> int | None:
-    """Return the Lease's number of warm blocks, or the router's if the Lease has none."""
+    """Return the number of warm blocks in the Lease, or the number that a router reports if the Lease has none."""
     warm = lease.annotations.get(WARM, "")
     return int(warm) if warm.isdecimal() else None if reports is None else reports.warm_blocks
 
 
 def lease_end(lease: WorkerLease) -> datetime:
-    """Return when the Lease stops counting unless it is renewed."""
+    """Return the time at which a Lease expires if its worker does not renew it, with an allowance for clock skew."""
     return lease.renewed + timedelta(seconds=lease.duration_seconds + SKEW_SECONDS)

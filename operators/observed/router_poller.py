@@ -1,4 +1,4 @@
-"""Router poller: asks routers which workers they know, more often while a deployment is not Ready."""
+"""Router poller: asks routers regularly which workers they know, more often while a deployment is not Ready."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
@@ -13,27 +13,27 @@ from operators.observed.observe import conditions_of
 from operators.observed.registrations import ReportedWorkers, WorkerRegistration
 
 MISSED_ANSWERS = 3
-"""After this number of missing answers, a router's last report does not count any more."""
+"""Number of polls in a row without an answer after which the last report of a router is ignored."""
 
 ROUNDS_BETWEEN_READY_POLLS = 6
-"""Ready deployments are polled once in this number of rounds."""
+"""The routers of Ready deployments are polled only in every sixth round; those of other deployments in every round."""
 
 
 class RouterReports(Protocol):
-    """Port that asks the routers of deployments about their workers."""
+    """Port that asks a router which workers it knows."""
 
     async def workers(self, address: str, secret: bytes) -> tuple[WorkerRegistration, ...] | None:
-        """Return the workers to which the router at a host:port sends requests; None if it does not answer.
+        """Return the workers to which a router sends requests, or None if the router does not answer.
 
         Args:
-            address: The router's control port.
-            secret: The proof that the operator may ask; empty: no proof.
+            address: Address of the router's control port, as host:port.
+            secret: The control secret by which the operator proves its right to ask; empty if routers demand no proof.
         """
         ...
 
 
 class RouterAnswer(Struct, frozen=True):
-    """A router's last report, and the number of missing answers since."""
+    """Holds a router's last report (None: no valid one), and the number of polls that it has not answered since."""
 
     workers: tuple[WorkerRegistration, ...] | None = None
     missed: int = 0
@@ -52,12 +52,12 @@ class RouterPoller:
         """Create the poller.
 
         Args:
-            routers: Asks a router.
-            pods: Returns a deployment's router pods.
-            secret: Returns a deployment's control secret, by namespace and name.
+            routers: Asks one router for its workers.
+            pods: Returns the router pods of a deployment.
+            secret: Returns the control secret of a deployment; its arguments are the deployment's namespace and name.
             seconds: The time between two rounds.
-            at_once: The most concurrent calls.
-            heard: Called with deployments whose workers have changed.
+            at_once: The maximum number of concurrent calls.
+            heard: Called with the key of each deployment for which the reported workers have changed.
         """
         self._routers = routers
         self._pods = pods
@@ -68,7 +68,7 @@ class RouterPoller:
         self._words: dict[ReconcileKey, dict[str, RouterAnswer]] = {}
 
     def of(self, key: ReconcileKey) -> ReportedWorkers | None:
-        """Return the reports by router, without routers that have not answered for a while; None if no router has."""
+        """Return the last reports by router, or None if no router of the deployment has a valid report."""
         return _reports(self._words.get(key, {})) or None
 
     async def run(self, deployments: Callable[[], Iterable[CustomObject]]) -> Never:

@@ -1,4 +1,4 @@
-"""Router registrations: reads a router's workers by `fleet.v1.Cluster` on the router's control port."""
+"""Router registrations: asks a router for its workers by the gRPC service `fleet.v1.Cluster` on its control port."""
 
 import grpc
 
@@ -13,7 +13,7 @@ SERVING = "serving"
 
 
 class RouterRegistrations:
-    """Implements `operators.observed.router_poller.RouterReports`."""
+    """Asks routers over gRPC which workers they know. Implements `operators.observed.router_poller.RouterReports`."""
 
     async def workers(self, address: str, secret: bytes) -> tuple[WorkerRegistration, ...] | None:
         access = ControlAccess(LoadedCredentials(secret=secret, purpose=Purpose.ROUTER_CONTROL))

@@ -1,4 +1,4 @@
-"""Observed state of one deployment, the input of `reconcile`. Pure."""
+"""Observed state: describes what exists of one deployment in the cluster. It is the input of `reconcile`. Pure."""
 
 from collections.abc import Container, Mapping
 
@@ -15,79 +15,84 @@ from operators.replica_steps import RevisionReplicas
 
 
 class ObservedChild(Struct, frozen=True, kw_only=True):
-    """The observed workload of one role and revision."""
+    """Describes the workload and the pods of one role in one revision, as they are in the cluster."""
 
     kind: str
-    """Empty: it has no controller any more, and only pods are left."""
+    """Kind of the workload object, or an empty text if the object was deleted and only pods are left."""
 
     name: str
     role: str
     replicas: RevisionReplicas
     ready_pods: int = 0
-    """Ready replicas, whether their router knows them or not."""
+    """Number of replicas whose pods are all ready, whether routers know them or not."""
 
     registered: int = 0
-    """Replicas that all routers know, whether they are ready or not."""
+    """Number of replicas that all routers know, whether they are ready or not."""
 
     serving: tuple[RunningPod, ...] = ()
-    """Pods of ready replicas to which routers send requests; by name."""
+    """Pods of ready replicas to which routers send requests, sorted by name."""
 
     members: tuple[str, ...] = ()
-    """The StatefulSets, if each replica has one; by name."""
+    """Sorted names of the StatefulSets if each replica is a StatefulSet of its own; otherwise empty."""
 
     ready_members: tuple[str, ...] = ()
-    """The StatefulSets that are ready and known to a router."""
+    """Names of those StatefulSets whose pods are ready and known to a router."""
 
     warm: Mapping[str, int] = {}
-    """The known numbers of warm blocks of these StatefulSets, each for all its pods."""
+    """Number of warm blocks in all pods of each StatefulSet, by its name. StatefulSets for which it is unknown are left
+    out."""
 
     half_scheduled: tuple[str, ...] = ()
-    """The StatefulSets of which some pods have a node, and others have found none for a while; and those of which none has
-    one where they were placed."""
+    """Names of the StatefulSets that have waited too long for nodes: either only some of their pods have a node, or no
+    pod has found a node in the domain that was chosen."""
 
     placements: Mapping[str, GroupPlacement] = {}
-    """Where pods of these StatefulSets may go."""
+    """The domain and the nodes on which the pods of each StatefulSet may run, by its name."""
 
     nodes: Mapping[str, tuple[str, ...]] = {}
-    """The nodes of their pods."""
+    """Names of the nodes on which the pods of each StatefulSet run, by the name of the StatefulSet."""
 
     gated: tuple[GatedGroup, ...] = ()
-    """The gates of these StatefulSets whose pods were made with a scheduling gate and all exist; by name."""
+    """The scheduling gates of those StatefulSets whose pods were created with a gate and all exist, sorted by name."""
 
     left_behind: tuple[str, ...] = ()
-    """Pods that go on although another pod of their group has restarted, and the group has not become ready since."""
+    """Names of the pods that have not restarted, although another pod of their group has restarted and the group has
+    not become ready again."""
 
 
 class ObservedRouter(Struct, frozen=True, kw_only=True):
-    """The Deployment of routers, and the status of its present specification."""
+    """Describes the Deployment of the routers.
+
+    `ready` and `updated` are 0 until Kubernetes reports them for the present specification.
+    """
 
     name: str
     asked: int
-    """The value of its `replicas` field."""
+    """The number of replicas in the Deployment's specification."""
 
     replicas: int = 0
     ready: int = 0
     updated: int = 0
     pods: tuple[RunningPod, ...] = ()
-    """The ready pods, by name."""
+    """The ready pods of routers, sorted by name."""
 
     addresses: tuple[str, ...] = ()
-    """Their IP addresses, as their nodes report them."""
+    """IP addresses of the ready router pods, as their nodes report them."""
 
 
 class PodDeletionCost(Struct, frozen=True, kw_only=True):
-    """Deletion cost of a pod: its number of warm blocks."""
+    """Holds the deletion cost that a pod should have (its number of warm blocks), and the one that it has."""
 
     pod: str
     blocks: int | None
-    """The number of its warm blocks; None: unknown."""
+    """The number of warm blocks of the pod, or None if it is unknown."""
 
     said: str | None = None
-    """The value of its annotation."""
+    """The deletion cost in the pod's annotation, or None if it has no such annotation."""
 
 
 class ApiRefusal(Struct, frozen=True, order=True):
-    """A write that the API server refused."""
+    """Describes a write that the API server has refused."""
 
     kind: str
     name: str
@@ -96,7 +101,7 @@ class ApiRefusal(Struct, frozen=True, order=True):
 
 
 class ObservedState(Struct, frozen=True, kw_only=True):
-    """All observed objects of one deployment, as `reconcile` reads them."""
+    """Holds the observed state of one deployment, from which `reconcile` decides."""
 
     children: tuple[ObservedChild, ...] = ()
     digests: Mapping[tuple[str, str], str] = {}
@@ -109,57 +114,61 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     """Kinds and names of the deployment's objects that have no owner."""
 
     foreign: Container[tuple[str, str]] = frozenset()
-    """Kinds and names that the deployment would use, but that belong to others."""
+    """Kinds and names of objects that exist and belong to somebody else, so that the deployment cannot use these
+    names."""
 
     scalers: Mapping[str, int] = {}
-    """Replicas that RoleScalers request, by role."""
+    """Number of replicas that the RoleScaler of each role requests, by role."""
 
     sizes: Mapping[str, int] = {}
-    """Replicas that each role had to have before, by its RoleScaler or the status; a role without them is new."""
+    """The last desired number of replicas of each role, from its RoleScaler or from the status. A new role has no
+    entry."""
 
     own_scalers: frozenset[str] = frozenset()
-    """Names of RoleScalers that were made for the deployment."""
+    """Names of the RoleScalers that the deployment owns."""
 
     conditions: tuple[Condition, ...] = ()
-    """The conditions as last written: a condition keeps its time while its status is the same."""
+    """The conditions as they were last written. A condition keeps its transition time as long as its status is the
+    same."""
 
     generation: int = 0
     router: ObservedRouter | None = None
-    """None: there is no Deployment of routers."""
+    """The routers, or None if the deployment has no Deployment of routers yet."""
 
     old_routers: tuple[str, ...] = ()
-    """Deployments of routers whose role has another name by now."""
+    """Names of router Deployments that are left over, because the role of routers was renamed."""
 
     registrations_known: bool = False
-    """True if anybody has reported which workers routers know."""
+    """True if there is a Lease of a worker, or a report of a router about its workers."""
 
     partly_known: Mapping[str, tuple[str, ...]] = {}
-    """Routers that do not know a worker, by pod, for workers that other routers know."""
+    """The workers that only some routers know: the name of each worker's pod, with the routers that do not know it."""
 
     silent_routers: tuple[str, ...] = ()
-    """Pods of ready routers that have not reported their workers, although others have."""
+    """Pods of ready routers that have not reported their workers, although other routers have."""
 
     evidence: ProbeEvidence | None = None
-    """The evidence of probes; None: no probes are sent."""
+    """The results of probes, or None if the operator sends no probes."""
 
     proved: str = ""
-    """Digest of the pods that have answered according to the status."""
+    """Digest of the pods that have answered probes, as the status of the deployment records it."""
 
     troubles: tuple[PodTrouble, ...] = ()
-    """Why pods do not run, the most informative cause first."""
+    """The reasons why pods do not run, the most informative one first."""
 
     deletion_costs: Mapping[tuple[str, str], tuple[PodDeletionCost, ...]] = {}
     """Deletion costs of pods, by role and revision."""
 
     room: ClusterRoom | None = None
-    """The room on all nodes; None: it was not read, because no group has to be placed."""
+    """The room on all nodes, or None if it was not read, because no worker group has to be placed."""
 
     avoided: Mapping[str, tuple[str, ...]] = {}
-    """Nodes, by role, where groups found too little room; only known if the operator may not read nodes."""
+    """Nodes, by role, that had too little room for a group of the role. It is filled only if the operator may not list
+    nodes."""
 
     refusals: tuple[ApiRefusal, ...] = ()
-    """Refusals of the last writes."""
+    """The writes of this reconcile that the API server has refused."""
 
     served: OptionalKinds = OptionalKinds()
     afresh: bool = False
-    """Apply every object that should exist, even if its digest says that it is up to date."""
+    """True if every object that should exist has to be applied, even if it is up to date according to its digest."""

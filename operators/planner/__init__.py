@@ -1,5 +1,6 @@
-"""Planner of a cluster: obeys the ServingPlans of its namespaces, each with a planner loop of its own.
+"""Planner of a cluster: carries out ServingPlans, and runs one planner loop for each of them.
 
-`server` follows the API server and runs one `deployment_planner` for each plan; `translation` makes the settings of a planner from a plan and its
-deployment; `demand` follows the deployment's routers; `status` says in the plan what its planner does.
+`server` watches the API server and runs one `deployment_planner` for each plan. `translation` converts a plan and its
+deployment to the settings of a planner. `demand` reads the demand of a deployment from its routers. `status` computes
+the status of a plan.
 """

@@ -1,11 +1,12 @@
-"""Demand of a deployment whose routers come and go.
+"""Demand of a deployment: collects the reports of its router pods, which start and end while the planner runs.
 
 Rules:
 
-1. Every router pod that lives and has an address is followed. A pod that was ready once, or has reported, must report from then on;
-   a pod that starts need not.
-2. A pod that is told to end is not followed any more. What it counted until then is kept.
-3. As long as no router must report, there is no signal: nobody knows what is asked for.
+1. The planner reads the reports of every router pod that has an address and is not being deleted. A pod has to report
+   as soon as it has been ready or has reported once; if it then stops, the demand is incomplete. A pod that is still
+   starting does not have to report.
+2. When a pod is being deleted, its reports are not read any more. The demand that it has reported before still counts.
+3. As long as no pod has to report, the demand is unknown, and the field `stale` of the demand window says so.
 """
 
 import asyncio
@@ -20,17 +21,20 @@ from fleet.planner.sources.routers import RouterDemandSource
 
 
 class FollowedRouter(Struct, frozen=True, order=True):
-    """A router pod whose demand reports are read."""
+    """Names a router pod whose demand reports are read."""
 
     name: str
     address: str
-    """host:port of its control port."""
+    """Address of the pod's control port, as host:port."""
 
     ready: bool
 
 
 class DeploymentDemand:
-    """Implements `fleet.planner.sources.ports.DemandSource`."""
+    """Collects the demand of a deployment from all its routers.
+
+    Implements `fleet.planner.sources.ports.DemandSource`.
+    """
 
     def __init__(self, source: RouterDemandSource, aggregator: DemandAggregator) -> None:
         self._source = source
@@ -39,7 +43,7 @@ class DeploymentDemand:
         self._changed = asyncio.Event()
 
     def routers_are(self, routers: Iterable[FollowedRouter]) -> None:
-        """Take the routers that exist now."""
+        """Replace the list of routers whose reports are read."""
         found = tuple(sorted(routers))
         if found != self._routers:
             self._routers = found

@@ -1,4 +1,4 @@
-"""Planner of one deployment: a planner loop with its demand source and its connector, started again after a failure."""
+"""Planner of one deployment: runs a planner loop and its demand source, and restarts both after a failure."""
 
 import asyncio
 import logging
@@ -30,18 +30,21 @@ AGAIN_SECONDS = 5.0
 
 
 class PlannerParts(Protocol):
-    """Port that makes the rule and the rehearsal of a planner; the composition root implements it with engines and simulator."""
+    """Port that creates the scaling rule and the rehearsal of a planner.
+
+    The composition root implements it with models of the engines and the simulator.
+    """
 
     def rule(self, settings: PlannerSettings) -> ScalingRule:
-        """Return the rule of the settings.
+        """Return the scaling rule that the settings demand.
 
         Raises:
-            ConfigurationRefused: Bounds contradict each other, or a model does not fit.
+            ConfigurationRefused: Bounds contradict each other, or a model does not fit on its GPUs.
         """
         ...
 
     def rehearsal(self, settings: PlannerSettings) -> Rehearsal | None:
-        """Return the rehearsal of the settings, or None if there is none.
+        """Return the rehearsal that the settings demand, or None if they demand none.
 
         Raises:
             ConfigurationRefused: An engine is not known.
@@ -50,18 +53,18 @@ class PlannerParts(Protocol):
 
 
 class PlannerTask(Struct, frozen=True):
-    """All inputs of a deployment's planner; when one of them changes, another planner is started."""
+    """Holds all inputs of a deployment's planner. If one of them changes, a new planner replaces the old one."""
 
     settings: PlannerSettings
     secret: bytes
-    """Control secret of the deployment's routers; empty: they demand nothing."""
+    """Control secret of the deployment's routers; empty if their control ports demand no proof."""
 
     def __repr__(self) -> str:
-        return f"PlannerTask({self.settings!r}, …)"  # secrets are not for logs
+        return f"PlannerTask({self.settings!r}, …)"  # the secret is left out, because this text may be logged
 
 
 class DeploymentPlanner:
-    """Runs the planner of one deployment, and starts it again after a failure."""
+    """Runs the planner loop of one deployment, and restarts it after a failure."""
 
     def __init__(
         self,
@@ -72,10 +75,10 @@ class DeploymentPlanner:
         clock: Clock,
         wall_ms: Callable[[], int],
     ) -> None:
-        """Create the planner; nothing is dialled yet.
+        """Create the planner without opening any connection.
 
         Raises:
-            ConfigurationRefused: The rule or the rehearsal cannot be made of the settings.
+            ConfigurationRefused: The scaling rule or the rehearsal cannot be created with these settings.
         """
         settings, source, target = task.settings, task.settings.source, task.settings.target
         assert isinstance(source, RouterDemandSettings)
@@ -83,7 +86,7 @@ class DeploymentPlanner:
         self.task = task
         pools = {pool.name: pool.role for pool in settings.pools}
         stale_after = Nanos(round(source.stale_seconds * SECOND))
-        prefix = f"{target.deployment}-"  # pods are called <deployment>-<role>-…
+        prefix = f"{target.deployment}-"  # names of worker pods begin with <deployment>-<role>-
         aggregator = DemandAggregator(settings.model, (), pools, clock.now(), stale_after, workers_prefix=prefix)
         access = ControlAccess(LoadedCredentials(secret=task.secret, purpose=Purpose.ROUTER_CONTROL))
         self.demand = DeploymentDemand(RouterDemandSource(source, access, aggregator, clock), aggregator)
@@ -102,12 +105,16 @@ class DeploymentPlanner:
         self._where = f"{target.namespace}/{target.deployment}"
 
     async def run(self) -> Never:
-        """Plan until cancelled. A plan in flight is then left to the next leader, or to the next planner of this deployment."""
+        """Plan until cancelled.
+
+        A plan that is then under way is finished by the next leader, or by the next planner of the deployment.
+        """
         while True:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self.demand.run())
                     tasks.create_task(self.loop.run())
-            except Exception:  # supervisor: a fault with one deployment must not stop the others
+            # supervisor: an error in one deployment's planner must not stop the planners of the others
+            except Exception:
                 log.exception("planner of a deployment crashed, will restart", extra={"deployment": self._where})
             await asyncio.sleep(AGAIN_SECONDS)

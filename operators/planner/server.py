@@ -1,12 +1,14 @@
-"""Server of the cluster's planner: watches plans, deployments and routers, and runs a planner for each usable ServingPlan.
+"""Planner server of a cluster: watches ServingPlans, deployments and routers, and runs a planner for each usable plan.
 
 Rules:
 
-1. Every process runs the planners of all plans, so that a standby's history is warm; only the leader applies plans (the loops ask the election) and
-   writes statuses.
-2. A planner is started again when its settings or its control secret differ. A change of the routers alone changes only what it follows.
-3. Of several plans for one deployment, the first by name is obeyed; the others say so in their status.
-4. A plan whose deployment goes loses its planner. Nothing else is done to what runs.
+1. Every planner process runs the planners of all plans, so that a process already knows the demand when it becomes the
+   leader. Only the leader applies plans (the loops check the election) and writes statuses.
+2. A planner is replaced if its settings or its control secret have changed. If only the routers have changed, the
+   planner goes on and reads the reports of the new routers.
+3. If several ServingPlans name one deployment, the first by name is carried out. The statuses of the other plans say
+   so.
+4. If the deployment of a plan is deleted, the planner of the plan ends without changing the number of any replicas.
 """
 
 import asyncio
@@ -48,10 +50,10 @@ from operators.planner.translation import (
 log = logging.getLogger(__name__)
 
 ROUND_SECONDS = 1.0
-"""The time between two looks at the planners' states, for the statuses."""
+"""Seconds between two comparisons of the planners' states with the statuses of their plans."""
 
 STATUS_SHORT = Nanos(SECOND)
-"""Least time between two writes of one status."""
+"""Minimum time between two writes of the status of one plan."""
 
 SECRET_SECONDS = 10.0
 FOLLOWED = (kinds.SERVING_PLAN, kinds.DISAGG_DEPLOYMENT, kinds.POD)
@@ -67,7 +69,7 @@ class _RunningPlanner(Struct):
 
 
 class KubePlanner:
-    """All loops of one planner process of a cluster. Implements `fleet.planner.control.service.ShownPlanners`."""
+    """Runs all loops of one planner process of a cluster. Implements `fleet.planner.control.service.ShownPlanners`."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class KubePlanner:
         self._changed = asyncio.Event()
         self._running: dict[Place, _RunningPlanner] = {}
         self._refused: dict[Place, PlanNotObeyed] = {}
-        # tasks from which no rule can be made, with the reason
+        # plans for whose inputs no planner can be created, with these inputs and the reason
         self._unusable: dict[Place, tuple[PlannerTask, PlanNotObeyed]] = {}
         self._written: dict[Place, Nanos] = {}  # instant at which each status was last written
         self._secret_trouble = "not read yet" if settings.control_secret else ""
@@ -109,10 +111,10 @@ class KubePlanner:
                     selector=SELECTORS.get(kind, ""),
                 )
 
-    # Read by the health server, the metrics and the control port.
+    # The health server, the metrics and the control port read the following values.
 
     def ready(self) -> bool:
-        """Return whether everything has been read once."""
+        """Return whether the objects of all kinds have been read once."""
         return not self.unread()
 
     def unread(self) -> list[str]:
@@ -120,7 +122,7 @@ class KubePlanner:
         return sorted({kind.name for (kind, _), each in self._informers.items() if not each.filled.is_set()})
 
     def lost(self) -> list[str]:
-        """Return the kinds that were not read yet, or that cannot be followed now."""
+        """Return the kinds that have not been read yet, or whose changes cannot be watched now."""
         return sorted({kind.name for (kind, _), each in self._informers.items() if each.lost})
 
     def planners(self) -> Mapping[Place, DeploymentPlanner]:
@@ -141,7 +143,7 @@ class KubePlanner:
     # The loops.
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Run until asked to stop; then leave plans in flight to the next leader, and give the Lease back."""
+        """Run until `stop` is set; then give the Lease back, so that the next leader continues the plans."""
         async with asyncio.TaskGroup() as tasks:
             following = [tasks.create_task(each.run()) for each in self._informers.values()]
             following += [
@@ -156,7 +158,7 @@ class KubePlanner:
             await self.leader.give_back()
 
     async def _read_secret(self) -> Never:
-        """Read the operator's secret again and again: it may be made later than this process, and be replaced."""
+        """Read the operator's secret regularly, because it may be created or replaced while this process runs."""
         while True:
             if self._settings.control_secret:
                 try:
@@ -171,7 +173,7 @@ class KubePlanner:
             await asyncio.sleep(SECRET_SECONDS if not self._secret_trouble else ROUND_SECONDS)
 
     async def _tend(self, tasks: asyncio.TaskGroup) -> Never:
-        """Start and end planners as plans, deployments and routers change, and write statuses."""
+        """Start and end planners when plans, deployments or routers change, and write the statuses of plans."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ROUND_SECONDS):
@@ -184,7 +186,7 @@ class KubePlanner:
                 if self.leader.leads():
                     for plan in self._plans():
                         await self._tell(plan)
-            except Exception:  # supervisor: running planners continue, and the next round starts again
+            except Exception:  # supervisor: running planners continue, and the next round tries again
                 log.exception("plans not arranged, will retry")
 
     def _heard(self, _: ApiKind, __: Sequence[NamedObject]) -> None:
@@ -199,14 +201,14 @@ class KubePlanner:
     async def _arrange(self, tasks: asyncio.TaskGroup) -> None:
         wanted: dict[Place, PlannerTask] = {}
         refused: dict[Place, PlanNotObeyed] = {}
-        taken: dict[Place, str] = {}  # name of the plan that is carried out, by deployment
+        taken: dict[Place, str] = {}  # the ServingPlan that is carried out, by deployment
         for plan in self._plans():
             place = _place_of(plan)
             try:
                 wanted[place] = self._task(plan, taken, len(wanted))
             except PlanNotObeyed as error:
                 refused[place] = error
-            except Exception as error:  # noqa: BLE001 - supervisor: one odd plan must not hold the others up
+            except Exception as error:  # noqa: BLE001 - supervisor: an error in one plan must not delay the others
                 refused[place] = self._unread(place, error)
         for place in list(self._running):
             if self._running[place].planner.task != wanted.get(place):
@@ -227,17 +229,17 @@ class KubePlanner:
             each.planner.demand.routers_are(self._routers(*self._place(each.planner)))
 
     def _unread(self, place: Place, error: Exception) -> PlanNotObeyed:
-        """Return the refusal of a plan that this process fails to read, and log it once."""
+        """Return the refusal of a plan that has caused an unexpected error in this process, and log the error once."""
         refusal = PlanNotObeyed(SPECIFICATION_REFUSED, f"this planner cannot read it: {type(error).__name__}")
         if str(self._refused.get(place)) != str(refusal):
             log.error("plan not read", exc_info=error, extra={"plan": "/".join(place)})
         return refusal
 
     def _task(self, plan: CustomObject, taken: dict[Place, str], planned: int) -> PlannerTask:
-        """Return what the planner of a plan depends on.
+        """Return the inputs of the planner for a plan.
 
         Raises:
-            PlanNotObeyed: It cannot be obeyed.
+            PlanNotObeyed: The plan cannot be carried out.
         """
         namespace, name = _place_of(plan)
         try:
@@ -290,10 +292,13 @@ class KubePlanner:
         target: Any = planner.task.settings.target
         return target.namespace, target.deployment
 
-    # What plans say.
+    # Statuses of ServingPlans.
 
     async def _tell(self, plan: CustomObject) -> None:
-        """Write the status of a plan if it has news, or once in a while."""
+        """Write the status of a plan if it has news.
+
+        If only numbers in the status have changed, write it at most once in `status_seconds`.
+        """
         place, now = _place_of(plan), self._clock.now()
         said = undated(self._status(plan))
         last = self._written.get(place)
@@ -316,7 +321,7 @@ class KubePlanner:
             return refused_status(refusal or unknown, before, generation, self._settings.identity, now)
         try:
             modes = planned_roles(self._deployment(*self._place(running.planner)))
-        except PlanNotObeyed as error:  # the plan is no longer usable since a moment ago
+        except PlanNotObeyed as error:  # the plan or its deployment has just become unusable
             return refused_status(error, before, generation, self._settings.identity, now)
         return obeyed_status(running.planner.loop.status(), modes, before, generation, now)
 
@@ -329,7 +334,7 @@ class KubePlanner:
         try:
             self.store.of(kind, CustomObject).put(await self._cluster.apply(kind, CustomObject, manifest, "status"))
         except (ObjectConflict, ObjectMissing):
-            return  # the plan was replaced or removed meanwhile, which the watch reports
+            return  # the plan was replaced or removed meanwhile; the watch will report that
         except KubernetesError as error:
             log.warning("status of a plan not written", extra={"plan": "/".join(place), "cause": str(error)})
 
@@ -339,5 +344,5 @@ def _place_of(plan: NamedObject) -> Place:
 
 
 def _path(error: msgspec.ValidationError) -> str:
-    """Return the field that is not understood, without its value."""
+    """Return the path of the invalid field, without its value."""
     return str(error).partition(" - at `$")[2].strip("`.") or "a field is missing or unknown"

@@ -1,13 +1,16 @@
-"""Status of a ServingPlan: the demand, decision and plans of its planner. Pure.
+"""Status of a ServingPlan: computes it from the demand, the last decision and the plans of the planner. Pure.
 
 Rules:
 
-1. `TargetFound` and `Settled` are always there. The conditions of a planner (`fleet.planner.decisions.PlanConditionType`) are there since
-   its first decision, each True while it holds and False while it does not.
-2. `Pinned` is about roles in scaling mode Planner whose number somebody else has set, as they were observed last, whether something was decided or
-   not. The specification says already that others are not planned.
-3. While nothing can be decided, nobody knows whether a goal or the budget is in the way: these conditions are Unknown.
-4. A change of state is news, and so is another text. Numbers in texts are not: they are written with the next news, or once in a while.
+1. The status always contains the conditions `TargetFound` and `Settled`. The first decision of the planner adds the
+   conditions in `fleet.planner.decisions.PlanConditionType`. Each of them is True as long as the planner reports it,
+   and otherwise False.
+2. `Pinned` names the roles in scaling mode Planner whose number of replicas somebody else has set. It follows the last
+   observation of the deployment, even if the planner made no decision. Roles in other scaling modes are left out,
+   because the specification already says that they are not planned.
+3. While the planner cannot decide, the conditions about goals, budget and model drift (`ABOUT_DECISIONS`) are Unknown.
+4. A status is written at once if the state or the text of a condition has changed. If only numbers in texts have
+   changed, it is written after a while, or with the next such change.
 """
 
 import re
@@ -29,17 +32,17 @@ from operators.status.deployment import FALSE, TRUE, UNKNOWN, ConditionUpdate, c
 MOST_PLANS = 5
 MOST_TEXT = 1024
 CLEAR = "Clear"
-"""Reason of a condition of the planner that does not hold."""
+"""Reason of a condition of `PlanConditionType` while it is False."""
 
 UNDECIDED = frozenset(
     {PlanConditionType.NO_DEMAND_SIGNAL, PlanConditionType.CONNECTOR_FAILED, PlanConditionType.RULE_FAILED}
 )
-"""Conditions under which nothing is decided."""
+"""Types of the conditions that keep the planner from deciding."""
 
 ABOUT_DECISIONS = frozenset(
     {PlanConditionType.GOAL_OUT_OF_REACH, PlanConditionType.BUDGET_EXHAUSTED, PlanConditionType.MODEL_DRIFT}
 )
-"""Conditions that only a decision can tell."""
+"""Types of the conditions that are known only after a decision."""
 
 NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?(e[-+]?[0-9]+)?")
 IN_WORK = frozenset({PlanState.REHEARSED, PlanState.UNDER_WAY})
@@ -48,7 +51,7 @@ IN_WORK = frozenset({PlanState.REHEARSED, PlanState.UNDER_WAY})
 def refused_status(
     refusal: PlanNotObeyed, before: Sequence[Condition], generation: int, planner: str, now: str
 ) -> ServingPlanStatus:
-    """Return the status of a plan that cannot be obeyed."""
+    """Return the status of a ServingPlan that cannot be carried out."""
     found = TRUE if refusal.target_found else FALSE
     said: list[ConditionUpdate] = [
         ("TargetFound", found, "Found" if refusal.target_found else refusal.reason, ""),
@@ -68,14 +71,14 @@ def obeyed_status(
     generation: int,
     now: str,
 ) -> ServingPlanStatus:
-    """Return the status of a plan that is obeyed.
+    """Return the status of a ServingPlan that is carried out.
 
     Args:
-        seen: State of the deployment's planner.
+        seen: The state of the deployment's planner.
         modes: Scaling mode of each role.
-        before: Conditions that were written last.
+        before: The conditions in the status that was written last.
         generation: Generation of the plan's specification.
-        now: RFC 3339.
+        now: The present time as RFC 3339.
     """
     planned = {name for name, mode in modes.items() if mode is ScalingMode.PLANNER}
     said: list[ConditionUpdate] = [("TargetFound", TRUE, "Found", ""), ("Settled", *_settled(seen, planned))]
@@ -177,5 +180,5 @@ def _milliseconds(seconds: float | None) -> int:
 
 
 def undated(status: ServingPlanStatus) -> ServingPlanStatus:
-    """Return the status with its conditions sorted by type, so that it can be compared with the status on the API server."""
+    """Return the status with its conditions sorted by type, for a comparison with the status on the API server."""
     return structs.replace(status, conditions=tuple(sorted(status.conditions, key=lambda each: each.type)))

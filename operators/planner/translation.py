@@ -1,11 +1,12 @@
-"""Translation of a ServingPlan and its DisaggDeployment into the settings of a planner. Pure.
+"""Translation: converts a ServingPlan and its DisaggDeployment to the settings of a planner. Pure.
 
 Rules:
 
-1. All worker roles are pools of the planner, because prefill and decode are sized together. The connector pins those that are not in
-   scaling mode Planner.
-2. The narrower bound counts: of the plan and of the role's `scaling`, of the plan's budget and of `balance.gpuBudget`.
-3. A refusal names the field. It repeats no text of a specification.
+1. All worker roles become pools of the planner, because prefill and decode are sized together. For roles that are not
+   in scaling mode Planner, the connector reports that the planner must not change them (pinned).
+2. If two limits apply, the stricter one counts. This is so for the bounds in the plan and in the role's `scaling`, and
+   for the plan's budget and `balance.gpuBudget`.
+3. A refusal names the wrong field. It does not repeat the user's texts.
 """
 
 from collections.abc import Mapping
@@ -54,16 +55,16 @@ SIMULATED = {
     "simulated.bytes_per_token": "bytes_per_token",
     "max_running": "max_running",
 }
-"""Settings of a worker with the simulated engine that a planner must know, and their names in a planner's settings."""
+"""Settings of a worker with the simulated engine, each with the setting of the planner's engine that it becomes."""
 
 KV_BLOCKS, BLOCK_TOKENS = 4096, 32
-"""Defaults of `workers.settings`: blocks of the simulated engine's cache, and tokens of a block."""
+"""Defaults of `workers.settings`: the number of blocks in the simulated engine's cache, and the tokens of a block."""
 
 SPECIFICATION_REFUSED = "SpecificationRefused"
 
 
 class PlanNotObeyed(Exception):
-    """A ServingPlan cannot be obeyed until somebody changes something. The message is for its status."""
+    """A ServingPlan cannot be carried out until somebody changes something. The plan's status shows the message."""
 
     def __init__(self, reason: str, message: str, *, target_found: bool = True) -> None:
         super().__init__(message)
@@ -77,12 +78,12 @@ def planner_settings(
     """Return the settings of the planner of a deployment.
 
     Args:
-        plan: The plan.
-        deployment: The deployment that it names.
+        plan: The ServingPlan.
+        deployment: The deployment that the plan names.
         settings: The settings of this process.
 
     Raises:
-        PlanNotObeyed: There is nothing to plan, or fields contradict each other or name something unknown.
+        PlanNotObeyed: No role is to be planned, fields contradict each other, or a field names something unknown.
     """
     spec, workers = deployment.spec, deployment.workers
     if spec.suspend:
@@ -114,7 +115,10 @@ def _settings(
     budget: PlanBudget,
     settings: KubePlannerSettings,
 ) -> PlannerSettings:
-    """Return the settings; ValueError names a field of them that contradicts another one."""
+    """Return the settings of the planner for pools and a budget that were computed before.
+
+    Raises ValueError, which names the field, if two fields contradict each other.
+    """
     spec, goals, by_load = deployment.spec, plan.objective, plan.requests_per_replica > 0
     return PlannerSettings(
         model=ModelName(spec.model.name),
@@ -144,7 +148,7 @@ def _pool(role: RoleSpec, bounds: RoleBounds) -> PlannedPool:
     scaling, gpu = role.scaling, _gpu(role, bounds)
     planned = scaling.mode is ScalingMode.PLANNER
     least, most = max(bounds.least, scaling.least), min(bounds.most, scaling.most)
-    if not planned:  # no plan sizes this role, so no bounds of a plan apply
+    if not planned:  # the planner does not change this role, so the bounds of the plan do not apply
         least, most = 0, max(scaling.most, role.replicas)
     if least > most:
         text = f"spec.roles: {role.name} needs at least {least} replicas, and its bounds allow for {most}"
@@ -167,7 +171,7 @@ def _pool(role: RoleSpec, bounds: RoleBounds) -> PlannedPool:
 
 
 def _gpu(role: RoleSpec, bounds: RoleBounds) -> str:
-    """Return the name of the role's GPU type; empty: it has no GPU, or an unknown one."""
+    """Return the name of the role's GPU type in `gpus`; empty if the role has no GPU or its type is unknown."""
     if not role.gpus.per_replica:
         return ""
     known = gpus()
@@ -211,7 +215,7 @@ def _engine(spec: DisaggDeploymentSpec, role: RoleSpec, gpu: str) -> LinearEngin
 
 
 def _simulated(role: RoleSpec) -> LinearEngineSettings:
-    """Return the simulated engine of a role, as the options `--set` of its podTemplate change it."""
+    """Return the settings of a role's simulated engine: the defaults, changed by `--set` options in its podTemplate."""
     containers = mapping(role.pod_template.get("spec")).get("containers")
     mains = [each for each in map(mapping, _listed(containers)) if each.get("name") == "main"]
     given = [str(each) for main in mains for each in _listed(main.get("args"))]
@@ -239,7 +243,10 @@ def _simulated(role: RoleSpec) -> LinearEngineSettings:
 
 
 def _listed(value: object) -> list[Any]:
-    """Return a list of a podTemplate, which may hold anything; empty if it is none."""
+    """Return the list in a field of a podTemplate.
+
+    The user may have written any value. If it is not a list, return an empty list.
+    """
     return value if isinstance(value, list) else []
 
 

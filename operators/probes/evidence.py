@@ -1,21 +1,25 @@
-"""Probe evidence: a deployment is Ready when probes have shown that its workers answer through its routers. Pure.
+"""Probe evidence: records the results of probes, and decides which further probes a deployment needs to be Ready.
+
+Pure.
 
 Rules:
 
-1. Every worker that answers requests has to answer one that names it. If prefill workers compute prompts, one of them
-   computes the probe's prompt, and the answering worker has to report that it took the blocks over.
-2. A pod whose container has restarted counts as another pod, and so does a recreated pod with the same name, as
-   StatefulSets make it. If routers or prefill workers differ from those at the last answer, one worker of each
-   answering role is probed again.
-3. Evidence is kept in the status as a digest of the pods. While they stay the same nothing is sent, not by the next
-   leader either.
-4. One failure may come from a Service that does not know its pods yet. The second failure of its kind in a row is
-   reported, until there is an answer, or two failures of the other kind in a row.
-5. A router that demands an API key which the operator does not have has shown nothing: the result is unknown, not a
-   failure.
-6. A router that rejects a probe like any other request, because it has no room (`ProbeFailure.busy`), is no failure
-   either: it lives, and is busy with other requests. If all workers have answered before behind other routers, that is
-   enough; for a worker that never has, it shows nothing.
+1. Every worker that generates answers has to answer one probe that names this worker. If the deployment has prefill
+   workers, one of them has to compute the prompt of the probe, and the answering worker has to report that it took over
+   the prompt's blocks.
+2. A pod whose container has restarted counts as another pod. So does a pod that a StatefulSet has created again with
+   the same name. If the routers or the prefill workers have changed since the last answer, one worker of each role that
+   generates answers is probed again.
+3. The status of the deployment keeps the evidence as a digest of the pods. As long as the pods stay the same, no
+   further probe is sent, not even by the next leader.
+4. A single failure may only mean that the Service does not know its pods yet. So a failure is reported only when two
+   failures of the same kind have followed each other. The report stays until a probe is answered, or until two failures
+   of the other kind follow each other.
+5. If a router demands an API key that the operator does not have, it is unknown whether the deployment serves. This
+   does not count as a failure.
+6. If a router rejects a probe because it has no room (`ProbeFailure.busy`), this is no failure either: the router
+   works, but is busy with other requests. If all workers have already answered through other routers, the deployment
+   counts as serving. A worker that has never answered still needs a probe.
 """
 
 import hashlib
@@ -25,14 +29,15 @@ import msgspec
 from msgspec import Struct
 
 TOLD_AFTER = 2
-"""Failures in a row before one is reported."""
+"""Number of failures of one kind in a row from which on the failure is reported."""
 
 HALF = 8
-"""Characters of each half of a digest: the pods behind the routers, and the routers."""
+"""Number of characters of each half of a digest. The first half covers the workers behind the routers, and the second
+half the routers."""
 
 
 class RunningPod(Struct, frozen=True, order=True):
-    """A pod and the number of its containers' restarts. A pod's name may be used again, its uid is not."""
+    """Identifies one run of a pod's containers, by the uid of the pod and the number of restarts."""
 
     pod: str
     restarts: int = 0
@@ -40,18 +45,18 @@ class RunningPod(Struct, frozen=True, order=True):
 
 
 class ProbeTarget(Struct, frozen=True, order=True):
-    """One request that has to be answered."""
+    """Describes one probe that has to be answered: by which worker, and whether a prefill worker takes part."""
 
     role: str
     worker: RunningPod
     """The worker that has to answer."""
 
     pair: bool = False
-    """True if a prefill worker has to compute the prompt."""
+    """True if a prefill worker has to compute the prompt of the probe."""
 
 
 class ProbeSubject(Struct, frozen=True, kw_only=True):
-    """The pods through which requests pass."""
+    """Describes what is probed: the routers, the prefill workers and the answering workers of one deployment."""
 
     service: str
     """The routers' Service for clients."""
@@ -61,22 +66,22 @@ class ProbeSubject(Struct, frozen=True, kw_only=True):
     prefills: tuple[RunningPod, ...]
     targets: tuple[ProbeTarget, ...]
     addresses: tuple[str, ...] = ()
-    """IP addresses of the routers, to which an API key is sent. They are in no digest, because a router at another address
-    is the same router."""
+    """IP addresses of the routers, to which probes with an API key are sent. Digests do not cover them, because a
+    router stays the same router if its address changes."""
 
     @property
     def around(self) -> str:
-        """Digest of the routers and prefill workers before the answering workers."""
+        """Digest of the routers and the prefill workers, without the answering workers."""
         return _digest([self.model, self.routers, self.prefills])
 
     @property
     def pools(self) -> str:
-        """The same digest without the routers."""
+        """Digest of the prefill workers alone, without the routers."""
         return _digest([self.model, self.prefills])
 
     @property
     def behind(self) -> str:
-        """Digest of everything behind the routers; the whole digest begins with it."""
+        """Digest of all prefill and answering workers, which is the first half of `digest`."""
         return _digest([self.model, self.prefills, self.targets])[:HALF]
 
     @property
@@ -85,7 +90,7 @@ class ProbeSubject(Struct, frozen=True, kw_only=True):
 
 
 class Probe(Struct, frozen=True, kw_only=True):
-    """One request."""
+    """Describes one request that the operator sends to find out whether a worker answers."""
 
     namespace: str
     deployment: str
@@ -96,71 +101,77 @@ class Probe(Struct, frozen=True, kw_only=True):
     worker: str
     pair: bool
     router_address: str = ""
-    """IP address of a router; empty: none is known."""
+    """IP address of a router, or an empty text if none is known."""
 
 
 class ProbeCompletion(Struct, frozen=True):
-    """The completion that a probe got."""
+    """Holds the result of a probe that was answered by a completion."""
 
     handed: bool | None = None
-    """True if the prompt's blocks came from another worker; None: unknown, or not demanded."""
+    """True if the answering worker took the prompt's blocks from a prefill worker, and False if it computed them. None:
+    this is unknown, or no prefill worker had to take part."""
 
 
 class ProbeFailure(Struct, frozen=True):
-    """The failure of a probe that got no completion."""
+    """Describes the failure of a probe that was not answered by a completion."""
 
     status: int
-    """HTTP status; 0: no answer."""
+    """HTTP status of the answer, or 0 if there was no answer."""
 
     text: str
-    """A short text that is safe for conditions: no secrets."""
+    """A short description without secrets, which conditions may show."""
 
     wants_key: bool = False
     busy: bool = False
-    """True if a router rejected the probe because it has no room, or because the sender has reached its limit."""
+    """True if a router rejected the probe because its queue is full or a rate limit was reached."""
 
     def __str__(self) -> str:
         return f"{self.status} {self.text}" if self.status else self.text
 
 
 class ProbeEvidence(Struct, frozen=True, kw_only=True):
-    """Evidence from the probes of one deployment."""
+    """Holds the results of the probes of one deployment."""
 
     through: frozenset[tuple[str, str, str]] = frozenset()
-    """Roles with the digests (`ProbeSubject.around`, `ProbeSubject.pools`) at their last answers."""
+    """The roles that have answered: name, `ProbeSubject.around` and `ProbeSubject.pools` at the last answer of each
+    role."""
 
     answered: frozenset[ProbeTarget] = frozenset()
     unhanded: frozenset[ProbeTarget] = frozenset()
-    """Answered targets that computed a prompt which they should have taken over."""
+    """Targets that have answered, but computed the prompt themselves instead of taking its blocks from a prefill
+    worker."""
 
     unclear: frozenset[ProbeTarget] = frozenset()
-    """Answered targets for which that is unknown."""
+    """Targets that have answered, and for which it is unknown whether they took over the prompt's blocks."""
 
     failure: ProbeFailure | None = None
-    """The failure of the last probe."""
+    """The failure of the last probe, or None if it was answered."""
 
     about: str = ""
-    """Digest of the subject of the failure."""
+    """Digest of the probed pods (`ProbeSubject.digest`) at the last failure."""
 
     failures: int = 0
-    """The number of failures of this kind, busy or not, in a row."""
+    """The number of last failures in a row that are of the same kind. There are two kinds: busy, and not busy."""
 
     reported: ProbeFailure | None = None
-    """The failure to report."""
+    """The failure that the status reports, or None if it reports none."""
 
     failed: str = ""
-    """The worker that failed."""
+    """Name of the pod of the worker in the reported failure."""
 
 
 class PendingProbes(Struct, frozen=True):
-    """The probes that are needed, and what is known already; none is sent if everything is known."""
+    """Describes the probes that a deployment may need: the pods to probe, and the evidence so far.
+
+    If the evidence is complete, no probe is sent.
+    """
 
     subject: ProbeSubject
     evidence: ProbeEvidence
 
 
 def unanswered(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTarget, ...]:
-    """Return the targets that must still answer before the deployment is Ready, in the order of the subject."""
+    """Return the targets that must still answer before the deployment is Ready."""
     found: dict[str, list[ProbeTarget]] = {}
     for target in subject.targets:
         asked = found.setdefault(target.role, [])
@@ -174,7 +185,10 @@ def unanswered(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTar
 
 
 def missing_only_routers(subject: ProbeSubject, evidence: ProbeEvidence) -> bool:
-    """Return whether only an answer through these routers is missing; the workers have answered before."""
+    """Return whether only an answer through the present routers is missing.
+
+    This is so if all workers have already answered through other routers.
+    """
     before = {(role, pools) for role, _, pools in evidence.through}
     return all(
         target in evidence.answered and (target.role, subject.pools) in before
@@ -183,7 +197,7 @@ def missing_only_routers(subject: ProbeSubject, evidence: ProbeEvidence) -> bool
 
 
 def wanted(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTarget, ...]:
-    """Return the targets to probe, in order: those that have not answered, and those that did not take blocks over."""
+    """Return the targets to probe: first those that have not answered, then those that did not take over blocks."""
     missing = unanswered(subject, evidence)
     return missing + tuple(
         target for target in subject.targets if target in evidence.unhanded and target not in missing
@@ -193,7 +207,7 @@ def wanted(subject: ProbeSubject, evidence: ProbeEvidence) -> tuple[ProbeTarget,
 def answered(
     evidence: ProbeEvidence, subject: ProbeSubject, target: ProbeTarget, answer: ProbeCompletion
 ) -> ProbeEvidence:
-    """Return the evidence after an answer."""
+    """Return the evidence with the answer of a target added."""
     others = {each for each in evidence.through if each[0] != target.role}
     through = others | {(target.role, subject.around, subject.pools)}
     unhanded, unclear = evidence.unhanded - {target}, evidence.unclear - {target}
@@ -207,7 +221,7 @@ def answered(
 
 
 def failed(evidence: ProbeEvidence, subject: ProbeSubject, target: ProbeTarget, failure: ProbeFailure) -> ProbeEvidence:
-    """Return the evidence after a failure; earlier evidence stays."""
+    """Return the evidence with a failed probe added; earlier answers still count."""
     alike = evidence.failure is not None and evidence.failure.busy == failure.busy
     failures = evidence.failures + 1 if alike else 1
     evidence = msgspec.structs.replace(evidence, failure=failure, failures=failures, about=subject.digest)
@@ -217,7 +231,11 @@ def failed(evidence: ProbeEvidence, subject: ProbeSubject, target: ProbeTarget, 
 
 
 def kept(subject: ProbeSubject, evidence: ProbeEvidence) -> ProbeEvidence:
-    """Return the evidence that still counts: answers of pods that exist, and failures of exactly these pods."""
+    """Return the part of the evidence that still counts for the present pods.
+
+    An answer counts if the pod that gave it still exists. A failure counts only if no pod has changed since the
+    failure.
+    """
     if evidence.failure is not None and evidence.about != subject.digest:
         evidence = msgspec.structs.replace(evidence, failure=None, about="", failures=0, reported=None, failed="")
     there = frozenset(subject.targets)
@@ -232,12 +250,12 @@ def kept(subject: ProbeSubject, evidence: ProbeEvidence) -> ProbeEvidence:
 
 
 def evidence_from_status(subject: ProbeSubject, proved: str, handed: str) -> ProbeEvidence | None:
-    """Return the evidence of whoever wrote the status; None: the status has no evidence for this subject.
+    """Return the evidence that an earlier leader has written into the status, or None if it is about other pods.
 
     Args:
-        subject: The subject of the probes.
+        subject: The pods that are probed now.
         proved: The digest in the status.
-        handed: Status of the condition KVPathReady.
+        handed: Status of the condition KVPathReady: "True", "False" or "Unknown".
     """
     if not proved.startswith(subject.behind):
         return None

@@ -1,13 +1,15 @@
-"""Prober: sends probes for deployments that lack evidence, with limited concurrency.
+"""Prober: decides when deployments are probed, and limits how many probes run at the same time.
+
+`operators.probes.http_probes` sends the requests.
 
 Rules:
 
-1. A deployment has at most one probe under way, and all deployments together have at most `at_once`. Deployments whose
-   last probe failed share half of these, so that the others do not wait for their deadlines. Only the sending task
-   waits for a probe.
-2. After a failure there is a pause that doubles, up to `longest_seconds`. Other pods are another subject, and begin
-   again.
-3. A process that does not lead sends nothing.
+1. At most one probe of a deployment runs at a time, and at most `at_once` probes of all deployments. At most half of
+   these are for deployments whose last probe failed, so that other deployments do not wait for probes that only end at
+   their time limit. No reconcile waits for a probe.
+2. After each failure, the prober pauses. The pause doubles each time, up to `longest_seconds`, and starts from the
+   shortest one again when the pods of the deployment change.
+3. Only the leader sends probes.
 """
 
 import asyncio
@@ -31,10 +33,13 @@ FIRST_PAUSE_SECONDS = 0.5
 
 
 class ProbeSender(Protocol):
-    """Port that sends requests to the routers of deployments, as clients do."""
+    """Port that sends probes to the routers of deployments over HTTP, as clients do."""
 
     async def ask(self, probe: Probe) -> ProbeCompletion | ProbeFailure:
-        """Send a request for one token. It has a deadline, and raises nothing."""
+        """Send a probe, and return the completion or the failure.
+
+        The call ends within a time limit, and raises no errors.
+        """
         ...
 
 
@@ -47,7 +52,7 @@ class Prober:
         leads: Callable[[], bool],
         heard: Callable[[ReconcileKey], None],
     ) -> None:
-        """Create the prober; `heard` is called with deployments whose evidence has changed."""
+        """Create the prober. `heard` is called with the key of a deployment when its evidence has changed."""
         self._clients = clients
         self._longest_seconds = longest_seconds
         self._leads = leads
@@ -60,16 +65,16 @@ class Prober:
         self._group: asyncio.TaskGroup | None = None
 
     def of(self, key: ReconcileKey) -> ProbeEvidence:
-        """Return what is known about a deployment."""
+        """Return the evidence about a deployment; it is empty before the first probe."""
         return self._shown.get(key, ProbeEvidence())
 
     def want(self, key: ReconcileKey, wanted: PendingProbes | None) -> None:
-        """Collect the missing evidence of a deployment; None: nothing is needed now."""
+        """Start to send the probes that a deployment needs; stop probing it if `wanted` is None."""
         if wanted is None:
             self._end(key)
             return
         if self._subjects.get(key) == wanted.subject:
-            return  # the probes of this subject run already, or have ended
+            return  # the probes of these pods run already, or have ended
         self._end(key)
         self._subjects[key] = wanted.subject
         self._shown[key] = wanted.evidence
@@ -105,7 +110,8 @@ class Prober:
         while targets := probing.wanted(subject, self.of(key)):
             async with self._asking_again if self.of(key).failures else nullcontext(), self._asking:
                 if not self._leads():
-                    self._subjects.pop(key, None)  # forgotten, because the next leader probes again
+                    # this process does not lead any more, and the next leader sends its own probes
+                    self._subjects.pop(key, None)
                     return
                 answer = await self._clients.ask(_probe(key, subject, targets[0], asked))
             asked += 1
@@ -116,7 +122,10 @@ class Prober:
     def _learn(
         self, key: ReconcileKey, subject: ProbeSubject, target: ProbeTarget, answer: ProbeCompletion | ProbeFailure
     ) -> bool:
-        """Add an answer to the evidence; return whether a pause should follow."""
+        """Add the result of a probe to the evidence.
+
+        Return True if the probe has to be repeated after a pause.
+        """
         before = self.of(key)
         if isinstance(answer, ProbeFailure):
             after = probing.failed(before, subject, target, answer)
@@ -129,7 +138,7 @@ class Prober:
 
 
 def _probe(key: ReconcileKey, subject: ProbeSubject, target: ProbeTarget, number: int) -> Probe:
-    """Return the next probe; `number` makes the routers take turns."""
+    """Return the next probe; `number` is the count of earlier probes, by which probes go to the routers in turn."""
     return Probe(
         namespace=key.namespace,
         deployment=key.name,

@@ -1,15 +1,15 @@
-"""Status rate limiter: decides when a changed status is written, because one change consists of many small ones. Pure.
+"""Status rate limiter: decides when a changed status is written, because statuses change often in small steps. Pure.
 
 Rules:
 
-1. News is written at once if the last write is at least SHORT ago: a new specification, its completion, a problem. So a
-   change is written once when it begins, and once when it is complete.
-2. Progress during a change waits until the last write is LONG ago: counts of pods that start one by one, and what
-   follows from them. The more deployments have progress to write, the longer each waits, so that together they cause at
-   most MOST_PER_SECOND writes. So even if a hundred deployments change at once, or the machine is slow, each has its
-   two writes.
-3. A state that usually lasts a moment, until something answers or an API server has read its roles again, is written once
-   it has lasted for LONG.
+1. Urgent changes are written at once if the last write is at least SHORT ago. Urgent are: a new specification, the end
+   of a start or rollout, and a problem. So a rollout causes one write at its start and one at its end.
+2. All other changes are progress, such as the counts of pods that start one by one. Progress is written only when the
+   last write is at least LONG ago. The more deployments have progress to write, the longer each of them waits, so that
+   together they cause at most MOST_PER_SECOND writes. So urgent changes are written in time even if a hundred
+   deployments change at once.
+3. A state that usually lasts only a moment is written only after it has lasted for LONG. Examples are the wait for the
+   answer to a probe, and an API server that has not read its Roles yet.
 4. An unchanged status is not written.
 """
 
@@ -23,20 +23,24 @@ Key = TypeVar("Key", bound=Hashable)
 SHORT = Nanos(1 * SECOND)
 LONG = Nanos(10 * SECOND)
 MOST_PER_SECOND = 2
-"""The most writes of mere progress in a second, over all deployments."""
+"""The maximum number of writes per second, over all deployments, that contain only progress."""
 
 MOST = 4096
-"""Writes that are remembered; above this number, those that do not matter any more are forgotten."""
+"""Number of remembered writes above which those that are older than LONG are forgotten."""
 
 
 class StatusRateLimiter(Generic[Key]):
     def __init__(self) -> None:
         self._written: dict[Key, Nanos] = {}
-        self._brief: dict[Key, Nanos] = {}  # instant at which a state began that usually lasts only a moment
-        self._passing: set[Key] = set()  # keys whose progress must still be written
+        self._brief: dict[Key, Nanos] = {}  # start of the present short state (rule 3), by key
+        self._passing: set[Key] = set()  # keys with progress that is not written yet
 
     def due(self, key: Key, now: Nanos, *, urgent: bool, brief: bool = False) -> Nanos:
-        """Return when a changed status may be written; `urgent`: rule 1; `brief`: rule 3."""
+        """Return the instant from which a changed status may be written.
+
+        `urgent` is true for an urgent change (rule 1), and `brief` for a state that usually lasts only a moment (rule
+        3).
+        """
         if brief:
             return Nanos(self._brief.setdefault(key, now) + LONG)
         self._brief.pop(key, None)
@@ -53,10 +57,10 @@ class StatusRateLimiter(Generic[Key]):
         self._passing.discard(key)
         self._brief.pop(key, None)
         self._written[key] = now
-        if len(self._written) > MOST:  # then forget, because many of the objects may no longer exist
+        if len(self._written) > MOST:  # many of the remembered objects may no longer exist
             self._written = {key: at for key, at in self._written.items() if now < at + LONG}
 
     def rests(self, key: Key) -> None:
-        """Note that nothing is to be written: the status is unchanged, or the object has gone."""
+        """Record that nothing is to be written for a key, because its status is unchanged or its object was deleted."""
         self._passing.discard(key)
         self._brief.pop(key, None)

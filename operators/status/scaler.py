@@ -1,4 +1,4 @@
-"""Status of RoleScalers, and of ServingPlans while no planner carries them out. Pure."""
+"""Scaler status: computes the statuses of RoleScalers, and those of ServingPlans if no planner is installed. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,14 +26,14 @@ def scaler_status(
     """Return the status of a RoleScaler; HPAs and `kubectl scale` read its replicas and its selector.
 
     Args:
-        before: The last written status.
-        conditions: Its conditions.
+        before: The status that was written last.
+        conditions: The conditions that were written last.
         generation: Generation of the specification.
-        asked: Requested replicas.
+        asked: The number of replicas that the RoleScaler requests.
         role: The role's name.
-        desired: The desired deployment; None: it is missing or cannot be understood.
-        status: Status of the deployment.
-        now: RFC 3339.
+        desired: The desired deployment, or None if it does not exist or cannot be read.
+        status: The status of the deployment, or None if it has none.
+        now: The present time as RFC 3339.
     """
     target = next((each for each in desired.spec.roles if each.name == role), None) if desired is not None else None
     there = next((each for each in status.roles if each.name == role), None) if status is not None else None
@@ -67,7 +67,10 @@ def scaler_status(
 
 
 def plan_status(conditions: Sequence[Condition], generation: int, found: bool, now: str) -> ServingPlanStatus:
-    """Return the status of a ServingPlan while no planner is installed; what one that was removed has said is Unknown now."""
+    """Return the status that a ServingPlan has while no planner is installed.
+
+    Conditions that a removed planner has written become Unknown.
+    """
     target: ConditionUpdate = (
         ("TargetFound", TRUE, "Found", "") if found else ("TargetFound", FALSE, "NoTarget", "no such DisaggDeployment")
     )

@@ -8,11 +8,12 @@ from fleet.core.work import KvCleared, KvEvent, KvRemoved, KvStored
 from kvstore.block import BlockHash
 
 CHUNK = 4096
-"""Most block hashes in one message of a cache dump. They take 64 KiB, so that steps do not wait long behind a dump."""
+"""Maximum number of block hashes in one message of a cache dump. They take 64 KiB, so that steps do not wait long
+behind a dump."""
 
 
 class CacheView:
-    """Keeps the hashes of the cached blocks in the order in which they were stored, so a block follows its predecessor."""
+    """Keeps the hashes of the cached blocks in the order of their storing, so a block follows its predecessor."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, None] = {}
@@ -31,7 +32,10 @@ class CacheView:
                     assert_never(event)
 
     def dump(self) -> list[tuple[KvEvent, ...]]:
-        """Return the whole cache as changes to an empty view; each item becomes one message."""
+        """Return KV events that describe the whole cache to a router that knows nothing of it.
+
+        Each event becomes one message.
+        """
         names = iter(self._held)
         chunks: list[tuple[KvEvent, ...]] = [(KvCleared(),)]
         while chunk := tuple(islice(names, CHUNK)):

@@ -2,16 +2,16 @@
 
 Rules:
 
-1. The phases of the process are STARTING -> SERVING -> DRAINING -> GONE, in this order (`NEXT`). The worker accepts
-   new attempts only in SERVING. In DRAINING, running attempts may finish until a deadline; then the others are given up.
-   The phase becomes GONE when the engine has no more work and no blocks that are needed (rule 7), or `GRACE` after the
-   deadline. A drain begins with SIGTERM (`fleet.app.worker`), and `drain_timeout_ms` (`workers.settings`) sets its
-   deadline.
-2. A router gets exactly one end of each attempt that it started: a step with a finish, or a rejection. Later
-   outputs of the engine for that attempt are dropped. A router whose stream has ended gets nothing.
-3. Routers choose request ids, and two routers may choose the same one, but the engine needs unique ids. Outside, an
-   attempt is known by (stream, request id). Inside, its engine id is the request id, with a suffix if that id is
-   taken. A second start of an attempt that still runs on the same stream is refused.
+1. The phases of the process are STARTING -> SERVING -> DRAINING -> GONE, in this order (`NEXT`). The worker accepts new
+   attempts only in SERVING. In DRAINING, running attempts may finish until a deadline; then the attempts that still run
+   are aborted: their routers get an end, and the engine cancels them. The phase becomes GONE when the engine has no
+   more work and no blocks that are needed (rule 7), or `GRACE` after the deadline. A drain begins with SIGTERM
+   (`fleet.app.worker`), and `drain_timeout_ms` (`workers.settings`) sets its deadline.
+2. For each attempt that it started, a router gets exactly one message that ends it: a step with a finish, or a
+   rejection. Later outputs of the engine for that attempt are dropped. A router whose stream has ended gets nothing.
+3. Routers choose request ids, and two routers may choose the same one, but the engine needs unique ids. Routers know an
+   attempt by its stream and its request id. The engine knows it by its engine id, which is the request id, with a
+   suffix if another attempt has this id. A second start of an attempt that still runs on the same stream is refused.
 4. An attempt is cancelled in the engine when its router cancels it, when its stream ends, or when its deadline or the
    drain's deadline has passed. It counts towards the capacity until the engine reports its end, because it uses blocks
    until then.
@@ -19,12 +19,14 @@ Rules:
    anyway.
 6. The worker holds at most `capacity` attempts, running and waiting together. The next one is refused with
    QUEUE_FULL.
-7. After attempts have ended, other workers may still need their blocks. Until its deadline, a drain therefore waits for
-   three things: until the engine lends no blocks to decode workers; `FETCHED_WITHIN` for handoffs through the store, if
-   the store ends with this process; and for the evacuation of warm blocks. An evacuation runs when the drain begins, and
-   once more after the last attempt if any attempt ran when the drain began.
+7. After attempts have ended, other workers may still need their blocks. A drain therefore waits, until its deadline,
+   for three events: the engine lends no more blocks to decode workers; the time `FETCHED_WITHIN` since the last handoff
+   through the store has passed, if the store ends with this process; and the evacuation of warm blocks has ended. An
+   evacuation runs when the drain begins. If any attempt ran then, another evacuation follows after the last attempt.
 8. If the engine hangs, the process ends at once, in every phase. All streams are closed, so that routers continue their
    requests on other workers, as if the process had been killed. There is no drain, because the engine would not respond.
+   An engine that dies is no event of this machine: `Engine.outputs` raises `EngineDied`, and the process ends
+   (`workers.server`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,10 +67,11 @@ from workers.messages import (
 )
 from workers.ports import EngineFacts
 
-GRACE = Nanos(2 * SECOND)  # time for cancelled attempts to end after the deadline; a healthy engine needs one step
+# Time in which cancelled attempts may end after the drain's deadline; a healthy engine needs one step.
+GRACE = Nanos(2 * SECOND)
 FETCHED_WITHIN = Nanos(5 * SECOND)
-"""Time in which a decode worker begins to fetch a handoff from a store. Routers pass a handoff on within
-milliseconds. A decode attempt that waits longer in a queue computes the missing blocks."""
+"""Time in which a decode worker begins to fetch a handoff from a store. Routers pass a handoff on within milliseconds.
+If a decode attempt waits longer in a queue, its worker computes the missing blocks."""
 
 
 class LifePhase(StrEnum):
@@ -81,7 +84,7 @@ class LifePhase(StrEnum):
 class LifeEvent(StrEnum):
     ENGINE_READY = "engine_ready"
     DRAIN_ASKED = "drain_asked"
-    EMPTIED = "emptied"  # the engine has no more work, or the wait for its last work was given up
+    EMPTIED = "emptied"  # the engine has no more work, or the time to wait for its last work is over
     ENGINE_STUCK = "engine_stuck"
 
 
@@ -89,7 +92,7 @@ NEXT: dict[tuple[LifePhase, LifeEvent], LifePhase] = {
     (LifePhase.STARTING, LifeEvent.ENGINE_READY): LifePhase.SERVING,
     (LifePhase.STARTING, LifeEvent.DRAIN_ASKED): LifePhase.DRAINING,
     (LifePhase.SERVING, LifeEvent.DRAIN_ASKED): LifePhase.DRAINING,
-    # Another request to drain may set an earlier deadline.
+    # A second request to drain may set an earlier deadline.
     (LifePhase.DRAINING, LifeEvent.DRAIN_ASKED): LifePhase.DRAINING,
     (LifePhase.DRAINING, LifeEvent.EMPTIED): LifePhase.GONE,
     (LifePhase.SERVING, LifeEvent.ENGINE_STUCK): LifePhase.GONE,
@@ -109,14 +112,15 @@ def advance(phase: LifePhase, event: LifeEvent) -> LifePhase:
 
 
 class PendingReport(StrEnum):
-    """Messages that a router will still get for an attempt."""
+    """States which messages about an attempt its router will still get."""
 
     ALL = "all"
-    NOTHING = "nothing"  # no message: the router knows the end, or its stream has ended
+    # No message, because the router knows that the attempt has ended, or because its stream has ended.
+    NOTHING = "nothing"
 
 
 class WorkerAttempt(Struct, kw_only=True):
-    """One attempt that the engine runs or has queued."""
+    """Records one attempt that the engine runs or has queued."""
 
     engine_id: RequestId
     request_id: RequestId
@@ -127,7 +131,10 @@ class WorkerAttempt(Struct, kw_only=True):
 
 
 class WorkerMachine:
-    """State of one worker process. `check()` asserts its invariants."""
+    """Decides about one worker process and its attempts: turns events into commands.
+
+    `check()` asserts its invariants.
+    """
 
     def __init__(
         self, *, role: Role, facts: EngineFacts, capacity: int, evacuates: bool = False, store_goes: bool = False
@@ -137,7 +144,7 @@ class WorkerMachine:
         Args:
             role: The kinds of attempts that the worker takes.
             facts: Description of the engine.
-            capacity: The most attempts that the worker holds (rule 6).
+            capacity: The maximum number of attempts that the worker holds (rule 6).
             evacuates: True if there is an evacuator for its warm blocks.
             store_goes: True if the store's memory ends with this process.
         """
@@ -150,7 +157,7 @@ class WorkerMachine:
         self._store_goes = store_goes
         self._streams: dict[StreamId, str] = {}
         self._attempts: dict[RequestId, WorkerAttempt] = {}  # all attempts that have not ended, by engine id
-        # Attempts whose end was not reported to their router yet.
+        # Attempts whose router does not know yet that they have ended.
         self._unreported: dict[tuple[StreamId, RequestId], WorkerAttempt] = {}
         self._drain_deadline: Nanos | None = None
         self._given_up = 0
@@ -189,7 +196,8 @@ class WorkerMachine:
             case EngineStuck():
                 return self._abandon()
             case EngineReady():
-                if self.phase is LifePhase.STARTING:  # False if a drain was requested before
+                # False if the worker had to drain before its engine was ready.
+                if self.phase is LifePhase.STARTING:
                     self.phase = advance(self.phase, LifeEvent.ENGINE_READY)
                 return []
             case _:
@@ -201,7 +209,7 @@ class WorkerMachine:
         return len(self._attempts)
 
     def check(self) -> None:
-        """Assert the invariants of the state, which hold between two events; for tests."""
+        """Assert the invariants that hold between two events; for tests."""
         assert len(self._attempts) <= self._capacity, len(self._attempts)
         assert all(attempt.engine_id == engine_id for engine_id, attempt in self._attempts.items())
         reported = {id(attempt) for attempt in self._attempts.values() if attempt.report is PendingReport.ALL}
@@ -216,7 +224,7 @@ class WorkerMachine:
         assert self._lent >= 0, self._lent
         assert self._evacuates or not self._evacuating
 
-    # Routers.
+    # Events about routers.
 
     def _connect(self, stream: StreamId, router_id: str) -> list[WorkerCommand]:
         assert stream not in self._streams, stream
@@ -237,7 +245,7 @@ class WorkerMachine:
             self._silence(attempt)
             yield from self._cancel(attempt)
 
-    # Attempts.
+    # Events about attempts.
     def _request(self, stream: StreamId, start: Start, now: Nanos) -> list[WorkerCommand]:
         if stream not in self._streams:
             return []  # the stream was closed a moment ago
@@ -282,7 +290,7 @@ class WorkerMachine:
         return engine_id
 
     def _step(self, outputs: Sequence[Progress | Rejected], now: Nanos) -> list[WorkerCommand]:
-        """Split one engine step into one message for each router."""
+        """Return the messages about one engine step: one for each router, with the outputs of its attempts."""
         progress: dict[StreamId, list[Progress]] = {}
         commands: list[WorkerCommand] = []
         for output in outputs:
@@ -319,14 +327,14 @@ class WorkerMachine:
         self._unreported.pop((attempt.stream, attempt.request_id), None)
 
     def _give_up(self, attempt: WorkerAttempt, reason: Reason, message: str) -> Iterator[WorkerCommand]:
-        """Report the end of an attempt to its router now, and cancel it in the engine."""
+        """Report the end of an attempt to its router now, and cancel the attempt in the engine."""
         self._silence(attempt)
         yield from self._cancel(attempt)
         yield Tell(
             stream=attempt.stream, message=Rejected(request_id=attempt.request_id, reason=reason, message=message)
         )
 
-    # Deadlines, drain and end.
+    # Deadlines, drain, and the end of the process.
     def _expire(self, now: Nanos) -> Iterator[WorkerCommand]:
         if self._drain_deadline is not None and now >= self._drain_deadline:
             for attempt in list(self._unreported.values()):
@@ -371,7 +379,7 @@ class WorkerMachine:
         yield Drained(cancelled=self._given_up, unfetched=self._lent)
 
     def _abandon(self) -> list[WorkerCommand]:
-        """End everything at once, because the engine hangs (rule 8)."""
+        """End all attempts and streams at once, because the engine hangs (rule 8)."""
         lost = len(self._unreported)
         self.phase = advance(self.phase, LifeEvent.ENGINE_STUCK)
         self._streams.clear()

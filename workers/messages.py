@@ -15,7 +15,7 @@ StreamId = NewType("StreamId", int)
 
 
 class EngineReady(Struct, frozen=True):
-    """The engine has started and runs."""
+    """The engine has started, so it can take attempts."""
 
 
 class FactsChanged(Struct, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class RouterConnected(Struct, frozen=True, kw_only=True):
 
 
 class RouterGone(Struct, frozen=True, kw_only=True):
-    """A router's stream has ended, for whatever reason."""
+    """A router's stream has ended, for any reason."""
 
     stream: StreamId
 
@@ -46,10 +46,10 @@ class CancelRequested(Struct, frozen=True, kw_only=True):
 
 
 class EngineStepped(Struct, frozen=True, kw_only=True):
-    """The engine has finished a step."""
+    """The engine has finished a step, with these outputs."""
 
     outputs: Sequence[Progress | Rejected]
-    lent: int = 0  # number of handoffs whose blocks the engine still keeps, including those of these outputs
+    lent: int = 0  # number of handoffs whose blocks the engine keeps now, including the handoffs of these outputs
 
 
 class DrainRequested(Struct, frozen=True, kw_only=True):
@@ -57,17 +57,17 @@ class DrainRequested(Struct, frozen=True, kw_only=True):
 
 
 class WorkerTicked(Struct, frozen=True, kw_only=True):
-    """Time has passed, so deadlines may have passed as well."""
+    """Time has passed; the machine checks whether deadlines have passed."""
 
-    lent: int = 0  # number of handoffs whose blocks the engine still keeps
+    lent: int = 0  # number of handoffs whose blocks the engine keeps now
 
 
 class EngineStuck(Struct, frozen=True):
-    """The engine hangs: it makes no progress on the work that it holds."""
+    """The engine hangs: it has attempts, but makes no progress on them."""
 
 
 class EvacuationEnded(Struct, frozen=True):
-    """The evacuation has ended: all warm blocks were copied, or no more can be copied."""
+    """The evacuation has ended, because all warm blocks were copied, or because no more can be copied."""
 
 
 WorkerEvent = (
@@ -86,7 +86,7 @@ WorkerEvent = (
 
 
 class Submit(Struct, frozen=True, kw_only=True):
-    """Give an attempt to the engine. The request id is the engine's id (`workers.machine`, rule 3)."""
+    """Give an attempt to the engine. Its request id here is the engine id (`workers.machine`, rule 3)."""
 
     start: Start
 
@@ -103,7 +103,7 @@ class Tell(Struct, frozen=True, kw_only=True):
 
 
 class CutStream(Struct, frozen=True, kw_only=True):
-    """Close a router's stream from the worker's side."""
+    """Close a router's stream."""
 
     stream: StreamId
 
@@ -115,7 +115,7 @@ class Evacuate(Struct, frozen=True, kw_only=True):
 
 
 class Drained(Struct, frozen=True, kw_only=True):
-    """The worker has drained, and the process may end. From now on the worker only sends rejections."""
+    """The worker has drained, and the process may end. From now on, the worker rejects every attempt."""
 
     cancelled: int  # number of requests that did not finish in time
     unfetched: int = 0  # number of handoffs that no decode worker had fetched by the deadline
@@ -124,7 +124,7 @@ class Drained(Struct, frozen=True, kw_only=True):
 class Abandon(Struct, frozen=True, kw_only=True):
     """Close all streams and end the engine now, because the process ends. Routers get no other message."""
 
-    lost: int  # number of requests that their routers now have to run on other workers
+    lost: int  # number of attempts that ended in this way; their routers have to run them on other workers
 
 
 WorkerCommand = Submit | CancelInEngine | Tell | CutStream | Evacuate | Drained | Abandon

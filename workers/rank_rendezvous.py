@@ -1,18 +1,18 @@
-"""Rank rendezvous: how the ranks of one engine on several hosts find each other, and when their group ends. Pure.
+"""Rank rendezvous: decides when the ranks of an engine on several hosts form a group, and when the group ends. Pure.
 
-`workers.connections.ranks` carries the messages.
+`workers.connections.ranks` sends and receives the messages.
 
 Rules:
 
 1. The first rank leads: it serves requests and registers. The other ranks run the rest of the engine, and no other
    process connects to them.
-2. A group forms once. No engine starts before all ranks have joined, because an engine that waits for a rank does not
-   report this. While the group forms, a rank may join again, and its newest process counts. A rank that joins later, for
-   example after a crash, is refused, and it tries again until the leader is a new process too.
+2. A group forms once. No engine starts before all ranks have joined, because an engine does not report that it waits
+   for a rank. While the group forms, a rank may join again after a restart, and its newest process takes part. A rank
+   that joins later, for example after a crash, is refused, and it tries again until the leader is a new process too.
 3. All ranks end together. If a rank ends or falls silent, the leader ends; if the leader ends or falls silent, the
    ranks end. Their supervisor starts all processes again, and they form a new group.
-4. The leader announces an orderly end when it has drained. If another rank is asked to end, it asks the leader to drain,
-   and waits.
+4. The leader announces an orderly end when it has drained. If a rank other than the leader is asked to end, it requests
+   a drain from the leader, and waits.
 5. All ranks have the same settings, except the fields that belong to one rank (`common_settings_digest`). With different
    settings the engine would compute wrong results, or hang.
 """
@@ -33,7 +33,7 @@ ENGINE_PORTS = 2
 
 
 class Join(Struct, frozen=True, kw_only=True, tag="join"):
-    """Message of a rank to the leader, which comes first: the rank wants to join."""
+    """First message of a rank to the leader: the rank wants to join the group."""
 
     rank: int
     nodes: int
@@ -45,11 +45,11 @@ class RankAlive(Struct, frozen=True, tag="alive"):
 
 
 class RankLeaving(Struct, frozen=True, tag="leaving"):
-    """Message of a rank that was asked to end: the leader shall drain."""
+    """Message of a rank to the leader: the rank was asked to end, so the leader has to drain."""
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
-    """Message of the leader: all ranks have joined, and each starts its part of the engine."""
+    """Message of the leader: all ranks have joined, so each starts its part of the engine."""
 
     address: str  # IP address of the leader's host
     ports: tuple[int, ...]  # `ENGINE_PORTS` ports of that host, for the engine's own use
@@ -57,15 +57,15 @@ class Begin(Struct, frozen=True, kw_only=True, tag="begin"):
 
 class RankRefused(Struct, frozen=True, kw_only=True, tag="refused"):
     why: str
-    again: bool  # True if a later try may succeed
+    again: bool  # True if the rank may be accepted at a later try
 
 
 class GroupServing(Struct, frozen=True, tag="serving"):
-    """Message of the leader: the whole engine runs."""
+    """Message of the leader: the engine runs with all its ranks."""
 
 
 class GroupEnded(Struct, frozen=True, tag="over"):
-    """Message of the leader: it has drained, and all ranks end."""
+    """Message of the leader: it has drained, so all ranks end."""
 
 
 FromRank = Join | RankAlive | RankLeaving
@@ -95,12 +95,13 @@ class RankRendezvous:
     """Records at the leader which ranks have joined, and decides when the group ends. `check` holds after every call."""
 
     def __init__(self, group: GroupSettings, common: str, now: Nanos) -> None:
-        """Start without ranks; `common` comes from `common_settings_digest`."""
+        """Start with no rank joined; `common` is the result of `common_settings_digest`."""
         self._group = group
         self._common = common
         self._until = now + group.join_timeout_ms * MILLISECOND
         self._joined: set[int] = set()
-        self._lost: str | None = None  # how a rank was lost after the group had formed; None: no rank was lost
+        # Text that says how a rank was lost after the group had formed; None: no rank was lost.
+        self._lost: str | None = None
         self._begun = False
         self._over = False
 
@@ -113,7 +114,7 @@ class RankRendezvous:
         return tuple(rank for rank in range(1, self._group.nodes) if rank not in self._joined)
 
     def join(self, asked: Join) -> RankRefused | None:
-        """Let a rank join, in place of its former process if there is one; return why the rank is refused, or None."""
+        """Let a rank join, instead of its former process if there is one; return a refusal if the rank may not join."""
         if not 1 <= asked.rank < self._group.nodes or asked.nodes != self._group.nodes:
             why = f"group: rank {asked.rank} of {asked.nodes} does not belong to the {self._group.nodes - 1} ranks of this leader"
             return RankRefused(why=why, again=False)
@@ -126,7 +127,7 @@ class RankRendezvous:
         return None
 
     def gone(self, rank: int, how: str) -> None:
-        """Record that a rank is lost; `how` continues the text "rank 1 of its group"."""
+        """Record that a rank is lost; `how` says in which way, and continues the text "rank 1 of its group"."""
         self._joined.discard(rank)
         if self._begun and not self._over and self._lost is None:
             self._lost = f"rank {rank} of its group {how}"
@@ -141,7 +142,7 @@ class RankRendezvous:
         self._over = True
 
     def fault(self, now: Nanos) -> str | None:
-        """Return why the group has failed or cannot form any more; None: it has not failed."""
+        """Return a text that explains why the group has failed or can no longer form; None if it has not failed."""
         if self._over:
             return None
         if self._lost is not None or self._begun:
@@ -158,7 +159,7 @@ class RankRendezvous:
 
 
 def engine_group(group: GroupSettings, begin: Begin) -> GroupSettings:
-    """Return the settings of a formed group for the engine: its ranks meet at an IP address and ports."""
+    """Return the group's settings with the address and the ports at which the engine's ranks find each other."""
     port = group.leader.rpartition(":")[2]
     host = f"[{begin.address}]" if ":" in begin.address else begin.address
     return structs.replace(group, leader=f"{host}:{port}", engine_ports=begin.ports)

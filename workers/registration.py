@@ -1,9 +1,9 @@
-"""Registration of a worker: keeps its entries in the registries, without disturbing serving.
+"""Registration of a worker: keeps its entries in the registries, and never disturbs the work on requests.
 
 Rules:
 
-1. The worker registers at once, and renews three times per lease. While the registry does not answer, it tries again
-   with growing pauses.
+1. The worker registers at once, and renews its lease three times in the time for which a lease lasts. While the
+   registry does not answer, it tries again with growing pauses.
 2. A draining worker deregisters first, so that no further router finds it. Routers that have a stream to the worker keep
    the stream until it ends: running attempts go on, and a message on the stream says that the worker takes no new ones.
 3. A registry that cannot be reached does not delay the end of the worker, because the lease ends by itself.
@@ -32,14 +32,15 @@ from fleet.membership.ports import NameHeld, RegistrationRefused, Registry, Regi
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 2.0  # longest pause between two tries, so that a restarted router soon knows its workers again
-HELD_PAUSE_SECONDS = 0.5  # pause between two tries to register an id under which another process is registered
+# Maximum pause between two attempts, so that a router that has restarted soon knows its workers again.
+LONGEST_PAUSE_SECONDS = 2.0
+HELD_PAUSE_SECONDS = 0.5  # pause between two attempts to register an id under which another process is registered
 DEREGISTER_SECONDS = 2.0
 NAME_WAIT_SECONDS = 60.0  # default of `WorkerSettings.name_wait_seconds`
 
 
 class RegistryEntry(Struct, kw_only=True):
-    """One worker's entry in one registry."""
+    """Keeps one worker's entry in one registry."""
 
     registry: Registry
     worker_id: WorkerId
@@ -47,7 +48,7 @@ class RegistryEntry(Struct, kw_only=True):
     address: str
     name_wait_seconds: float = NAME_WAIT_SECONDS
     taken: bool = False
-    """True if the registry has the entry, as far as the worker knows."""
+    """True if the registry accepted the worker at the last call."""
 
     async def run(self) -> str:
         """Stay registered until cancelled, or until another process has replaced this worker; return the reason."""
@@ -55,7 +56,7 @@ class RegistryEntry(Struct, kw_only=True):
         reachable: bool | None = None
         failures = LogDeduplicator()
         registered = False  # True after the first successful registration
-        # Time until which the worker waits for another process with its id (rule 4); None: there is none.
+        # Until this time the worker waits for the end of another process with its id (rule 4); None: it does not wait.
         waits_until: float | None = None
         while True:
             try:
@@ -97,7 +98,7 @@ class RegistryEntry(Struct, kw_only=True):
         return why
 
     async def leave(self) -> None:
-        """Deregister within two seconds. Call it after `run` was cancelled."""
+        """Deregister within two seconds. The caller has to cancel `run` first."""
         self.taken = False
         try:
             async with asyncio.timeout(DEREGISTER_SECONDS):
@@ -114,7 +115,7 @@ def _log_failure(error: RegistryUnreachable) -> None:
 
 
 class WorkerMembership:
-    """A worker's entries in all of its registries; there may be none."""
+    """Keeps a worker's entries in all of its registries; it may have none."""
 
     def __init__(self, registrations: Sequence[RegistryEntry]) -> None:
         self.registrations = registrations
@@ -122,26 +123,26 @@ class WorkerMembership:
         self._left = asyncio.Event()
         self._when_replaced: Callable[[], None] = lambda: None
         self.replaced = ""
-        """Why another process has replaced this worker; empty: no process has."""
+        """Text that says how another process has replaced this worker; empty if none has."""
 
     @property
     def ready(self) -> bool:
         return not self._leaving.is_set() and all(each.taken for each in self.registrations)
 
     def when_replaced(self, tell: Callable[[], None]) -> None:
-        """Call `tell` when another process has replaced this worker, or at once if this has happened already."""
+        """Call `tell` once another process has replaced this worker, at once if that has happened already."""
         self._when_replaced = tell
         if self.replaced:
             tell()
 
     async def leave(self) -> None:
-        """Deregister everywhere, within two seconds; further calls only wait."""
+        """Deregister from all registries, within two seconds. If it was called before, only wait for that call."""
         self._leaving.set()
         await self._left.wait()
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """Stay registered while the context is open, or until `leave`."""
+        """Stay registered until the context ends or `leave` is called."""
         async with asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(self._keep())
             try:

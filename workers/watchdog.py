@@ -1,25 +1,28 @@
-"""Step watchdog: decides from an engine's progress whether the engine is healthy or hangs. Pure; `workers.server` asks it at each tick.
+"""Step watchdog: decides from an engine's steps whether it is healthy or hangs. Pure; `workers.server` calls it.
+
+Hung processes of `fleet up` are noticed by `fleet.local.liveness`, silent streams of workers by `fleet.backends.workers.streams`.
 
 Rules:
 
 1. Progress is a step of the engine's scheduler, not a token: a long prompt that is computed chunk by chunk produces no token for
    minutes, but steps all the time. A scheduler that has no work makes no progress and does not hang.
-2. The patience is the time without progress after which an engine with work counts as hung. It is `step_factor` times the slowest step
-   of that size lately, and never below `floor_seconds` or above `ceiling_seconds`.
-3. Steps are distinguished by size, because a step that computes 4,096 prompt tokens may take a thousand times as long as one that
-   decodes. A size is a power of two of tokens. For a size without an observed step there are two upper bounds: the time of a larger
-   step, and the time of a smaller step in proportion to the tokens. The lower one of both is used. If no step was observed at all,
-   the patience is the ceiling.
-4. Slow steps are forgotten: the slowest time of a size halves in `HALF_LIFE` of observation, so a first compilation does not count for
-   ever.
-5. If there is work of a kind that the engine has not done before (an adapter to load, a kernel to compile), the patience is the
-   ceiling, and the time of the step is not learned. Only work that was present when the step began counts, so requests that reach a
-   hanging engine give it no more time.
+2. The patience is the time without progress after which an engine with work counts as hung. It is `step_factor` times
+   the slowest recent step of the same size, but at least `floor_seconds` and at most `ceiling_seconds`.
+3. Steps are distinguished by size, because a step that computes 4,096 prompt tokens may take a thousand times as long
+   as one that decodes. Sizes are powers of two: all steps whose tokens round to the same power have the same size. For
+   a size without an observed step there are two upper bounds: the time of a larger step, and the time of a smaller step
+   in proportion to the tokens. The lower one of both is used. If no step was observed at all, the patience is the
+   ceiling.
+4. Slow steps are forgotten: the remembered time of a size's slowest step halves with each `HALF_LIFE` of watched time.
+   The time of a first compilation therefore does not count for ever.
+5. If there is work of a kind that the engine has not done before (an adapter to load, a kernel to compile), the
+   patience is the ceiling, and the time of the step is not learned. Only work that was present when the step began
+   counts. Requests that arrive while the engine hangs therefore do not extend the patience.
 6. A step may wait for a KV transfer from another engine. While work that was present when the step began waits for a transfer, the
    patience is at least the transfer's own time limit, and the step's time is not learned.
-7. The time between two looks counts as a tenth of the patience at most, because a stopped process, a suspended machine and a starved
-   event loop do not watch. A hang is therefore detected after at least ten looks without progress. The time of a step with such a gap
-   is not learned.
+7. The time between two looks counts as at most a tenth of the patience, because nobody watches while the process is
+   stopped, the machine suspended, or the event loop blocked. A hang is therefore detected after at least ten looks
+   without progress. The time of a step with such a gap is not learned.
 8. The state of an engine is the worst state of its schedulers.
 """
 
@@ -33,9 +36,9 @@ from msgspec import Meta, Struct
 from fleet.core.clock import SECOND, Nanos
 from workers.ports import Pulse
 
-# Long enough to remember the slow steps of recent prompts, and short enough to forget a compilation within an hour.
+# Long enough to remember recent slow steps, and short enough to forget a compilation within an hour.
 HALF_LIFE = 600 * SECOND
-SHARE_OF_A_LOOK = 10  # the time between two looks counts as at most the patience divided by this (rule 7)
+SHARE_OF_A_LOOK = 10  # the time between two looks counts as at most the patience divided by this number (rule 7)
 SIZES = 32  # number of step sizes, which are powers of two; no step has 2**31 tokens
 
 
@@ -72,12 +75,12 @@ class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class EngineHealth(StrEnum):
     HEALTHY = "healthy"
-    SUSPECT = "suspect"  # more than half of the patience has passed without progress
+    SUSPECT = "suspect"  # more than half of the patience has passed without a step
     HUNG = "hung"
 
 
 class Watchdog:
-    """Watches the steps of one engine."""
+    """Watches the steps of one engine, which may have several schedulers."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
         self._settings = settings
@@ -85,7 +88,7 @@ class Watchdog:
         self._looked_at: Nanos | None = None
 
     def look(self, pulses: Sequence[Pulse], now: Nanos) -> EngineHealth:
-        """Observe the pulses of the engine's schedulers.
+        """Compare the pulses of the engine's schedulers with those of the last call; return the engine's health.
 
         Args:
             pulses: One pulse for each scheduler, always in the same order; empty: the engine does not report its steps,
@@ -102,18 +105,18 @@ class Watchdog:
         return max(found, key=list(EngineHealth).index, default=EngineHealth.HEALTHY)
 
     def excuse(self) -> None:
-        """Start measuring anew, because the missing progress has a known reason, such as a debugger."""
+        """Count the time without progress from zero again, because something else (a debugger) stopped the engine."""
         for scheduler in self._schedulers:
             scheduler.waited = Nanos(0)
 
     @property
     def waited(self) -> Nanos:
-        """Longest watched time for which a scheduler with work has made no progress."""
+        """Maximum time, as far as it was watched, for which a scheduler with work has made no progress."""
         return max((scheduler.waited for scheduler in self._schedulers), default=Nanos(0))
 
 
 class _Scheduler:
-    """Observations of the steps of one scheduler."""
+    """Watches the steps of one scheduler."""
 
     def __init__(self, settings: WatchdogSettings) -> None:
         self.waited = Nanos(0)
@@ -125,11 +128,11 @@ class _Scheduler:
         self._watched = Nanos(0)
         self._novel = False  # True if work of a new kind was present when the current step began
         self._fetch_limit = Nanos(0)  # time limit of the transfers for which work waited when the current step began
-        self._slept = False  # True if more time has passed since the last step than counts (rule 7)
+        self._slept = False  # True if a gap between two looks since the last step did not count in full (rule 7)
 
     def look(self, pulse: Pulse, since: Nanos) -> EngineHealth:
         before, self._pulse = self._pulse, pulse
-        if before is None or not before.working:  # the scheduler had no work, and idle time does not belong to a step
+        if before is None or not before.working:  # the scheduler had no work, and idle time is not part of a step
             self.waited = Nanos(0)
             self._begin(pulse)
             return EngineHealth.HEALTHY
@@ -153,12 +156,12 @@ class _Scheduler:
         return EngineHealth.SUSPECT if 2 * self.waited >= patience else EngineHealth.HEALTHY
 
     def _begin(self, pulse: Pulse) -> None:
-        """Record the work that is present when a step begins (rules 5 and 6)."""
+        """Note the kinds of work that are present when a step begins (rules 5 and 6)."""
         self._novel = pulse.novel
         self._fetch_limit = pulse.fetch_limit
 
     def _learn(self, tokens: int, took: Nanos) -> None:
-        """Learn a step's time (rule 4).
+        """Remember the time of a step for its size (rule 4).
 
         A step that began and ended between two looks counts as the time between them.
         """
@@ -188,7 +191,7 @@ class _Scheduler:
 
 
 class _Slowest(Struct, frozen=True):
-    """Slowest step of a size."""
+    """Remembers the slowest step of one size."""
 
     took: float  # duration in nanoseconds
     at: Nanos  # instant of the step, by a clock that counts only watched time

@@ -1,6 +1,6 @@
-"""Control port of a worker for operators: gRPC with the service `fleet.v1.Worker`, health and reflection.
+"""Control port of a worker for administrators: gRPC with the service `fleet.v1.Worker`, health and reflection.
 
-Routers do not use it.
+Routers do not connect to this port.
 """
 
 import asyncio
@@ -30,17 +30,17 @@ SERVICE = "fleet.v1.Worker"
 async def serve_control(
     worker: WorkerServer, listen: str, presence: WorkerMembership, access: ControlAccess
 ) -> AsyncIterator[str]:
-    """Listen for operators while the context is open; yield the address with the chosen port.
+    """Serve the control port while the context is open; yield the address with the chosen port.
 
-    The health is SERVING while the worker serves and is registered everywhere, for readiness probes. The service
-    `liveness` is SERVING while the process answers, unless its engine hangs and the process could not end because of
-    that.
+    For readiness probes, the overall health is SERVING while the worker serves and is registered in all its registries.
+    For liveness probes, the health service `liveness` is SERVING while the process answers. It is not SERVING if the
+    engine hangs and the process has not managed to end.
 
     Args:
         worker: The worker, which the caller runs.
-        listen: host:port (0: any) or unix:path.
-        presence: The worker's registrations, which end before a drain.
-        access: The proof that callers need, except for health and reflection.
+        listen: Address as host:port (port 0: any free port) or unix:path.
+        presence: The worker's registrations. They are ended before a drain that was requested at this port begins.
+        access: The proof that callers have to show; health and reflection need none.
 
     Raises:
         ConfigurationRefused: The address is in use or does not belong to this machine; nothing was started.
@@ -78,10 +78,10 @@ async def serve_control(
 
 @asynccontextmanager
 async def serve_rank(listen: str, serving: Callable[[], bool]) -> AsyncIterator[str]:
-    """Serve only health, for a rank that another worker leads; yield the address.
+    """Serve only health, in the process of a rank that is not the first of its engine; yield the address.
 
     Raises:
-        ConfigurationRefused: As with `serve_control`.
+        ConfigurationRefused: The address is in use or does not belong to this machine.
     """
     alive = {LIVENESS: lambda: True}
     guard = SocketGuard()

@@ -1,7 +1,7 @@
 """Connections between the ranks of one engine: TCP from each rank to the first, with one JSON object per line.
 
-`workers.rank_rendezvous` decides which ranks join and when a group ends. If the group ends without an order, both ends
-raise `EngineDied` in the body of their context.
+`workers.rank_rendezvous` decides which ranks join and when a group ends. If the group ends although the leader has not
+ordered it, both peers of a connection raise `EngineDied` in the body of their context.
 """
 
 import asyncio
@@ -38,11 +38,12 @@ from workers.settings import GroupSettings
 
 log = logging.getLogger(__name__)
 
-LINE_BYTES = 4096  # length of the longest message in bytes
-BEATS = 5  # number of heartbeats within the time that counts as silence
-LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.1, 1.0  # shortest and longest pause between two tries to join
+LINE_BYTES = 4096  # maximum length of a message in bytes
+BEATS = 5  # number of heartbeats that are sent within `silence_ms`
+LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.1, 1.0  # minimum and maximum pause between two attempts to join
 CONNECT_SECONDS = 5.0
-MAX_SILENT_CONNECTIONS = 64  # most connections that have sent no message yet; a further one closes the oldest
+# maximum number of connections that have not sent a message yet; one more closes the oldest of them
+MAX_SILENT_CONNECTIONS = 64
 
 Word = TypeVar("Word")
 
@@ -51,15 +52,15 @@ FROM_LEADER: msgspec.json.Decoder[FromLeader] = msgspec.json.Decoder(FromLeader)
 
 
 class _Gone(Exception):
-    """The other side of a connection is lost; the message continues the text "rank 1 of its group ..."."""
+    """Raised when the other side of a connection is lost; its message continues the text "rank 1 of its group ..."."""
 
 
 class GroupLeader:
-    """Leads a group as its first rank; made by `leading_group`."""
+    """Leads a group of ranks in the process of its first rank; made by `leading_group`."""
 
     def __init__(self, group: GroupSettings, common: str, clock: Clock) -> None:
         self.group = group
-        """The group's settings for the engine."""
+        """The group's settings; once all ranks have joined, they contain the address and ports for the engine."""
 
         self._rendezvous = RankRendezvous(group, common, clock.now())
         self._clock = clock
@@ -71,26 +72,26 @@ class GroupLeader:
         self._asked = False
 
     def when_asked_to_end(self, call: Callable[[], None]) -> None:
-        """Call `call` when a rank is asked to end, so that the whole group drains."""
+        """Set the function that is called when a rank other than the leader has to end, so that the group can drain."""
         self._on_leaving = call
         if self._asked:
             call()
 
     def serving(self) -> None:
-        """Tell the ranks that the engine runs."""
+        """Notify the other ranks that the whole engine runs."""
         self._tell(GroupServing())
 
     def end(self) -> None:
-        """Tell the ranks that the leader has drained; from now on they may end."""
+        """Notify the other ranks that the leader has drained, so that they may end."""
         self._rendezvous.end()
         self._tell(GroupEnded())
 
     async def formed(self) -> None:
-        """Wait for all ranks, then let all of them begin."""
+        """Wait until all ranks have joined, then tell all of them to start their parts of the engine."""
         while not self._rendezvous.complete:
             self._joined.clear()
             await self._joined.wait()
-        # The address of this host at which rank 1 has reached it.
+        # The address of this host by which rank 1 has reached it.
         address = str(self._links[1].get_extra_info("sockname")[0])
         ports = self.group.engine_ports or _free_ports(address)
         begin = Begin(address=address, ports=ports)
@@ -105,7 +106,8 @@ class GroupLeader:
             for number in itertools.count():
                 connection = await _accepted(listening)
                 if len(self._silent) == MAX_SILENT_CONNECTIONS:
-                    self._silent.pop(next(iter(self._silent))).cancel()  # a real rank sends its first message at once
+                    # Its process is hardly a rank, because a rank sends its first message at once.
+                    self._silent.pop(next(iter(self._silent))).cancel()
                 self._silent[number] = links.create_task(self._hear(number, connection))
                 await asyncio.sleep(0)  # lets the new task and other tasks run
 
@@ -149,7 +151,7 @@ class GroupLeader:
                 writer.close()
 
     def _taken(self, asked: Join, writer: asyncio.StreamWriter) -> bool:
-        """Return whether a rank has joined; tell a refused rank why it is refused."""
+        """Return True if a rank may join; otherwise send it the reason why it is refused, and return False."""
         if (refused := self._rendezvous.join(asked)) is not None:
             if not refused.again:
                 log.warning("engine rank refused", extra={"cause": refused.why})
@@ -206,7 +208,7 @@ class GroupFollower:
 
     def __init__(self, group: GroupSettings, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.group = group
-        """The group's settings for the engine."""
+        """The group's settings; once all ranks have joined, they contain the address and ports for the engine."""
 
         self.serving = False
         """True if the whole engine runs."""
@@ -219,13 +221,13 @@ class GroupFollower:
         self._on_serving: Callable[[], None] | None = None
 
     def when_serving(self, call: Callable[[], None]) -> None:
-        """Call `call` once the engine runs."""
+        """Set the function that is called once the whole engine runs."""
         self._on_serving = call
         if self.serving:
             call()
 
     def leave(self) -> None:
-        """Ask the leader to drain and end the group."""
+        """Notify the leader that this rank was asked to end, so that the leader drains and ends the group."""
         _say(self._writer, RankLeaving())
 
     async def hear(self) -> None:
@@ -283,14 +285,14 @@ async def joined_group(group: GroupSettings, common: str, clock: Clock) -> Async
 async def _joined(
     group: GroupSettings, common: str, clock: Clock
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Begin]:
-    """Try to join until the leader reports that all ranks have joined."""
+    """Try to join again and again until the leader reports that all ranks have joined."""
     until = Nanos(clock.now() + group.join_timeout_ms * MILLISECOND)
     pause, why = LEAST_PAUSE_SECONDS, "the leader does not answer"
     while (left := (until - clock.now()) / SECOND) > 0:
         try:
             return await _tried(group, common, left)
         except TimeoutError:
-            cause = why  # a timeout is no new cause
+            cause = why  # an attempt that timed out gives no new cause, so the earlier one is reported
         except (_Gone, OSError) as error:  # the leader's name is unknown, it does not listen yet, or it restarts
             cause = f"the leader {error}" if isinstance(error, _Gone) else str(error)
         if cause != why:
@@ -304,7 +306,7 @@ async def _joined(
 async def _tried(
     group: GroupSettings, common: str, left: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Begin]:
-    """Connect, join, and wait for the others, for `left` seconds."""
+    """Connect to the leader, join, and wait until all ranks have joined, for at most `left` seconds."""
     async with asyncio.timeout(min(left, CONNECT_SECONDS)):
         reader, writer = await asyncio.open_connection(*host_port(group.leader), limit=LINE_BYTES)
     begin: Begin | None = None
@@ -320,7 +322,7 @@ async def _tried(
 async def _begun(
     group: GroupSettings, common: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> Begin:
-    """Join, and wait for the other ranks.
+    """Join the group, and wait until the leader reports that all ranks have joined.
 
     Raises:
         _Gone: The caller should try again.
@@ -376,13 +378,16 @@ async def _next(reader: asyncio.StreamReader, words: msgspec.json.Decoder[Word],
 
 
 def _say(writer: asyncio.StreamWriter, word: FromRank | FromLeader) -> None:
-    """Send a message without waiting: messages are few and short, and a side that does not read them counts as lost."""
+    """Send a message without waiting until it is sent.
+
+    Messages are few and short, and a side that does not read is soon lost.
+    """
     if not writer.is_closing():
         writer.write(msgspec.json.encode(word) + b"\n")
 
 
 def _free_ports(address: str) -> tuple[int, ...]:
-    """Return ports of this host's address that were free a moment ago."""
+    """Return free ports of this host's address; another process may take them before they are used."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     probes = [socket.socket(family, socket.SOCK_STREAM) for _ in range(ENGINE_PORTS)]
     try:

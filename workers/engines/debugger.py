@@ -1,4 +1,4 @@
-"""Debugger check: whether a process is traced, which Linux shows in /proc."""
+"""Debugger check: finds out from Linux's /proc whether a debugger is attached to a process."""
 
 from collections.abc import Iterable
 from pathlib import Path

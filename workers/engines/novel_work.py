@@ -1,4 +1,7 @@
-"""Novel work: tracks requests of a kind that is new to an engine, for which a step may compile a kernel or load an adapter."""
+"""Novel work: tracks requests of a kind that an engine has not run before.
+
+A step for them may compile a kernel or load a LoRA adapter, and then takes long.
+"""
 
 from fleet.core.ids import RequestId
 from fleet.core.requests import Sampling
@@ -7,7 +10,7 @@ Kind = tuple[bool, ...]
 
 
 class NovelWork:
-    """Remembers the requests of a new kind whose first tokens the engine has not produced yet."""
+    """Remembers the requests of a new kind, each until the engine has produced its first tokens."""
 
     def __init__(self) -> None:
         self._done: set[Kind] = set()
@@ -17,7 +20,10 @@ class NovelWork:
         return bool(self._waiting)
 
     def begun(self, request_id: RequestId, sampling: Sampling, *, loads: bool) -> None:
-        """Record that a request was given to the engine; `loads` is True if the engine has to load something for it first."""
+        """Record that a request was given to the engine.
+
+        `loads` is True if the engine has to load a LoRA adapter for the request first.
+        """
         kind = _kind_of(sampling)
         if loads or kind not in self._done:
             self._waiting[request_id] = kind

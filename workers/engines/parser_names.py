@@ -2,10 +2,11 @@
 
 Rules:
 
-1. A parser that the settings name is used. With ``auto``, the parser follows from the model type and from the chat
-   template, which shows the model how to write calls.
-2. The first entry of `FAMILIES` whose marks all occur in the template decides. If there is none, the model has no parser.
-   Requests with tools are then refused, because a wrong parser would hide calls.
+1. A parser that the settings name is used. If the setting is ``auto``, the parser is chosen by the model type and by
+   the chat template, because the template instructs the model how to write tool calls.
+2. The first entry of `FAMILIES` that allows the model type, and whose marks all occur in the template, decides. If no
+   entry fits, the model has no parser. Requests with tools are then refused, because a wrong parser would not find the
+   calls in the answers.
 3. A reasoning parser is chosen only for a template that mentions the mark of its reasoning.
 """
 
@@ -25,7 +26,7 @@ OWN_TEMPLATE = "hf"
 
 
 class ModelFamily(Struct, frozen=True):
-    """Models that write calls and reasoning in the same way."""
+    """Names the parsers for models that write calls and reasoning alike, and tells how to recognise these models."""
 
     tool_calls: str  # name of the parser of tool calls
     marks: tuple[str, ...]  # texts that all occur in the chat template of such a model
@@ -65,15 +66,16 @@ FAMILIES = (
     ModelFamily("hermes", ("<tool_call>",), ("qwen3", "qwen3_moe", "qwen3_next"), "qwen3"),
     ModelFamily("hermes", ("<tool_call>", '"arguments": '), (), "deepseek_r1"),
 )
-"""Families by their marks; more specific ones come first. The names are vLLM's (docs.vllm.ai, tool calling)."""
+"""The known families. The first one that fits is used, so more specific ones come first. The parser names are vLLM's
+(docs.vllm.ai, tool calling)."""
 
 
 def parsers_for(settings: WorkerSettings, *, in_engine: bool) -> AnswerParsers | None:
-    """Return the parsers of a worker's answers; None if there are none.
+    """Return the names of the parsers for a worker's answers, or None if the answers are not parsed.
 
     Args:
         settings: Settings of the worker.
-        in_engine: True if the worker's engine parses.
+        in_engine: True if the engine parses the answers, False if the router does.
 
     Raises:
         ConfigurationRefused: A file of the model folder cannot be read.
@@ -89,7 +91,7 @@ def parsers_for(settings: WorkerSettings, *, in_engine: bool) -> AnswerParsers |
 
 
 def _family(model_dir: str) -> ModelFamily:
-    """Return the family of the model in a folder; a family without parsers if no entry of `FAMILIES` fits."""
+    """Return the model family of a model folder; if no entry of `FAMILIES` fits, the family has no parsers."""
     folder = Path(model_dir)
     if model_dir and "response_template" in _read(folder / "tokenizer_config.json"):
         return ModelFamily(OWN_TEMPLATE, (), (), OWN_TEMPLATE)

@@ -1,23 +1,25 @@
-"""Weights revision: a digest that tells apart two models, or two LoRA adapters, with the same name."""
+"""Weights revision: a digest by which two models, or two LoRA adapters, with the same name are told apart."""
 
 import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-# Up to this many bytes, all content is read by SHA-256, at about 1.5 GB/s; above, only headers are read.
+# Up to this many bytes, all content goes into the digest (1.5 GB/s); of more bytes, only the headers do.
 WHOLE_CONTENT_BYTES = 1 << 30
 CHUNK_BYTES = 1 << 20
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def revision_of(files: Iterable[Path]) -> str:
-    """Return a digest of a folder's configuration (JSON) and weights (safetensors), 32 hex digits.
+    """Return a digest (32 hex digits) of a folder's configuration (JSON) and weights (safetensors).
 
-    Up to 1 GiB, all files are read. Above, each weight file counts by its name, size, modification time and header,
-    which lists the type, shape and place of every tensor. Two copies of one model then share blocks only if they were
-    copied with their times, but two different models never do. A file from the Hugging Face Hub counts by its SHA-256
-    instead of its time, wherever and whenever it was fetched.
+    If the files have at most 1 GiB together, the digest covers all their bytes. Otherwise it covers all bytes of the JSON
+    files, but of each weight file only the name, the size, the modification time and the header, which lists the type,
+    shape and place of every tensor. For a weight file in the cache of the Hugging Face Hub, the SHA-256 in its name
+    replaces the modification time, so copies on different hosts have the same digest. Workers share KV blocks only if
+    their digests are equal. A copy of a large model outside the Hub's cache must therefore keep the files' modification
+    times.
     """
     files = sorted(files)
     whole = sum(file.stat().st_size for file in files) <= WHOLE_CONTENT_BYTES
@@ -36,6 +38,6 @@ def revision_of(files: Iterable[Path]) -> str:
 
 
 def _sha256_of(file: Path) -> str:
-    """Return the SHA-256 in the name of a file that the hub's client has stored; empty if the file is another one."""
+    """Return the file's SHA-256, which the hub's client has put into its name; empty for any other file."""
     name = file.resolve().name if file.is_symlink() else ""
     return name if SHA256.fullmatch(name) else ""

@@ -1,4 +1,4 @@
-"""Store thread: a client of a store node, with a thread for its calls, so that the worker's event loop never waits."""
+"""Store thread: makes the calls of a store client in a thread, so that the worker's event loop never waits for them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +17,7 @@ Answer = TypeVar("Answer")
 
 
 class StoreThread:
-    """One store client and its thread; made by `open_store_thread`."""
+    """Runs the calls of one store client in a thread; made by `open_store_thread`."""
 
     def __init__(self, client: StoreClient, thread: ThreadPoolExecutor) -> None:
         self.client = client
@@ -35,7 +35,7 @@ async def open_store_thread(
 ) -> AsyncIterator[StoreThread]:
     """Open a client of the node at `address`, for an engine with blocks like `kv`.
 
-    It joins as soon as the node answers.
+    If the node does not answer yet, the client joins it as soon as it does.
 
     Leaving the context waits for the current call, because the thread also closes the client.
 
@@ -44,7 +44,7 @@ async def open_store_thread(
         kv: Fingerprint of the engine's blocks.
         credentials: Credentials for a node on another host.
         name: Name of the thread.
-        wait_seconds: Longest wait for the node in this call; None: as long as a starting node takes.
+        wait_seconds: Maximum wait for the node in this call; None: long enough for a node that is starting.
 
     Raises:
         LayoutMismatch: The node answers, and has blocks of this model that differ from `kv`.

@@ -1,6 +1,6 @@
 """Embedded store: a KV store node inside the worker's process.
 
-The node starts before the engine, which connects to it as to any other node, and ends after it.
+The node starts before the engine and ends after it. The engine connects to it as to any other node.
 """
 
 import asyncio

@@ -2,16 +2,16 @@
 
 Rules:
 
-1. Blocks are copied from memory that is freed when the worker ends to memory that remains. The engine's blocks go to the
-   store, if the engine can still write them. From the store they go to a tier that other nodes read
-   (`kvstore.service.evacuation`), and if the store ends with this process, to its peers or its disk too.
+1. Blocks are copied out of memory that is freed when the worker ends. First the engine writes its blocks to the store,
+   if it can. From the store they are copied to a tier that other nodes read (`kvstore.service.evacuation`). If the
+   store ends with this process, its peers and its disk may take them too.
 2. Blocks are copied in the order of `workers.store.evacuation_priority`, so that a drain with little time or a small
    `most_bytes` saves the prefixes that are used most.
 3. One thread makes the calls one after the other. Each has the client's deadline, and none begins after the drain's
    deadline. The engine and the routers never wait for an evacuation.
 4. A call that the node does not answer in time counts as one failure, and so does a batch that the tier refuses. The
-   blocks are tried once more. The evacuation goes on while there is time, also after the pause of a circuit breaker,
-   and stops after `MOST_FAILURES` failures in a row.
+   blocks are tried once more. A circuit breaker may open meanwhile; the evacuation then goes on after its pause. It
+   stops at the deadline, and after `MOST_FAILURES` failures in a row.
 5. The log has one line with the result: blocks and bytes copied, blocks that were in the tier already, blocks left, and
    failures. If requests still ran, a second line follows for the blocks that they added.
 """
@@ -35,30 +35,32 @@ from workers.store.evacuation_priority import by_evacuation_priority
 log = logging.getLogger(__name__)
 
 BLOCKS_PER_CALL = 1024
-"""Most blocks in one call. The node looks up all blocks of a call before other work, which takes a few milliseconds."""
+"""Maximum number of blocks in one call. The node looks up all blocks of a call before other work, which takes a few
+milliseconds."""
 
-MOST_FAILURES = 5  # failures in a row that end the evacuation; a lost tier or node was then tried for some seconds
-TRY_AGAIN_SECONDS = 0.05  # pause between two tries while the client's circuit breaker is open
+# Failures in a row that end the evacuation: several tries over some seconds mean that the tier or the node is lost.
+MOST_FAILURES = 5
+TRY_AGAIN_SECONDS = 0.05  # pause between two attempts while the client's circuit breaker is open
 
-BLOCKS_PER_SAVE = 64  # most blocks that the engine writes in one call
+BLOCKS_PER_SAVE = 64  # maximum number of blocks that the engine writes in one call
 SAVE_WITHIN = Nanos(2 * SECOND)
 
 
 class EvacuationSummary(Struct, frozen=True, kw_only=True):
     """Result of an evacuation."""
 
-    warm: int = 0  # number of blocks that may have been warm
+    warm: int = 0  # number of blocks that may have been in the engine's cache
     saved: int = 0  # number of blocks that were written from the engine's memory to the store
     moved: int = 0  # number of blocks that were copied from the store to a tier that other nodes read
-    moved_bytes: int = 0  # size of these copied blocks in the store
-    there: int = 0  # number of blocks that were in the tier before
+    moved_bytes: int = 0  # bytes of these copied blocks, as large as they are in the store
+    there: int = 0  # number of blocks that the tier had already
     left: int = 0  # number of blocks that were not copied, for lack of time or room, or because the tier failed
     failed: int = 0  # number of failed calls and batches
     tier: str = ""  # name of the tier; empty: there was none, or no copy was needed
 
 
 class StoreEvacuator:
-    """Implements `workers.ports.Evacuator`; made by `open_evacuator`."""
+    """Copies warm blocks by way of the store, for a worker that drains; made by `open_evacuator`."""
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class StoreEvacuator:
 
     async def evacuate(self, prompts: Sequence[RecentPrompt], cached: Sequence[BlockHash], deadline: Nanos) -> None:
         if not self._client.joined:
-            return  # the node has never answered, so it has no blocks and takes none
+            return  # the node has never answered, so it can neither take nor give blocks
         began = self._clock.now()
         names = await self._call(lambda: self._by_priority(prompts, cached))
         self.summary = EvacuationSummary(warm=len(names), left=len(names))
@@ -145,7 +147,7 @@ async def open_evacuator(
     most_bytes: int,
     wait_seconds: float | None = None,
 ) -> AsyncIterator[StoreEvacuator]:
-    """Open an evacuator for blocks like `kv` in the node at `address`; it works as soon as the node answers.
+    """Open an evacuator that uses the node at `address`, once it answers, for an engine with blocks like `kv`.
 
     Args:
         address: Address of the node's control plane.
@@ -154,8 +156,8 @@ async def open_evacuator(
         engine: The engine, if it can still write its blocks to the store; None: it cannot.
         clock: The clock of the deadlines.
         leaving: True if the node ends with this process.
-        most_bytes: The most bytes to copy, by the size of blocks in the store.
-        wait_seconds: Longest wait for the node in this call; None: as long as a starting node takes.
+        most_bytes: The maximum number of bytes to copy, by the size of blocks in the store.
+        wait_seconds: Maximum wait for the node in this call; None: long enough for a node that is starting.
 
     Raises:
         LayoutMismatch: The node has blocks of this model that differ from `kv`.

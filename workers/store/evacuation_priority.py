@@ -2,15 +2,16 @@
 
 Rules:
 
-1. The worth of a worker is its number of warm blocks, and all of them count the same. Routers count them, the worker's
-   Lease reports the number, and Kubernetes compares it to choose the worker to remove. This module orders the blocks,
-   because there may not be time or room for all of them.
-2. A block precedes another one if more of the recent prompts contain it; among equal blocks, if it was used more recently;
-   then by its position in its chain. Therefore no block precedes an earlier block of its own chain.
+1. This module orders the warm blocks of one worker, because a drain may not have time or room for all of them. It has
+   no influence on which worker is removed: Kubernetes compares only the number of warm blocks, which each worker's
+   Lease reports.
+2. Blocks that more of the recent prompts contain come first. Among blocks in equally many prompts, those that were used
+   more recently come first, and then those that are earlier in their chain. Therefore no block precedes an earlier
+   block of its own chain.
 3. Blocks that no recent prompt contains (of answers, and of older prompts) come last, in the order in which the cache
    stored them.
-4. The newest prompts are kept, up to `MOST_BYTES`. The names of their blocks are computed only when an evacuation needs
-   them.
+4. The newest prompts are remembered, up to `MOST_BYTES`. The names of their blocks are computed only when an evacuation
+   needs them.
 """
 
 from collections import deque
@@ -23,9 +24,8 @@ from kvstore.block import BlockHash, HashAlgorithm, chain
 from workers.ports import RecentPrompt
 
 MOST_BYTES = 8 << 20
-"""Most bytes of the kept prompts: 2 million tokens, or 65,000 blocks of 32 tokens, whose names take a tenth of a second to
-compute.
-"""
+"""Maximum number of bytes of the kept prompts: 2 million tokens, or 65,000 blocks of 32 tokens, whose names take a
+tenth of a second to compute."""
 
 
 class RecentPrompts:
@@ -48,11 +48,11 @@ class RecentPrompts:
 
 
 class _BlockUse(Struct):
-    """Use of one block by the recent prompts."""
+    """Records how the recent prompts use one block."""
 
     position: int  # position of the block in its chain
     count: int = 0
-    latest: int = 0  # number of the newest prompt that uses it
+    latest: int = 0  # number of the newest prompt that contains the block
 
 
 def by_evacuation_priority(

@@ -3,10 +3,11 @@
 Rules:
 
 1. The pin keeper never delays the engine or a router. One thread makes the calls one after the other, with the client's
-   deadlines, and at most `MAX_QUEUED_PINS` pins are pending. Further pins are dropped and counted, and so are calls that
-   the node does not answer.
+   deadlines, and at most `MAX_QUEUED_PINS` pins are pending. More pins are dropped and counted, and so are pins whose
+   calls the node does not answer.
 2. An engine's last blocks reach the store shortly after the end of the answer. Therefore a chain that was not pinned
-   completely is pinned again after each of `RETRY_PAUSES_SECONDS`, unless its session has gone on meanwhile.
+   completely is pinned again after each of the pauses `RETRY_PAUSES_SECONDS`, unless its session has sent another
+   request meanwhile.
 """
 
 import asyncio
@@ -31,12 +32,13 @@ RETRY_PAUSES_SECONDS = (0.05, 0.2, 1.0)
 
 
 class StorePinKeeper:
-    """Implements `workers.ports.PinKeeper`; made by `open_pin_keeper`."""
+    """Pins the chains of paused sessions in a store node, from a thread; made by `open_pin_keeper`."""
 
     def __init__(self, store: StoreThread, tasks: asyncio.TaskGroup) -> None:
         self.pinned = 0  # number of chains that were pinned
-        self.refused = 0  # number of chains of which a part exceeded the node's limit for pins
-        self.dropped = 0  # number of pins that were not requested, or that the node did not answer
+        # Number of chains that the node pinned only in part or not at all, because of its limit for pins.
+        self.refused = 0
+        self.dropped = 0  # number of pins that were dropped, or whose calls the node did not answer
         self._store = store
         self._tasks = tasks
         self._numbers = count(1)
@@ -44,7 +46,7 @@ class StorePinKeeper:
         self.running: set[asyncio.Task[None]] = set()
 
     def keep(self, asked: Iterable[PinChain | UnpinChain]) -> None:
-        """Pin and unpin in the background, in this order."""
+        """Queue these pins and unpins; the thread makes the calls in this order."""
         for each in asked:
             self._wanted.pop(each.session, None)
             if len(self.running) >= MAX_QUEUED_PINS:
@@ -59,7 +61,7 @@ class StorePinKeeper:
             task.add_done_callback(self.running.discard)
 
     def close(self) -> None:
-        """Cancel pending calls.
+        """Cancel the calls that have not begun.
 
         Pins that exist stay until their deadline, because the session may go on at another worker.
         """
@@ -69,7 +71,7 @@ class StorePinKeeper:
     async def _supervised(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
-        except Exception:  # supervisor: a chain that is not pinned is only a later miss
+        except Exception:  # supervisor: the blocks of a chain that is not pinned may only have to be computed again
             log.exception("session pin failed")
             self.dropped += 1
 
@@ -79,7 +81,7 @@ class StorePinKeeper:
         for pause in (0.0, *RETRY_PAUSES_SECONDS):
             await asyncio.sleep(pause)
             if self._wanted.get(asked.session) != number:
-                return  # the session has gone on, or has a newer pin
+                return  # the session has sent another request, or has a newer pin
             held = await self._store.call(partial(self._ask, asked, names))
             if held is None or held.refused or held.blocks == len(names):
                 break
@@ -106,9 +108,9 @@ class StorePinKeeper:
 async def open_pin_keeper(
     address: str, kv: Fingerprint, credentials: Credentials, *, wait_seconds: float | None = None
 ) -> AsyncIterator[StorePinKeeper]:
-    """Open a keeper of pins in the node at `address`, for an engine with blocks like `kv`.
+    """Open a pin keeper that uses the node at `address`, for an engine with blocks like `kv`.
 
-    It works as soon as the node answers.
+    The keeper works as soon as the node answers.
 
     Leaving the context waits for the current call.
 

@@ -1,14 +1,15 @@
-"""Session pins: decides which blocks a store keeps while a session waits, for example for a tool or a person. Pure.
+"""Session pins: decides which blocks a store keeps while a session is paused, for example for a tool or a person. Pure.
 
 Rules:
 
 1. An attempt with a session has a chain: its prompt and its answer, except the answer's last token, whose KV was not
-   computed. When the attempt ends, for any reason, its chain is pinned. The router detects tool calls and stop strings, so
-   at the worker such an end is a cancellation. Prefill attempts, and attempts without a token, cause no pin.
-2. Pins are made to outlast the share `LATEST` of the observed pauses that followed a pause of similar length
-   (`kvstore.eviction.session_pauses`), but they last at most `longest`. While too few pauses are known, they last `longest`.
-3. When the session goes on, its pin ends with the first tokens. Until then the pin keeps the blocks in the store, and
-   from then on the engine has them.
+   computed. When the attempt ends, for any reason, its chain is pinned. Even a cancelled attempt counts, because the
+   router cancels the attempt when it finds a stop string or a tool call. Prefill attempts, and attempts without a
+   token, cause no pin.
+2. A pin lasts long enough for the share `LATEST` of the observed pauses that followed a pause of similar length
+   (`kvstore.eviction.session_pauses`), but at most `longest`. While too few pauses are known, it lasts `longest`.
+3. When the session sends another request, its pin ends with the first tokens of the answer. From then on, the engine
+   itself has the blocks.
 4. The store identifies a session by a digest of its name and the tenant's salt, so that no tenant can end another tenant's
    pins.
 5. The pauses of `MAX_SESSIONS` sessions are remembered; the session that was idle longest is forgotten first.
@@ -32,7 +33,7 @@ MAX_SESSIONS = 16_384
 
 
 class _SessionAttempt:
-    """One attempt with a session that the engine runs."""
+    """Records one attempt with a session that the engine runs."""
 
     __slots__ = ("generated", "session", "start")
 
@@ -43,14 +44,14 @@ class _SessionAttempt:
 
 
 class _SessionPauses(Struct):
-    """Observed pauses of one session."""
+    """Records the observed pauses of one session."""
 
     ended: Nanos | None = None  # instant at which the last attempt ended; None while an attempt runs
     last: Nanos | None = None  # length of the last pause
 
 
 class SessionPinPolicy:
-    """Decides which chains to pin, by the rules of this module. Attempts have the engine's ids."""
+    """Decides which chains to pin, by the rules of this module. It knows attempts by the engine's ids."""
 
     def __init__(self, longest: Nanos):
         assert longest > 0, longest
@@ -60,7 +61,7 @@ class SessionPinPolicy:
         self._gaps = GapTimes()
 
     def began(self, start: Start, now: Nanos) -> None:
-        """Record that an attempt was given to the engine."""
+        """Record that an attempt was given to the engine, and the pause of its session that has ended with it."""
         if not start.session or start.phase is Phase.PREFILL:
             return
         session = store_session_name(start.session, start.salt)
@@ -72,7 +73,7 @@ class SessionPinPolicy:
             pauses.ended, pauses.last = None, gap
 
     def heard(self, outputs: Sequence[Progress | Rejected], now: Nanos) -> Iterator[PinChain | UnpinChain]:
-        """Yield the pins that follow from an engine step."""
+        """Yield the pins to set or end after an engine step with these outputs."""
         if not self.works:
             return
         for output in outputs:

@@ -1,18 +1,18 @@
-"""Answer oracle: the answers of the simulated model, computed without an engine, a cache or a transfer."""
+"""Answer oracle: computes the simulated model's correct answers for tests, without an engine, a cache or a transfer."""
 
 from fleet.core.requests import TOKEN_BYTES, Sampling, TokenBytes
 from workers.engines.simulated.model import SimulatedModel
 
 
 class AnswerOracle:
-    """Computes answers by the rules of the simulated model."""
+    """Computes the answers that the simulated model has to give."""
 
     def __init__(self, model: SimulatedModel, block_tokens: int):
         self._model = model
         self._block_bytes = block_tokens * TOKEN_BYTES
 
     def answer(self, prompt: TokenBytes, sampling: Sampling) -> tuple[int, ...]:
-        """Return all `max_tokens` tokens; the sampling parameters must ignore the end of sequence."""
+        """Return all `max_tokens` tokens of the answer; the sampling parameters must ignore end-of-sequence tokens."""
         assert sampling.ignore_eos
         model, size = self._model, self._block_bytes
         digest, tail = model.beginning, bytearray()

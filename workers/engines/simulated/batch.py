@@ -1,4 +1,4 @@
-"""Batch with real KV bytes: drives `fleet.batching.scheduler` step by step, without time.
+"""Batch with real KV bytes: drives `fleet.batching.scheduler` step by step; the engine's loop times the steps.
 
 Rules:
 
@@ -27,7 +27,7 @@ from workers.engines.simulated.sequence import Sequence, SequenceSample
 
 
 class StepOutcome(Struct, frozen=True, kw_only=True):
-    """Result of a step for one request."""
+    """Holds what a step has done for one request."""
 
     sequence: Sequence
     filled: list[BlockHash]
@@ -35,7 +35,7 @@ class StepOutcome(Struct, frozen=True, kw_only=True):
 
 
 class Batch:
-    """All requests of one engine. The batch is also the scheduler's `BlockSupply`."""
+    """Holds all requests of one engine, and computes their steps. It is also the `BlockSupply` of the scheduler."""
 
     def __init__(
         self,
@@ -44,7 +44,10 @@ class Batch:
         adapters: LoraSlots | None = None,
         loads: Callable[[Sequence], bool] = lambda _: False,
     ) -> None:
-        """Begin without requests; `loads` returns whether a sequence waits for blocks or an adapter after its admission."""
+        """Start without requests.
+
+        `loads` returns True for a sequence that has to wait for blocks or an adapter once it is admitted.
+        """
         self._scheduler: BatchScheduler[BlockHash] = BatchScheduler(limits, self, self._has_slot)
         self._loads = loads
         self._loading: list[Sequence] = []
@@ -52,7 +55,7 @@ class Batch:
         self.blocks = self._scheduler.blocks
         self.memory = BlockMemory(self.blocks)
         self.sequences: dict[RequestId, Sequence] = {}
-        """Sequences that were not removed yet; other classes only read it."""
+        """Sequences that have not been removed yet, by engine id; other classes only read this dict."""
 
     @property
     def load(self) -> LoadReport:
@@ -73,7 +76,10 @@ class Batch:
         self._scheduler.submit(job)
 
     def remove(self, request_id: RequestId) -> Sequence | None:
-        """Remove a request in any stage and free its blocks and its slot; return None if the request is unknown."""
+        """Remove a request, whatever it is doing, and free its blocks and its LoRA slot.
+
+        Return None if it is unknown.
+        """
         if (sequence := self.sequences.pop(request_id, None)) is None:
             return None
         if not self._scheduler.cancel(request_id):
@@ -85,7 +91,10 @@ class Batch:
     # Loads after admission.
 
     def offer(self, job: Job[BlockHash], here: int) -> int:  # noqa: ARG002 - whether a sequence waits does not depend on the engine's own blocks
-        """Implement `BlockSupply.offer`, which is called once, when a sequence is admitted."""
+        """Return the prompt tokens that may be loaded for an admitted sequence, or 0.
+
+        Reserve the slot of its LoRA adapter.
+        """
         sequence = self.sequences[job.attempt_id]
         if sequence.start.adapter:
             sequence.loads_adapter = self.adapters.hold(sequence.start.adapter)
@@ -93,7 +102,7 @@ class Batch:
         return job.prompt_tokens if self._loads(sequence) else 0
 
     def fetch(self, job: Job[BlockHash], here: int) -> None:
-        """Implement `BlockSupply.fetch`."""
+        """Note that the sequence of this job waits for its blocks or its LoRA adapter."""
         sequence = self.sequences[job.attempt_id]
         sequence.begin(self.memory.find(job.keys[:here]))
         self._loading.append(sequence)
@@ -106,7 +115,10 @@ class Batch:
     def accept(
         self, sequence: Sequence, contents: Many[bytes], source: Source, origin: str, tiers: Mapping[str, int]
     ) -> bool:
-        """Give a sequence its loaded blocks, and let it go on; return False if it was removed meanwhile."""
+        """Give a sequence the blocks that were loaded for it, so that it goes on.
+
+        Return False if it was removed meanwhile.
+        """
         if self.sequences.get(sequence.start.request_id) is not sequence:
             return False
         attempt = self._scheduler.fetched(sequence.start.request_id)
@@ -117,17 +129,17 @@ class Batch:
         return True
 
     def name(self, sequence: Sequence) -> None:
-        """Give names to all full blocks of a sequence that has ended and whose blocks are kept."""
+        """Name all full blocks of a prefill that has ended, so that others can find them while they are kept."""
         self._name(self._scheduler.kept[sequence.start.request_id], sequence)
 
-    # Steps.
+    # The methods that compute steps.
 
     def plan(self) -> StepPlan[BlockHash] | None:
         """Return the next step, or None if there is nothing to compute."""
         return self._scheduler.plan()
 
     def perform(self, plan: StepPlan[BlockHash]) -> Iterator[StepOutcome]:
-        """Perform a planned step for the requests that have not been removed."""
+        """Compute a planned step; requests that were removed after the plan are skipped."""
         scheduler = self._scheduler
         self._grow()
         scheduler.advance(1)
@@ -166,13 +178,13 @@ class Batch:
             self.remove(attempt.job.attempt_id)
 
     def _name(self, attempt: BatchedAttempt[BlockHash], sequence: Sequence) -> None:
-        """Name the full blocks of a sequence, so that they can be found."""
+        """Name the full blocks of a sequence, so that later requests can find them in the prefix cache."""
         known = len(attempt.held)
         self.blocks.name(attempt, list(sequence.blocks), sequence.computed)
         self.memory.publish(attempt.held[known:], sequence.blocks)
 
     def _has_slot(self, job: Job[BlockHash]) -> bool:
-        """Return whether there is a LoRA slot for an attempt."""
+        """Return whether the attempt needs no LoRA slot, has one already, or could get one now."""
         sequence = self.sequences[job.attempt_id]
         return not sequence.start.adapter or sequence.has_slot or self.adapters.takes(sequence.start.adapter)
 

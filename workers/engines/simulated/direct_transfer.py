@@ -2,8 +2,8 @@
 
 Rules:
 
-1. `fleet.batching.handoff_leases` decides how long a prefill engine keeps the blocks that it lends. A lease has a random
-   name, and a borrower needs only that name.
+1. `fleet.batching.handoff_leases` decides how long a prefill engine keeps the blocks that it lends. A lease has a
+   random name. A borrower that shows this name gets the blocks, without any other proof.
 2. A block's checksum is computed when the block is lent, so that the borrower notices any later change of its bytes.
    The borrower verifies every block before use; the first missing or wrong block ends the chain.
 3. One exchange has a request frame, an answer frame, and a request that returns the lease. A frame is its length in 4
@@ -32,7 +32,7 @@ from kvstore.net.listeners import stop_listening
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_BYTES = 1 << 20  # length of the longest request: 60,000 names
+MAX_REQUEST_BYTES = 1 << 20  # maximum length of a request: 60,000 names
 MAX_CONNECTIONS = 256
 IDLE_SECONDS = (
     10.0  # a connection without a request for this long is closed; the decode worker sends its request at once
@@ -50,11 +50,11 @@ class DirectParams(Struct, frozen=True, kw_only=True):
 class BlockRequest(Struct, frozen=True, kw_only=True):
     lease: str
     names: tuple[bytes, ...] = ()
-    done: bool = False  # True: the borrower returns the lease
+    done: bool = False  # True if the borrower needs the lease no longer
 
 
 class LentBlock(Struct, frozen=True, kw_only=True):
-    """One lent block."""
+    """Contains the bytes of one lent block and their checksum."""
 
     crc32c: int
     content: bytes
@@ -63,33 +63,36 @@ class LentBlock(Struct, frozen=True, kw_only=True):
 class BlockLoan(Struct, frozen=True, kw_only=True):
     """The answer to a borrower: the lent blocks in the order of the requested names.
 
-    None stands for a block that the lease does not cover, or does not cover any more.
+    The entry of a block is None if the lease never contained the block or has ended.
     """
 
     blocks: tuple[LentBlock | None, ...]
 
 
 class BlockLender:
-    """The prefill engine's side of all leases, without I/O; the caller calls `expire` when the next lease ends."""
+    """Manages the leases of the blocks that a prefill engine lends. It does no I/O.
+
+    The caller calls `expire` when a lease may have ended.
+    """
 
     def __init__(self, blocks: KvBlocks[BlockHash], lease: Nanos) -> None:
         self.leases = HandoffLeases(blocks, lease)
         """The open leases; other classes only read them."""
-        # Contents and checksums of the lent blocks, by lease and name.
+        # The bytes and checksums of the lent blocks, by the name of the lease and the name of the block.
         self._lent: dict[str, dict[BlockHash, tuple[bytearray, int]]] = {}
 
     def lend(self, lease: str, blocks: Mapping[BlockHash, bytearray], now: Nanos) -> None:
-        """Keep named blocks for a borrower under a lease; `lease` is a new random name."""
+        """Keep the named blocks for a borrower; `lease` is a new random name for the lease."""
         self.leases.offer(lease, tuple(blocks), now)
         self._lent[lease] = {name: (content, _crc32c(content)) for name, content in blocks.items()}
 
     def end(self, lease: str) -> bool:
-        """End a lease and release its blocks; return False if it has ended before."""
+        """End a lease and release its blocks; return False if the lease is unknown or had ended already."""
         self._lent.pop(lease, None)
         return self.leases.give_back(lease)
 
     def expire(self, now: Nanos) -> bool:
-        """End the leases whose duration has passed; return whether there were any."""
+        """End the leases whose time is over; return whether any lease was ended."""
         expired = self.leases.expire(now)
         for lease in expired:
             log.info("handoff lease expired unfetched", extra={"lease": lease[:8]})
@@ -97,7 +100,7 @@ class BlockLender:
         return bool(expired)
 
     def answer(self, request: BlockRequest) -> BlockLoan | None:
-        """Answer a borrower's request; None if the borrower needs no answer."""
+        """Return the answer to a borrower's request; None if the request only returned its lease."""
         if request.done:
             self.end(request.lease)
             return None
@@ -118,28 +121,34 @@ def _copied(lent: tuple[bytearray, int]) -> LentBlock:
 
 
 class BlockBorrower:
-    """The decode engine's side of one lease, without I/O."""
+    """Follows the borrowing of blocks under one lease on the side of the decode engine. It does no I/O."""
 
     def __init__(self, lease: str, names: Sequence[BlockHash], block_bytes: int) -> None:
         self.state = LoanState.OFFERED
         self._lease, self._names, self._block_bytes = lease, tuple(names), block_bytes
 
     def begin(self) -> BlockRequest:
-        """Accept the handoff, and return the first request: for the blocks, or only to return the lease."""
+        """Accept the handoff, and return the first request.
+
+        It requests the blocks, or returns the lease if none are needed.
+        """
         self.state = advance_loan(self.state, LoanStep.PULL if self._names else LoanStep.DECLINE)
         return BlockRequest(lease=self._lease, names=self._names) if self._names else self.end()
 
     def receive(self, loan: BlockLoan) -> list[bytes]:
-        """Verify the answer, and return the leading blocks that are correct; the caller returns the lease next."""
+        """Verify the lender's answer, and return the leading blocks that are correct.
+
+        The caller then has to return the lease.
+        """
         self.state = advance_loan(self.state, LoanStep.RECEIVE)
         return _verified(loan, self._block_bytes)
 
     def end(self) -> BlockRequest:
-        """Return the request that returns the lease."""
+        """Return the request by which the lender learns that the lease is needed no longer."""
         return BlockRequest(lease=self._lease, done=True)
 
     def fail(self) -> None:
-        """Record a failure: the connection is lost, or the answer is late or unreadable. A final state stays as it is."""
+        """Record a lost connection, or an answer that is late or unreadable; do nothing if the loan has ended."""
         if self.state in (LoanState.OFFERED, LoanState.PULLING):
             self.state = advance_loan(self.state, LoanStep.FAIL)
 
@@ -165,7 +174,7 @@ class BlockLending:
         return self.lender.leases.expired
 
     def lend(self, blocks: Mapping[BlockHash, bytearray]) -> str:
-        """Keep named blocks for a borrower; return the name of the lease."""
+        """Keep the named blocks for a borrower; return the name of the new lease."""
         lease = secrets.token_hex(16)
         self.lender.lend(lease, blocks, _now())
         if self._timer is None:
@@ -173,7 +182,7 @@ class BlockLending:
         return lease
 
     def answer(self, request: BlockRequest) -> BlockLoan | None:
-        """Answer a borrower's request; None if the borrower needs no answer."""
+        """Return the answer to a borrower's request; None if the request only returned its lease."""
         answered = self.lender.answer(request)
         if answered is None:
             self._on_end()
@@ -202,7 +211,10 @@ def _now() -> Nanos:
 
 
 class LenderProtocol(asyncio.Protocol):
-    """Connection of one borrower. It has no task, and answers as soon as a request has arrived."""
+    """Answers one borrower's requests on its connection.
+
+    It needs no task, because it answers as soon as a request has arrived.
+    """
 
     def __init__(self, lending: BlockLending) -> None:
         self._lending = lending
@@ -279,7 +291,7 @@ async def listen(lending: BlockLending, address: str) -> AsyncIterator[None]:
 
 
 async def borrow(params: DirectParams, names: Sequence[BlockHash], *, block_bytes: int, deadline: Nanos) -> list[bytes]:
-    """Fetch the longest prefix of `names` that arrives correctly within `deadline` from now, then return the lease."""
+    """Fetch the leading blocks of `names` that arrive correctly within `deadline` from now, then return the lease."""
     borrower = BlockBorrower(params.lease, names, block_bytes)
     blocks: list[bytes] = []
     try:

@@ -1,8 +1,8 @@
 """Layout of the simulated engine's KV in memory.
 
 The model computes a block's values by layer, head, token and element. The engine stores them like a real engine with
-several ranks: each rank has its share of the heads, and within a layer heads come before tokens (HND) or tokens
-before heads (NHD). Here the objects of all ranks follow each other in one buffer.
+several ranks: each rank has its share of the heads, and within a layer heads come before tokens (HND) or tokens before
+heads (NHD). A block is one buffer here: first the bytes of rank 0, then those of rank 1, and so on.
 
 This code is deliberately separate from `kvstore.layouts.repack` and written in other terms, so that wrong tokens reveal an
 error in what that module does to a block's bytes.
@@ -15,7 +15,7 @@ from workers.ports import KvLayout
 
 
 class EngineLayout(Struct, frozen=True, kw_only=True):
-    """Sizes of the axes of a whole-model block, and its layout."""
+    """Converts blocks between the model's order of bytes and the order in the memory of an engine of these sizes."""
 
     layers: int
     kv_heads: int  # number of heads, a multiple of `tensor_parallel`
@@ -26,21 +26,21 @@ class EngineLayout(Struct, frozen=True, kw_only=True):
 
     @property
     def axes(self) -> str:
-        """Layout of one rank's object, in the letters of `kvstore.namespace`."""
+        """The order of the axes in one rank's part of a block, in the letters of `kvstore.namespace`."""
         return f"L{self.kv_layout}"
 
     def lay_out(self, values: bytes) -> bytes:
-        """Convert values in the order layers, heads, tokens, elements to the engine's layout."""
+        """Return a block in the engine's layout; `values` has the order layers, heads, tokens, elements."""
         share = self.kv_heads // self.tensor_parallel
         return self._swapped(values, (self.layers, self.tensor_parallel, share, self.block_tokens, self.head_bytes))
 
     def values(self, held: bytes | bytearray) -> bytes:
-        """Convert a block in the engine's layout back to values."""
+        """Return the values of a block in the engine's layout, in the order layers, heads, tokens, elements."""
         share = self.kv_heads // self.tensor_parallel
         inner = (share, self.block_tokens) if self.kv_layout == "HND" else (self.block_tokens, share)
         return self._swapped(held, (self.tensor_parallel, self.layers, *inner, self.head_bytes))
 
     def _swapped(self, block: bytes | bytearray, shape: tuple[int, ...]) -> bytes:
-        """Swap layers and ranks, and heads and tokens if tokens come first."""
+        """Return the block after swapping the axes of layers and ranks, and for NHD also those of heads and tokens."""
         axes = (1, 0, 2, 3, 4) if self.kv_layout == "HND" else (1, 0, 3, 2, 4)
         return np.frombuffer(block, np.uint8).reshape(shape).transpose(axes).tobytes()

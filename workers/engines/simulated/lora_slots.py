@@ -1,4 +1,4 @@
-"""LoRA slots: record which adapters an engine has loaded, a bounded number, and which of them are in use.
+"""LoRA slots: record which adapters an engine has loaded, at most one for each slot, and which of them requests use.
 
 Rules:
 
@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 
 
 class LoraSlots:
-    """The LoRA slots of one engine."""
+    """Assigns the LoRA slots of one engine to adapters."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
@@ -25,13 +25,13 @@ class LoraSlots:
         return (*sorted(self._held), *self._idle)
 
     def takes(self, name: str) -> bool:
-        """Return whether `hold` would find a slot."""
+        """Return whether `hold` could find a slot for this adapter now."""
         return name in self._held or len(self._held) < self._slots
 
     def hold(self, name: str) -> bool:
         """Add a request that uses an adapter; return whether the adapter has to be loaded first.
 
-        There must be a slot.
+        The caller has to check with `takes` that a slot can be had.
         """
         assert self.takes(name), name
         there = name in self._held or name in self._idle
@@ -44,7 +44,7 @@ class LoraSlots:
         return not there
 
     def release(self, name: str) -> None:
-        """Remove a request that used an adapter."""
+        """Record that a request with this adapter has ended, so that the slot becomes idle after its last request."""
         self._held[name] -= 1
         assert self._held[name] >= 0, name
         if not self._held[name]:

@@ -2,9 +2,11 @@
 
 Rules:
 
-1. `fleet.batching.kv_blocks` decides which blocks are kept. The bytes of a block without a name are not here; its sequence has them.
-2. Each name that is stored or removed becomes a KV event. Events wait for one consumer. If more names wait than twice the number of
-   blocks, the events are replaced by a clear and a dump. An event may remove a name that was never reported as stored.
+1. `fleet.batching.kv_blocks` decides which blocks are kept. This module has the bytes of named blocks only; a block
+   without a name has its bytes in its sequence.
+2. Each stored or removed block becomes a KV event. Events wait until the only consumer takes them. If the waiting
+   events name more than twice as many blocks as the memory has, they are replaced by an event that clears the cache and
+   a list of all blocks. The consumer must accept the removal of a block that was never reported as stored.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,19 +23,19 @@ class BlockMemory:
         self._blocks = blocks
         self._contents: dict[BlockHash, bytearray] = {}
         self._events: list[KvStored | KvRemoved] = []
-        self._waiting = 0  # number of names in the waiting events
-        self._dumps = False  # True if the next events are a clear and a dump
+        self._waiting = 0  # number of block names in the waiting events
+        self._dumps = False  # True if `take_events` has to clear the consumer's cache and list all blocks
 
     def find(self, names: Sequence[BlockHash]) -> list[bytearray]:
-        """Return the blocks of the longest cached prefix of a chain."""
+        """Return the bytes of the leading blocks of a chain that are cached."""
         return [self._contents[name] for name in names[: self._blocks.leading(names)]]
 
     def publish(self, names: Iterable[BlockHash], contents: Mapping[BlockHash, bytearray]) -> None:
-        """Store the bytes of blocks that have just got their names."""
+        """Store the bytes of blocks that have just been named."""
         self._contents.update((name, contents[name]) for name in names)
 
     def changed(self) -> bool:
-        """Drop the bytes of evicted blocks; return True if events wait for `take_events`."""
+        """Drop the bytes of evicted blocks; return True if there are events for `take_events`."""
         if self._blocks.changed:
             stored, removed = self._blocks.changes()
             for name in removed:
@@ -47,7 +49,7 @@ class BlockMemory:
         return bool(self._events) or self._dumps
 
     def take_events(self) -> tuple[KvEvent, ...]:
-        """Return the changes since the last call, in order."""
+        """Return the KV events since the last call, in order."""
         self.changed()
         events: list[KvEvent] = [event for event in self._events if event.hashes]
         if self._dumps:
@@ -56,7 +58,7 @@ class BlockMemory:
         return tuple(events)
 
     def check(self) -> None:
-        """Assert that bytes exist exactly for the named blocks."""
+        """Assert that exactly the named blocks have bytes here."""
         assert set(self._blocks.names()) <= self._contents.keys()
         if not self._blocks.changed:
             assert len(self._blocks.names()) == len(self._contents)

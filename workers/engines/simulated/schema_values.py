@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 32
-MAX_CHARACTERS = 65536  # largest size of a value as JSON, roughly; more than a simulated model answers
+MAX_CHARACTERS = 65536  # approximate limit of the size of a value as JSON, far more than an answer of a simulated model
 FORMATS = {
     "date": "2026-01-01",
     "date-time": "2026-01-01T00:00:00Z",
@@ -36,14 +36,14 @@ def value_of(schema: Any) -> Any:
 
 
 class _Document:
-    """A schema with its references, and the number of characters by which its value may still grow."""
+    """Holds a schema, so that references in it can be resolved, and limits the size of the value."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
         self._left = MAX_CHARACTERS
 
     def grow(self, characters: int) -> None:
-        """Count characters of the value before they are made; raise ValueError if there are too many."""
+        """Count characters that are about to be added to the value; raise ValueError if the value becomes too large."""
         self._left -= characters
         if self._left < 0:
             raise ValueError(f"the schema demands a value of more than {MAX_CHARACTERS} characters")
@@ -79,7 +79,7 @@ def _value(schema: Any, root: _Document, depth: int) -> Any:
 
 
 def _given(value: Any, root: _Document) -> Any:
-    """Return a value that the schema itself states, such as a constant."""
+    """Return a value that the schema contains literally, such as a constant or a default."""
     root.grow(len(json.dumps(value)))
     return value
 

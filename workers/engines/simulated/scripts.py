@@ -1,11 +1,11 @@
-"""Scripts: the texts that the simulated engine writes if an answer must have a form, so that clients can be tested without a model.
+"""Scripts: texts that the simulated engine writes instead of random text, for structured output, tools and reasoning.
 
 Rules:
 
 1. Answers follow a JSON schema or a choice. A regular expression and a grammar are refused.
-2. Demanded tool calls are written as the worker's parser expects them. The named tool is called, otherwise the first one, with
-   arguments that its schema allows. If the model may decide, it calls the first tool once in a conversation, so that agents
-   come to an end.
+2. Demanded tool calls are written as the worker's parser expects them. The engine calls the tool that the request
+   names, or else the first tool, with arguments that the tool's schema allows. If the request leaves the decision to
+   the model, the engine calls the first tool only once in a conversation, so that an agent does not go on for ever.
 3. A worker with a reasoning parser begins its answers with a sentence of reasoning, unless the prompt has ended the reasoning.
 4. All other text of an answer is the model's random text.
 """
@@ -23,18 +23,19 @@ from fleet.core.work import ParsingTask, Start
 from workers.engines.simulated.schema_values import value_of
 
 REASONING = "A short thought."
-PROMPT_BYTES = 64 * TOKEN_BYTES  # bytes of the prompt's last tokens, in which a chat template may have begun the answer
+# The script writer looks for the beginning of the reasoning in so many bytes at the end of the prompt.
+PROMPT_BYTES = 64 * TOKEN_BYTES
 
 
 class Script(Struct, frozen=True):
-    """The text with which an answer begins."""
+    """Holds the tokens with which an answer begins."""
 
     tokens: tuple[int, ...]
-    is_whole: bool  # True if the answer ends with this text
+    is_whole: bool  # True if the answer ends after these tokens
 
 
 class ScriptWriter:
-    """Writes the scripts of one engine."""
+    """Writes the scripts for the requests of one engine."""
 
     def __init__(self, tokenizer: Tokenizer, parsers: AnswerParsers | None) -> None:
         self.tokenizer = tokenizer
@@ -42,7 +43,7 @@ class ScriptWriter:
 
     @staticmethod
     def open(model_dir: str, vocab_size: int, parsers: AnswerParsers | None) -> "ScriptWriter | None":
-        """Return the writer for a model folder; None if the folder has no tokenizer of the engine's vocabulary."""
+        """Return the writer for a model folder; None without a tokenizer, or if its vocabulary exceeds the engine's."""
         path = Path(model_dir) / "tokenizer.json"
         if not model_dir or not path.is_file():
             return None
@@ -50,10 +51,10 @@ class ScriptWriter:
         return ScriptWriter(tokenizer, parsers) if tokenizer.get_vocab_size() <= vocab_size else None
 
     def write(self, start: Start) -> Script | None:
-        """Return the script of an attempt; None if the model decides from the first token on.
+        """Return the script of an attempt; None if the whole answer is the model's random text.
 
         Raises:
-            ValueError: This engine does not support the form; the message says why.
+            ValueError: This engine does not support the demanded structured output; the message states the reason.
         """
         answer = self._answer(start)
         reasoning = self._reasoning(start)

@@ -1,15 +1,19 @@
 """Answer parser: vLLM's parsers of tool calls and reasoning, fed with the tokens of one answer.
 
+The router asks for it if vLLM has a parser for the model. Otherwise the router itself parses, by a response template
+(`fleet.frontend.text.parsed_answer`); `fleet.frontend.text.parsing_plan` decides which of both.
+
 Rules:
 
-1. A parser gets one token at a time, whatever the engine's steps are. The parts of an answer therefore depend neither on the
-   steps nor on the worker. A worker that continues an answer gives the tokens of its beginning to the parser again, and
-   sends the parts of the whole answer (`ParsedDelta.from_start`).
-2. vLLM's own `adjust_request` decides which structured output enforces the demanded calls. It is a structural tag or a JSON
-   schema, as the parser needs it.
+1. A parser gets one token at a time, even if a step of the engine has brought several. The parsed parts of an answer
+   therefore depend neither on the steps nor on the worker. A worker that continues an answer gives the tokens of its
+   beginning to the parser again, and sends the parts of the whole answer (`ParsedDelta.from_start`).
+2. vLLM's own `adjust_request` decides which structured output enforces the demanded calls. Depending on the parser, it
+   is a structural tag or a JSON schema.
 3. If a parser fails on malformed output, it is not used any more: the answer since its last result is sent as text.
-4. Some of vLLM's older parsers stream other arguments than they find in the whole answer. Calls of all parsers that are
-   neither declarative (`engine_based_streaming`) nor in `STREAMED` are sent at the end, as found in the whole answer.
+4. Some of vLLM's older parsers find other arguments while they stream than in the whole answer. Tool calls are
+   therefore streamed only if the parser is declarative (`engine_based_streaming`) or listed in `STREAMED`. With all
+   others, the calls are sent at the end of the answer, as the parser finds them in its whole text.
 5. The parts of a call come in order: first its name, then its arguments. A call without arguments has the empty object.
 """
 
@@ -43,11 +47,11 @@ STREAMED = frozenset(
     {"deepseek_v3", "deepseek_v31", "granite4", "hermes", "hf", "lfm2", "llama3_json", "llama4_json", "llama4_pythonic",
      "longcat", "openai", "pythonic", "qwen3_json"}
 )  # fmt: skip
-"""Older parsers that stream the same calls as they find in the whole answer, however it is divided into tokens. A test checks
-most of them.
-"""
+"""Older parsers that find the same calls in a stream as in the whole answer, however the text is divided into tokens. A
+test checks most of them."""
 
-CONTEXT_TOKENS = 16  # number of last prompt tokens that a decoder of tokens may need
+# Number of tokens at the end of the prompt that a tokenizer may need to decode the first tokens of the answer.
+CONTEXT_TOKENS = 16
 
 
 def check_names(settings: WorkerSettings) -> None:
@@ -80,7 +84,7 @@ class VllmAnswerParsers:
         """Find the classes of the parsers.
 
         Raises:
-            TypeError: A parser does not fit the tokenizer; the message says why.
+            TypeError: A parser does not fit the tokenizer; the message states the reason.
         """
         from vllm.parser import ParserManager  # noqa: PLC0415 - vLLM is loaded already
 
@@ -109,7 +113,8 @@ class VllmAnswerParsers:
     ) -> "VllmAnswerParsers | None":
         """Return the parsers that fit the model.
 
-        A parser that was found by the chat template is left out if the tokenizer lacks the parser's tokens.
+        A parser that was chosen by the chat template is left out if the tokenizer does not have the special tokens of
+        the parser.
 
         Raises:
             ConfigurationRefused: A parser that the settings name does not fit the model.
@@ -137,7 +142,7 @@ class VllmAnswerParsers:
         return None
 
     def open(self, start: Start, task: ParsingTask) -> "VllmAnswerParser":
-        """Return the parser of an attempt.
+        """Return a new parser for the answer of an attempt.
 
         Raises:
             ValueError: vLLM refuses the tools or the demanded calls.
@@ -161,7 +166,7 @@ class VllmAnswerParsers:
         except VLLMClientError as error:
             raise ValueError(str(error)) from error
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            # Raised for a tool whose schema is no JSON schema.
+            # vLLM raises these for a tool whose schema is no valid JSON schema.
             raise ValueError(f"vLLM cannot read the tools: {error!r}") from error
         whole = None if not task.tools or self._streams_calls(parser) else new_parser
         return VllmAnswerParser(start, task, parser, adjusted, self._backend, template_args, whole)
@@ -184,16 +189,17 @@ class VllmAnswerParser:
         template_args: dict[str, Any],
         whole: "Callable[[], Parser] | None",
     ) -> None:
-        """Begin with the tokens of the answer that are a part of the prompt already.
+        """Begin with the tokens of the answer that the attempt already contains (another worker has generated them).
 
         Args:
-            start: The attempt.
-            task: The demanded reasoning and tool calls.
+            start: The attempt, with its prompt and its sampling parameters.
+            task: The tools of the request, and what reasoning and tool calls it demands.
             parser: A new parser.
-            request: The request in the form of vLLM's server.
+            request: The request as vLLM's own OpenAI server would have it.
             tokenizer: The model's tokenizer.
             template_args: Variables of the chat template.
-            whole: Function that makes a parser for the whole answer, if calls are sent at the end; None: calls are streamed.
+            whole: Function that makes a parser for the whole answer, whose calls are sent at the end; None if calls are
+                streamed.
         """
         tokens = vllm_requests.token_ids(start)
         prompt = tokens[: len(tokens) - start.generated_tokens]
@@ -214,8 +220,8 @@ class VllmAnswerParser:
         )
         self._calls = _CallParts()
         self._whole = whole
-        self._answer: list[str] = []  # all text of the answer; used only if calls are sent at the end
-        self._sent: list[str] = []  # the parts of the text that were sent
+        self._answer: list[str] = []  # the pieces of the answer's text; used only if calls are sent at the end
+        self._sent: list[str] = []  # the pieces of the text that were sent to the client
         self._token_ids: list[int] = []
         self._unparsed = ""  # text of the answer since the last result of the parser
         self._failed = False
@@ -226,12 +232,15 @@ class VllmAnswerParser:
 
     @property
     def structured_outputs(self) -> "StructuredOutputsParams | None":
-        """Structured output of the answer, which also enforces demanded calls; None: the answer is not restricted."""
+        """The structured output that the engine has to enforce, including demanded tool calls.
+
+        It is None if any text is allowed.
+        """
         return self._request.extract_structured_outputs()
 
     @property
     def stopped(self) -> bool:
-        """True if a stop string has ended the text."""
+        """True if the text has reached a stop string."""
         return self._text.stopped
 
     def add(
@@ -240,12 +249,13 @@ class VllmAnswerParser:
         """Add the tokens of a step.
 
         Args:
-            token_ids: The tokens.
+            token_ids: The tokens that the step has generated.
             is_finished: True if the answer ends with these tokens.
-            is_cut: True if the answer ends because it may have no more tokens, perhaps within a call.
+            is_cut: True if the answer ends at its length limit, perhaps in the middle of a call.
 
         Returns:
-            The number of tokens up to a stop string, and their parsed form; None if they cannot be parsed yet.
+            The number of these tokens that belong to the answer (those after a stop string do not), and the parsed
+            parts; None instead of the parts if no part is complete yet.
         """
         taken = 0
         for token_id in token_ids:
@@ -287,7 +297,7 @@ class VllmAnswerParser:
                 self._parse_whole(self._whole())
 
     def _parse_whole(self, parser: "Parser") -> None:
-        """Add the calls of the whole answer, and text that was held back but belongs to no call."""
+        """Parse the whole answer: add its calls, and the text that was not sent because it could have been a call."""
         try:
             _, content, calls = parser.parse(
                 "".join(self._answer), self._request, enable_auto_tools=True, model_output_token_ids=self._token_ids
@@ -323,10 +333,10 @@ class VllmAnswerParser:
 
 
 def _constrained(parser: "Parser", request: "ChatCompletionRequest", task: ParsingTask) -> "ChatCompletionRequest":
-    """Return the request with the structured output of its calls.
+    """Return the request with the structured output that enforces its demanded tool calls.
 
-    Arguments of demanded calls follow their schemas if the grammar library can enforce these. Otherwise it enforces the
-    form of the calls alone, as vLLM does for tools that are not strict.
+    If the grammar library can enforce the schemas of the tools, the arguments follow these schemas. Otherwise only the
+    syntax of the calls is enforced, as vLLM does for tools that are not strict.
     """
     from vllm.tool_parsers.tool_strict_level import ToolStrictLevel  # noqa: PLC0415 - vLLM is loaded already
 
@@ -354,15 +364,17 @@ def _is_supported(outputs: "StructuredOutputsParams | None") -> bool:
 
 
 class _CallParts:
-    """Collects the parts of an answer's calls, and numbers the calls in the order in which their names arrive."""
+    """Puts the parts of an answer's tool calls in order (rule 5), and numbers the calls as their names arrive."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}  # index of each call in the answer, by the parser's index
-        self._early: dict[int, str] = {}  # arguments that arrived before the name of their call, by the parser's index
-        self._empty: set[int] = set()  # indices of the calls that have no arguments so far
+        # Number of each call within the answer, by the number that the parser gives it.
+        self._numbers: dict[int, int] = {}
+        # Arguments that arrived before the name of their call, by the parser's number of the call.
+        self._early: dict[int, str] = {}
+        self._empty: set[int] = set()  # numbers of the calls that have no arguments so far
 
     def add(self, call: Any) -> list[CallDelta]:
-        """Return the parts that are ready after vLLM's delta of a call (``DeltaToolCall``)."""
+        """Return the parts of calls that can be sent after a ``DeltaToolCall`` of vLLM's parser."""
         function = call.function
         name = (function.name if function is not None else None) or ""
         arguments = (function.arguments if function is not None else None) or ""
@@ -382,13 +394,13 @@ class _CallParts:
         return [CallDelta(index=number, arguments=arguments)]
 
     def finish(self) -> list[CallDelta]:
-        """Return empty objects as the arguments of the calls that have no arguments."""
+        """Return the missing arguments at the end of an answer: an empty object for each call that has none."""
         empty, self._empty = sorted(self._empty), set()
         return [CallDelta(index=number, arguments="{}") for number in empty]
 
 
 def _chat_request(start: Start, task: ParsingTask, template_args: dict[str, Any]) -> "ChatCompletionRequest":
-    """Return the request in the form of vLLM's server, with the fields that its parsers read."""
+    """Return the request as vLLM's own server would have it, with the fields that its parsers read."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415 - vLLM is loaded already
 
     form = start.sampling.form

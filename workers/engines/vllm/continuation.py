@@ -1,18 +1,22 @@
-"""Continuation: lets vLLM continue an answer that another engine has begun, as if it had generated the earlier tokens itself.
+"""Continuation: lets vLLM continue an answer of another engine as if vLLM had generated the earlier tokens itself.
 
 Rules:
 
 1. As the prompt, vLLM gets only the client's prompt. The earlier tokens of the answer are in the sampling parameters
-   (`workers.engines.vllm.requests.GENERATED`), whose limits are for the whole answer. Requests without such tokens are not changed.
-2. Beside the scheduler, the tokens become output of the request before it is scheduled for the first time, as if it had been
-   preempted (`replay`). Limits then count them. A grammar accepts them one by one, because reasoning may end among them.
-3. Beside the model, vLLM's model runner V2 gets all tokens of a request whenever the request is scheduled anew, so penalties and
-   forbidden sequences include them. Its random numbers depend only on the seed and the position. The runner V1 has a record of each
-   request, to which this module adds the tokens. Its random generator draws once for each of them.
-4. V1 also draws a number after each part of a long prompt, and takes it back. torch's generators for CPUs cannot take a draw back, so
-   that one request with a seed would end the engine. They are replaced by generators that can (`RewindableGenerator`).
-5. vLLM has no extension points for grammars and for the records of V1. Therefore two of its methods are wrapped, in the process that
-   calls them, when Fleet's connector is made there.
+   (`workers.engines.vllm.requests.GENERATED`), where limits such as `max_tokens` are for the whole answer. Requests
+   without earlier tokens are not changed.
+2. Beside the scheduler, the tokens become output of the request before it is scheduled for the first time, as if it had
+   been preempted (`replay`). The limits then count these tokens. A grammar accepts the tokens one by one, because the
+   reasoning may end at any of them.
+3. Beside the model, vLLM's model runner V2 gets all tokens of a request whenever the request is scheduled anew, so
+   penalties and forbidden sequences include them. Its random numbers depend only on the seed and the position. The
+   runner V1 keeps a record of each request, and this module adds the tokens to the record. A random generator in the
+   record has to draw once for each earlier token.
+4. V1 also draws a number after each chunk of a long prompt, and then takes the draw back. torch's generators for CPUs
+   cannot take a draw back, so one request with a seed would end the engine. This module replaces these generators by
+   ones that can (`RewindableGenerator`).
+5. vLLM has no extension points for grammars and for the records of V1. Fleet's connector therefore wraps two of vLLM's
+   methods when it is made in the process that calls them.
 """
 
 from collections.abc import Sequence
@@ -35,11 +39,14 @@ def _generated(params: "SamplingParams | None") -> Sequence[int]:
     return () if params is None or not params.extra_args else params.extra_args.get(GENERATED, ())
 
 
-# Beside the scheduler.
+# The following functions run in the process of the scheduler.
 
 
 def replay(request: "Request") -> None:
-    """Add the earlier tokens of the answer to a new request; with a grammar, `replay_with_grammar` does this later."""
+    """Add the earlier tokens of the answer to a new request.
+
+    If it has a grammar, `replay_with_grammar` adds them later.
+    """
     if not (tokens := _generated(request.sampling_params)):
         return
     request.prefill_stats = None  # dropped, because vLLM asserts that no more tokens are cached than the prompt has
@@ -48,7 +55,7 @@ def replay(request: "Request") -> None:
 
 
 def replay_with_grammar(scheduler: Any, request: "Request") -> bool:
-    """Add the tokens of the answer so far to a request whose grammar is compiled, unless that has been done.
+    """Add the earlier tokens of the answer, unless already done, to a request whose grammar has been compiled.
 
     Returns:
         True if the request may go on. If the grammar refuses the tokens, the scheduler ends the request with an error.
@@ -62,7 +69,7 @@ def replay_with_grammar(scheduler: Any, request: "Request") -> bool:
 
 
 def install_in_scheduler() -> None:
-    """Let this process's scheduler replay an answer after its grammar was compiled."""
+    """Wrap a method of this process's vLLM scheduler, so that it adds earlier tokens once a grammar is compiled."""
     handle = Scheduler._handle_blocked_waiting_request  # noqa: SLF001 - vLLM has no public way (rule 5)
     if hasattr(handle, "replays"):
         return
@@ -74,11 +81,14 @@ def install_in_scheduler() -> None:
     Scheduler._handle_blocked_waiting_request = _handle_blocked_waiting_request  # noqa: SLF001 - vLLM has no public way (rule 5)
 
 
-# Beside the model.
+# The following functions run in the process of the model.
 
 
 def install_in_batches(config: "VllmConfig") -> None:
-    """Let this process's batches take over the earlier tokens of answers; only model runner V1 has such batches."""
+    """Wrap a method of vLLM's batches in this process, so that they include the earlier tokens of answers.
+
+    Only model runner V1 has such batches.
+    """
     add = InputBatch.add_request
     if hasattr(add, "replays"):
         return
@@ -97,7 +107,7 @@ def install_in_batches(config: "VllmConfig") -> None:
 
 
 def _advanced(request: "CachedRequestState", vocab_size: int, noise: torch.dtype) -> torch.Generator:
-    """Return the generator of a seeded request, after its draws for the earlier tokens of the answer."""
+    """Return the random generator of a request with a seed, after it has drawn for the earlier tokens of the answer."""
     generator: torch.Generator = request.generator
     if generator.device.type == "cpu":
         return RewindableGenerator(generator.initial_seed(), request.output_token_ids, vocab_size, noise)
@@ -106,14 +116,14 @@ def _advanced(request: "CachedRequestState", vocab_size: int, noise: torch.dtype
 
 
 class RewindableGenerator(torch.Generator):  # type: ignore[misc]  # torch's types are not read
-    """A generator for CPUs whose last draw can be taken back by the methods that vLLM uses for accelerators."""
+    """A random generator for CPUs that can take back its last draw, by the methods that vLLM uses on accelerators."""
 
     def __new__(cls, *_: object) -> Self:
         made: Self = super().__new__(cls)
         return made
 
     def __init__(self, seed: int, answer: Sequence[int], vocab_size: int, noise: torch.dtype) -> None:
-        """Begin after the draws for the tokens of `answer`, which grows with the answer."""
+        """Begin after one draw for each token of `answer`; the caller's list grows with the answer."""
         super().__init__()
         self._seed, self._answer, self._vocab_size, self._noise = seed, answer, vocab_size, noise
         self.set_offset(0)
@@ -127,11 +137,13 @@ class RewindableGenerator(torch.Generator):  # type: ignore[misc]  # torch's typ
 
 
 def draw(generator: torch.Generator, times: int, *, vocab_size: int, noise: torch.dtype) -> None:
-    """Advance a request's random generator as vLLM 0.32's sampler does for a number of tokens (`v1/sample/ops/topk_topp_sampler.py`).
+    """Advance a request's random generator as far as vLLM 0.32 does to sample a number of tokens.
 
-    On CPUs it takes one integer for a token, from which its kernel computes the noise; with 64-bit noise, and on
-    accelerators, it fills a row of the vocabulary with exponential noise. An accelerator's generator is a counter, and
-    each row advances it equally.
+    The rules are those of vLLM's `v1/sample/ops/topk_topp_sampler.py`.
+
+    On CPUs, the sampler draws one integer for a token, from which its kernel computes the noise. On accelerators, and
+    on CPUs with 64-bit noise, it draws one random number for each token of the vocabulary (a row). An accelerator's
+    generator is a counter, and each row advances it equally.
 
     Args:
         generator: The generator of a seeded request.

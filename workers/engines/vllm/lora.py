@@ -22,7 +22,10 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class LoadedAdapters:
-    """Estimates which adapters vLLM has loaded: it drops the least recently used one when there are too many."""
+    """Estimates which adapters vLLM has loaded.
+
+    If there are too many, vLLM drops the least recently used one, and so does this.
+    """
 
     def __init__(self, slots: int) -> None:
         self._used: RecentMap[str, None] = RecentMap(slots)
@@ -36,10 +39,12 @@ class LoadedAdapters:
 
 
 class AdapterFiles:
-    """Remembers the state of the adapters' folders when this worker described them.
+    """Detects adapters whose files have changed since the worker started; the engine rejects requests for them.
 
-    vLLM reads an adapter when a request needs it, perhaps days later and more than once. If the weights have changed, the
-    blocks must not get the names of blocks of the described weights, because every worker would load them from a store.
+    At its start, the worker sends routers a digest of each adapter's weights, and block hashes depend on this digest.
+    vLLM reads the files only when a request needs the adapter, perhaps days later and more than once. With changed
+    weights it would compute other KV under the same block hashes, and other workers would load these wrong blocks from
+    a store.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -48,7 +53,7 @@ class AdapterFiles:
         self._changed: set[ModelName] = set()
 
     def are_as_described(self, name: str) -> bool:
-        """Return whether an adapter's files are unchanged, judged by sizes and modification times."""
+        """Return whether the adapter's files are unchanged since the start, judged by sizes and modification times."""
         model = ModelName(name)
         if model not in self._changed and _stamps(self._folders[model]) != self._described[model]:
             log.error("adapter files changed, restart the worker to serve it again", extra={"adapter": name})
@@ -103,7 +108,10 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _stamps(folder: Path) -> list[tuple[str, int, int, int]]:
-    """Return sizes and modification times of the files, by which changes are noticed; empty if a file is missing."""
+    """Return inode, size and modification time of each file, by which changes are noticed.
+
+    The result is empty if a file is missing.
+    """
     try:
         found = [(file.name, file.stat()) for file in _files(folder)]
     except OSError:

@@ -1,4 +1,4 @@
-"""KV namespace of a vLLM engine: the worker and both sides of the connector compute it in the same way."""
+"""KV namespace of a vLLM engine. The worker and both sides of its connector compute it here, so they always agree."""
 
 import hashlib
 import json
@@ -35,14 +35,14 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> KvNamesp
     cache_dtype = config.cache_config.cache_dtype
     dtype = str(model_config.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
     known = getattr(torch, dtype, None)
-    # Types that torch does not know by these names: fp8, and the types that `launch.check_model` refuses with a store.
+    # torch has other names for these types: fp8, and the types that `launch.check_model` refuses with a store.
     element_bytes = known.itemsize if known is not None else 1
     block_tokens = config.cache_config.block_size
     layers = model_config.get_num_layers(config.parallel_config)
-    # Keys and values together; latent KV (MLA) has one vector for both, which every rank has as a whole.
+    # A head holds keys and values. Latent KV (MLA) has only one vector for both, and every rank has all of it.
     kv_heads = 1 if model_config.use_mla else model_config.get_total_num_kv_heads()
     head_dim = model_config.get_head_size() * (1 if model_config.use_mla else 2)
-    # Options that change the values without changing the weights.
+    # Options that change the KV values although the weights are the same.
     overrides = json.dumps(model_config.hf_overrides, sort_keys=True, default=str) if model_config.hf_overrides else ""
     quantization = model_config.quantization or ""
     variant = f"{overrides}|{quantization}{_rotation(model_config)}"
@@ -61,7 +61,7 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> KvNamesp
 
 
 def _rotation(model: "ModelConfig") -> str:
-    """Return which of its two sets of rotary factors a longrope model uses; empty for other models.
+    """Return a text that names the set of rotary factors, of two, that a longrope model uses; empty for other models.
 
     vLLM chooses the set by `max_model_len`.
     """
@@ -73,10 +73,10 @@ def _rotation(model: "ModelConfig") -> str:
 
 
 def check_groups(groups: "KVCacheConfig") -> None:
-    """Refuse blocks that the store cannot hold: several kinds, or blocks that vLLM drops from a request's middle.
+    """Refuse blocks that the store cannot hold: several kinds, or blocks that vLLM drops while their request runs.
 
     Raises:
-        LayoutMismatch: vLLM has chosen such blocks, for reasons that are only known after its start.
+        LayoutMismatch: vLLM has chosen such blocks. This can be known only after its start.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415 - slow to import
 

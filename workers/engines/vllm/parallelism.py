@@ -1,4 +1,4 @@
-"""Parallelism of a vLLM engine over nodes: which settings are possible, and vLLM's arguments for them (vLLM 0.32)."""
+"""Parallelism of a vLLM engine over several nodes: checks the settings, and makes vLLM's arguments (vLLM 0.32)."""
 
 from typing import Any
 
@@ -21,11 +21,11 @@ NOT_IN_A_GROUP = (
     "data_parallel_external_lb",
     "data_parallel_hybrid_lb",
 )
-"""Options with which each node has its own clients; in a group the first node serves all clients."""
+"""Options by which each node would serve its own clients; in a worker group, the first node serves all clients."""
 
 
 def degree(settings: WorkerSettings, name: str) -> int:
-    """Return a degree such as `tensor_parallel_size`.
+    """Return the value of a parallelism setting such as `tensor_parallel_size`; 1 if it is not set.
 
     Raises:
         ConfigurationRefused: The value is not a number of at least 1.
@@ -37,12 +37,12 @@ def degree(settings: WorkerSettings, name: str) -> int:
 
 
 def engines(settings: WorkerSettings) -> int:
-    """Return the number of engines side by side that share the requests (data parallelism)."""
+    """Return the number of engines that run side by side and share the requests (data parallelism)."""
     return degree(settings, "data_parallel_size")
 
 
 def ranks(settings: WorkerSettings) -> int:
-    """Return the number of processes that each of these engines computes with."""
+    """Return the number of ranks, each a process, in one of these engines."""
     names = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
     size = 1
     for name in names:
@@ -78,7 +78,10 @@ def check(settings: WorkerSettings) -> None:
 
 
 def _check_shares(group: GroupSettings, of_data: int, of_each: int) -> None:
-    """Refuse a group unless each node has whole engines, or each engine has whole nodes; vLLM supports nothing else."""
+    """Refuse a group unless every node runs whole engines, or every engine has whole nodes.
+
+    vLLM supports no other division.
+    """
     whole_engines = of_data % group.nodes == 0
     whole_nodes = group.nodes % of_data == 0 and of_each % (group.nodes // of_data) == 0
     if not whole_engines and not whole_nodes:
@@ -89,7 +92,7 @@ def _check_shares(group: GroupSettings, of_data: int, of_each: int) -> None:
 
 
 def arguments(settings: WorkerSettings) -> dict[str, Any]:
-    """Return the engine's arguments for this node; empty without a group.
+    """Return vLLM's arguments for this node's part of the engine; empty if there is no group.
 
     Args:
         settings: Checked settings with a group that has formed.

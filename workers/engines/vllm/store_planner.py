@@ -1,20 +1,22 @@
-"""Store planner: decides which blocks an engine's workers load from the KV store and save to it.
+"""Store planner: decides, beside vLLM's scheduler, which blocks the engine loads from the KV store and saves to it.
 
 This module does not use vLLM.
 
 Rules:
 
-1. Only whole blocks are claimed, and never a prompt's last token, whose logits have to be computed.
-2. A claim rests on a lease, which the worker side returns once it has read the blocks. An unused claim is returned
-   with the next step. A claim that several ranks read is returned when the last rank has read it.
-3. A claimed block that could not be loaded is computed; the request does not ask the store again.
-4. Every block that becomes full is offered to the store once. A request that hands its blocks off offers everything
-   that the store does not hold again, because the decode side will look there. This offer is urgent: it is saved
-   before the step ends.
+1. To claim blocks means to promise vLLM that they will be loaded. Only whole blocks are claimed, and never the block
+   with the prompt's last token, because that token has to be computed to get the next one.
+2. A claim is made under a read lease, which the worker side returns once it has read the blocks. The lease of an unused
+   claim is returned with the next step. If several ranks read the blocks, the lease is returned after the last of them.
+3. A claimed block that could not be loaded is computed; the request does not query the store again.
+4. Every block that becomes full is offered to the store once. If a request hands its blocks off through the store, the
+   decode worker will look for them in the store. Such a request therefore offers all its blocks, even if they were
+   offered before, and they are saved before the step ends (urgent).
 5. If the store has blocks of a chain in a slower tier, the request waits for their promotion, but no longer than
-   computing them would take; the engine goes on with other requests. A request waits once.
-6. For a request that stays in the engine's queue, the store begins a prefetch at once, beside the step that the
-   request waits for. The prefetch pins nothing, because queues are long, and costs the scheduler only a few calls in
+   computing these blocks would take. Meanwhile the engine goes on with other requests. A request waits for promotions
+   only once.
+6. If a request has to wait in the engine's queue, the store is called to prefetch its blocks while the current step
+   runs. The prefetched blocks are not pinned, because queues are long. The scheduler makes only a few such calls in
    each step.
 7. A request reports where its prompt's blocks came from at its first admission: blocks in the engine's own cache,
    blocks loaded (as the worker side confirmed them), and blocks pulled directly. All other blocks were computed.
@@ -34,47 +36,51 @@ from kvstore.block import BlockHash, HashAlgorithm
 from kvstore.messages import LeaseId, Match, blocks_by_tier, merge_promoted
 from kvstore.recent_map import RecentMap
 
-LEASE_SECONDS = 30.0  # duration of a read lease; vLLM's NIXL connector keeps handed-off blocks as long
-MAX_WAIT_SECONDS = 10.0  # longest wait for blocks of slower tiers, shorter than the lease
+LEASE_SECONDS = 30.0  # duration of a read lease; vLLM's NIXL connector keeps the blocks of a handoff for the same time
+MAX_WAIT_SECONDS = 10.0  # maximum wait for blocks of slower tiers, shorter than the lease
 LEAST_TOKENS = 64  # a step with fewer tokens does not count for `PrefillSpeed`, because such steps only decode
 SAMPLES = 16  # number of step durations that `PrefillSpeed` remembers
 UNKNOWN_SECONDS_A_TOKEN = 0.0005  # assumed prefill time of a token before the first measurement
-LOOK_AGAIN_SECONDS = 0.002  # pause between two calls about blocks that are being promoted
-MATCH_FRESH_SECONDS = 10.0  # a request that waits for room asks the store again after this time, before its lease ends
-# Most prefetches for queued requests in a step, because a call takes 0.5 ms and the step waits for it.
+LOOK_AGAIN_SECONDS = 0.002  # pause between two calls that check whether the store's promotions have ended
+# If a request waits longer for room in the engine, its match is renewed, because the lease will end.
+MATCH_FRESH_SECONDS = 10.0
+# Maximum number of prefetches for queued requests in one step; each is a call of 0.5 ms, and the step waits for it.
 FETCHES_A_STEP = 4
 MAX_QUEUED = (
-    1024  # queued requests that are remembered for an early look-up; others are looked up when vLLM schedules them
+    # maximum number of queued requests that are prefetched for; the store is queried for others only when vLLM
+    # schedules them
+    1024
 )
 
 HANDOFF = "fleet_handoff"
-"""Key of a request's transfer parameters: a decode worker will look for its blocks in the store."""
+"""Key in a request's transfer parameters; True means that a decode worker will look for the request's blocks in the
+store."""
 
 COUNTS = "fleet_kv"
-"""Key of a finished request's transfer parameters: its `PromptBlockCounts`, as a list."""
+"""Key in a finished request's transfer parameters; its value is the `PromptBlockCounts` of the request, as a list."""
 
 
 class PlannerStore(Protocol):
-    """The part of a store node's client that the planner needs; no method raises."""
+    """The calls of a store client that the planner needs; they never raise an exception."""
 
     def match(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> Match:
-        """Match the longest prefix in the node's memory and lease it for `LEASE_SECONDS`.
+        """Return the longest prefix of `names` in the node's memory, leased for `LEASE_SECONDS`.
 
-        The promotion of the blocks after the prefix may begin.
+        The node may also begin to promote the blocks after this prefix from slower tiers.
         """
         ...
 
     def coming(self, names: Sequence[BlockHash]) -> bool:
-        """Return whether blocks right after that prefix are being promoted."""
+        """Return whether the node is promoting the blocks that follow the prefix of `names` in its memory."""
         ...
 
     def fetch(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> None:
-        """Begin to promote the blocks after that prefix, without a lease."""
+        """Let the node promote the blocks that follow the prefix of `names` in its memory, without a lease."""
         ...
 
 
 class EngineRequest(Protocol):
-    """The part of vLLM's `Request` that the planner reads."""
+    """The attributes of vLLM's `Request` that the planner reads."""
 
     request_id: str
     all_token_ids: Sequence[int]
@@ -83,20 +89,20 @@ class EngineRequest(Protocol):
     num_preemptions: int
     cache_salt: str | None
     kv_transfer_params: dict[str, Any] | None
-    prefill_stats: Any  # vLLM's `PrefillStats`; None after they were sent
+    prefill_stats: Any  # vLLM's `PrefillStats`; None once vLLM has sent them
 
 
 class PromptBlockCounts(Struct, frozen=True, array_like=True):
-    """Counts of a prompt's blocks by their source; all other blocks were computed."""
+    """Counts a prompt's blocks by their source; the blocks that are not counted here were computed."""
 
     engine: int = 0
     store: int = 0
     direct: int = 0
-    tiers: dict[str, int] = {}  # number of the store's blocks by tier of the node
+    tiers: dict[str, int] = {}  # number of the blocks from the store, by the node's tier in which they were
 
 
 class BlockLoad(Struct, frozen=True):
-    """An order to load the slots of `match` from `first` on into these blocks of the engine."""
+    """An order to load the blocks of `match`, from index `first` on, into the engine's blocks `block_ids`."""
 
     request_id: str
     match: Match
@@ -105,7 +111,7 @@ class BlockLoad(Struct, frozen=True):
 
 
 class BlockSave(Struct, frozen=True):
-    """Blocks of the engine to offer to the store, consecutive in one chain."""
+    """Names some blocks of the engine, consecutive in one chain, that the worker side has to offer to the store."""
 
     request_id: str
     names: list[BlockHash]
@@ -114,37 +120,37 @@ class BlockSave(Struct, frozen=True):
 
 
 class StoreWork(Struct):
-    """Orders of one step to the worker side."""
+    """The orders of one step from the scheduler side of the connector to its worker side."""
 
     loads: list[BlockLoad]
-    urgent: list[BlockSave]  # whole chains that must be saved before the step ends
-    deferred: list[BlockSave]  # blocks that are saved when there is time
-    releases: list[LeaseId]  # leases that are not needed any more
+    urgent: list[BlockSave]  # blocks that must be saved before the step ends; each entry has the whole chain
+    deferred: list[BlockSave]  # blocks that the worker side may save later, when it has time
+    releases: list[LeaseId]  # leases that have to be returned to the store
     idle: bool  # True if the step computes nothing
-    step: int = 0  # identifies the saves of this step on all ranks
+    step: int = 0  # number of the step, by which all ranks identify its saves
 
 
 class _Tracked:
-    """One request between its first match and its end."""
+    """Remembers one request from its first match until its end."""
 
     def __init__(self, request: EngineRequest, salt: bytes, root: BlockHash):
         self.request = request
         self.salt = salt
         self.root = root
         self.hashes: list[BlockHash] = []
-        self.match: Match | None = None  # the match that is not claimed yet; None: there is none
+        self.match: Match | None = None  # the match whose blocks are not claimed yet; None if there is none
         self.matched_at = 0.0
-        # Time until which the request waits for blocks that are being promoted; None: it does not wait.
+        # Until this time the request waits for blocks that are being promoted; None if it does not wait.
         self.waits_until: float | None = None
         self.looked_at = 0.0
         self.has_waited = False
-        self.offered = 0  # number of leading blocks that the store has or was offered
+        self.offered = 0  # number of leading blocks that were found in the store or offered to it
         self.local = 0  # number of leading blocks that were found in the engine's own cache
         self.claimed: list[int] = []  # numbers of the engine's blocks that are being loaded from the store
         self.will_pull = False  # True if another connector fills the request's blocks directly
         self.pulling: list[int] = []  # numbers of the engine's blocks that another connector is filling
         self.may_load = True
-        self.promoted: dict[str, int] = {}  # number of promoted blocks in the request's matches, by tier
+        self.promoted: dict[str, int] = {}  # number of blocks that were promoted for the request's matches, by tier
         self.counts = PromptBlockCounts()
 
     @property
@@ -184,24 +190,26 @@ class StorePlanner:
         self._speed = PrefillSpeed()
         self._now = now
         self._tracked: dict[str, _Tracked] = {}
-        self.queued: dict[str, EngineRequest] = {}  # requests that were not looked up yet, the oldest first
+        # Requests for which the store has not been queried yet, the oldest first.
+        self.queued: dict[str, EngineRequest] = {}
         self._offered: RecentMap[BlockHash, None] = RecentMap(remember)
         self._loads: list[BlockLoad] = []
         self._releases: list[LeaseId] = []
         self._steps = 0
         self._is_shared = ranks > 1
-        self._reading: dict[str, LeaseId] = {}  # leases whose blocks several ranks are reading, by request
+        self._reading: dict[str, LeaseId] = {}  # leases of the blocks that several ranks are still reading, by request
 
     def arrived(self, request: EngineRequest) -> None:
-        """Record that a request is in the engine's queue; it may be looked up in the next step or much later."""
+        """Record that a request is in the engine's queue. vLLM may schedule it in the next step or much later."""
         pulls = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
         if self._store is not None and not pulls and len(self.queued) < MAX_QUEUED:
             self.queued[request.request_id] = request
 
     def look_up(self, request: EngineRequest, local_tokens: int) -> int | None:
-        """Return how many tokens after the `local_tokens` of the engine's own cache the store can provide.
+        """Return how many tokens the store can provide after the `local_tokens` that the engine has in its own cache.
 
-        The method may be called again while the request waits for room. None: ask again with the next step (rule 5).
+        Return None if the request has to wait for promotions (rule 5); vLLM then calls again in the next step. vLLM may
+        also call again while the request waits for room in the engine.
         """
         self.queued.pop(request.request_id, None)
         tracked = self._tracked.get(request.request_id)
@@ -210,7 +218,7 @@ class StorePlanner:
         tracked.local = local_tokens // self._block_tokens
         if request.num_preemptions == 0:
             tracked.counts = PromptBlockCounts(engine=tracked.local)
-        # Read only now, because vLLM sets it only once.
+        # Read as late as this, because vLLM sets the number only once.
         tracked.will_pull = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
         if tracked.will_pull:
             return 0
@@ -226,7 +234,7 @@ class StorePlanner:
         return max(0, min(len(match.slots), claimable) - tracked.local) * self._block_tokens
 
     def allocated(self, request: EngineRequest, block_ids: Sequence[int], external_tokens: int) -> None:
-        """Turn the match into a claim, or return it, because the engine has made room for the request."""
+        """Claim the blocks of the match, or return its lease unused, because vLLM has given the request its blocks."""
         tracked = self._tracked[request.request_id]
         if tracked.will_pull:
             tracked.will_pull = False
@@ -245,7 +253,10 @@ class StorePlanner:
             self._reading[request.request_id] = match.lease_id
 
     def plan(self, scheduled: Mapping[str, int], block_ids_of: Callable[[str], Sequence[int]]) -> StoreWork:
-        """Return the orders for the step that computes `scheduled` tokens of each request."""
+        """Return the orders for the next step.
+
+        `scheduled` is the number of tokens of each request that the step computes.
+        """
         self._steps += 1
         work = StoreWork(
             loads=self._loads,
@@ -265,7 +276,7 @@ class StorePlanner:
             if tracked is None:
                 continue
             request = tracked.request
-            # The list lacks tokens of rejected drafts, and tokens that are unknown while steps overlap.
+            # The list of tokens may be shorter: drafts may be rejected, and a running step's tokens are not known yet.
             known = min(request.num_computed_tokens + num_tokens, len(request.all_token_ids))
             full = known // self._block_tokens
             if full > tracked.offered:
@@ -273,7 +284,10 @@ class StorePlanner:
         return work
 
     def loaded(self, results: Mapping[str, int]) -> None:
-        """Record that all ranks have ended these loads, each with the number of leading blocks that were loaded correctly."""
+        """Record that all ranks have ended these loads.
+
+        `results` has, for each request, the number of blocks loaded correctly.
+        """
         for request_id, good in results.items():
             if (lease_id := self._reading.pop(request_id, None)) is not None:
                 self._releases.append(lease_id)
@@ -289,7 +303,7 @@ class StorePlanner:
             tracked.claimed = []
 
     def pulled(self, request_ids: AbstractSet[str], invalid_blocks: AbstractSet[int], failed: AbstractSet[str]) -> None:
-        """Record that direct transfers from another engine have ended for these requests."""
+        """Record that the direct transfers of blocks from another engine have ended for these requests."""
         for request_id in request_ids:
             tracked = self._tracked.get(request_id)
             if tracked is None or not tracked.pulling:
@@ -299,13 +313,13 @@ class StorePlanner:
             tracked.pulling = []
 
     def counts(self, request_ids: Iterable[str]) -> Iterator[tuple[EngineRequest, PromptBlockCounts]]:
-        """Yield the requests that have not ended, each with its counts so far."""
+        """Yield those of the requests that have not ended, each with its counts until now."""
         for request_id in request_ids:
             if (tracked := self._tracked.get(request_id)) is not None:
                 yield tracked.request, tracked.counts
 
     def finished(self, request: EngineRequest) -> PromptBlockCounts | None:
-        """Forget a request; return None if its blocks were never looked up."""
+        """Forget a request and return its counts; return None if the store was never queried for its blocks."""
         self.queued.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
@@ -321,7 +335,7 @@ class StorePlanner:
         return tracked
 
     def _fresh_match(self, store: PlannerStore, tracked: _Tracked, num_tokens: int) -> Match | None:
-        """Return the store's match; None while further blocks are being promoted that are worth waiting for (rule 5)."""
+        """Return the store's match, or None while the request waits for promotions that are worth the wait (rule 5)."""
         now = self._now()
         num_blocks = num_tokens // self._block_tokens
         if tracked.waits_until is not None:
@@ -338,7 +352,7 @@ class StorePlanner:
         tracked.match = store.match(names, max_wait_seconds=max_wait, tenant=tracked.salt)
         tracked.promoted = merge_promoted(tracked.promoted, tracked.match.promoted)
         if before is not None and before.slots:
-            # Released only now, because it kept the first blocks while the others were promoted.
+            # The earlier lease is returned only now; it has kept the first blocks in memory during the promotion.
             self._releases.append(before.lease_id)
         tracked.matched_at = tracked.looked_at = now
         tracked.offered = len(tracked.match.slots)
@@ -354,7 +368,10 @@ class StorePlanner:
         return store.coming(self._hashes(tracked, num_blocks)[:num_blocks])
 
     def _fetch_for_queued(self, store: PlannerStore) -> None:
-        """Prefetch for queued requests (rule 6), once for each, because a request is looked up again at its admission."""
+        """Let the store prefetch the blocks of queued requests (rule 6), at most `FETCHES_A_STEP` requests per call.
+
+        Each request is prefetched only once, because `look_up` queries the store again when vLLM schedules it.
+        """
         for request_id in list(islice(self.queued, FETCHES_A_STEP)):
             request = self.queued.pop(request_id)
             num_tokens = len(request.all_token_ids)
@@ -366,7 +383,10 @@ class StorePlanner:
                 )
 
     def _hashes(self, tracked: _Tracked, num_blocks: int) -> list[BlockHash]:
-        """Return at least the first `num_blocks` names of the request's chain, which grows with its answer."""
+        """Return the hashes of the request's chain, at least the first `num_blocks`.
+
+        The chain grows with the answer.
+        """
         if (have := len(tracked.hashes)) < num_blocks:
             ids = tracked.request.all_token_ids[have * self._block_tokens : num_blocks * self._block_tokens]
             parent = tracked.hashes[-1] if have else tracked.root
@@ -380,7 +400,7 @@ class StorePlanner:
         fresh = [index for index in range(tracked.offered, full) if names[index] not in self._offered]
         tracked.offered = full
         if tracked.hands_off:
-            # The whole chain, because the store skips blocks that it has, and evicts the start of the chain later.
+            # The whole chain is saved: the store skips blocks that it has, but then keeps the chain's beginning longer.
             work.urgent.append(BlockSave(request_id, names, list(block_ids[:full]), tracked.salt))
         elif fresh:
             first = fresh[0]
@@ -390,7 +410,7 @@ class StorePlanner:
 
 
 class PrefillSpeed:
-    """Upper estimate of the seconds per prompt token, learned from the times at which the scheduler plans steps.
+    """Estimates the seconds to compute a prompt token, rather too high, from the times at which steps are planned.
 
     Schedulers may plan a step while the previous one still runs. Therefore the duration of a step is taken as the time
     until the second plan after it, if none of these steps was idle. The shortest of the last samples is used, because it
@@ -398,7 +418,7 @@ class PrefillSpeed:
     """
 
     def __init__(self) -> None:
-        # Time in seconds and number of tokens of each of the last plans.
+        # The time in seconds and the number of tokens of each of the last planned steps.
         self._plans: deque[tuple[float, int]] = deque(maxlen=3)
         self._samples: deque[float] = deque(maxlen=SAMPLES)
 
@@ -411,5 +431,5 @@ class PrefillSpeed:
                 self._samples.append((ended - began) / tokens)
 
     def seconds(self, tokens: int) -> float:
-        """Return the predicted seconds to compute the given number of tokens."""
+        """Return the predicted seconds to compute a prompt of this number of tokens."""
         return tokens * min(self._samples, default=UNKNOWN_SECONDS_A_TOKEN)

@@ -1,4 +1,4 @@
-"""KV memory of a vLLM engine, seen as blocks, or as one rank's shards of blocks."""
+"""KV memory of a vLLM engine: reads and writes its blocks, or one rank's shards of them, as the store keeps blocks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,23 +15,23 @@ from workers.engines.vllm.store_planner import BlockLoad
 if TYPE_CHECKING:
     import torch
 
-GATHER_BYTES = 32 << 20  # bytes of device memory that one copy uses temporarily; loads and saves may each use them
+GATHER_BYTES = 32 << 20  # bytes of device memory that the loads use for their copies, and the saves too
 
 Source: TypeAlias = Callable[[int], ByteArray | list[ByteArray]]
-"""A function that returns the block at an index, in one piece or in several. The block stays valid until
-`kvstore.client.store_client.batch_blocks` further blocks were requested."""
+"""A function that returns the block at an index, in one piece or in several. The returned block stays valid until the
+function was called for `kvstore.client.store_client.batch_blocks` other blocks."""
 
 
 class BlockReader(Protocol):
     """Protocol of reading blocks from the store; a store client implements it."""
 
     def read(self, match: Match, indices: Sequence[int], destinations: Sequence[MutableBlock]) -> list[bool]:
-        """Read blocks as `kvstore.client.StoreClient.read` does."""
+        """Read blocks of a match into the destinations, as `kvstore.client.StoreClient.read` does."""
         ...
 
 
 class ShareReader:
-    """Implements `BlockReader` for one rank among several."""
+    """Reads this rank's shards of the store's blocks, for a rank among several."""
 
     def __init__(self, client: StoreClient, share: RankShard):
         self._client = client
@@ -46,50 +46,57 @@ Wait: TypeAlias = Callable[[], None]
 
 
 class EngineBlocks(Protocol):
-    """KV memory of one rank, by block number; it contains whole blocks, or this rank's shards."""
+    """KV memory of one rank, addressed by block numbers; it contains whole blocks, or this rank's shards of them."""
 
     block_bytes: int
 
     def fence(self) -> Wait:
-        """Return a fence for `load`, so that the work which the engine's thread has launched so far is done first.
+        """Return a fence that makes a `load` wait for the work that the engine's thread has launched until now.
 
         Only the engine's thread may call this.
         """
         ...
 
     def load(self, reader: BlockReader, load: BlockLoad, fence: Wait) -> list[bool]:
-        """Fill the blocks of `load` after `fence`; return for each block whether its bytes arrived correctly."""
+        """Read the blocks of `load` into the memory after `fence`.
+
+        Return for each block whether its bytes arrived correctly.
+        """
         ...
 
     def source(self, block_ids: Sequence[int]) -> Source:
-        """Return the source of these blocks' bytes for a write to the store. Only one source may be in use at a time."""
+        """Return the source of these blocks' bytes for a write to the store. Only one source may be used at a time."""
         ...
 
     def host_rows(self, count: int) -> ByteArray:
-        """Return host memory for blocks, of shape [count, block_bytes], to and from which copies are fast."""
+        """Return host memory for this number of blocks, of shape [count, block_bytes].
+
+        Copies to and from it are fast.
+        """
         ...
 
     def copy_out(self, block_ids: Sequence[int], rows: Sequence[ByteArray]) -> Wait:
         """Copy blocks to host memory, in the store's layout; each row is one of `host_rows`.
 
-        The engine's thread calls it, and may launch work that overwrites the blocks when it returns. The rows are complete
-        when the returned function has returned; any thread may call that.
+        The engine's thread calls this method. After it returns, that thread may already launch work that overwrites the
+        blocks. The rows are complete once the returned function has been called and has returned; any thread may call
+        it.
         """
         ...
 
 
 def _done() -> None:
-    """Do nothing, because the copy was complete when the call returned."""
+    """Do nothing, because there is nothing to wait for: the copy was complete when `copy_out` returned."""
 
 
 class HostBlocks:
-    """KV memory that the CPU can address: blocks are read and written in place, without staging."""
+    """KV memory that the CPU can address. Blocks are read and written in place, without a copy in between."""
 
     def __init__(self, layers: "Sequence[torch.Tensor]"):
-        """Share memory with the engine.
+        """Use the engine's own tensors.
 
         Args:
-            layers: One contiguous tensor for each layer, [blocks, heads, tokens, elements].
+            layers: One contiguous tensor for each layer, of shape [blocks, heads, tokens, elements].
         """
         import torch  # noqa: PLC0415 - heavy; only the engine's processes have it
 
@@ -110,7 +117,7 @@ class HostBlocks:
         return lambda index: self._pieces(block_ids[index])
 
     def host_rows(self, count: int) -> ByteArray:
-        # Filled in advance, because the first access to a page is thirty times slower than a copy.
+        # Written once in advance, because the first access to a page of memory is thirty times slower than a copy.
         return np.full((count, self.block_bytes), 1, dtype=np.uint8)
 
     def copy_out(self, block_ids: Sequence[int], rows: Sequence[ByteArray]) -> Wait:
@@ -125,15 +132,16 @@ class HostBlocks:
 
 
 class DeviceBlocks:
-    """KV memory of an accelerator. Blocks are gathered on the device, and copied to pinned host memory many at a time.
+    """KV memory of an accelerator: blocks are gathered on the device, then copied to pinned host memory together.
 
     Rules:
 
     1. Reading blocks (`copy_out`, `source`) begins with a gather on the engine's own stream. It therefore reads the results
        of all work that was launched before it, and of no later work. The gathered bytes are then copied to the host on a
        stream for saves, while the engine goes on.
-    2. Loads have another stream. On the engine's stream, each of their copies would wait for the steps that the engine has
-       launched. `fence` orders a load after the work that may still use the load's blocks.
+    2. Loads have a stream of their own. On the engine's stream, each of their copies would wait for the steps that the
+       engine has launched. The fence of a load makes it wait only for the work that may still use the blocks that the
+       load fills.
     3. At most `GATHER_BYTES` are gathered at a time, because the engine has taken nearly all memory of the device.
     """
 
@@ -141,7 +149,7 @@ class DeviceBlocks:
         """Allocate host buffers for each direction, because loads and saves run in different threads.
 
         Args:
-            layers: One tensor for each layer, logically [blocks, heads, tokens, elements] in any physical order.
+            layers: One tensor for each layer, of shape [blocks, heads, tokens, elements], in any order in memory.
         """
         import torch  # noqa: PLC0415 - heavy; only the engine's processes have it
 
@@ -176,8 +184,9 @@ class DeviceBlocks:
     def source(self, block_ids: Sequence[int]) -> Source:
         """Return the source of these blocks' bytes.
 
-        Indices are usually requested one after the other, so the source copies a batch ahead. After the first gap it copies
-        single blocks. A row is then never overwritten before `batch_blocks` further blocks were requested.
+        Indices are usually requested in order, so the source copies the next blocks in advance, a batch at a time. Once
+        an index is skipped, the source copies single blocks. In both cases a returned block stays valid until
+        `batch_blocks` other blocks were requested.
         """
         rows: dict[int, ByteArray] = {}  # blocks that were copied ahead, by index
         used, expected, ahead = 0, -1, self._batch
@@ -221,7 +230,10 @@ class DeviceBlocks:
             self._torch.from_numpy(row).copy_(content, non_blocking=True)
 
     def _copy_in(self, places: Sequence[tuple[int, int]]) -> None:
-        """Copy rows of the incoming buffer, given with their block numbers, to the device, and wait for it."""
+        """Copy rows of the host buffer for loads to blocks on the device, and wait for the copies.
+
+        Each place is the number of a row and the number of its block.
+        """
         for start in range(0, len(places), self._gathered_blocks):
             rows, block_ids = zip(*places[start : start + self._gathered_blocks], strict=True)
             with nullcontext() if self._streams is None else self._streams.loading():
@@ -239,28 +251,37 @@ class DeviceBlocks:
                     layer.index_copy_(0, ids, pieces[:, index])
 
     def _indices(self, block_ids: Sequence[int]) -> "torch.Tensor":
-        """Return block numbers on the device. They are copied from pinned memory, because other copies make the thread wait."""
+        """Return these block numbers as a tensor on the device.
+
+        The tensor is copied from pinned memory, because a copy from other memory would make the thread wait.
+        """
         pinned = self._torch.tensor(block_ids, dtype=self._torch.int64, pin_memory=self._streams is not None)
         return pinned.to(self._device, non_blocking=True)
 
     def _host_tensor(self, count: int) -> "torch.Tensor":
-        """Return host memory for blocks; it is filled now, because the first access to each page is slow."""
+        """Return host memory for `count` blocks.
+
+        It is filled once here, because the first access to each page is slow.
+        """
         pinned = self._streams is not None
         return self._torch.ones((count, self.block_bytes), dtype=self._torch.uint8, pin_memory=pinned)
 
 
 class _Streams:
-    """Streams of one device for loads and for saves; all other work of the process is on the engine's own stream."""
+    """The streams of one device for loads and for saves.
+
+    All other GPU work of the process is on the engine's own stream.
+    """
 
     def __init__(self, torch: Any, device: "torch.device"):
-        self._cuda = torch.cuda  # ROCm's builds of torch use the same name
+        self._cuda = torch.cuda  # torch uses this name for AMD's devices (ROCm) as well
         self._device = device
-        # High priority: a small copy then need not wait for the engine's large kernels, and hardly delays them.
+        # High priority, so that a small copy need not wait for the engine's large kernels; it hardly delays them.
         self._loads = torch.cuda.Stream(device, priority=-1)
         self._saves = torch.cuda.Stream(device)
 
     def loads_wait(self) -> Wait:
-        """Return a function that makes later loads wait for the work that the calling thread's current stream has now."""
+        """Return a function that makes later loads wait for the work that is on the calling thread's stream now."""
         launched = self._cuda.current_stream(self._device).record_event()
         return lambda: self._loads.wait_event(launched)
 
@@ -279,7 +300,7 @@ class _Streams:
             gathered: The tensor that this work reads. Its memory is not reused before the work has ended.
 
         Yields:
-            Function that waits for this work.
+            A function that waits until this work has ended.
         """
         self._saves.wait_stream(self._cuda.current_stream(self._device))
         copied = self._cuda.Event()

@@ -1,4 +1,4 @@
-"""Block mover: performs the scheduler side's orders to load blocks from the store and to save blocks.
+"""Block mover: loads an engine's blocks from the store and saves them, as the connector's scheduler side orders.
 
 Rules:
 
@@ -7,8 +7,9 @@ Rules:
    `workers.engines.vllm.blocks.saves`).
 2. Loads run in a separate thread, while the engine computes for other requests. No request uses the destination until
    the load is reported as ended, and every load is reported.
-3. If an engine has several ranks, each loads its shard. vLLM counts a load as ended when all ranks have reported it,
-   and a block as bad when one rank has. Then the scheduler side returns the lease, not the rank that ends first.
+3. If an engine has several ranks, each loads its own shards. vLLM counts a load as ended when all ranks have reported
+   it, and a block as bad when one rank has. The scheduler side returns the lease of the blocks after the last rank,
+   because a rank cannot know whether the others still read.
 """
 
 import logging
@@ -31,12 +32,12 @@ from workers.engines.vllm.store_planner import BlockLoad, StoreWork
 
 log = logging.getLogger(__name__)
 
-# Time for which a step without computation waits for a load, so that the engine does not spin.
+# A step that computes nothing waits so long for a load to end, so that the engine does not spin.
 IDLE_WAIT_SECONDS = 0.001
 
 
 class BlockMover:
-    """Performs the orders of the scheduler side. The engine's thread calls all public methods."""
+    """Performs the orders of the connector's scheduler side. The engine's thread calls all public methods."""
 
     def __init__(self, client: StoreClient, blocks: EngineBlocks, end: LeaderRank | FollowerRank | None = None):
         """Start the threads.
@@ -44,7 +45,7 @@ class BlockMover:
         Args:
             client: Client of the store.
             blocks: The KV blocks of this rank.
-            end: This rank's end of the channels between the engine's ranks; None: the engine has only one rank.
+            end: This rank's side of the channels between the engine's ranks; None: the engine has only one rank.
         """
         self.client = client
         self.blocks = blocks
@@ -57,7 +58,7 @@ class BlockMover:
         self.saver = _open_saver(client, blocks, end)
 
     def start(self, work: StoreWork) -> None:
-        """Begin the loads of a step."""
+        """Begin the loads that the orders of a step demand."""
         self.saver.stepped()
         for load in work.loads:
             with self._ended:
@@ -67,11 +68,11 @@ class BlockMover:
             self.loader.submit(self._release, work.releases)
 
     def save(self, work: StoreWork) -> None:
-        """Save the blocks that became full in a step."""
+        """Save the blocks that have become full in a step."""
         self.saver.keep(work)
 
     def collect(self, *, idle: bool) -> list[tuple[BlockLoad, list[bool]]]:
-        """Return the loads that have ended since the last call, with the good blocks of each."""
+        """Return the loads that have ended since the last call, each with a flag per block: True if the block is correct."""
         with self._ended:
             if idle and self._loading and not self._results:
                 self._ended.wait(IDLE_WAIT_SECONDS)
@@ -79,7 +80,7 @@ class BlockMover:
         return results
 
     def close(self) -> None:
-        """End all threads after staged blocks were written."""
+        """End all threads, after the blocks of the staging area were written."""
         self.saver.close()
         self.loader.shutdown(cancel_futures=True)
         if isinstance(self.ranks, LeaderRank):
@@ -91,7 +92,7 @@ class BlockMover:
             whole = self.blocks.load(self._reader, load, fence)
             if self.ranks is None:
                 self.client.release(load.match.lease_id)
-        except Exception:  # supervisor: every load has to be reported; after an error the request computes its blocks
+        except Exception:  # supervisor: every load has to be reported; if it has failed, the engine computes its blocks
             log.exception("kv block load failed", extra={"request": load.request_id})
         if not all(whole):
             log.warning(

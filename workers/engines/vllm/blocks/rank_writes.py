@@ -1,4 +1,4 @@
-"""Rank writes: how the ranks of one engine write a store block together, each rank its share of the heads.
+"""Rank writes: let the ranks of one engine write blocks to the store together; each rank writes its share of the heads.
 
 This module does not use vLLM.
 
@@ -7,15 +7,16 @@ Rules:
 1. Blocks in the store are whole (`kvstore.layouts.rank_shards`). The first rank leads: it reserves places, orders the other ranks
    to write their shards there, writes its own shard meanwhile, and publishes once the blocks that every rank has
    written.
-2. The leader does not publish a block that a rank did not write in time. Its place is free again at once, or when the
-   reservation ends if the leader died. A late write there changes no checksum.
-3. Orders name blocks by their step and save, which are the same on all ranks, because the scheduler gives all ranks
-   the same orders. If a rank has missed a save, it therefore notices this, and answers that it has no block.
+2. The leader does not publish a block that a rank did not write in time. Its place in the pool becomes free at once, or
+   if the leader has died, when the reservation ends. If a rank writes to the place too late, this changes no published
+   checksum, so readers notice if it has damaged another block.
+3. Orders name blocks by their step and save, which are the same on all ranks, because the scheduler gives all ranks the
+   same orders. A rank that has missed a save therefore notices this, and answers that it does not have the block.
 4. Urgent and deferred blocks have separate channels: each is a socket in a folder that only this engine's processes can
-   access. Each channel carries one order at a time. The leader waits for answers, and followers wait for orders, up to a
-   deadline. Saves that exceed it are lost, which only causes later misses. If a rank leaves an order unanswered, it gets
-   no more orders of that save, and then none for a pause (`kvstore.circuit_breaker`). The other ranks therefore do not wait
-   for it again and again.
+   access. Each channel carries one order at a time. The leader waits for answers, and followers wait for orders, up to
+   a deadline. A save that exceeds its deadline is lost, so its blocks will have to be computed again. If a rank leaves
+   an order unanswered, it gets no more orders of that save, and then none for a pause (`kvstore.circuit_breaker`). The
+   other ranks therefore do not wait for it again and again.
 5. If several ranks hold the same head, one of them writes it, a different one for each block, and the others add nothing.
 """
 
@@ -42,14 +43,16 @@ from kvstore.namespace import KvNamespace
 
 log = logging.getLogger(__name__)
 
-JOIN = Nanos(60 * SECOND)  # longest wait for the other ranks at the start; a machine with few cores starts them slowly
-LEAD = Nanos(2 * SECOND)  # longest wait of the leader for the answers to an order
-# Longest wait of a follower for the next order of a save: the leader may wait for the node and a rank.
+JOIN = Nanos(60 * SECOND)  # maximum wait for the other ranks at the start; a machine with few cores starts them slowly
+LEAD = Nanos(2 * SECOND)  # maximum time for which the leader waits for the answers to an order
+# Maximum wait of a follower for the next order of a save. It exceeds `LEAD`, because meanwhile the leader may wait for
+# the store node and for another rank.
 FOLLOW = Nanos(4 * SECOND)
 
-ORDER_BLOCKS = 256  # most blocks in one order, which then has 10 KB
-ENDED_SAVES = 1024  # most ended saves in one message
-# Most bytes of the blocks of one order, unless a single block is larger. Every machine writes them faster than in `LEAD`.
+ORDER_BLOCKS = 256  # maximum number of blocks in one order, which then has 10 KB
+ENDED_SAVES = 1024  # maximum number of saves in one message that are reported as ended
+# Maximum number of bytes of the blocks in one order, unless one block is larger; every machine writes them within
+# `LEAD`.
 ORDER_BYTES = 256 << 20
 MESSAGE_BYTES = 64 << 10
 
@@ -58,19 +61,19 @@ SaveKey = tuple[int, int]
 
 
 class RankChannel(IntEnum):
-    URGENT = 0  # channel that the engine's thread uses within a step
+    URGENT = 0  # the channel of urgent saves, which the engine's thread uses within a step
     DEFERRED = 1
 
 
 class SavedBlock(Struct, frozen=True, array_like=True):
-    """One block of a save."""
+    """Identifies one block of a save in the same way on all ranks."""
 
     save: SaveKey
     index: int
 
 
 class RankPosition(Struct, frozen=True):
-    """Position of a rank in its engine, and its shard of a block."""
+    """States a rank's position in its engine, and which shard of each block it has."""
 
     rank: int
     ranks: int
@@ -92,7 +95,7 @@ class RankPosition(Struct, frozen=True):
         return self.rank == 0
 
     def writes(self, turn: int) -> bool:
-        """Return whether this rank, among its replicas, has to write the block (rule 5)."""
+        """Return True if this rank, and not another one with the same heads, writes block number `turn` (rule 5)."""
         return turn % self.replicas == self.rank % self.replicas
 
 
@@ -102,38 +105,41 @@ class RankHello(Struct, frozen=True, array_like=True):
 
 
 class WriteOrder(Struct, frozen=True, array_like=True):
-    """The leader's order to write these blocks, which may be none, and the saves that have ended."""
+    """The leader's order to write the shards of these blocks.
+
+    It also reports which saves have ended, and may do only that.
+    """
 
     number: int
     grant: WriteGrant | None = None
-    first: int = 0  # index of the first place among all reserved places
+    first: int = 0  # number of places that were reserved before the first place of this order
     blocks: tuple[SavedBlock, ...] = ()  # one block for each place
-    ended: tuple[SaveKey, ...] = ()  # saves without further orders
+    ended: tuple[SaveKey, ...] = ()  # saves for which no more orders will come
 
     @property
     def save(self) -> SaveKey:
-        """The save to which the order's blocks belong; the first one if there are several."""
+        """The save of the first block in the order; if there is no block, the first save that has ended."""
         return self.blocks[0].save if self.blocks else self.ended[0]
 
 
 class WrittenShards(Struct, frozen=True, array_like=True):
-    """A rank's answer to the leader: by place, its contribution to the checksum of each block that it wrote."""
+    """A rank's answer to an order: for each block that it wrote, by position in the order, its part of the checksum."""
 
     number: int
     sums: dict[int, int]
 
 
 class LeaderLost(Exception):
-    """The first rank has ended, and with it the engine."""
+    """Raised by a follower when the first rank has ended, because the engine then ends too."""
 
 
 Source: TypeAlias = "Callable[[SavedBlock], Block | None]"
-"""A function that returns a rank's shard of a block; None: the rank does not have the block. The shard stays valid until
-`kvstore.client.store_client.batch_blocks` further shards were requested."""
+"""A function that returns a rank's shard of a block; None: the rank does not have the block. The shard stays valid
+until the function was called for `kvstore.client.store_client.batch_blocks` other blocks."""
 
 
 class LeaderRank:
-    """The leader's end of all channels, on the first rank."""
+    """Leads the other ranks in the process of the first rank: it sends them orders on all channels."""
 
     def __init__(self, client: StoreClient, seat: RankPosition, path: Path, clock: Clock):
         """Listen on a Unix socket at the given path; `gather` accepts the other ranks."""
@@ -146,8 +152,10 @@ class LeaderRank:
         self._listener.listen(len(RankChannel) * seat.ranks)
         self._turns = [threading.Lock() for _ in RankChannel]
         self._numbers = [0 for _ in RankChannel]
-        self._followers: list[dict[int, socket.socket]] = [{} for _ in RankChannel]  # for each channel: sockets by rank
-        self.answering = [CircuitBreaker() for _ in RankChannel]  # for each channel: open after a rank has not answered
+        # For each channel: the sockets of the other ranks, by rank.
+        self._followers: list[dict[int, socket.socket]] = [{} for _ in RankChannel]
+        # For each channel: a circuit breaker that opens when a rank has not answered.
+        self.answering = [CircuitBreaker() for _ in RankChannel]
         self.lost = False
         self.at_once = min(max(ORDER_BYTES // seat.share.block_bytes, 1), ORDER_BLOCKS)
 
@@ -184,9 +192,9 @@ class LeaderRank:
             lane: The channel on which the followers expect the order.
             names: Block hashes from the start of the chain.
             blocks: The identity of each block, one for each hash.
-            source: Function that returns this rank's shards.
-            tenant: Salt of the chain.
-            ended: Saves without further orders.
+            source: Function that returns this rank's shard of a block.
+            tenant: Salt of the chain; the blocks count towards the quota of its tenant.
+            ended: Saves for which no more orders will come.
         """
         with self._turns[lane]:
             grant: WriteGrant | None = None
@@ -203,7 +211,7 @@ class LeaderRank:
         return published
 
     def close(self) -> None:
-        """Close all channels; the followers notice this."""
+        """Close all channels, by which the followers notice that the leader ends."""
         for lane in self._followers:
             for follower in lane.values():
                 follower.close()
@@ -218,9 +226,9 @@ class LeaderRank:
         source: Source,
         checksums: dict[int, int],
     ) -> None:
-        """Order writes until a rank leaves an order unanswered.
+        """Send orders for all places that were reserved, until a rank does not answer one.
 
-        Add the checksums of the blocks that all ranks have written.
+        Collect the checksums of the blocks that all ranks have written.
         """
         for first in range(0, len(grant.places), self.at_once):
             part = grant.some(first, first + self.at_once)
@@ -248,7 +256,10 @@ class LeaderRank:
                 self._lose(rank, error)
 
     def _answer(self, rank: int, follower: socket.socket, number: int, deadline: Nanos) -> Mapping[int, int] | None:
-        """Return a rank's contributions to the checksums; None if the rank does not answer."""
+        """Return a rank's answer: its part of the checksum of each block that it wrote.
+
+        Return None if the rank does not answer.
+        """
         while not self.lost:
             try:
                 follower.settimeout(_left(deadline, self.clock))
@@ -278,7 +289,7 @@ class LeaderRank:
 
 
 class FollowerRank:
-    """A follower's end of its channels; one thread at a time uses each channel."""
+    """Follows the leader's orders in the process of any other rank; each channel is used by one thread at a time."""
 
     def __init__(self, client: StoreClient, seat: RankPosition, path: Path, clock: Clock):
         """Join the leader at the given path; the leader may still be starting.
@@ -291,12 +302,12 @@ class FollowerRank:
         self.clock = clock
         deadline = Nanos(clock.now() + JOIN)
         self._lanes = [_join(path, RankHello(seat.rank, lane), deadline, clock) for lane in RankChannel]
-        self._early: WriteOrder | None = None  # an order that has arrived, but belongs to a later save
+        self._early: WriteOrder | None = None  # an order that has arrived already, but is for a later save
 
     def follow(self, save: SaveKey, source: Source) -> bool:
-        """Write this rank's shard of an urgent save as the leader orders.
+        """Write this rank's shards of the blocks of an urgent save, as the leader orders.
 
-        Return False if no order came, and none is likely in this step.
+        Return False if no order came in time, so that the caller need not wait for the other urgent saves of this step.
 
         Raises:
             LeaderLost: The leader has ended, so no more orders will come.
@@ -318,7 +329,7 @@ class FollowerRank:
     def orders(self, source: Source) -> Iterator[Sequence[SaveKey]]:
         """Write this rank's shards of deferred blocks as ordered, until the leader ends.
 
-        Yield saves that have ended.
+        Yield the saves that the leader reports as ended.
         """
         with suppress(LeaderLost):
             while True:
@@ -329,9 +340,9 @@ class FollowerRank:
                 yield order.ended
 
     def close(self) -> None:
-        """Close the channels, which ends the threads that wait for orders."""
+        """Close the channels, so that threads that wait for orders end."""
         for lane in self._lanes:
-            with suppress(OSError):  # raised if the leader has closed the channel already
+            with suppress(OSError):  # the socket raises this if the leader has closed the channel already
                 lane.shutdown(socket.SHUT_RDWR)
             lane.close()
 
@@ -352,7 +363,7 @@ class FollowerRank:
         sums: Mapping[int, int] = {}
         try:
             sums = _put(self._client, self.seat, order, source)
-        finally:  # after an error too, because the leader waits for an answer
+        finally:  # answer even after an error, because the leader waits for the answer
             try:
                 self._lanes[lane].settimeout(seconds(LEAD))
                 self._lanes[lane].send(msgspec.msgpack.encode(WrittenShards(order.number, dict(sums))))
@@ -363,11 +374,11 @@ class FollowerRank:
 
 
 def _put(client: StoreClient, seat: RankPosition, order: WriteOrder, source: Source) -> Mapping[int, int]:
-    """Write one rank's shard of the blocks of an order."""
+    """Write this rank's shards of the blocks of an order; return its part of each block's checksum."""
     assert order.grant is not None
     sums = {at: 0 for at in range(len(order.blocks)) if not seat.writes(order.first + at)}
     mine = [at for at in range(len(order.blocks)) if at not in sums]
-    # Computed from the size of a whole block, so never more shards than the source allows.
+    # The size of a whole block is used here, so a step has at most as many shards as the source keeps valid.
     step = batch_blocks(seat.share.block_bytes)
     for start in range(0, len(mine), step):
         found = {at: block for at in mine[start : start + step] if (block := source(order.blocks[at])) is not None}

@@ -1,4 +1,4 @@
-"""Saves: write the engine's full blocks to the store, either before the step ends or when there is time.
+"""Saves: write the engine's full blocks to the store, urgent ones before the step ends, and deferred ones later.
 
 Rules:
 
@@ -6,12 +6,12 @@ Rules:
    engine, so a failure becomes a block that was not saved, and a log line.
 2. Urgent blocks are written before the step returns. Deferred blocks are copied to a fixed staging area, and one
    thread writes them. When the area is full, blocks are dropped, because a store is only a cache.
-3. A write costs milliseconds on both ends, however few its blocks, and slows down concurrent steps. So deferred
-   blocks wait for a pause of the engine, at most `LONGEST_WAIT_SECONDS` or until half of the area is taken. Blocks of
-   one request that have gathered meanwhile are written together.
-4. If an engine has several ranks, each has a staging area of its own, and the first rank decides what is written when
-   (`workers.engines.vllm.blocks.rank_writes`). The others keep what they staged until the first rank says that the save is
-   over.
+3. A write costs milliseconds at the engine and at the node, however few its blocks, and slows down concurrent steps.
+   Deferred blocks are therefore written in a pause of the engine. They wait for a pause until `LONGEST_WAIT_SECONDS`
+   have passed or half of the area is taken. The waiting blocks of one request are then written together.
+4. If an engine has several ranks, each has a staging area of its own, and the first rank decides which blocks are
+   written, and when (`workers.engines.vllm.blocks.rank_writes`). The other ranks keep their staged shards until the
+   first rank reports that the save has ended.
 """
 
 import logging
@@ -41,21 +41,24 @@ from workers.engines.vllm.store_planner import BlockSave, StoreWork
 log = logging.getLogger(__name__)
 
 STAGING_BYTES = 64 << 20  # bytes of the staging area: 500 blocks of a tiny model, 6 of a large one
-MIN_STAGED_BLOCKS = 16  # least blocks of the staging area: a decode step of 16 requests may complete that many
-# Time without the begin or end of a step that counts as a pause, in which a write hardly slows the engine.
+# Minimum number of blocks in the staging area; a decode step of 16 requests may complete that many.
+MIN_STAGED_BLOCKS = 16
+# The engine pauses if for this time no step has begun or ended. A write then hardly slows it down.
 PAUSE_SECONDS = 0.02
 LONGEST_WAIT_SECONDS = (
-    0.25  # longest time that a computed block waits for its save; until then other engines compute it again
+    # Maximum time that a computed block waits for its save; until it is saved, other engines have to compute it again.
+    0.25
 )
-LAG_SECONDS = 1.0  # longest wait of a rank for its own copy of a block that the first rank has staged already
-CLOSE_SECONDS = 5.0  # longest time to write staged blocks when the engine stops
+# The first rank may order a block before another rank has staged its shard; that rank waits so long for the shard.
+LAG_SECONDS = 1.0
+CLOSE_SECONDS = 5.0  # time limit to write staged blocks when the engine stops
 
 
 class BlockSaverThread(Protocol):
-    """Saves the blocks that became full. The engine's thread makes all calls."""
+    """Saves the blocks that have become full. The engine's thread calls all methods."""
 
     def stepped(self) -> None:
-        """Record that a step has begun."""
+        """Record that a step has begun, so that the engine does not pause."""
         ...
 
     def keep(self, work: StoreWork) -> None:
@@ -63,23 +66,23 @@ class BlockSaverThread(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop after staged blocks were written, if there is time."""
+        """Stop; blocks in the staging area are still written if that takes no longer than `CLOSE_SECONDS`."""
         ...
 
 
 class Staged(Struct, frozen=True):
-    """Blocks of one request in the staging area, in the order of their chain; empty if the area was full."""
+    """Some blocks of one request in the staging area, in the order of their chain; none if the area was full."""
 
     request_id: str
     tenant: bytes = b""
     names: list[BlockHash] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     blocks: list[SavedBlock] = field(default_factory=list)
-    saves: list[SaveKey] = field(default_factory=list)  # saves that have ended when these blocks are written
+    saves: list[SaveKey] = field(default_factory=list)  # saves that are complete once these blocks are written
 
 
 def by_request(gathered: Sequence[Staged]) -> list[Staged]:
-    """Merge the items of each request, so that the steps of one chain become one write."""
+    """Merge the items that belong to the same request, so that its blocks from several steps are written together."""
     merged: dict[str, Staged] = {}
     for staged in gathered:
         whole = merged.setdefault(staged.request_id, Staged(staged.request_id, staged.tenant))
@@ -95,13 +98,13 @@ def _never() -> None:
 
 
 class StagingArea:
-    """Host memory for blocks that wait to be written."""
+    """Holds copies of the engine's blocks in host memory until they are written to the store."""
 
     def __init__(self, blocks: EngineBlocks):
         self.engine_blocks = blocks
         self.capacity = max(MIN_STAGED_BLOCKS, STAGING_BYTES // blocks.block_bytes)
         self._rows = blocks.host_rows(self.capacity)
-        # For each slot: function that waits for the copy into the slot.
+        # For each slot: the function that waits until the copy into the slot is complete.
         self._copied: list[Wait] = [_never] * self.capacity
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.give_back(range(self.capacity))
@@ -112,7 +115,10 @@ class StagingArea:
         return self._free.qsize()
 
     def take(self, block_ids: Sequence[int]) -> list[int]:
-        """Begin to copy as many of the engine's blocks as fit; return their slots; never raise an exception."""
+        """Begin to copy the engine's blocks, as many as fit into the area; return their slots.
+
+        Never raise an exception.
+        """
         slots: list[int] = []
         with suppress(queue.Empty):
             while len(slots) < len(block_ids):
@@ -125,7 +131,7 @@ class StagingArea:
             return []
         try:
             copied = self.engine_blocks.copy_out(block_ids[: len(slots)], [self._rows[slot] for slot in slots])
-        except Exception:  # supervisor: a block that is not saved is only a later miss
+        except Exception:  # supervisor: a block that is not saved only has to be computed again later
             log.exception("kv block copy failed")
             self.give_back(slots)
             return []
@@ -134,7 +140,7 @@ class StagingArea:
         return slots
 
     def __getitem__(self, slot: int) -> ByteArray:
-        """Return the block in a slot; wait until it has been copied."""
+        """Return the block in a slot, after its copy is complete."""
         self._copied[slot]()
         row: ByteArray = self._rows[slot]
         return row
@@ -145,7 +151,10 @@ class StagingArea:
 
 
 class SaveStore(Protocol):
-    """Protocol of writing blocks to the store: whole blocks, or the first rank's shards. The caller handles errors."""
+    """Protocol of writing blocks to the store: whole blocks, or the shards of several ranks.
+
+    The caller handles errors.
+    """
 
     def urgent(self, save: BlockSave, key: SaveKey, source: Source) -> None:
         """Write the blocks of a save that the store does not have; `source` is called in the order of the blocks."""
@@ -157,7 +166,7 @@ class SaveStore(Protocol):
 
 
 class SingleRankStore:
-    """`SaveStore` for an engine with one rank."""
+    """Writes the whole blocks of an engine with one rank."""
 
     def __init__(self, client: StoreClient):
         self._client = client
@@ -171,7 +180,7 @@ class SingleRankStore:
 
 
 class LeaderRankStore:
-    """`SaveStore` for the first of several ranks."""
+    """Writes the blocks of an engine with several ranks, from its first rank, which orders the others."""
 
     def __init__(self, leader: LeaderRank):
         self._leader = leader
@@ -200,15 +209,15 @@ class LeaderRankStore:
 
 
 class LeadingSaver:
-    """Saver of an engine's only rank, or of its first rank: decides which blocks are written, and when."""
+    """Saves blocks on an engine's only rank or its first rank, and so decides which blocks are written, and when."""
 
     def __init__(self, store: SaveStore, blocks: EngineBlocks):
         self._store = store
         self.engine_blocks = blocks
         self.area = StagingArea(blocks)
-        self._turns = 0  # number of begins and ends of steps
+        self._turns = 0  # number of times that a step has begun or ended
         self.closing = threading.Event()
-        # Blocks for the writer's thread; None ends the thread.
+        # Staged blocks for the writer thread; None ends the thread.
         self.staged: queue.SimpleQueue[Staged | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_staged, name="fleet-kv-write", daemon=True)
         self._writer.start()
@@ -221,7 +230,7 @@ class LeadingSaver:
         for at, save in enumerate(work.urgent):
             try:
                 self._store.urgent(save, (work.step, at), self.engine_blocks.source(save.block_ids))
-            except Exception:  # supervisor: a block that is not saved is only a later miss
+            except Exception:  # supervisor: a block that is not saved only has to be computed again later
                 log.exception("kv block write failed")
         for at, save in enumerate(work.deferred):
             key = (work.step, at)
@@ -245,7 +254,7 @@ class LeadingSaver:
                 self._write(staged)
 
     def _await_pause(self) -> None:
-        """Wait for a pause of the engine (rule 3)."""
+        """Wait until the engine pauses, but not too long (rule 3)."""
         for _ in range(round(LONGEST_WAIT_SECONDS / PAUSE_SECONDS)):
             turns = self._turns
             closing = self.closing.wait(PAUSE_SECONDS)
@@ -255,28 +264,28 @@ class LeadingSaver:
     def _write(self, staged: Staged) -> None:
         try:
             self._store.deferred(staged, [self.area[slot] for slot in staged.slots])
-        except Exception:  # supervisor: a block that is not saved is only a later miss
+        except Exception:  # supervisor: a block that is not saved only has to be computed again later
             log.exception("kv block write failed")
         self.area.give_back(staged.slots)
 
 
 class FollowingSaver:
-    """Saver of every other rank: writes its shards when the first rank orders it."""
+    """Saves blocks on every other rank: it writes this rank's shards when the first rank orders it."""
 
     def __init__(self, follower: FollowerRank, blocks: EngineBlocks):
         self._follower = follower
         self.engine_blocks = blocks
         self.area = StagingArea(blocks)
-        self._changed = threading.Condition()  # lock of the following fields, and condition for their changes
+        self._changed = threading.Condition()  # protects the following fields; notified when they change
         self.staged: dict[SaveKey, list[int]] = {}
-        self.finished: set[SaveKey] = set()  # saves that must not be staged any more
+        self.finished: set[SaveKey] = set()  # saves that have ended, so that their shards need not be staged
         self.lost = False
-        self._told = False  # True after the loss of the first rank was logged
+        self._told = False  # True if the log has a line about the loss of the first rank
         self._writer = threading.Thread(target=self._follow, name="fleet-kv-write", daemon=True)
         self._writer.start()
 
     def stepped(self) -> None:
-        pass  # steps are counted only by the first rank
+        pass  # only the first rank looks for pauses
 
     def keep(self, work: StoreWork) -> None:
         if self.lost:
@@ -284,7 +293,7 @@ class FollowingSaver:
             return
         for at, save in enumerate(work.urgent):
             if not self._write((work.step, at), save):
-                break  # orders for the remaining saves are answered in a later step
+                break  # later orders for the remaining saves of this step are answered in a later step
         for at, save in enumerate(work.deferred):
             self._stage((work.step, at), save)
         self._forget(work.step)
@@ -294,22 +303,26 @@ class FollowingSaver:
         self._writer.join(timeout=CLOSE_SECONDS)
 
     def _write(self, key: SaveKey, save: BlockSave) -> bool:
-        """Write an urgent save as the first rank orders; return False if no order comes."""
+        """Write this rank's shards of an urgent save as the first rank orders.
+
+        Return False if no order comes in time.
+        """
         try:
             return self._follower.follow(key, _by_block(self.engine_blocks.source(save.block_ids)))
         except LeaderLost:
             self.lost = True
             self._tell_lost()
             return False
-        except Exception:  # supervisor: a block that is not saved is only a later miss
+        except Exception:  # supervisor: a block that is not saved only has to be computed again later
             log.exception("kv block write failed")
             return True
 
     def _tell_lost(self) -> None:
         """Log once that the first rank has ended.
 
-        Only the engine's thread calls this. The writer's thread may notice the end first, but cannot distinguish a loss from the
-        engine's shutdown. Only a later step shows that the engine goes on and that blocks are lost.
+        Only the engine's thread calls this method. The writer thread may notice first that the first rank has ended,
+        but that also happens when the engine shuts down. Only if another step follows does the engine go on, and then
+        blocks are lost.
         """
         if not self._told:
             self._told = True
@@ -325,7 +338,7 @@ class FollowingSaver:
                 self._changed.notify()
 
     def _forget(self, step: int) -> None:
-        """Forget the saves of steps up to this one, because they are staged or will never be staged."""
+        """Forget which saves of the steps up to this one have ended; nothing more of these steps will be staged."""
         with self._changed:
             self.finished = {key for key in self.finished if key[0] > step}
 
@@ -334,8 +347,8 @@ class FollowingSaver:
             for ended in self._follower.orders(self._find):
                 self.end_saves(ended)
         except Exception:
-            # Supervisor: without this thread no block is saved; the channels are closed, so that the first rank does
-            # not wait.
+            # Supervisor: without this thread, no shard is saved. From the closed channels the first rank knows that it
+            # must not wait.
             log.exception("kv block writes stopped")
             self._told = True
             self._follower.close()
@@ -343,9 +356,9 @@ class FollowingSaver:
             self.lost = True
 
     def _find(self, block: SavedBlock) -> ByteArray | None:
-        """Return this rank's shard of a deferred block; wait if the shard is about to be staged.
+        """Return this rank's shard of a deferred block, for which the caller may have to wait until it is staged.
 
-        None if there was no room for the shard.
+        Return None if the shard was not staged in time, or if there was no room for it.
         """
         with self._changed:
             known = self._changed.wait_for(
@@ -367,5 +380,5 @@ class FollowingSaver:
 
 
 def _by_block(source: Source) -> vllm_ranks.Source:
-    """Return a source by the identities of blocks, which are the same on all ranks."""
+    """Return a source that takes a block's identity, which is the same on all ranks, and uses its index in `source`."""
     return lambda block: source(block.index)

@@ -1,7 +1,8 @@
 """Freed memory: makes the C library return freed memory to the operating system.
 
-glibc keeps freed memory in one heap per thread. Once it has freed some large allocations, it takes later large ones from
-these heaps as well. So a router would keep the memory of a few large requests until it ends. Only glibc is changed.
+glibc keeps freed memory in one heap per thread. After some large allocations were freed, glibc takes later large allocations
+from these heaps as well, and does not return them. So a router would keep the memory of a few large requests until it ends.
+With another C library, the functions of this module do nothing.
 """
 
 import ctypes
@@ -9,16 +10,19 @@ from functools import cache
 from typing import Any
 
 LARGE_BYTES = 1 << 20
-"""Pieces of this size are mapped, and unmapped when freed. Ordinary requests have pieces of up to 64 KiB."""
+"""Allocations of at least this size get memory pages of their own, which return to the system when they are freed.
+
+Ordinary requests have allocations of up to 64 KiB.
+"""
 
 TOP_BYTES = 4 << 20
-"""Free bytes that may stay at the end of the main heap, so that it does not change with each request."""
+"""Number of free bytes that may stay at the end of the main heap. With them, the heap is not resized for each request."""
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
 
 
 def map_large_allocations() -> None:
-    """Let large pieces be returned to the system as soon as they are freed."""
+    """Configure malloc so that large allocations return to the system as soon as they are freed."""
     library = _glibc()
     if library is not None:
         library.mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
@@ -26,7 +30,10 @@ def map_large_allocations() -> None:
 
 
 def trim_heaps() -> None:
-    """Return the freed memory of all heaps; it takes 1 to 2 ms without the interpreter's lock."""
+    """Return the freed memory of all heaps to the system.
+
+    This takes 1 to 2 ms, in which other Python threads can run.
+    """
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)

@@ -5,9 +5,9 @@ Rules:
 1. A folder is used as it is, without network access.
 2. No process serves before its model is complete. Meanwhile the log shows the progress, and a stop signal ends the
    process.
-3. An error that only people can correct is refused at once, with the field and what to do. Other errors are retried
-   until nothing has arrived for `HubSettings.patience_seconds`.
-4. The token goes to the download process through a pipe, so it is in no log, process list or environment.
+3. If only people can correct an error, the start is refused at once, with a message that names the field and what to do.
+   After other errors the download is tried again, until nothing has arrived for `HubSettings.patience_seconds`.
+4. The download process reads the token from a pipe, so the token is in no log, process list or environment.
 """
 
 import asyncio
@@ -43,18 +43,21 @@ MOST_TOKEN_BYTES = 4096
 
 
 class ModelFolder(Struct, frozen=True):
-    """The folder of a model."""
+    """The local folder of a model, and a name of the model that is equal on all hosts."""
 
     folder: str
     named: str
-    """Its name, with the commit if it is a repository; equal on every host, wherever the folder is."""
+    """The name of the model, with the commit if it is a repository.
+
+    It is equal on all hosts, wherever the folder is.
+    """
 
 
 async def fetch_worker_model(settings: WorkerSettings, clock: Clock) -> ModelFolder:
-    """Return the model of a worker; the simulated engine needs no weights.
+    """Return the model of a worker, downloaded if necessary. The simulated engine needs no weights.
 
     Raises:
-        ConfigurationRefused: It cannot be downloaded.
+        ConfigurationRefused: The model cannot be downloaded.
     """
     weights = settings.engine != SIMULATED
     return await fetch_model(settings.model_dir, settings.hub, clock, field="model_dir", weights=weights)
@@ -106,10 +109,10 @@ async def fetch_model(named: str, hub: HubSettings, clock: Clock, *, field: str,
         hub: Source and cache of downloads.
         clock: Clock for the time limit.
         field: Setting that names the model, for messages.
-        weights: True if an engine runs the model; else its tokenizer is enough.
+        weights: True if the weights are needed, because an engine runs the model; False if its tokenizer is enough.
 
     Raises:
-        ConfigurationRefused: It cannot be downloaded; the message says why, and what to do.
+        ConfigurationRefused: The model cannot be downloaded; the message states the reason, and what to do.
     """
     repository = parse_repository(named)
     if repository is None or _is_folder(named):
@@ -123,7 +126,7 @@ def _is_folder(named: str | Path) -> bool:
 
 
 class _ModelDownload:
-    """One download."""
+    """Downloads one model: runs download processes until one succeeds or the time limit ends."""
 
     def __init__(self, repository: Repository, hub: HubSettings, clock: Clock, *, field: str, weights: bool) -> None:
         self._repository = repository
@@ -132,7 +135,7 @@ class _ModelDownload:
         self._field = field
         self._weights = weights
         self._cache = Path(hub.cache).expanduser() if hub.cache else default_cache_dir() / "hub"
-        self._there = 0  # bytes at the last report
+        self._there = 0  # bytes of the model in the cache, as the download process has reported last
         self._heard = self._logged = clock.now()
 
     async def run(self) -> DownloadComplete:
@@ -169,7 +172,7 @@ class _ModelDownload:
         )
 
     async def _once(self, limit: asyncio.Timeout) -> DownloadComplete | DownloadFailed:
-        """Run one download process to its end; each byte that arrives extends the time limit."""
+        """Run one download process to its end, and return its result. Whenever bytes arrive, the time limit begins again."""
         request = DownloadRequest(
             repository=self._repository,
             endpoint=self._hub.endpoint.rstrip("/"),
@@ -188,7 +191,7 @@ class _ModelDownload:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with suppress(ConnectionError):  # the process has ended, and its exit status gives the reason
+            with suppress(ConnectionError):  # the process has ended already; below, its exit status gives the reason
                 process.stdin.write(msgspec.json.encode(request) + b"\n")
                 await process.stdin.drain()
             while line := await process.stdout.readline():
@@ -210,33 +213,33 @@ class _ModelDownload:
         now = self._clock.now()
         if progress.there > self._there:
             self._heard = now
-        self._there = progress.there  # less than before if an unfinished file starts again
+        self._there = progress.there  # may be smaller than before, if the download of a file has started again
         if now - self._logged >= LOG_SECONDS * SECOND:
             self._logged = now
             told = {"repository": self._repository.name, "bytes": progress.there, "of": progress.whole}
             log.info("the model is being fetched", extra=told)
 
     def _left(self) -> float:
-        """Return the seconds until the download is given up if nothing arrives."""
+        """Return the seconds until the download is aborted, if nothing arrives in this time."""
         until = Nanos(self._heard + int(self._hub.patience_seconds * SECOND))
         return (until - self._clock.now()) / SECOND
 
     def _environment(self) -> dict[str, str]:
-        """Return variables that override what the client would find itself."""
+        """Return environment variables for the hub's client, which would otherwise use the values of this process."""
         return {
-            "HF_HUB_OFFLINE": "0",  # engines get "1" once their models are folders
+            "HF_HUB_OFFLINE": "0",  # "0" lets the client download; engines get "1", because their models are in folders already
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # the log shows the progress
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_UPDATE_CHECK": "1",
-            "HF_HUB_DISABLE_SHARED_BLOBS": "1",  # the cache contains all its files, so it can be moved
+            "HF_HUB_DISABLE_SHARED_BLOBS": "1",  # all files stay within the cache folder, so it can be moved
             "HF_XET_CACHE": str(self._cache.absolute() / ".xet"),
         }
 
     def _token(self) -> str:
-        """Return the access token, which is a secret.
+        """Return the access token for the hub, which is a secret.
 
         Raises:
-            ConfigurationRefused: Its file cannot be read or is empty.
+            ConfigurationRefused: The token's file cannot be read or is empty.
         """
         if not self._hub.token_file:
             return ""

@@ -1,16 +1,16 @@
 """Download process: downloads one model from the Hugging Face Hub with the official client, and reports its progress.
 
-It is a process of its own, so that it can be ended at any moment, and so that Fleet controls the environment that the
-client reads. It gets its task, including the token, as one line of input, so the token is in no process list. It
-reports line by line.
+The download runs in a separate process, so that it can be ended at any moment, and so that Fleet controls the
+environment variables that the client reads. The process reads its task, including the token, as one line of standard
+input, so the token is in no process list. It writes its reports to standard output, one per line.
 
 Rules:
 
 1. All files come from one commit, because the revision is resolved once.
-2. A file appears in the snapshot when it is complete. Processes that share the cache wait for each other per file (the
-   client's locks).
-3. Unfinished files of a killed process are removed by the next one, if nobody holds their lock.
-4. If the hub cannot be reached, a complete snapshot is used. For a pinned revision the hub is not even asked.
+2. A file appears in the snapshot when it is complete. If processes share the cache, only one of them downloads a file, and
+   the others wait for it (the client's locks).
+3. Unfinished files of a killed process are removed by the next download process, if no process holds their lock.
+4. If the hub cannot be reached, a complete snapshot in the cache is used. For a pinned revision the hub is not queried at all.
 """
 
 import errno
@@ -30,38 +30,38 @@ from msgspec import Struct
 
 from fleet.core.hub import Repository
 
-SPARE_BYTES = 16 << 20  # free bytes that are needed beside the files, for links, locks and file lists
+SPARE_BYTES = 16 << 20  # free bytes on the disk that links, locks and file lists need, in addition to the files
 TELL_SECONDS = 1.0
-ASK_SECONDS = 20.0  # seconds to wait for the list of a repository's files
-DOWNLOAD_THREADS = 8  # files at a time, the client's default
+ASK_SECONDS = 20.0  # time limit for the list of a repository's files
+DOWNLOAD_THREADS = 8  # number of files that are downloaded at a time; the client's default
 
 TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 OF_TOKENIZERS = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges")
 OF_MODELS = ("config.json", "generation_config.json")
 WEIGHTS = ".safetensors"
 MISTRAL_WEIGHTS = "consolidated"
-"""Files of such weights repeat those of the common form."""
+"""Prefix of the names of weight files in Mistral's format. They have the same content as the repository's other weight files."""
 
 
 class DownloadRequest(Struct, frozen=True, kw_only=True):
-    """The task of a download process."""
+    """The task of a download process: which model it downloads, and to which folder."""
 
     repository: Repository
     endpoint: str
     cache: str
     weights: bool
-    """True if an engine runs the model; else tokenizer, templates and configuration are enough."""
+    """True if an engine runs the model; False if tokenizer, templates and configuration are enough."""
 
     token: str = ""
 
 
 class DownloadFailure(StrEnum):
-    """Reason of a failed download, by what can be done."""
+    """The reason why a download failed. It decides what the user is told to do."""
 
-    REPOSITORY = "repository"  # no such repository, or a private one
+    REPOSITORY = "repository"  # the repository does not exist, or is private
     REVISION = "revision"
-    GATED = "gated"  # the owners must grant access
-    TOKEN = "token"  # noqa: S105 - the token is refused
+    GATED = "gated"  # the owners of the repository must grant access first
+    TOKEN = "token"  # noqa: S105 - the hub refuses the token
     INCOMPLETE = "incomplete"  # a file that a model needs is missing
     SPACE = "space"
     CACHE = "cache"  # the cache folder cannot be written
@@ -69,19 +69,19 @@ class DownloadFailure(StrEnum):
 
 
 class DownloadProgress(Struct, frozen=True, tag="progress"):
-    """Bytes of the repository in the cache, and bytes of the complete snapshot."""
+    """Progress of a download: the bytes that are in the cache (`there`), and the bytes of the complete snapshot (`whole`)."""
 
     there: int
     whole: int
 
 
 class DownloadComplete(Struct, frozen=True, tag="fetched"):
-    """The snapshot is complete."""
+    """Report of the download process: the snapshot of the model is complete."""
 
     folder: str
     commit: str
     asked: str = ""
-    """Why the hub was not asked for a newer commit; empty: it was, or need not be."""
+    """Reason why the hub was not queried for a newer commit; empty if it was queried, or if no query was needed."""
 
 
 class DownloadFailed(Struct, frozen=True, tag="failed"):
@@ -94,15 +94,15 @@ ReportEvent = Callable[[DownloadProgress], None]
 
 
 class _Incomplete(Exception):
-    """The repository lacks a file."""
+    """Error: the repository lacks a file that the model needs."""
 
 
 class _NoSpace(Exception):
-    """The disk has too little space for the files."""
+    """Error: the disk has too little space for the files of the model."""
 
 
 def wanted(files: Iterable[str], *, weights: bool) -> list[str]:
-    """Return the files to download: those at the top, with weights only as safetensors."""
+    """Return the files to download: files at the top of the repository that the model needs; weights only as safetensors."""
     top = sorted(name for name in files if "/" not in name)
     texts = [name for name in top if name.endswith(TEXTS)]
     if not weights:
@@ -113,7 +113,7 @@ def wanted(files: Iterable[str], *, weights: bool) -> list[str]:
 
 
 def lacking(names: Sequence[str], *, weights: bool) -> str:
-    """Return what a model needs and these files lack; empty: nothing."""
+    """Return the name of a file that the model needs and that is not among these files. If none is missing, return an empty text."""
     if "config.json" not in names:
         return "config.json"
     if weights and not any(name.endswith(WEIGHTS) for name in names):
@@ -124,7 +124,7 @@ def lacking(names: Sequence[str], *, weights: bool) -> str:
 
 
 def main() -> None:
-    """Read a `DownloadRequest`, download, and write events."""
+    """Read a `DownloadRequest` from standard input, download the model, and write events to standard output."""
     request = msgspec.json.decode(sys.stdin.buffer.readline(), type=DownloadRequest)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     lock = threading.Lock()
@@ -144,10 +144,10 @@ def main() -> None:
 
 
 def fetch(request: DownloadRequest, tell: ReportEvent) -> DownloadComplete:
-    """Bring a snapshot into the cache.
+    """Download the snapshot of a model into the cache, if it is not complete there, and return the result.
 
     Raises:
-        Exception: Whatever the client does; `failed` tells what it means.
+        Exception: Any exception of the client; `failed` classifies it.
     """
     from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415 - only this process needs it
 
@@ -193,7 +193,7 @@ def fetch(request: DownloadRequest, tell: ReportEvent) -> DownloadComplete:
 
 
 def failed(error: Exception) -> DownloadFailed:
-    """Classify an exception of the client."""
+    """Convert an exception of the hub's client to a report of a failed download."""
     from huggingface_hub import errors  # noqa: PLC0415 - only this process needs it
 
     cause = _one_line(error)
@@ -218,12 +218,12 @@ def failed(error: Exception) -> DownloadFailed:
             return DownloadFailed(DownloadFailure.SPACE, error.strerror or cause)
         case OSError(errno=errno.EACCES | errno.EPERM | errno.EROFS | errno.ENOTDIR | errno.ENAMETOOLONG):
             return DownloadFailed(DownloadFailure.CACHE, f"{error.filename}: {error.strerror}")
-        case _:  # unreachable, silent, or a truncated answer
+        case _:  # the hub is unreachable or silent, or its answer is truncated
             return DownloadFailed(DownloadFailure.UNREACHABLE, f"{type(error).__name__}: {cause}")
 
 
 def _whole(request: DownloadRequest) -> DownloadComplete | None:
-    """Return the cached snapshot of the revision if it is complete, without network access."""
+    """Return the snapshot of the revision in the cache if it is complete, or None. Do not use the network."""
     from huggingface_hub import get_cached_repo_tree  # noqa: PLC0415 - only this process needs it
     from huggingface_hub.errors import CachedRepoTreeNotFoundError  # noqa: PLC0415
 
@@ -245,12 +245,12 @@ def _whole(request: DownloadRequest) -> DownloadComplete | None:
 
 
 def _storage(request: DownloadRequest) -> Path:
-    """Return the folder of the repository in the cache."""
+    """Return the folder in the cache that holds the files of a repository."""
     return Path(request.cache) / f"models--{request.repository.name.replace('/', '--')}"
 
 
 def _remove_unfinished(request: DownloadRequest) -> None:
-    """Remove unfinished files of killed processes, which the client never reuses."""
+    """Remove unfinished files of killed download processes, because the client never reuses them."""
     from filelock import FileLock, Timeout  # noqa: PLC0415 - comes with the client
 
     storage = _storage(request)
@@ -261,10 +261,12 @@ def _remove_unfinished(request: DownloadRequest) -> None:
 
 
 def _check_space(storage: Path, files: Iterable[Any]) -> None:
-    """Refuse at once what would fail after an hour; what others are just fetching has its space already.
+    """Check that the disk has space for the files, because the download would otherwise fail only after a long time.
+
+    The bytes of unfinished downloads are on the disk already, so they count as free space.
 
     Raises:
-        _NoSpace: Says how much is missing.
+        _NoSpace: The space is too small; the message states how much is missing.
     """
     blobs = storage / "blobs"
     missing = 0
@@ -280,7 +282,10 @@ def _check_space(storage: Path, files: Iterable[Any]) -> None:
 
 
 def _tell_progress(storage: Path, whole: int, tell: ReportEvent, ended: threading.Event) -> None:
-    """Report progress until the snapshot is complete; downloads of other processes count too."""
+    """Report the progress of the download again and again, until the snapshot is complete.
+
+    Files that other processes download into the cache count too.
+    """
     while not ended.wait(TELL_SECONDS):
         there = 0
         with suppress(OSError):  # the folder does not exist before the first file
@@ -296,7 +301,7 @@ def _size(file: Path) -> int:
 
 
 def _literal(name: str) -> str:
-    """Escape a file name as a pattern that matches only this name."""
+    """Return a glob pattern that matches only this file name."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
@@ -305,7 +310,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _end_with_parent() -> None:
-    """End this process with its parent, which closes the standard input."""
+    """End this process when its parent ends, which closes this process's standard input."""
     sys.stdin.buffer.read()
     os._exit(1)
 

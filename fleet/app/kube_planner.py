@@ -13,7 +13,7 @@ from operators.planner.settings import KubePlannerSettings
 
 
 class _SimulatedParts:
-    """Implements `operators.planner.deployment_planner.PlannerParts`."""
+    """Builds the scaling rule and the rehearsal of a planner. Implements `operators.planner.deployment_planner.PlannerParts`."""
 
     def rule(self, settings: PlannerSettings) -> ScalingRule:
         return scaling_rule(settings)
@@ -23,10 +23,10 @@ class _SimulatedParts:
 
 
 async def run_kube_planner(settings: KubePlannerSettings, announce: Announce) -> None:
-    """Run the planner, or a standby of it, until a stop signal.
+    """Run the planner of a Kubernetes cluster until a stop signal. While another one leads, this one only waits.
 
     Raises:
-        ConfigurationRefused: An address is in use, or the settings do not say how to reach the API server.
+        ConfigurationRefused: An address is in use, or the settings do not state how to reach the API server.
     """
     try:
         from operators.planner.process import serve_kube_planner  # noqa: PLC0415 - optional

@@ -1,7 +1,7 @@
-"""C modules: which of them do not load in this installation, and what that costs.
+"""C modules: finds those that do not load in this installation, and warns of what that costs.
 
-Each C module has a twin in Python with the same results, and whoever uses it falls back by itself. So nothing fails
-without them, but everything takes more CPU time.
+Each C module has a twin in Python with the same results, and the code that uses the module falls back to the twin. So
+nothing fails without the C modules, but more CPU time is needed.
 """
 
 import logging
@@ -31,19 +31,19 @@ REMEDY: Final = (
 
 
 class MissingModule(Struct, frozen=True):
-    """A C module that does not load."""
+    """A C module that does not load in this installation, with the reason."""
 
     name: str
     cause: str
     rebuild_helps: bool
-    """False if the module was built, and says that this processor cannot run it."""
+    """True if building the module can help. False if it was built, but reports that this processor cannot run it."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.cause})"
 
 
 def missing_modules(names: Iterable[str] = ALL_MODULES) -> list[MissingModule]:
-    """Load these modules, and return the ones that do not load."""
+    """Try to load these modules, and return those that do not load."""
     missing = []
     for name in names:
         try:
@@ -51,13 +51,13 @@ def missing_modules(names: Iterable[str] = ALL_MODULES) -> list[MissingModule]:
         except ModuleNotFoundError:
             missing.append(MissingModule(name, "not built", True))
         except ImportError as error:
-            # The loader names the file that it cannot load; a module that ran and refused this processor names none.
+            # `error.path` is set if the file could not be loaded. It is None if the module ran and refused this processor.
             missing.append(MissingModule(name, str(error), error.path is not None))
     return missing
 
 
 def warn_of_missing_modules() -> None:
-    """Log one warning if a router runs without C modules that could be built."""
+    """Log one warning if C modules of the router do not load, although building them could help."""
     missing = [each for each in missing_modules(ROUTER_MODULES) if each.rebuild_helps]
     if missing:
         log.warning(

@@ -1,4 +1,4 @@
-"""Engines of planned pools: what one replica serves, by the settings of a planner."""
+"""Engines of planned pools: computes the step times and limits of one replica from the settings of a planner."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from fleet.planner.sizing.capacity import PoolEngine, linear_engine
 
 
 def pool_engine(settings: PlannerSettings, pool: PlannedPool) -> PoolEngine:
-    """Return the engine of one replica of a pool.
+    """Return the step times and limits of the engine that one replica of a pool runs.
 
     Raises:
         ConfigurationRefused: The model or the GPU is not known, or the model does not fit.
@@ -37,7 +37,7 @@ def pool_engine(settings: PlannerSettings, pool: PlannedPool) -> PoolEngine:
 
 
 def _faster(engine: LinearEngineSettings) -> EngineLatency:
-    """Return the latencies of an engine, divided by its speed-up."""
+    """Return the latencies of an engine, each divided by the given speed-up."""
     latency = engine.latency
     divided = {name: getattr(latency, name) / engine.speedup for name in EngineLatency.__struct_fields__}
     return EngineLatency(**divided)

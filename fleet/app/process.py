@@ -1,4 +1,4 @@
-"""Start and end of every process of a cluster: readiness announcement and stop signals."""
+"""Process life: defines how every process of a cluster announces that it is ready, and how stop signals end it."""
 
 import asyncio
 import signal
@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 Announce = Callable[[Mapping[str, str]], None]
-"""Called once with the endpoints, by protocol, when everything is ready."""
+"""Function that a process calls once, when it is ready, with its endpoints by protocol."""
 
 
 class ServiceDefinition(Struct, frozen=True):
@@ -17,7 +17,7 @@ class ServiceDefinition(Struct, frozen=True):
 
     settings: type[Struct]
     run: Callable[[Any, Announce], Coroutine[Any, Any, None]]
-    """Runs the process until a stop signal. It takes the settings and the announcement of readiness."""
+    """Function that runs the process until a stop signal, with the settings and the function to announce readiness."""
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -25,10 +25,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @asynccontextmanager
 async def cancelled_by_signals() -> AsyncIterator[None]:
-    """Cancel the body when a stop signal comes, as long as no inner `stop_signal` handles it.
+    """Cancel the body of the `with` block when a stop signal comes, unless a `stop_signal` within it handles the signal.
 
-    It covers the start of a process, which may take minutes. Without a handler, the first process of a container would
-    ignore the signals.
+    Use it for the start of a process, which may take minutes. It is needed because process 1 of a container ignores
+    stop signals for which it has no handler.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -54,7 +54,7 @@ async def cancelled_by_signals() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def stop_signal() -> AsyncIterator[asyncio.Event]:
-    """Yield an event that SIGTERM and SIGINT set. A second signal ends the process as if there were no handler."""
+    """Yield an event that is set by SIGTERM or SIGINT. A second signal ends the process at once, because no handler is left."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 

@@ -1,14 +1,16 @@
-"""Rehearsal of plans in the simulator, in a process of its own. `python -m fleet.app.rehearsal` is that process.
+"""Rehearsal: tries plans in the simulator, in a separate process (`python -m fleet.app.rehearsal`).
 
 `fleet.planner.loop` rehearses plans through the port `fleet.planner.ports.Rehearsal`, and may hold back a plan that shrinks pools (its
 rule 5).
 
 Rules:
 
-1. The recent requests arrive at the rate that the plan is made for, with the gaps between them that they had. If they are too few for
-   `HORIZON` seconds, they come again, with other blocks, so that repetition is no cache hit.
-2. Prompts keep their shared blocks. The caches of the simulated workers are empty at the beginning, so TTFT is predicted rather too high.
-3. The process is killed when its caller does not wait any more. It runs with a lower priority than the planner.
+1. The recent requests arrive in their recorded pattern, scaled to the rate that the plan is made for. If they do not
+   last for `HORIZON` seconds, they are repeated with other block names, so that no cache has the repeated prompts.
+2. If two recent prompts shared blocks, they also share them in the simulation. The caches of the simulated workers are
+   empty at the beginning, so the predicted TTFT is rather too high.
+3. When the planner does not wait for the result any more, the process is killed. It runs with a lower priority than the
+   planner.
 """
 
 import asyncio
@@ -45,18 +47,18 @@ HORIZON = 60.0  # simulated seconds of a rehearsal (rule 1)
 BLOCK_TOKENS = 32
 NICE = 10
 LINK = 10e9
-"""Bytes a second between two workers; a rehearsal compares sizes, not networks."""
+"""Bytes per second between two workers. This assumed value is enough, because a rehearsal only compares pool sizes."""
 
 
 class RehearsedPool(Struct, frozen=True, kw_only=True):
-    """One pool and its engine."""
+    """A pool whose plan is rehearsed, with the step times and limits of its engines."""
 
     pool: PlannedPool
     engine: PoolEngine
 
 
 class RehearsalTask(Struct, frozen=True, kw_only=True):
-    """Task of the process."""
+    """Input of the rehearsal process: the pools and goals, the recent requests, and the present and planned replicas."""
 
     pools: tuple[RehearsedPool, ...]
     goals: PlanGoals
@@ -67,7 +69,7 @@ class RehearsalTask(Struct, frozen=True, kw_only=True):
 
 
 class SimulatedRehearsal:
-    """Implements `fleet.planner.ports.Rehearsal`."""
+    """Rehearses plans by a simulation in a separate process. Implements `fleet.planner.ports.Rehearsal`."""
 
     def __init__(self, pools: tuple[RehearsedPool, ...], goals: PlanGoals) -> None:
         self._pools = pools
@@ -100,7 +102,7 @@ class SimulatedRehearsal:
             raise RehearsalSkipped(f"the simulator cannot be started: {error.strerror}") from error
         try:
             told, errors = await child.communicate(msgspec.json.encode(task))
-        except RuntimeError as error:  # uvloop has closed the pipe, because the process has ended
+        except RuntimeError as error:  # uvloop raises this if the process has ended and its pipe is closed
             raise RehearsalSkipped(
                 f"the simulator ended before it read its task: status {await child.wait()}"
             ) from error
@@ -116,7 +118,7 @@ class SimulatedRehearsal:
 
 
 def rehearsal_of(settings: PlannerSettings) -> SimulatedRehearsal | None:
-    """Return the rehearsal for these settings; None if it is off or a pool has no engine.
+    """Return the object that rehearses plans. Return None if the settings disable it, or name no engine for one of the pools.
 
     Raises:
         ConfigurationRefused: An engine's model or GPU is not known.
@@ -128,7 +130,7 @@ def rehearsal_of(settings: PlannerSettings) -> SimulatedRehearsal | None:
 
 
 def rehearsed(task: RehearsalTask) -> RehearsalResult:
-    """Simulate both sets of replicas."""
+    """Simulate the requests with the present and with the planned replicas, and return both results."""
     clock = SystemClock()
     began = clock.now()
     traffic = tuple(_traffic(task))
@@ -139,7 +141,7 @@ def rehearsed(task: RehearsalTask) -> RehearsalResult:
 
 
 def _traffic(task: RehearsalTask) -> Iterator[TraceRequest]:
-    """Yield the recent requests at the rate of the task (rule 1)."""
+    """Yield the requests of the rehearsal: the recent ones, scaled to the rate of the task and repeated (rule 1)."""
     sample = task.sample
     gaps = [max(0, later.arrived - earlier.arrived) for earlier, later in pairwise(sample)]
     mean = sum(gaps) / max(1, len(gaps))
@@ -158,7 +160,7 @@ def _traffic(task: RehearsalTask) -> Iterator[TraceRequest]:
 
 
 def _shared(request: RecentRequest, blocks: int, again: int) -> tuple[int, ...]:
-    """Return the names of a prompt's known blocks, in the block size of the simulation."""
+    """Return names for the blocks of a prompt that are known, converted to the block size of the simulation."""
     if not request.block_tokens:
         return ()
     each = max(1, request.block_tokens // BLOCK_TOKENS)

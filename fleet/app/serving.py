@@ -1,4 +1,4 @@
-"""Service start: finds a kind of process by the entry points `fleet.services`, and runs it.
+"""Service start: finds a service, which is one kind of process, by the entry points `fleet.services`, and runs it.
 
 Each service announces its endpoints when it is ready, serves until SIGTERM or SIGINT, drains, and returns.
 """
@@ -24,10 +24,10 @@ def serve(name: str, config: Path, announce: Announce, changes: Mapping[str, Any
     """Run one process of a cluster until a stop signal.
 
     Args:
-        name: Name of the service: router, worker, kvstore, operator, planner, or one of another package.
-        config: Its settings file.
-        announce: Called when it is ready.
-        changes: Values that replace the file's, by path.
+        name: Name of the service: router, worker, kvstore, operator, planner, or a service of another package.
+        config: The settings file of the process.
+        announce: Function that is called when the process is ready.
+        changes: Values that replace those of the settings file, by path.
 
     Raises:
         ConfigurationRefused: The settings cannot be used; no process is left running.
@@ -52,7 +52,7 @@ def _service(name: str) -> ServiceDefinition:
 
 
 def _expected_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the expected error inside a task group's exception, or else the group."""
+    """Return the first expected error in an exception group; if it has none, return the group itself."""
     expected = group.subgroup((ConfigurationRefused, EngineDied, NodeEnded, WorkerReplaced))
     while expected is not None:
         first = expected.exceptions[0]

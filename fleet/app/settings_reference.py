@@ -1,4 +1,4 @@
-"""Settings reference: the keys of all settings files, as docs/settings.md, as a list and as JSON schemas.
+"""Settings reference: describes the keys of all settings files: in the page docs/settings.md, as a list, and as JSON schemas.
 
 All three follow from the types that define the settings. `make chart` writes the page, and a unit test compares it with the types.
 `fleet config` prints the list and the schemas.
@@ -52,7 +52,7 @@ UNITS = (
     ("_tokens", "tokens"),
     ("_share", "share from 0 to 1"),
 )
-"""Unit of a number by the end of its key; the first end that fits counts."""
+"""Endings of the names of keys, each with the unit of the key's number. The first ending that matches is used."""
 
 NUMBERS = (int, float)
 
@@ -73,12 +73,12 @@ class SettingsKey(Struct, frozen=True, kw_only=True):
 
 
 def command_of(part: str) -> str:
-    """Return the command that reads the settings file of a part."""
+    """Return the command that reads the settings file of one part, such as `fleet serve router`."""
     return "fleet up" if part == "up" else f"fleet serve {part}"
 
 
 def settings_keys(kind: type[Struct], path: str = "", outer: tuple[type[Struct], ...] = ()) -> Iterator[SettingsKey]:
-    """Yield all keys of a settings file, each section after its key; `outer` are the sections around `kind`."""
+    """Yield all keys of a settings file; the keys of a section follow the key of the section. `outer` are the sections around `kind`."""
     texts = documented_fields(kind)
     for field in structs.fields(kind):
         key = f"{path}{field.encode_name}"
@@ -123,7 +123,7 @@ def reference() -> str:
 
 
 def _sections(kind: type[Struct], path: str, seen: dict[type[Struct], str], command: str) -> Iterator[str]:
-    """Yield the table of a type, then the tables of the sections in it that no other file has shown."""
+    """Yield the lines of a type's table, then those of its sections, except for sections that the page has shown already."""
     texts = documented_fields(kind)
     yield "| key | default | meaning |"
     yield "|---|---|---|"
@@ -143,14 +143,14 @@ def _sections(kind: type[Struct], path: str, seen: dict[type[Struct], str], comm
 
 
 def _struct_types(of: Any) -> list[type[Struct]]:
-    """Return the Structs that a field's type names, in the order of the annotation."""
+    """Return the Structs that the annotation of a field contains, in their order."""
     if isinstance(of, type) and issubclass(of, Struct):
         return [of]
     return [found for each in getattr(of, "__args__", ()) for found in _struct_types(each)]
 
 
 def _step(of: Any) -> str:
-    """Return what stands between a key and the keys of its section: an element of an array, a name in a table, or nothing."""
+    """Return the text between the path of a section and its keys: `[]` for an array, `.NAME` for a table of sections, or nothing."""
     inner = getattr(of, "__args__", ())
     if getattr(of, "__origin__", None) is dict:
         return ".NAME"
@@ -160,7 +160,7 @@ def _step(of: Any) -> str:
 
 
 def _unit(field: structs.FieldInfo) -> str:
-    """Return the unit of a field by its name; empty if it is no number or its name has none."""
+    """Return the unit of a field by the ending of its name. Return an empty text if the field is no number or has no known ending."""
     if not any(each in NUMBERS for each in _leaves(field.type)):
         return ""
     return next((unit for end, unit in UNITS if f"_{field.encode_name}".endswith(end)), "")
@@ -191,7 +191,7 @@ def _default(field: structs.FieldInfo) -> str:
 
 
 def main() -> int:
-    """Write the page to the path in the first argument."""
+    """Write the page docs/settings.md to the path that the first command-line argument names."""
     Path(sys.argv[1]).write_text(reference(), encoding="utf-8")
     return 0
 

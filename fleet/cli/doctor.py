@@ -1,7 +1,8 @@
 """`fleet doctor`: shows which optional parts are usable on this machine, why others are not, and what to do.
 
-A probe never raises, and never loads a heavy module into this process: if only a real import proves anything, it runs
-in a process of its own with a deadline. All probes run side by side.
+Each optional part has a probe: a function that examines it. A probe raises no errors, and does not load heavy modules
+into this process. If only an import can prove that a part works, the import runs in another process, with a time limit.
+All probes run at the same time.
 """
 
 import argparse
@@ -32,16 +33,16 @@ UNUSED = "this version of Fleet makes no use of it"
 
 
 class DoctorFinding(Struct, frozen=True, kw_only=True):
-    """The finding for one part."""
+    """The result of examining one optional part, with advice on what to do."""
 
     name: str
     usable: bool
     detail: str
-    fix: str = ""  # what to do; empty: nothing
+    fix: str = ""  # what to do; empty: nothing has to be done
 
 
 class DoctorVerdict(Struct, frozen=True):
-    """The result of a probe, without the part's name."""
+    """The result of a probe: a `DoctorFinding` without the name of the part."""
 
     usable: bool
     detail: str
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(probes: Sequence[tuple[str, Probe]]) -> Iterator[DoctorFinding]:
-    """Yield all findings in the order of the probes, each as soon as it is known; some take many seconds."""
+    """Run all probes, and yield their findings in the order of the probes. Some probes take many seconds."""
     with ThreadPoolExecutor(max_workers=len(probes), thread_name_prefix="probe") as threads:
         yield from threads.map(lambda named: _examine(*named), probes)
 
@@ -76,7 +77,7 @@ def examine(probes: Sequence[tuple[str, Probe]]) -> Iterator[DoctorFinding]:
 def _examine(name: str, probe: Probe) -> DoctorFinding:
     try:
         verdict = probe()
-    except Exception as error:  # noqa: BLE001 - supervisor: a failed probe is reported, and the others go on
+    except Exception as error:  # noqa: BLE001 - supervisor: a failed probe becomes a finding, and the others go on
         verdict = DoctorVerdict(
             False, f"cannot be examined: {type(error).__name__}: {error}", "please report this as a bug"
         )
@@ -184,7 +185,8 @@ def _packages(extra: str, use: str, distributions: Mapping[str, str], port: int 
         extra: The extra of Fleet that installs them.
         use: What Fleet does with them.
         distributions: The name of each distribution by the module that Fleet imports.
-        port: The usual port of the server that they talk to; 0: none. A server elsewhere is as good.
+        port: The usual port of the server that the packages connect to; 0: there is no server. The server need not run
+            on this machine.
     """
 
     def probe() -> DoctorVerdict:
@@ -200,7 +202,7 @@ def _packages(extra: str, use: str, distributions: Mapping[str, str], port: int 
 
 
 def _external_engine(module: str, distribution: str, remedy: str) -> Probe:
-    """Return a probe for an engine that Fleet does not embed."""
+    """Return a probe for an external engine, which Fleet does not run in its own processes."""
     use = "Fleet relays to its OpenAI server, which may run elsewhere (openai_workers)"
 
     def probe() -> DoctorVerdict:
@@ -227,7 +229,7 @@ def _kubernetes() -> DoctorVerdict:
 
 def _shared_memory() -> DoctorVerdict:
     os.close(os.memfd_create("fleet-doctor"))
-    room = shutil.disk_usage("/dev/shm")  # noqa: S108 - the tmpfs itself is examined
+    room = shutil.disk_usage("/dev/shm")  # noqa: S108 - its free space is examined
     detail = f"memfd works, {room.free / GIB:.1f} GiB free in /dev/shm"
     if room.free < GIB // 4:
         return DoctorVerdict(False, detail, "give the container more shared memory (docker run --shm-size=2g)")
@@ -235,7 +237,7 @@ def _shared_memory() -> DoctorVerdict:
 
 
 def _memory() -> DoctorVerdict:
-    import psutil  # noqa: PLC0415 - only here
+    import psutil  # noqa: PLC0415 - needed only here
 
     available = psutil.virtual_memory().available / GIB
     detail = f"{available:.1f} GiB available; two vLLM engines on the CPU take about {2 * ENGINE_MEMORY_GIB:.0f}"
@@ -322,13 +324,13 @@ PROBES: Sequence[tuple[str, Probe]] = (
 
 
 def _try_python(code: str) -> DoctorVerdict:
-    """Run code in a new interpreter; the detail is its output, or the last line of its error."""
+    """Run code in a new Python interpreter. The detail of the verdict is the code's output, or the last line of its error."""
     return probe_output(sys.executable, "-c", code)
 
 
 def probe_output(*command: str) -> DoctorVerdict:
     try:
-        result = subprocess.run(  # noqa: S603 - our own commands
+        result = subprocess.run(  # noqa: S603 - the code comes from this module
             command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, env=child_environment()
         )
     except subprocess.TimeoutExpired:

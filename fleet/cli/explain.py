@@ -17,7 +17,7 @@ from fleet.router.settings.router import RouterSettings
 DEFAULT_POLICY = RouterSettings().policy
 
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
-"""Beginnings of the ids of answers by the HTTP APIs, before the id of the request."""
+"""Prefixes that the HTTP APIs put before the id of a request to make the id of its answer."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ask(client: Client, name: str) -> tuple[str, tuple[PlacementExplained, ...], OverflowExplained | None]:
-    """Return the id of a request, its placements and its overflow; `name` may be the id of an answer.
+    """Return the id of a request, its placements, and its overflow to a hosted endpoint.
+
+    `name` is the id of the request or of its answer.
 
     Raises:
         FleetError: The call failed, or no such request is known.
@@ -84,7 +86,7 @@ def _lines(placed: PlacementExplained) -> Iterator[str]:
 
 
 def _policy(name: str) -> str:
-    """Return the name of a policy with the unit of its costs."""
+    """Return the name of a policy, followed by the unit in which it counts costs."""
     return f"{name}, costs in {'blocks of prefill' if name == DEFAULT_POLICY else 'a unit of its own'}"
 
 
@@ -97,7 +99,7 @@ def _overflow_lines(overflow: OverflowExplained) -> Iterator[str]:
 
 
 def _table(title: str, candidates: Sequence[CandidateCost], chosen: str) -> Iterator[str]:
-    """Return one line per candidate, the cheapest first: its cost and the parts of the cost."""
+    """Return a table with a line for each candidate, the cheapest first: its cost, and the parts of the cost."""
     parts: dict[str, None] = {}
     for candidate in candidates:
         parts |= dict.fromkeys(candidate.parts)

@@ -111,7 +111,7 @@ def _accuracy(wheel: Path | None) -> tuple[Any, Sequence[str]]:
 
 
 def _predicted(wheel: Path) -> "list[AccuracyRow]":
-    """Predict the held-out measurements of a wheel with the coefficients of this version."""
+    """Return the errors of this version's predictions for those measurements of a wheel that were not used for the fit."""
     from fleet.hardware.aiconfigurator import read_sample  # noqa: PLC0415
     from fleet.hardware.latency.coefficients import AccuracyRow, EstimateBasis, coefficients  # noqa: PLC0415
     from fleet.hardware.latency.measurements import accuracy, cells  # noqa: PLC0415
@@ -182,7 +182,8 @@ def _estimate(arguments: argparse.Namespace) -> tuple[Any, Sequence[str]]:
         capacity_tokens=placement.kv_capacity_tokens() / way.dp,
         budget_tokens=BUDGET_TOKENS,
     )
-    rate = arguments.concurrency / (seen.ttft + arguments.answer * seen.tpot)  # requests per second
+    # requests per second of the whole replica
+    rate = arguments.concurrency / (seen.ttft + arguments.answer * seen.tpot)
     drawn = _watts(placement, estimated.step, arguments.prompt, arguments.concurrency / way.dp, rate / way.dp)
     joules = drawn / (rate * arguments.answer)
     answer = {
@@ -254,12 +255,16 @@ def _stored(model: "ModelSizes", weights: str | None, kv: str | None) -> "ModelS
 
 
 def _watts(placement: "ShardedModel", step: "StepModel", prompt: int, running: float, rate: float) -> float:
-    """Return the power of all GPUs of a replica; each attention group runs `running` requests, at `rate` per second."""
+    """Return the power in watts of all GPUs of a replica.
+
+    Each attention group has `running` running requests, and serves `rate` per second.
+    """
     from fleet.hardware.latency.prediction import BUDGET_TOKENS  # noqa: PLC0415
     from fleet.hardware.latency.step_model import pairs  # noqa: PLC0415
     from fleet.hardware.power import power_share, watts  # noqa: PLC0415
 
-    prompts = min(1.0, rate * step.seconds(prompt, pairs(prompt, 0.0), 0.0, 0.0))  # share of the time
+    # share of the time in which prompts are computed
+    prompts = min(1.0, rate * step.seconds(prompt, pairs(prompt, 0.0), 0.0, 0.0))
     share = prompts * power_share(min(prompt, BUDGET_TOKENS)) + (1 - prompts) * power_share(running)
     return placement.parallelism.gpus * watts(placement.gpu, share)
 

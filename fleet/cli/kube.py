@@ -33,15 +33,17 @@ IMAGES = Images(
 
 MOST_CHARACTERS = 1 << 20
 MOST_VALUES = 1 << 18
-"""Most values of a file, with the repetitions of its aliases: a few lines of YAML may expand to billions."""
+"""Maximum number of values in a file, counting each use of a YAML alias. Without a limit, a few lines of YAML could
+expand to billions of values."""
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 REQUEST_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
-"""The same pattern as in `operators.api.serving_request.REQUEST_RULES`."""
+"""Pattern of valid names for a ServingRequest, as in `operators.api.serving_request.REQUEST_RULES`."""
 
 _NAMED = re.compile(r"Object (missing required|contains unknown) field `(.*)`")
 _QUOTED = re.compile(r"""(['"])(?!<)..+\1""")
-"""A quoted word of the file in an error of the YAML library, except the library's own (``'<stream end>'``)."""
+"""Finds quoted words in errors of the YAML library that come from the file. Words of the library itself (``'<stream
+end>'``) are excluded."""
 
 FIELDS = ("apiVersion", "kind", "metadata", "spec", "status")
 
@@ -99,7 +101,10 @@ def _takes_form(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status 0: done; 1: no deployment keeps the goals; 3: the file was refused."""
+    """Run the command.
+
+    Return the exit status: 0 if done, 1 if no deployment keeps the goals, 3 if the file was refused.
+    """
     match arguments.kube_command:
         case "crds":
             _write([definition(kind) for kind in KINDS], arguments.output)
@@ -155,7 +160,7 @@ def _propose(arguments: argparse.Namespace) -> int:
 
 
 def _rendered(objects: list[Any], namespace: str, images: Images) -> list[Manifest]:
-    """Return the objects of all documents in order."""
+    """Return the Kubernetes objects for all documents of a file, in the order of the documents."""
     if not objects:
         raise ConfigurationRefused("the file is empty")
     made: list[Manifest] = []
@@ -177,7 +182,7 @@ def _deployment(content: Any, namespace: str) -> DesiredDeployment:
     """Return the desired deployment of a document.
 
     Raises:
-        ConfigurationRefused: It is no valid DisaggDeployment; the message names the field.
+        ConfigurationRefused: The document is no valid DisaggDeployment; the message names the field.
     """
     named, spec = _document(content, "DisaggDeployment", namespace, DisaggDeploymentSpec)
     for path, cause in contradictions(spec, named["name"]):
@@ -186,10 +191,10 @@ def _deployment(content: Any, namespace: str) -> DesiredDeployment:
 
 
 def _document(content: Any, kind: str, namespace: str, of: type[Spec]) -> tuple[dict[str, str], Spec]:
-    """Return name and namespace of an object of one of our kinds, and its specification.
+    """Return the name, the namespace and the specification of an object of one of Fleet's kinds.
 
     Raises:
-        ConfigurationRefused: It is no valid object; the message names the field.
+        ConfigurationRefused: The document is no valid object; the message names the field.
     """
     is_ours = isinstance(content, dict) and content.get("kind") == kind
     if not is_ours or content.get("apiVersion") != f"{GROUP}/{VERSION}":
@@ -201,7 +206,7 @@ def _document(content: Any, kind: str, namespace: str, of: type[Spec]) -> tuple[
         raise ConfigurationRefused("metadata.name: is missing")
     named = {"name": metadata["name"], "namespace": metadata.get("namespace") or namespace}
     for field, name in named.items():
-        # A name with dots is refused later, with a proposal.
+        # A name with dots is refused later, by an error that proposes a valid name.
         plain = name.replace(".", "-") if field == "name" and isinstance(name, str) else name
         if not isinstance(plain, str) or not NAME.fullmatch(plain):
             raise ConfigurationRefused(f"metadata.{field}: {_no_name()}")
@@ -212,7 +217,7 @@ def _document(content: Any, kind: str, namespace: str, of: type[Spec]) -> tuple[
 
 
 def _value_error(error: msgspec.ValidationError, kind: object) -> str:
-    """Return what is wrong with a specification, after the path of the field."""
+    """Return the text of an error in a specification: the path of the field, and what is wrong."""
     cause, path = split_validation_error(error)
     cause = with_allowed_values(cause, kind, path)
     if named := _NAMED.fullmatch(cause):
@@ -228,7 +233,7 @@ def _read(path: Path) -> list[Any]:
     """Return the documents of a file.
 
     Raises:
-        ConfigurationRefused: It cannot be read, is not YAML, or expands to too much.
+        ConfigurationRefused: The file cannot be read, is not YAML, or has more than `MOST_VALUES` values.
     """
     try:
         text = sys.stdin.read(MOST_CHARACTERS + 1) if str(path) == "-" else path.read_text()
@@ -237,7 +242,7 @@ def _read(path: Path) -> list[Any]:
     if len(text) > MOST_CHARACTERS:
         raise ConfigurationRefused(f"{path}: is longer than {MOST_CHARACTERS} characters")
     try:
-        # Not msgspec's decoder: its libyaml ends the process when a file is nested very deeply.
+        # msgspec's decoder is not used: its libyaml ends the process if a file is nested very deeply.
         documents = [each for each in yaml.safe_load_all(text) if each is not None]
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: an invalid date
         raise ConfigurationRefused(f"{path}: {_error_text(error)}") from error
@@ -256,7 +261,7 @@ def _error_text(error: Exception) -> str:
 
 
 def _check_values(documents: list[Any], path: Path) -> None:
-    """Check that all values are JSON values, and not too many."""
+    """Check that all values have types that JSON has, and that there are at most `MOST_VALUES`."""
     count, left = 0, list(documents)
     while left:
         value = left.pop()
@@ -276,7 +281,7 @@ def _check_values(documents: list[Any], path: Path) -> None:
 
 
 def _write(objects: list[Manifest], form: str) -> None:
-    """Write all objects at once, so that nothing is printed if one of them cannot be."""
+    """Write all objects with one write, so that nothing is printed if one of them cannot be encoded."""
     if form == "json":
         collected = {"apiVersion": "v1", "kind": "List", "items": objects}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(collected), indent=2).decode() + "\n")

@@ -1,4 +1,4 @@
-"""`fleet kv`: commands for the KV store alone.
+"""`fleet kv`: commands that concern only the KV store.
 
 Each sub-command is a module `fleet.cli.store.NAME` with `configure(parser)` and `run(arguments)`, like the commands of
 `fleet`.

@@ -1,4 +1,4 @@
-"""`fleet scale`: shows and changes the sizes of pools, wherever they run."""
+"""`fleet scale`: shows and changes the sizes of pools, on this machine, on Kubernetes, or at another orchestrator."""
 
 import argparse
 import asyncio
@@ -74,7 +74,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status 0: all pools have their sizes; 1: not all do, or nobody answered."""
+    """Run the command.
+
+    Return the exit status: 0 if all pools have their sizes, 1 if not, or if the orchestrator does not answer.
+    """
     wanted = dict(arguments.pools)
     if len(wanted) != len(arguments.pools):
         raise ConfigurationRefused("POOL=N: a pool is named twice")
@@ -94,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _scale(target: Target, wanted: dict[PoolName, int], within_seconds: float, place: str) -> int:
     this = asyncio.current_task()
     assert this is not None
-    if wanted and threading.current_thread() is threading.main_thread():  # only the main thread can receive signals
+    if wanted and threading.current_thread() is threading.main_thread():  # only the main thread may handle signals
         for number in INTERRUPT_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, this.cancel)
     async with connector_of(target, PlanWriter.PERSON) as connector:
@@ -158,7 +161,7 @@ def target_of(arguments: argparse.Namespace) -> Target:
 
 
 def _place(arguments: argparse.Namespace) -> str:
-    """Return the location options as they were given."""
+    """Return the options of this command line that say where the pools are, as text for another command."""
     given = {
         "--address": arguments.address,
         "--plans": arguments.plans,
@@ -196,7 +199,7 @@ def _local_at(address: str) -> Path:
 
 
 def _grpc_address(plans: Path) -> str:
-    """Return the clients' address of the cluster with this plan folder; ``?`` if it cannot be read."""
+    """Return the router's gRPC address of the cluster to which this plan folder belongs; ``?`` if it cannot be read."""
     addresses = LocalRun(plans.parent).addresses()
     return (addresses and addresses.grpc_listen) or "?"
 

@@ -2,10 +2,10 @@
 
 Rules:
 
-1. `run` runs one scenario, `compare` two side by side, `sweep` many; `capacity` searches the highest load that keeps an
-   SLO.
-2. `faults` draws faults instead of measuring; it needs no scenario.
-3. All print JSON to `--json FILE` (- for standard output), or else a summary.
+1. `run` runs one scenario. `compare` runs two scenarios and compares them. `sweep` runs many. `capacity` searches the
+   highest load that keeps an SLO.
+2. `faults` measures nothing. It tests the machines under randomly drawn faults, and needs no scenario.
+3. All of them write JSON to `--json FILE` (- is standard output). Without this option they print a summary.
 4. A scenario that cannot be run is refused before anything is written. A file is written completely or not at all.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fleet.sim.scenario import Scenario
 
 COMPARED_SEEDS = tuple(range(1, 6))
-MOST_DIGITS = 40  # most digits of a seed
+MOST_DIGITS = 40  # maximum number of digits of a number for a seed
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +147,7 @@ def _json(parser: argparse.ArgumentParser) -> None:
 
 
 def _spread(parser: argparse.ArgumentParser) -> None:
-    """Add the options for many runs."""
+    """Add the options of sub-commands that do many runs."""
     _processes(parser)
     parser.add_argument("--ray", metavar="ADDRESS", help="run on that Ray cluster instead, such as auto or host:6379")
 

@@ -1,4 +1,4 @@
-"""Control port of a client: the router's control address and the credentials for it."""
+"""Control port of a client: finds the control address of a router and its credentials, and connects to it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,20 +17,21 @@ NOT_KNOWN = (
     "; --control-address names the router's control_listen, and --control-secret-file the file with its secret where it"
     " is host:port"
 )
-"""End of an error message about an unknown control address."""
+"""End of the error message for an unknown control address."""
 
 CLIENTS_PORT = "that is an address for clients; status, explain and thresholds are asked at the router's control_listen"
 
 
 class ControlPort:
-    """The control port of one router; the first call resolves and dials it."""
+    """Connects to the control port of one router; `channel` and `aio_channel` find the address if it is not given."""
 
     def __init__(self, address: str, control: str, credentials: Credentials) -> None:
         """Prepare the control port.
 
         Args:
             address: Address of the router for clients.
-            control: The router's control address; empty: that of a router on this machine.
+            control: The router's control address. If it is empty, the address of this user's router on this machine is
+                looked up.
             credentials: Credentials for a control port over TCP.
 
         Raises:
@@ -88,7 +89,7 @@ class ControlPort:
 
 @contextmanager
 def control_errors() -> Iterator[None]:
-    """Translate failed calls to a control port.
+    """Translate the error of a failed call to a control port into a `FleetError`.
 
     Raises:
         FleetError: The call failed.

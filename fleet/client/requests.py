@@ -1,4 +1,4 @@
-"""Request options of clients, and their translation to messages."""
+"""Request options: defines the options of a client's requests, and converts them to protobuf messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
@@ -27,11 +27,12 @@ from fleet.v1 import inference_pb2 as pb
 from fleet.wire.inference import encode_request
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Sequence[ChatMessage]
-"""Text, token ids, or a conversation: messages with ``role`` and ``content``, and tool calls as in the OpenAI API."""
+"""A prompt: a text, token ids, or a conversation. Each message of a conversation has ``role`` and ``content``, and may
+have tool calls as in the OpenAI API."""
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of `generate` and `complete`; ranges and defaults are in proto/fleet/v1/inference.proto."""
+    """Lists the keyword arguments of `generate` and `complete`; proto/fleet/v1/inference.proto explains them."""
 
     model: str
     max_tokens: int
@@ -48,12 +49,12 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     logprobs: int
     prompt_logprobs: int
-    logit_bias: Mapping[int, float]  # number that is added to the logit, by token id
+    logit_bias: Mapping[int, float]  # number that is added to the logit of a token, by token id
     allowed_token_ids: Sequence[int]
     form: StructuredOutput
-    tools: Sequence[Mapping[str, Any]]  # tools as in the OpenAI API; only for conversations
-    template_args: Mapping[str, Any]  # further variables of the chat template; only for conversations
-    parsing: AnswerParsing  # how reasoning and tool calls are returned apart from the text
+    tools: Sequence[Mapping[str, Any]]  # tools that the model may call, as in the OpenAI API; only for conversations
+    template_args: Mapping[str, Any]  # additional variables of the chat template; only for conversations
+    parsing: AnswerParsing  # if set, reasoning and tool calls are returned separately
     stop: str | Sequence[str]
     include_stop_string: bool
     show_special_tokens: bool
@@ -68,16 +69,16 @@ class Options(TypedDict, total=False):
     pin: str
     labels: Sequence[str]
     request_id: str
-    timeout_seconds: float | None  # limit for the whole answer; None: no limit
+    timeout_seconds: float | None  # time limit for the whole answer; None means no limit
 
 
 def api_key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    """Return the call metadata with the API key; empty without a key."""
+    """Return gRPC metadata that contains the API key; empty if there is no key."""
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
 def tune_request(thresholds: Mapping[str, float]) -> control_pb2.TuneRequest:
-    """Build the message that sets thresholds.
+    """Build the message that sets thresholds of a router.
 
     Raises:
         InvalidRequest: A name or number is invalid.
@@ -130,7 +131,7 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
 
 
 def _type_error(request: GenerateRequest, sampling: Mapping[str, object]) -> str:
-    """Return the path of the value that does not fit its field; protobuf's error does not name it."""
+    """Return the path of the field whose value has a wrong type, because protobuf's error does not name the field."""
     own = (
         *("model", "stop", "priority", "session", "tenant", "expected_tokens", "pin", "labels"),
         *("bad_words", "cache_salt", "include_stop_string", "show_special_tokens"),
@@ -142,7 +143,7 @@ def _type_error(request: GenerateRequest, sampling: Mapping[str, object]) -> str
     for name, value in sampling.items():
         if name != "form" and not _fits_field(pb.Sampling, name, value):
             return f"sampling.{name}"
-    return prompt_field(request)  # all other fields fit, so it is the prompt
+    return prompt_field(request)  # all other fields are right, so the prompt is wrong
 
 
 def _fits_field(message: type[pb.GenerateRequest] | type[pb.Sampling], name: str, value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Time as integers, and the Clock port. `kvstore.clock` defines both, because the store gets times from workers and routers."""
+"""Clock: exports the time in integer nanoseconds and the port `Clock`, which `kvstore.clock` defines."""
 
 from kvstore.clock import MILLISECOND, SECOND, Clock, Nanos
 

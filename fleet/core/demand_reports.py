@@ -1,11 +1,13 @@
-"""Demand reports: the counts of each model's demand at one router process, which the call `WatchDemand` streams.
+"""Demand reports: define the counts of demand at one router process, which the gRPC call `WatchDemand` streams.
 
 Rules:
 
-1. Counters and histograms are cumulative since the start of the process. A restart makes a new incarnation, which begins at zero.
+1. Counters and histograms are cumulative since the start of the process. A restart makes a new incarnation, whose
+   counts begin at zero.
 2. Gauges (`queued`, `oldest_seconds`, the load of workers) describe the instant of the report.
-3. A request counts when it arrives. `abandoned` and `invalid` later count the requests among them that are no demand, because the
-   client left before the answer began, or because no capacity could have served the request.
+3. A request is counted in `arrivals` when it arrives. It is later counted again, in `abandoned` if its client left
+   before the answer began, or in `invalid` if no amount of capacity could have served it. Readers subtract both counts
+   to get the demand.
 """
 
 from msgspec import Struct
@@ -16,30 +18,33 @@ from fleet.core.ids import Incarnation, ModelName, WorkerId
 from fleet.core.roles import Role
 
 RECENT_REQUESTS = 64
-"""Most requests in the sample of one report (`DemandReport.recent`)."""
+"""The maximum number of requests in the sample of one report (`DemandReport.recent`)."""
 
 RECENT_KEYS = 512
-"""Most block keys of a request in the sample; longer prompts lose the keys of their last blocks."""
+"""The maximum number of block keys of one request in the sample. If a prompt has more blocks, the keys of its last
+blocks are left out."""
 
 
 class ModelDemand(Struct, frozen=True, kw_only=True):
-    """Demand of one model at one router process."""
+    """Counts the demand of one model at one router process since the start of the process."""
 
     model: ModelName
     arrivals: int = 0
     waited: int = 0
-    """Arrivals that entered the admission queue."""
+    """Number of arrivals that entered the admission queue."""
 
     refused: int = 0
-    """Arrivals that were refused for load: no worker, a full queue, or a deadline that passed before the answer began."""
+    """Number of arrivals that were refused because of too little capacity: there was no worker, the queue was full, or
+    the deadline passed before the answer began."""
 
     abandoned: int = 0
     invalid: int = 0
-    """Arrivals that no capacity could have served, such as a prompt that is too long for every worker."""
+    """Number of arrivals that no amount of capacity could have served, such as a prompt that is too long for every
+    worker."""
 
     prompt_tokens: int = 0
     uncounted_tokens: int = 0
-    """Prompt tokens of the abandoned and invalid arrivals."""
+    """Number of prompt tokens of the abandoned and invalid arrivals."""
 
     prompt_squares: float = 0.0
     """Sum of the squares of the prompt lengths in tokens, over all arrivals."""
@@ -51,19 +56,20 @@ class ModelDemand(Struct, frozen=True, kw_only=True):
     ttft: Counts = ()
     tpot: Counts = ()
     queue_wait: Counts = ()
-    """Time from arrival until a worker was sent the request, for requests that got an answer."""
+    """Histogram of the time from the arrival of a request until it was sent to a worker, for requests that got an
+    answer."""
 
     queued: int = 0
     oldest_seconds: float = 0.0
     overflowed: int = 0
-    """Refused requests that a hosted endpoint has answered."""
+    """Number of refused requests that a hosted endpoint has answered."""
 
     overflow_dollars: float = 0.0
     """Cost of the answers of the hosted endpoint, in dollars."""
 
 
 class WorkerLoad(Struct, frozen=True, kw_only=True):
-    """Load of one worker, as a router knows it."""
+    """Describes the load of one worker, as a router knows it."""
 
     worker_id: WorkerId
     model: ModelName
@@ -76,7 +82,7 @@ class WorkerLoad(Struct, frozen=True, kw_only=True):
 
 
 class SampledRequest(Struct, frozen=True, kw_only=True):
-    """A request of the sample; `arrived` is an instant of the router's clock."""
+    """Describes one ended request of the sample; `arrived` is an instant of the router's clock."""
 
     model: ModelName
     arrived: Nanos
@@ -87,15 +93,15 @@ class SampledRequest(Struct, frozen=True, kw_only=True):
 
 
 class DemandReport(Struct, frozen=True, kw_only=True):
-    """Demand that one router process has counted until `at`, an instant of its own clock."""
+    """Holds the demand that one router process has counted until `at`, an instant of the local clock."""
 
     router: str
     incarnation: Incarnation
     at: Nanos
     uptime: Nanos = Nanos(0)
-    """Time since the process started."""
+    """Time since the start of the router process."""
 
     models: tuple[ModelDemand, ...] = ()
     workers: tuple[WorkerLoad, ...] = ()
     recent: tuple[SampledRequest, ...] = ()
-    """Some of the requests that ended since the last report of the same stream."""
+    """A sample of the requests that ended after the previous report of the same stream."""

@@ -1,7 +1,7 @@
-"""Discovery settings: the directories in which routers find workers, and the record of a worker there.
+"""Discovery settings: define the directories in which routers find workers, and a worker's record in a directory.
 
-Without discovery, workers register with a router (`fleet.v1.Registry`), and nothing else is needed. A directory is for
-several routers: a worker publishes itself once, and all routers find it, even routers that start later.
+Without a directory, each worker registers with a router (`fleet.v1.Registry`). A directory is useful for several
+routers: a worker writes its record into the directory once, and all routers find it, also routers that start later.
 """
 
 from typing import Annotated
@@ -19,7 +19,7 @@ LeaseSeconds = Annotated[int, Meta(ge=2, le=3600)]
 
 
 class WorkerRecord(Struct, frozen=True, kw_only=True):
-    """Record of one worker in a directory. Readers ignore fields of later versions."""
+    """Holds the record of one worker in a directory. Readers ignore unknown fields, which later versions may add."""
 
     worker_id: Annotated[WorkerId, Meta(min_length=1, max_length=128)]
     incarnation: Annotated[Incarnation, Meta(min_length=1, max_length=128)]

@@ -1,33 +1,34 @@
-"""Durations as counts in fixed buckets, so that a report is small, and the counts of several routers can be added exactly."""
+"""Duration counts: count durations in fixed buckets, so that the counts of several routers can be added exactly."""
 
 from bisect import bisect_left
 from itertools import accumulate
 from math import log
 
 EDGES = tuple(0.001 * 10 ** (step / 8) for step in range(8 * 6 + 1))
-"""Upper edges of the buckets in seconds: eight per decade from 1 ms to 1,000 s. One more bucket counts longer durations."""
+"""Upper edges of the buckets in seconds: eight per decade, from 1 ms to 1,000 s. A last bucket counts longer
+durations."""
 
 STEP: float = 10 ** (1 / 8)
-"""Ratio of an edge to the edge before it."""
+"""Ratio of each edge to the next lower edge."""
 
 Counts = tuple[int, ...]
-"""Number of values in each bucket: `len(EDGES) + 1` numbers, or none at all if nothing was counted."""
+"""Number of durations in each bucket: `len(EDGES) + 1` numbers, or an empty tuple if nothing was counted."""
 
 
 def bucket_of(seconds: float) -> int:
-    """Return the index of the bucket in which a duration is counted."""
+    """Return the index of the bucket that counts durations of `seconds` seconds."""
     return bisect_left(EDGES, seconds)
 
 
 def added(one: Counts, other: Counts) -> Counts:
-    """Return the sums of two sets of counts, bucket by bucket."""
+    """Return the sum of two counts, bucket by bucket."""
     if not one or not other:
         return one or other
     return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
 def percentile(counts: Counts, share: float) -> float | None:
-    """Return the upper edge in seconds of the bucket in which the percentile `share` lies; None if there are no values."""
+    """Return the upper edge in seconds of the bucket with the percentile `share` (0 to 1); None without durations."""
     total = sum(counts)
     if not total:
         return None
@@ -38,9 +39,9 @@ def percentile(counts: Counts, share: float) -> float | None:
 
 
 def within(counts: Counts, seconds: float) -> float:
-    """Return the estimated number of values up to a duration.
+    """Estimate the number of durations that are not longer than `seconds`.
 
-    The values in the duration's bucket count as spread evenly on a logarithmic scale.
+    The durations within one bucket are assumed to be spread evenly on a logarithmic scale.
     """
     index = bucket_of(seconds)
     if not counts or index == len(EDGES):
@@ -49,7 +50,10 @@ def within(counts: Counts, seconds: float) -> float:
 
 
 def interpolated(counts: Counts, share: float) -> float | None:
-    """Return the estimated percentile in seconds; the values of a bucket count as spread evenly on a logarithmic scale."""
+    """Estimate the percentile `share` (0 to 1) in seconds, or return None without durations.
+
+    The durations within one bucket are assumed to be spread evenly on a logarithmic scale.
+    """
     wanted = share * sum(counts)
     if not wanted:
         return None

@@ -1,12 +1,13 @@
-"""Lock files: show that a process lives, by a lock (flock) that the kernel releases however the process ends.
+"""Lock files: show that a process runs, by a lock (flock) that the kernel releases when the process ends.
 
-Unlike a process id, a lock never passes to another process. Locks also work for containers that share a folder, and over
-NFS 4. Several processes may share a lock; the lock file is abandoned when the last of them has ended.
+A lock is better than a process id, because another process may get the same id later. Locks also work between
+containers that share a folder, and over NFS 4. Several processes may share a lock. A lock file is called abandoned if
+all processes that locked it have ended.
 
-When a folder with a lock file is removed, the lock file is removed last. An interrupted removal therefore leaves an
-abandoned lock file, by which the folder is found again.
+When a folder with a lock file is removed, the lock file is removed last. So if the removal is interrupted, the
+abandoned lock file stays, and the rest of the folder can still be found and removed.
 
-Only the standard library is imported, so that the orphan reaper stays small.
+This module imports only the standard library, so that the orphan reaper, which uses it, needs little memory.
 """
 
 import fcntl
@@ -21,9 +22,9 @@ ALIVE_FILE = "alive"
 
 @contextmanager
 def hold_lock_file(path: Path) -> Iterator[None]:
-    """Create a lock file and keep it locked while the context is open, then remove it.
+    """Create a lock file and hold its lock while the context is open; remove the file at the end.
 
-    The file is locked before other processes can see it.
+    The file is locked before it appears at `path`, so no other process finds it without a lock.
 
     Raises:
         OSError: The file cannot be created.
@@ -44,7 +45,7 @@ def hold_lock_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def share_lock_file(path: Path) -> Iterator[None]:
-    """Lock another process's lock file too while the context is open, if it exists."""
+    """Share the lock of another process's lock file, if the file exists, while the context is open."""
     with ExitStack() as stack:
         with suppress(OSError):
             fcntl.flock(stack.enter_context(path.open("rb")), fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -53,7 +54,7 @@ def share_lock_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def take_abandoned(path: Path) -> Iterator[bool]:
-    """Yield True if the lock file exists and the processes that locked it have ended.
+    """Try to lock a lock file; yield True if the file exists and all processes that had locked it have ended.
 
     While the context is open, no other process gets True.
     """
@@ -67,13 +68,16 @@ def take_abandoned(path: Path) -> Iterator[bool]:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Return True if the lock file exists and the processes that locked it have ended."""
+    """Return True if the lock file exists and all processes that had locked it have ended."""
     with take_abandoned(path) as dead:
         return dead
 
 
 def remove_locked_folder(path: Path) -> None:
-    """Remove the folder of a lock file, and the lock file last, if nothing else is left."""
+    """Remove the folder that contains the lock file `path`, with its content.
+
+    The lock file is removed last, and only if nothing else is left in the folder.
+    """
     with suppress(OSError):
         for each in path.parent.iterdir():
             if each.is_dir() and not each.is_symlink():

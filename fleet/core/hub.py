@@ -1,11 +1,11 @@
-"""Hub settings: models that are named by a repository of the Hugging Face Hub.
+"""Hub settings: parse names of repositories on the Hugging Face Hub, and define how models are downloaded.
 
 Rules:
 
-1. A model is named by a folder or by a repository: ``owner/name``, optionally followed by ``@revision`` (a branch, a
-   tag or a commit). Without a revision the newest commit is used. A name that is a folder on this machine means that
-   folder.
-2. Only a full commit id always stands for the same files. A branch may move between the starts of two processes.
+1. The settings name a model by a folder or by a repository. A repository is ``owner/name``, optionally followed by
+   ``@revision`` (a branch, a tag or a commit). Without a revision, the newest commit is used. If a folder with this
+   name exists on the machine, the name means the folder.
+2. Only a full commit id always means the same files. A branch may get new commits between the starts of two processes.
 """
 
 import re
@@ -23,21 +23,21 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Repository(Struct, frozen=True):
-    """A model repository on the hub."""
+    """Names a model repository on the hub, and a revision of it."""
 
     name: str
-    """owner/name"""
+    """The name in the form ``owner/name``."""
 
     revision: str = DEFAULT_REVISION
 
     @property
     def is_pinned(self) -> bool:
-        """True if the revision is a full commit id, which always stands for the same files."""
+        """True if the revision is a full commit id, which always means the same files."""
         return _COMMIT.fullmatch(self.revision) is not None
 
 
 def parse_repository(named: str) -> Repository | None:
-    """Parse ``owner/name@revision``; return None for other forms. Relative paths such as ``a/b`` have the same form."""
+    """Parse ``owner/name@revision``; return None for other forms. A relative path such as ``a/b`` has this form too."""
     found = _REPOSITORY.fullmatch(named)
     return None if found is None else Repository(found[1], found[2] or DEFAULT_REVISION)
 

@@ -1,4 +1,4 @@
-"""Identifiers: each kind has its own type, so that the type checker finds ids of a wrong kind."""
+"""Identifiers: define a type for each kind of id, so that the type checker finds ids of a wrong kind."""
 
 from collections.abc import Iterable
 from typing import NewType
@@ -6,15 +6,16 @@ from typing import NewType
 RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
 Incarnation = NewType("Incarnation", str)
-"""One run of a process under its name. A restart makes a new incarnation, and all knowledge about the old one is void."""
+"""Id of one run of a process. After a restart, the process has another incarnation, and what was known about the old
+one is not valid any more."""
 
 ModelName = NewType("ModelName", str)
 StoreId = NewType("StoreId", str)
 
 
 def longest_prefix(worker_id: WorkerId, names: Iterable[str]) -> str | None:
-    """Return the longest of the names that is a prefix of the worker's id; None if there is none.
+    """Return the longest name with which the id of a worker begins, or None if it begins with none of the names.
 
-    Workers are named after their pools, so this finds a worker's pool.
+    The id of a worker begins with the name of its pool, so this function finds the pool.
     """
     return max((name for name in names if worker_id.startswith(name)), key=len, default=None)

@@ -1,10 +1,11 @@
-"""Log deduplication: decides which of several equal events get a line in the log.
+"""Log deduplication: decides whether an event is written to the log, if similar events come again and again.
 
 Rules:
 
-1. An event is logged if its cause differs from the latest logged cause of its subject, or if the latest line of the
-   subject is a minute old.
-2. A subject is forgotten a minute after its latest line, so memory is limited by the number of lines per minute.
+1. Each event has a subject (such as a worker) and a cause. It is logged if its cause differs from the last logged cause
+   of the same subject, or if the last log line about the subject is a minute old.
+2. A subject is forgotten a minute after its last log line. So the memory is limited by the number of log lines per
+   minute.
 """
 
 from collections.abc import Hashable
@@ -15,13 +16,13 @@ REPEAT_AFTER = Nanos(60 * SECOND)
 
 
 class LogDeduplicator:
-    """Remembers the latest logged cause of each subject."""
+    """Decides whether an event is logged: it remembers the last logged cause of each subject."""
 
     def __init__(self) -> None:
         self.logged: dict[Hashable, tuple[str, Nanos]] = {}
 
     def is_new(self, subject: Hashable, cause: str, now: Nanos) -> bool:
-        """Return True if the caller should log the event now."""
+        """Return True if the caller has to log this event now; the event then counts as logged."""
         latest = self.logged.get(subject)
         if latest is not None and latest[0] == cause and now - latest[1] < REPEAT_AFTER:
             return False
@@ -30,5 +31,5 @@ class LogDeduplicator:
         return True
 
     def forget(self, subject: Hashable) -> None:
-        """Forget a subject whose cause has ended, so that its next event is logged."""
+        """Forget a subject whose problem has ended, so that a new problem of the subject is logged at once."""
         self.logged.pop(subject, None)

@@ -1,10 +1,10 @@
-"""Roles of workers, phases of attempts, and KV paths."""
+"""Roles: define the roles of workers, the phases of attempts, the KV paths, and the placements to choose from."""
 
 from enum import StrEnum
 
 
 class Role(StrEnum):
-    """Kinds of attempts that a worker takes: prefill, decode (and aggregated), or all."""
+    """Roles of workers: a worker takes prefill attempts only, decode and aggregated attempts, or all attempts."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -12,7 +12,7 @@ class Role(StrEnum):
 
 
 class Phase(StrEnum):
-    """The part of a request that one attempt runs."""
+    """Phases: the part of a request that one attempt runs."""
 
     AGGREGATED = "aggregated"  # the worker computes the prompt and generates the answer
     PREFILL = "prefill"  # the worker computes the prompt and one token; then the blocks are handed off
@@ -20,14 +20,14 @@ class Phase(StrEnum):
 
 
 class KvPath(StrEnum):
-    """Path of blocks from the prefill worker to the decode worker."""
+    """Paths by which blocks get from the prefill worker to the decode worker."""
 
     STORE = "store"  # blocks are written to and read from the KV store node
     DIRECT = "direct"  # blocks move from engine memory to engine memory
 
 
 class Placement(StrEnum):
-    """The placement that a client demands."""
+    """Placements that a client can demand: on one worker, on a pair of workers, or as the router decides."""
 
     AUTO = "auto"
     AGGREGATED = "aggregated"

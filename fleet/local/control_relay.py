@@ -1,13 +1,13 @@
-"""Control relay: a Unix socket for several router processes, which passes each connection on to one of them.
+"""Control relay: listens at one Unix socket for several router processes, and passes each connection on to one of them.
 
-Processes can share a TCP port but no Unix socket. So each process has a control socket of its own, and their supervisor
-listens at the well-known one. Rules:
+Processes can share a TCP port, but no Unix socket. So each router process has a control socket of its own, and their
+supervisor listens at the socket whose address others know. Rules:
 
-1. Connections go to the processes in turn. A process that accepts none is skipped, so the address works while any
-   process lives.
-2. Bytes are passed on unchanged, no faster than the receiver takes them. When one side ends, the connection ends after
-   its last bytes have been delivered; the other side has `CLOSE_SECONDS` to take them.
-3. At most `MOST_CONNECTIONS` run at a time; a further one is closed at once.
+1. The relay gives new connections to the processes in turn. It skips a process that does not accept connections, so the
+   address works while any process lives.
+2. Bytes are passed on unchanged, and no faster than the receiver reads them. When one side closes the connection, the
+   other side has `CLOSE_SECONDS` to read the last bytes. Then the connection of the other side is closed, too.
+3. At most `MOST_CONNECTIONS` connections are open at a time; one more is closed at once.
 """
 
 import asyncio
@@ -22,22 +22,22 @@ from kvstore.net.addresses import unix_path
 from kvstore.net.listeners import stop_listening
 from kvstore.net.unix_sockets import BACKLOG, identity, remove
 
-MOST_CONNECTIONS = 1024  # most open connections; a worker and a command need one each
+MOST_CONNECTIONS = 1024  # maximum number of open connections; each worker and each running command needs one
 CONNECT_SECONDS = 1.0
-CLOSE_SECONDS = 5.0  # Most seconds to deliver the last bytes: a local process that takes none for so long hangs.
+CLOSE_SECONDS = 5.0  # time limit for a process to read the last bytes of a closed connection
 CHUNK_BYTES = 64 << 10
 
 
 @asynccontextmanager
 async def open_control_relay(address: str, targets: Sequence[str]) -> AsyncIterator[None]:
-    """Listen until the context ends.
+    """Relay connections until the end of the `with` block.
 
     Args:
-        address: ``unix:/path`` to listen on.
-        targets: Control addresses of the processes.
+        address: ``unix:/path`` at which the relay listens.
+        targets: Control addresses of the router processes.
 
     Raises:
-        ConfigurationRefused: Another process listens there, or the path cannot be used.
+        ConfigurationRefused: Another process listens at the address, or its path cannot be used.
     """
     remove_stale_socket(address)
     path = unix_path(address)
@@ -58,7 +58,7 @@ async def open_control_relay(address: str, targets: Sequence[str]) -> AsyncItera
 
 
 def _bound(path: str) -> socket.socket:
-    """Make a socket at that path for this user alone.
+    """Return a Unix socket that is bound to a path, and to which only this user can connect.
 
     Raises:
         ConfigurationRefused: The path cannot be bound.
@@ -76,7 +76,7 @@ def _bound(path: str) -> socket.socket:
 
 
 class _ControlRelay:
-    """Relays each connection to one of the processes, which take turns; `close` ends all open connections."""
+    """Relays each connection to one of the processes, in turn. `close` ends all open connections."""
 
     def __init__(self, targets: Sequence[str]) -> None:
         self._targets = targets
@@ -106,7 +106,7 @@ class _ControlRelay:
             writer.transport.abort()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """Connect to the next process that accepts; return None if none does."""
+        """Connect to the next process that accepts a connection; return None if none does."""
         first = next(self._turns)
         for number in range(len(self._targets)):
             target = self._targets[(first + number) % len(self._targets)]

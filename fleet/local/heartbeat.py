@@ -1,7 +1,8 @@
-"""Heartbeat of a child process, sent by its event loop on the readiness pipe, and samples of its state.
+"""Heartbeats: sends heartbeats from a child's event loop to its supervisor, and samples the state of a child.
 
-A process that is stopped, or whose event loop is stuck, keeps its sockets and, with `socket.SO_REUSEPORT`, its share of new
-connections. `fleet.local.liveness` judges the heartbeats and the samples.
+Heartbeats go through the readiness pipe. They are needed because a process that is stopped, or whose event loop is
+stuck, keeps its sockets. With `socket.SO_REUSEPORT` it also keeps getting its share of new connections.
+`fleet.local.liveness` judges the heartbeats and the samples.
 """
 
 import asyncio
@@ -14,7 +15,10 @@ from fleet.local.liveness import HEARTBEAT_INTERVAL, ProcessSample
 
 
 def send_heartbeats(descriptor: int) -> None:
-    """Send heartbeats while the event loop turns; a pipe that nobody reads may fill up."""
+    """Send a heartbeat at each interval while the event loop runs.
+
+    Skip a heartbeat if the pipe is full, because the supervisor does not read it.
+    """
     os.set_blocking(descriptor, False)
     loop = asyncio.get_running_loop()
 
@@ -32,7 +36,8 @@ def sample_process(pid: int) -> ProcessSample | None:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return None
-    scheduled = "0 0 0"  # a kernel without these counters: then waiting for a core counts like other time
+    # Used if the kernel has no such counters. Then time in which the process waits for a core counts like other time.
+    scheduled = "0 0 0"
     with suppress(OSError):
         scheduled = Path(f"/proc/{pid}/schedstat").read_text()
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)

@@ -1,4 +1,4 @@
-"""Liveness of a child process: decides from outside observations when a running child counts as hung.
+"""Liveness of a child process: decides from its heartbeats and from the kernel's counters when a running child counts as hung.
 
 Rules:
 
@@ -6,11 +6,12 @@ Rules:
    (SIGSTOP) for `LivenessLimits.stopped`, or sent no heartbeat for `LivenessLimits.silent`.
 2. Only time in which the child could run counts. Time in which it waited for a core does not count: where other
    processes use all cores, the machine is slow, not the child.
-3. Time in which nobody took a sample does not count, and resets all counters: then the supervisor or the whole machine
-   was stopped, and the child starts afresh.
+3. Time in which no sample was taken does not count, because the supervisor or the whole machine was stopped in it.
+   Afterwards all time limits of the child begin again.
 4. A child that a debugger traces never counts as hung.
-5. Before its first heartbeat a child may be silent without limit, because loading may block its event loop for minutes.
-   It must not be stopped then either. `ChildProcess.ready_within` limits the loading time.
+5. Before its first heartbeat a child may be silent for any time, because loading may block its event loop for minutes.
+   `ChildProcess.ready_within` limits the loading time. The limit for a stopped child also holds before its first
+   heartbeat.
 """
 
 from msgspec import Struct
@@ -20,14 +21,14 @@ from fleet.core.clock import MILLISECOND, SECOND, Nanos
 HEARTBEAT_INTERVAL = Nanos(500 * MILLISECOND)
 SAMPLE_INTERVAL = Nanos(500 * MILLISECOND)
 SUPERVISOR_PAUSE = 4 * SAMPLE_INTERVAL
-"""A sample that comes so late shows that the supervisor itself did not run (rule 3)."""
+"""Maximum time between two samples. If more time has passed, the supervisor itself did not run (rule 3)."""
 
 
 class LivenessLimits(Struct, frozen=True, kw_only=True):
     """Limits after which an unresponsive child is killed; only time in which it could run counts."""
 
     stopped: Nanos = Nanos(3 * SECOND)
-    silent: Nanos | None = None  # None: it sends no heartbeats
+    silent: Nanos | None = None  # None: the child sends no heartbeats, so only `stopped` applies
 
 
 class ProcessSample(Struct, frozen=True, kw_only=True):
@@ -41,7 +42,7 @@ class ProcessSample(Struct, frozen=True, kw_only=True):
 
 
 class HangDetected(Struct, frozen=True):
-    """A child does not respond."""
+    """Result of a check: the child does not respond and has to be killed."""
 
     why: str  # reason, as the end of a sentence that begins with "the child"
 
@@ -81,7 +82,7 @@ class Liveness:
 
 
 def _time_without_core(look: ProcessSample, before: ProcessSample, passed: Nanos) -> Nanos:
-    """Return how much of the passed time the child waited for a core."""
+    """Return how long the child has waited for a core since the last sample; at most `passed`, the time since that sample."""
     if look.runnable and look.ran == before.ran:
         return passed
     return min(Nanos(look.waited - before.waited), passed)

@@ -1,16 +1,19 @@
-"""Orphan reaper: ends what a killed supervisor has left running, and reports a supervisor that hangs.
+"""Orphan reaper: ends the processes that a killed supervisor has left running, and reports a supervisor that hangs.
 
     python -m fleet.local.orphan_reaper FOLDER [GROUP ...]
 
-The arguments name the process groups that run already. The supervisor writes lines to the reaper's standard input:
-``+GROUP`` when it has started a group, ``-GROUP`` when the group has ended, and ``.`` every `BEAT_SECONDS`. The end of the input means that the supervisor has ended. Then
-the reaper ends the remaining groups and removes the runtime folder. After an orderly end nothing is left to do.
+The arguments are the runtime folder and the process groups that run already. The supervisor writes lines to the
+reaper's standard input: ``+GROUP`` when it has started a group, ``-GROUP`` when the group has ended, and ``.`` every
+`BEAT_SECONDS`. The end of the input means that the supervisor has ended. Then the reaper ends the remaining groups and
+removes the runtime folder. If the supervisor ended in an orderly way, there are no groups left.
 
-The kernel kills direct children with their parent (`die_with_parent`). The reaper ends what these had started.
+The kernel kills direct children with their parent (`die_with_parent`). The reaper ends the processes that these
+children had started.
 
-A supervisor that hangs or is stopped replaces no process that dies. Its processes still serve, so the reaper does not
-end it. It says so on standard error, and in the file `SILENT_FILE` of the runtime folder for ``fleet status``. Only time
-in which the reaper itself ran counts, so a suspended machine is not taken for a hang.
+A supervisor that hangs or is stopped does not replace processes that die. But its processes still serve, so the reaper
+does not end the supervisor. It reports the hang on standard error, and in the file `SILENT_FILE` of the runtime folder,
+which ``fleet status`` reads. Only time in which the reaper itself ran counts, so a suspended machine is not taken for a
+hang.
 """
 
 import os
@@ -26,15 +29,16 @@ from fleet.local.process_group import end_group
 
 BEAT_SECONDS = 1.0
 SILENT_LOOKS = 10
-"""Looks in a row, `BEAT_SECONDS` apart, without a line from the supervisor, after which it counts as hung."""
+"""The supervisor counts as hung after this number of checks in a row, `BEAT_SECONDS` apart, in which it had written
+nothing."""
 
 SILENT_FILE = "supervisor-silent"
-"""File in the runtime folder with the reason while the supervisor counts as hung."""
+"""Name of the file in the runtime folder that exists while the supervisor counts as hung, and contains the reason."""
 
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # ignored, because the reaper ends only when its input ends
+        signal.signal(number, signal.SIG_IGN)  # signals are ignored, because the reaper has to run until its input ends
     folder, *running = sys.argv[1:]
     groups = [int(group) for group in running]
     alive = Path(folder) / ALIVE_FILE
@@ -58,16 +62,16 @@ class SupervisorWatch:
         self._looks = 0
 
     def heard(self) -> None:
-        """Note that the supervisor has written."""
+        """Note that the supervisor has written a line. If it counted as hung, report that it responds again."""
         if self._looks >= SILENT_LOOKS:
             self._file.unlink(missing_ok=True)
             tell("the supervisor responds again")
         self._looks = 0
 
     def nothing_heard(self) -> None:
-        """Note that the supervisor has not written for one look; report the hang once."""
+        """Note that the supervisor has written nothing since the last check. After `SILENT_LOOKS` such checks, report a hang."""
         if process_field(self._supervisor, "TracerPid") not in ("", "0"):
-            return  # a debugger traces the supervisor and may have stopped it, so its silence is no hang
+            return  # a debugger may have stopped the supervisor, so this is no hang
         self._looks += 1
         if self._looks == SILENT_LOOKS:
             stopped = process_field(self._supervisor, "State").startswith("T")
@@ -98,7 +102,7 @@ def lines(watch: SupervisorWatch) -> Iterator[bytes]:
 
 
 def process_field(pid: int, name: str) -> str:
-    """Return a field of the process's status; empty if the process has ended."""
+    """Return a field of a process's status in /proc. Return an empty text if the process has ended or has no such field."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

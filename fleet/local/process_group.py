@@ -1,11 +1,11 @@
-"""Process groups: end a process and everything that it has started (Linux).
+"""Process groups: end a process together with all processes that it has started (Linux).
 
-An engine is several processes: vLLM's worker process starts an engine core, which starts more. If the first one is
-killed, the others continue and hold memory and ports. All of them are in one process group, whose leader is a direct
-child of the supervisor, so the supervisor ends the group.
+An engine is several processes: vLLM's worker process starts an engine core, which starts more processes. If the worker
+process is killed, the others continue to run, with their memory and ports. All of them are in one process group, whose
+leader is a direct child of the supervisor. So the supervisor can end the whole group.
 
-One kind of member is spared: the resource tracker of `multiprocessing`. It waits until every process that uses it has
-ended, removes the shared memory that they left behind, and ends. Killing it would leak shared memory.
+One kind of process is not killed: the resource tracker of `multiprocessing`. It waits until every process that uses it
+has ended, removes the shared memory that they left behind, and ends. Killing it would leak shared memory.
 
 Only the standard library is imported, so that the orphan reaper stays small.
 """
@@ -18,19 +18,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-TRACKERS_WITHIN = 5.0  # seconds for resource trackers to unlink what is left
+TRACKERS_WITHIN = 5.0  # seconds in which resource trackers have to remove leftover shared memory
 POLL = 0.02  # seconds between two checks of a group that is ending
 
 _PR_SET_PDEATHSIG = 1
 
 
 def kill_group(group: int) -> Iterator[float]:
-    """Kill all members, wait for their resource trackers, and end when no member is left.
+    """Kill all processes of a group except for resource trackers, wait for these, and return when no process is left.
 
-    It takes at most `TRACKERS_WITHIN` seconds, plus the kernel's time to end processes.
+    This takes at most `TRACKERS_WITHIN` seconds, plus the kernel's time to end processes.
 
     Yields:
-        Seconds to wait before the next check, so that each caller can wait in its own way.
+        Number of seconds that the caller has to wait before it continues the generator.
     """
     looks = 0
     while there := members(group):
@@ -43,7 +43,7 @@ def kill_group(group: int) -> Iterator[float]:
 
 
 def end_group(group: int) -> None:
-    """End a group as `kill_group` does, without an event loop; blocks."""
+    """End a process group as `kill_group` does, and block until it has ended. This is for callers without an event loop."""
     for pause in kill_group(group):
         time.sleep(pause)
 
@@ -51,7 +51,7 @@ def end_group(group: int) -> None:
 def die_with_parent(parent: int) -> None:
     """Let the kernel kill this process when `parent` ends; call it at the start of a child process.
 
-    The kernel guarantees it (PR_SET_PDEATHSIG), however the parent ends.
+    The kernel does this (PR_SET_PDEATHSIG) in whatever way the parent ends.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:

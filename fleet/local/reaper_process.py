@@ -1,6 +1,7 @@
-"""Reaper process: the supervisor's end of its orphan reaper (`fleet.local.orphan_reaper`).
+"""Reaper process: starts the orphan reaper of a supervisor, and reports process groups to it (`fleet.local.orphan_reaper`).
 
-A reaper that ended or was stopped protects nothing, so it is replaced, and its successor learns of all running groups.
+If a reaper has ended or was stopped, it could not clean up after the supervisor, so it is replaced. The new reaper gets
+the list of all running process groups.
 """
 
 import asyncio
@@ -17,11 +18,14 @@ from fleet.local.liveness import Liveness, LivenessLimits
 from fleet.local.orphan_reaper import BEAT_SECONDS
 from fleet.local.runs import note_group
 
-END_SECONDS = 10.0  # for the clean-up, which is instant when no child is left
+END_SECONDS = 10.0  # seconds in which the reaper has to end; usually it ends at once, because no child is left
 
 
 class ReaperProcess:
-    """The orphan reaper of one run. Call `start`, run `keep` beside the children, and call `end` after them."""
+    """Runs the orphan reaper of one local run.
+
+    Call `start` first, run `keep` while the children run, and call `end` after they have ended.
+    """
 
     def __init__(self, folder: Path, environment: Mapping[str, str], clock: Clock, say: Callable[[str], None]) -> None:
         self._folder = folder
@@ -32,7 +36,11 @@ class ReaperProcess:
         self._process: Process | None = None
 
     async def start(self) -> None:
-        """Start a reaper that knows the running groups from its first instant, because the supervisor may be killed in the next one."""
+        """Start a reaper.
+
+        The running groups are its arguments, because the supervisor may be killed before it can write them to the
+        reaper.
+        """
         known = list(self._groups)
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "fleet.local.orphan_reaper", str(self._folder), *map(str, known)),
@@ -47,7 +55,7 @@ class ReaperProcess:
             self._write(f"-{group}\n")
 
     def tell(self, change: str, group: int) -> None:
-        """Tell the reaper that a process group has started (``+``) or ended (``-``)."""
+        """Report to the reaper that a process group has started (``+``) or ended (``-``)."""
         if change == "+":
             self._groups[group] = None
         else:
@@ -75,7 +83,10 @@ class ReaperProcess:
                 await asyncio.sleep(END_SECONDS)
 
     async def end(self) -> None:
-        """Wait until the reaper has ended; kill it if it does not, because somebody stopped it."""
+        """Wait until the reaper has ended.
+
+        Kill the reaper if it does not end in time, for example because a signal has stopped it.
+        """
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""Router processes on one machine that share their ports."""
+"""Router processes: plans several processes of a router on one machine that share their ports."""
 
 import secrets
 import sys
@@ -27,7 +27,8 @@ class RouterProcesses(Struct, frozen=True, kw_only=True):
     http: str
     grpc: str
     control: str
-    control_sockets: tuple[str, ...]  # control sockets of the processes behind `control`; empty: they share its port
+    # each process's own control socket; empty: all processes share the port of `control`
+    control_sockets: tuple[str, ...]
     health: str  # address of the health port; empty: none
     kserve: str  # address for KServe; empty: not served
     picker: str  # address of the endpoint picker; empty: not served
@@ -37,12 +38,13 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
     """Plan `count` routers that share ports and peer with each other, and write their settings files.
 
     Args:
-        settings: Settings of each router. Routers on other machines that it names are peers of all.
+        settings: Settings of each process. Routers on other machines that these name are peers of all processes.
         count: Number of processes.
         folder: Private folder for settings, some of which are secret, and for sockets.
 
     Raises:
-        ConfigurationRefused: A public address is in use or invalid, or routers elsewhere would dial all processes as one.
+        ConfigurationRefused: A public address is in use or invalid, or routers on other machines could not address
+            the processes separately.
     """
     if settings.replicas_name:
         raise ConfigurationRefused(
@@ -57,7 +59,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
         kserve = settings.kserve_listen and claim_address("kserve_listen", settings.kserve_listen, held)
         picker = settings.endpoint_picker and _claimed(settings.endpoint_picker, held)
     sockets = [f"unix:{folder / f'router-{number}.sock'}" for number in range(count)]
-    alone = bool(unix_path(control))  # a Unix socket cannot be shared by processes
+    alone = bool(unix_path(control))  # several processes cannot listen at one Unix socket
     controls = tuple(f"unix:{folder / f'control-{number}.sock'}" for number in range(count)) if alone else ()
     prompt_secret = settings.prompt_secret or settings.tenant_secret or secrets.token_hex(32)
     stop_within = Nanos(settings.drain_timeout_ms * MILLISECOND + STOP_WITHIN)
@@ -103,7 +105,7 @@ def plan_routers(settings: RouterSettings, count: int, folder: Path) -> RouterPr
 
 
 def _control(settings: RouterSettings, grpc: str, held: ExitStack) -> str:
-    """Return the control address of all processes together."""
+    """Return the control address by which all processes together are reached."""
     if settings.control_listen:
         listen = settings.control_listen
         return listen if unix_path(listen) else claim_address("control_listen", listen, held)

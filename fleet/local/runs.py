@@ -1,15 +1,15 @@
-"""Local runs: the clusters that `fleet up` has started on this machine, and the leftovers of killed ones.
+"""Local runs: finds the clusters that `fleet up` has started on this machine, and cleans up after killed ones.
 
 Rules:
 
-1. A run locks the file `alive` in its runtime folder (`fleet.core.file_locks`), and so does its orphan reaper. So
-   nobody else cleans up while the reaper still does.
-2. The file `groups` beside it lists the process groups of the run, as its orphan reaper is told, in case the reaper is
-   killed too. A process belongs to the run if it is in such a group and its environment names the run. If the
-   environment is unreadable (engines overwrite it when they rename themselves), the process must write to a log of the
-   run, because another program may have the group's number by now.
-3. Only folders of the same user are read. A folder without `alive` is being made, or belongs to somebody else: it is
-   left alone.
+1. A run locks the file `alive` in its runtime folder (`fleet.core.file_locks`), and so does its orphan reaper. So no
+   other run cleans up the folder while the reaper is still cleaning up.
+2. The file `groups` in the runtime folder lists the process groups of the run, with the lines that the orphan reaper
+   gets. It is used if the reaper was killed, too. By that time, another program may have the number of a group. So a
+   process belongs to the run only if it is in such a group, and its environment names the run. If the environment is
+   unreadable (engines overwrite it when they rename themselves), the process must write to a log of the run instead.
+3. Only folders of the same user are read. A folder without the file `alive` is just being made, or belongs to another
+   program, so it is not touched.
 """
 
 import os
@@ -31,15 +31,16 @@ from kvstore.security.credentials import Credentials
 
 PREFIX = "fleet-"
 PLANS = "plans"
-"""Folder for plans in the runtime folder."""
+"""Name of the folder for plans in the runtime folder."""
 
-LONGEST_PARENT = 40  # Most characters in the path of the runtime folder's parent; a socket's path may have 107.
+# Maximum number of characters in the path of the runtime folder's parent; a socket's path may have 107.
+LONGEST_PARENT = 40
 GROUPS, TEMPORARY, ROUTER = "groups", "tmp", "router.json"
 PARTS = "parts.json"
 SUPERVISOR = "supervisor.json"
 AUTHORITY = "ca.pem"
 LOGS = "logs"
-"""Link to the logs of a run, if they are outside its runtime folder."""
+"""Name of a link in the runtime folder to the logs of the run, if they are somewhere else."""
 
 
 class RouterTls(Struct, frozen=True):
@@ -49,7 +50,7 @@ class RouterTls(Struct, frozen=True):
 
 
 class RouterAddresses(Struct, frozen=True):
-    """The router settings that commands need."""
+    """The addresses in a router's settings file that commands such as `fleet status` need."""
 
     http_listen: str = ""
     grpc_listen: str = ""
@@ -61,14 +62,14 @@ class RouterAddresses(Struct, frozen=True):
 
 
 class SupervisorRecord(Struct, frozen=True, kw_only=True):
-    """The process that runs `fleet up`."""
+    """Identifies the process that runs `fleet up`, by its id and its start time."""
 
     pid: int
-    started: float  # seconds since 1970, as the kernel tells it
+    started: float  # start of the process in seconds since 1970, as the kernel reports it
 
     @property
     def alive(self) -> bool:
-        """True if this process runs; another one with the same id does not count."""
+        """True if this process still runs. A later process with the same id does not count."""
         with suppress(psutil.Error):
             return psutil.Process(self.pid).create_time() == self.started
         return False
@@ -78,14 +79,14 @@ class ProcessReport(Struct, frozen=True, kw_only=True):
     """A supervisor's report about one process of its run."""
 
     condition: str  # a value of `fleet.local.supervision.ChildState`
-    pid: int | None  # None: it does not run
+    pid: int | None  # process id; None: the process does not run
     deaths: int  # number of deaths in a row
-    last_end: str  # last end in words; empty: none
+    last_end: str  # how the process ended last, in words; empty: it has not ended
     pause_seconds: float | None  # time from the last change of this report to the restart; None: no restart is due
 
     @property
     def failing(self) -> bool:
-        """True if the process has died and was not ready again for long enough since."""
+        """True if the process has died, and has not been ready since then for so long that its deaths are forgotten."""
         return self.deaths > 0
 
 
@@ -99,7 +100,7 @@ class LocalRun(Struct, frozen=True):
         return self.folder / PLANS
 
     def parts(self) -> Mapping[str, ProcessReport]:
-        """Return the last report about its processes, by name; empty if there is none."""
+        """Return the supervisor's last reports about the processes of the run, by name; empty if none can be read."""
         try:
             return msgspec.json.decode((self.folder / PARTS).read_bytes(), type=dict[str, ProcessReport])
         except (OSError, msgspec.DecodeError):
@@ -107,12 +108,15 @@ class LocalRun(Struct, frozen=True):
 
     @property
     def authority(self) -> Path:
-        """File with the authority of a router that `fleet up --tls` runs; it does not exist without TLS."""
+        """Path of the file with the certificate authority that `fleet up --tls` has made.
+
+        Without TLS, the file does not exist.
+        """
         return self.folder / AUTHORITY
 
     @property
     def silence(self) -> str:
-        """Return why its supervisor counts as hung; empty if it does not (`fleet.local.orphan_reaper`)."""
+        """Return the reason why the supervisor counts as hung (`fleet.local.orphan_reaper`), or an empty text if it does not."""
         try:
             return (self.folder / SILENT_FILE).read_text()
         except OSError:
@@ -124,19 +128,22 @@ class LocalRun(Struct, frozen=True):
         return is_abandoned(self.folder / ALIVE_FILE)
 
     def answers_at(self, address: str) -> bool:
-        """Return True if its router listens at this address."""
+        """Return True if the router of the run listens at this address."""
         told = self.addresses()
         return told is not None and any(_same(listen, address) for listen in (told.grpc_listen, told.control_listen))
 
     def addresses(self) -> RouterAddresses | None:
-        """Return the addresses of its router; None if they cannot be read."""
+        """Return the addresses of the run's router; None if they cannot be read."""
         try:
             return msgspec.json.decode((self.folder / ROUTER).read_bytes(), type=RouterAddresses)
         except (OSError, msgspec.DecodeError):
             return None
 
     def supervisor(self) -> SupervisorRecord | None:
-        """Return the process that runs the cluster; None if the run is none of `fleet up`, or that process has ended."""
+        """Return the process of `fleet up` that runs the cluster.
+
+        Return None if that process has ended, or if its record is missing, as in runs that another program has made.
+        """
         try:
             found = msgspec.json.decode((self.folder / SUPERVISOR).read_bytes(), type=SupervisorRecord)
         except (OSError, msgspec.DecodeError):
@@ -145,14 +152,15 @@ class LocalRun(Struct, frozen=True):
 
     @property
     def logs(self) -> Path:
-        """Folder with the logs of its processes."""
+        """Folder with the logs of the run's processes."""
         return self.folder / LOGS if (self.folder / LOGS).exists() else self.folder
 
     def clear(self) -> int | None:
-        """End the remaining processes of a killed run and remove its folder; blocks for a few seconds at most.
+        """End the remaining processes of a killed run, and remove its folder. This blocks for a few seconds at most.
 
         Returns:
-            Number of ended processes. None if the run is alive or somebody else cleans up; then nothing is done.
+            Number of processes that were ended. None if nothing was done, because the run is alive or another process
+            cleans up.
         """
         with take_abandoned(self.folder / ALIVE_FILE) as dead:
             if not dead:
@@ -168,7 +176,7 @@ class LocalRun(Struct, frozen=True):
 
 @contextmanager
 def runtime_folder() -> Iterator[Path]:
-    """Make a private folder with a short path for a run of this process; remove it at the end."""
+    """Make a private folder with a short path for a run of this process, and remove it at the end of the `with` block."""
     parent = tempfile.gettempdir()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent if len(parent) <= LONGEST_PARENT else "/tmp"))  # noqa: S108 - mkdtemp makes it private
     try:
@@ -184,7 +192,7 @@ def runtime_folder() -> Iterator[Path]:
 
 def local_runs() -> Sequence[LocalRun]:
     """Return the runs of this user on this machine, including killed ones."""
-    parents = {Path(tempfile.gettempdir()), Path("/tmp")}  # noqa: S108 - as `runtime_folder` does
+    parents = {Path(tempfile.gettempdir()), Path("/tmp")}  # noqa: S108 - the same parents as in `runtime_folder`
     found = set()
     for folder in (each for parent in parents for each in parent.glob(f"{PREFIX}*")):
         with suppress(OSError):  # the run has just ended, or cannot be read
@@ -201,7 +209,7 @@ def local_plans() -> list[Path]:
 
 
 def run_at(address: str) -> LocalRun | None:
-    """Return the run whose router has this address; a killed one only if no other has it."""
+    """Return the run whose router has this address. A killed run is returned only if no other run has the address."""
     found = [run for run in local_runs() if run.answers_at(address)]
     return min(found, key=lambda run: run.killed, default=None)
 
@@ -217,7 +225,7 @@ def note_supervisor(folder: Path) -> None:
     """Record that this process runs a cluster.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The record cannot be written.
     """
     record = SupervisorRecord(pid=os.getpid(), started=psutil.Process().create_time())
     unfinished = folder / f".{SUPERVISOR}"
@@ -226,10 +234,10 @@ def note_supervisor(folder: Path) -> None:
 
 
 def note_parts(folder: Path, parts: Mapping[str, ProcessReport]) -> None:
-    """Record the state of a run's processes; readers see either the old or the new record.
+    """Record the states of a run's processes. A reader sees either the old or the new record, and never a part.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The record cannot be written.
     """
     unfinished = folder / f".{PARTS}"
     unfinished.write_bytes(msgspec.json.encode(parts))
@@ -237,16 +245,16 @@ def note_parts(folder: Path, parts: Mapping[str, ProcessReport]) -> None:
 
 
 def note_group(folder: Path, change: str, group: int) -> None:
-    """Record what the orphan reaper is told. With a full disk only the reaper knows."""
+    """Append a line for the orphan reaper to the file `groups` (rule 2). Skip it if the disk is full."""
     with suppress(OSError), (folder / GROUPS).open("a") as file:
         file.write(f"{change}{group}\n")
 
 
 def _groups(folder: Path) -> list[int]:
-    """Return the groups that had not ended when the run was killed."""
+    """Return the process groups that had not ended when the run was killed."""
     groups: dict[int, None] = {}
     with suppress(OSError):
-        # Only complete lines: with a full disk a line may end with a truncated number.
+        # Only complete lines are read: after a full disk, the last line may contain a truncated number.
         for change, group in re.findall(rb"([+-])([0-9]+)\n", (folder / GROUPS).read_bytes()):
             if change == b"+":
                 groups[int(group)] = None
@@ -269,12 +277,12 @@ def _of_run(pids: Sequence[int], folder: Path) -> list[int]:
 
 
 def _output(pid: int) -> Path:
-    """Return the file that a process writes its standard error to."""
+    """Return the file to which a process writes its standard error."""
     return Path(f"/proc/{pid}/fd/2").readlink()
 
 
 def _same(listen: str, address: str) -> bool:
-    """Return True if a client with `address` reaches the listener at `listen`, on this machine."""
+    """Return True if a client on this machine that connects to `address` reaches the listener at `listen`."""
     if listen == address:
         return bool(listen)
     host, _, port = address.rpartition(":")

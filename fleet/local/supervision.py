@@ -2,21 +2,23 @@
 
 Rules:
 
-1. Children start in stages: a child starts when every child of an earlier stage has been ready. They stop in stages of
-   another order: the router first, because its unfinished answers need the workers.
-2. Until all children have been ready once, the death of one, or a readiness timeout, ends the whole start: nothing
-   stays half-started, and wrong settings are not retried. Otherwise only a stop request ends the cluster.
+1. Children start in stages: a child starts when every child of the earlier stages has been ready. For the stop, there
+   is another order of stages: the router stops first, because its unfinished answers need the workers.
+2. Until all children have been ready once, the death of one child, or a readiness timeout, ends the whole cluster. So
+   no part of a cluster stays after a failed start, and wrong settings are not tried again. Later, only a stop request
+   ends the cluster.
 3. After that, a child that dies is restarted alone, after a pause. The pause doubles with every death in a row, from
-   `FIRST_BACKOFF` up to `Supervision.longest_pause`. A random part of it, at most `JITTER`, is left out, so that
-   children that died together do not always restart together. A dying child never stops the others. A child that stays
-   ready for `HEALTHY_AFTER` starts counting deaths from zero again.
+   `FIRST_BACKOFF` up to `Supervision.longest_pause`. The pause is shortened by a random share of at most `JITTER`, so
+   that children that died together do not always restart together. A dying child never stops the others. If a child
+   stays ready for `HEALTHY_AFTER`, its deaths are counted from zero again.
 4. A child that exits with `CONFIGURATION_REFUSED` after the cluster was ready is restarted after the longest pause. Its
-   settings are the same, but their surroundings may have changed: a port that became free, a file that came back.
-5. A stop asks, waits for the grace period, then kills; a second stop request kills at once. The cluster ends when no
-   child is left.
-6. After the cluster was ready, children can be added and removed. An added child starts alone. A removed child drains
-   within a time limit; if it still runs then, or was not ready, it is stopped like the others. It is forgotten when it
-   has ended.
+   settings have not changed, but the reason for the refusal may have gone: a port may be free again, or a file may
+   exist again.
+5. To stop a child, the machine asks it to end, waits for the grace period, and then kills it. A second stop request
+   kills all children at once. The cluster has ended when no child is left.
+6. After the cluster was ready, children can be added and removed. An added child starts without regard to stages. A
+   removed child drains within a time limit. If it has not ended by then, or was not ready, it is stopped as in rule 5.
+   When it has ended, the machine forgets it.
 7. A child that runs but does not respond is killed, which counts as a death. `fleet.local.liveness` decides that.
 """
 
@@ -28,11 +30,12 @@ from msgspec import Struct
 
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 
-CONFIGURATION_REFUSED = 3  # exit status of the command `fleet`
+CONFIGURATION_REFUSED = 3  # exit status of the command `fleet` after it has refused its configuration
 FIRST_BACKOFF = Nanos(250 * MILLISECOND)
 LONGEST_BACKOFF = Nanos(30 * SECOND)
-MOST_DOUBLINGS = 20  # Most doublings of the first pause: this is three days, above any ceiling.
-JITTER = 0.5  # largest part of a pause that is left out ("equal jitter")
+# Maximum number of doublings of the first pause. The result is three days, which is above any longest pause.
+MOST_DOUBLINGS = 20
+JITTER = 0.5  # maximum part of a pause that is left out ("equal jitter")
 HEALTHY_AFTER = Nanos(30 * SECOND)
 
 
@@ -43,7 +46,7 @@ class JitterSource(Protocol):
 
 
 class ChildProcess(Struct, frozen=True, kw_only=True):
-    """A process to keep running."""
+    """A process that the supervision machine keeps running, with its stages and its time limits."""
 
     name: str
     start_stage: int
@@ -57,29 +60,29 @@ class ChildReady(Struct, frozen=True):
 
 
 class ChildExited(Struct, frozen=True):
-    """The process and everything that it started have ended."""
+    """Event: a child and all processes that it had started have ended."""
 
     name: str
-    status: int  # as in `subprocess`: a negative signal number after a signal
+    status: int  # exit status; as in `subprocess`, the negative number of a signal that ended the child
 
 
 class ChildUnresponsive(Struct, frozen=True):
-    """The process lives, but was stopped or silent for too long."""
+    """Event: a child still runs, but was stopped or silent for too long."""
 
     name: str
 
 
 class ChildAdded(Struct, frozen=True):
-    """Add a child; its name may be that of a forgotten child."""
+    """Event: a child has to be added. Its name may be that of a forgotten child."""
 
     child: ChildProcess
 
 
 class ChildRemoved(Struct, frozen=True):
-    """Remove a child."""
+    """Event: a child has to be removed."""
 
     name: str
-    within: Nanos  # time limit for finishing the requests of the child
+    within: Nanos  # time limit for the drain of the child
 
 
 class StopRequested(Struct, frozen=True):
@@ -87,7 +90,7 @@ class StopRequested(Struct, frozen=True):
 
 
 class SupervisionTicked(Struct, frozen=True):
-    """Time passed."""
+    """Event: the instant that `next_instant` has returned has come."""
 
 
 SupervisionEvent = (
@@ -104,7 +107,7 @@ class AskToStop(Struct, frozen=True):
 
 
 class AskToDrain(Struct, frozen=True):
-    """Ask a child to take no more requests, finish the running ones, and end."""
+    """Ask a child to drain: to take no more requests, finish the running ones, and end."""
 
     name: str
     within: Nanos
@@ -117,11 +120,11 @@ class KillChild(Struct, frozen=True):
 
 
 class AnnounceReady(Struct, frozen=True):
-    """Every child has been ready; given once."""
+    """Announce that every child has been ready. This command is given only once."""
 
 
 class ReportRestart(Struct, frozen=True):
-    """A child has died and will be restarted after the pause."""
+    """Report that a child has died and will be restarted after a pause."""
 
     name: str
     status: int
@@ -130,13 +133,13 @@ class ReportRestart(Struct, frozen=True):
 
 
 class ForgetChild(Struct, frozen=True):
-    """A removed child has ended."""
+    """Forget a removed child, because it has ended."""
 
     name: str
 
 
 class ReportFailure(Struct, frozen=True):
-    """The cluster cannot continue, because of this child; everything is being stopped."""
+    """Report that the cluster cannot continue because of this child. All children are being stopped."""
 
     name: str
     reason: str
@@ -144,7 +147,7 @@ class ReportFailure(Struct, frozen=True):
 
 
 class SupervisionFinished(Struct, frozen=True):
-    """No child is left; no command follows."""
+    """Report that no child is left. This is the last command."""
 
 
 SupervisionCommand = (
@@ -163,35 +166,35 @@ SupervisionCommand = (
 class ChildState(StrEnum):
     """State of a child."""
 
-    HELD = "held"  # waits until an earlier stage is ready
+    HELD = "held"  # the child has not been started, because an earlier stage is not ready yet
     STARTING = "starting"
     READY = "ready"
-    PAUSED = "paused"  # died, and waits for its restart
-    DRAINING = "draining"  # was ready when it was removed
-    STOPPING = "stopping"  # was asked to stop
-    KILLED = "killed"  # was killed, and has not ended yet
+    PAUSED = "paused"  # the child has died, and waits for its restart
+    DRAINING = "draining"  # the child was removed while it was ready, and finishes its requests
+    STOPPING = "stopping"  # the child was asked to end
+    KILLED = "killed"  # the child was killed, and has not ended yet
     GONE = "gone"
 
 
 class ChildStatus(Struct, frozen=True, kw_only=True):
-    """State of one child, for people."""
+    """Status of one child: its state, its deaths and its next restart, as commands show it to people."""
 
     condition: ChildState
     deaths: int  # deaths in a row, without `HEALTHY_AFTER` of readiness in between
     last_status: int | None = None  # exit status of the last death; None: it has not died
-    starts_at: Nanos | None = None  # time of the planned restart; None: it runs, or will not be restarted
+    starts_at: Nanos | None = None  # instant of the planned restart; None: the child runs, or will not be restarted
 
 
 _RUNNING = (ChildState.STARTING, ChildState.READY)
 
 
 class _ChildRecord:
-    """State of one child in the machine."""
+    """Everything that the machine knows of one child: its state, its deaths, and the end of its time limit."""
 
     def __init__(self, child: ChildProcess):
         self.child = child
         self.condition = ChildState.HELD
-        self.until: Nanos | None = None  # end of the time limit (or of the pause)
+        self.until: Nanos | None = None  # instant at which the time limit or the pause ends; None: there is none
         self.deaths = 0  # deaths in a row
         self.last_status: int | None = None
         self.been_ready = False
@@ -202,15 +205,18 @@ class _ChildRecord:
 
 
 class Supervision:
-    """The machine: `begin` returns the first commands, `handle` those that follow an event."""
+    """The supervision machine.
+
+    `begin` returns the first commands, and `handle` returns the commands that follow from an event.
+    """
 
     def __init__(self, children: Sequence[ChildProcess], chance: JitterSource, longest_pause: Nanos = LONGEST_BACKOFF):
         """Start with children that do not run yet.
 
         Args:
-            children: The processes to keep running; their names differ.
-            chance: Random source for the jitter.
-            longest_pause: Longest pause before a restart.
+            children: The processes to keep running; each name occurs once.
+            chance: Random source by which pauses are shortened (rule 3).
+            longest_pause: Maximum pause before a restart.
         """
         assert len({child.name for child in children}) == len(children), "names must differ"
         self._chance = chance
@@ -233,7 +239,7 @@ class Supervision:
         return [*self._respond(event, now), *self._finish_if_over()]
 
     def next_instant(self) -> Nanos | None:
-        """Return the time at which `SupervisionTicked` is due; None if nothing waits for time."""
+        """Return the instant at which the event `SupervisionTicked` is due; None if no time limit is running."""
         return min((track.until for track in self._tracks.values() if track.until is not None), default=None)
 
     def child_states(self) -> dict[str, ChildState]:
@@ -290,7 +296,7 @@ class Supervision:
 
     def _on_ready(self, track: _ChildRecord, now: Nanos) -> list[SupervisionCommand]:
         if track.condition is not ChildState.STARTING:
-            return []  # the child is being stopped
+            return []  # the child is being stopped, so this event changes nothing
         track.been_ready = True
         track.become(ChildState.READY, Nanos(now + HEALTHY_AFTER) if track.deaths else None)
         commands = self._start_next(now)
@@ -324,7 +330,7 @@ class Supervision:
     def _on_hang(self, name: str) -> list[SupervisionCommand]:
         track = self._tracks.get(name)
         if track is None or track.condition not in (*_RUNNING, ChildState.DRAINING, ChildState.STOPPING):
-            return []  # the child has just ended, or is being killed
+            return []  # the child has ended meanwhile, or is being killed already
         return [self._kill(track)]
 
     def _add(self, child: ChildProcess, now: Nanos) -> list[SupervisionCommand]:
@@ -374,7 +380,7 @@ class Supervision:
     def _give_up_start(self, track: _ChildRecord, now: Nanos) -> list[SupervisionCommand]:
         kill = self._kill(track)
         if self._announced:
-            return [kill]  # its exit counts as a death
+            return [kill]  # the end of the killed child will count as a death, so it is restarted
         seconds = track.child.ready_within // SECOND
         return [ReportFailure(track.child.name, f"was not ready within {seconds} s", None), kill, *self._stop(now)]
 
@@ -412,7 +418,7 @@ class Supervision:
         return self._stop_next(now)
 
     def _stop_next(self, now: Nanos) -> list[SupervisionCommand]:
-        """Ask the earliest remaining stage to stop, once the stages before it have ended."""
+        """Return commands that stop the next stage, if all children of the stages that stop earlier have ended."""
         left = [track for track in self._tracks.values() if track.condition is not ChildState.GONE]
         stage = min((track.child.stop_stage for track in left), default=0)
         return [

@@ -1,13 +1,14 @@
-"""Tiny model: the Llama-shaped model that `fleet up` builds and serves when no other is given.
+"""Tiny model: builds a small model with Llama's architecture, which `fleet up` serves if no other model is given.
 
 Rules:
 
 1. Nothing is downloaded, and neither torch nor transformers is needed: the tokenizer is trained on Python's own
    documentation, and the weights come from a seeded generator.
-2. The weights are random but wide (standard deviation 0.08), so that greedy answers use the whole vocabulary instead of
-   repeating one token. Only then do equal tokens prove equal KV.
-3. A model folder is built under a temporary name and renamed when complete, so that two processes may build at once.
-   Its name holds a digest of everything it was made from, so another recipe gets another folder.
+2. The weights are random with a large standard deviation (0.08), so that greedy answers use the whole vocabulary. If
+   answers repeated one token, equal tokens would not prove equal KV.
+3. A model folder is built under a temporary name and renamed when it is complete, so that two processes may build it at
+   the same time. Its name contains a digest of everything that it is made from. So if this code changes, another folder
+   is built.
 4. `CHECKSUMS` in a folder holds the digests of its files. A folder that was damaged (a full disk, a crash, a bad
    sector), or that an earlier version built without checksums, is built again.
 """
@@ -43,7 +44,7 @@ LAYERS = 4
 HEADS = 4
 KV_HEADS = 2
 HEAD_DIM = 64
-MAX_MODEL_LEN = 4096  # tokens
+MAX_MODEL_LEN = 4096  # maximum number of tokens of prompt and answer together
 
 WEIGHTS_SEED = 20_26
 WEIGHTS_STD = 0.08
@@ -109,11 +110,13 @@ TOKENIZER_CONFIG = {
 
 
 def build_tiny_model(cache_dir: Path, *, tokenizer_only: bool = False) -> Path:
-    """Return the folder of the tiny model in Hugging Face's layout, built at the first call (two seconds, 21 MB).
+    """Return the folder of the tiny model in Hugging Face's layout.
+
+    The first call builds it, which takes two seconds and 21 MB.
 
     Args:
-        cache_dir: Where built models are kept; made when missing.
-        tokenizer_only: Leave the weights out: enough for the router and for the simulated engine.
+        cache_dir: Folder in which built models are kept; it is made if it does not exist.
+        tokenizer_only: If true, leave the weights out. This suffices for the router and the simulated engine.
 
     Raises:
         OSError: `cache_dir` cannot be written.
@@ -142,7 +145,7 @@ def build_tiny_model(cache_dir: Path, *, tokenizer_only: bool = False) -> Path:
 
 
 def _whole(*folders: Path) -> Path | None:
-    """Return the first of these folders that exists and is undamaged."""
+    """Return the first of these folders that exists and is undamaged, or None."""
     return next((folder for folder in folders if _is_whole(folder)), None)
 
 
@@ -160,14 +163,14 @@ def _checksum(file: Path) -> str:
 
 
 def _publish(building: Path, folder: Path) -> None:
-    """Move a built folder to its place; a damaged one is removed first."""
+    """Rename a built folder to its final name. Remove a damaged folder with that name first."""
     if _is_whole(folder):
-        return  # another process was faster and built the same
+        return  # another process has built the same folder meanwhile
     if folder.exists():
         log.warning("built-in model damaged, built anew", extra={"folder": str(folder)})
         away = Path(tempfile.mkdtemp(prefix=".damaged-", dir=folder.parent))
         try:
-            with suppress(FileNotFoundError):  # another process has just done it
+            with suppress(FileNotFoundError):  # another process has just removed the damaged folder
                 folder.rename(away / folder.name)
         finally:
             shutil.rmtree(away, ignore_errors=True)

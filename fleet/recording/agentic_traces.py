@@ -1,16 +1,16 @@
-"""Agentic traces: recorded sessions of coding agents, one session a line.
+"""Agentic traces: reads recorded sessions of coding agents from files with one session a line.
 
 The field `requests` contains the requests of the session's agent and of its sub-agents.
 
-A request has `t` (seconds from the start of its agent), `in`, `out` (tokens), `api_time` (seconds until its answer
-ended) and `hash_delta`: the number of ids to `keep` from the previous request, and runs of new ids to `add` (first,
-count). An id stands for `block_size` tokens and has a meaning only within its session. Ids are grouped into blocks of 512
-tokens; the last block may be partly filled.
+A request has `t` (seconds from the start of its agent), `in` and `out` (tokens), `api_time` (seconds until its answer ended) and
+`hash_delta`. The prompt is described by ids: `hash_delta` has the number of ids to `keep` from the previous request, and runs of new ids to
+`add` (first id, number of ids). An id stands for `block_size` tokens, and has a meaning only within its session. Ids are grouped into
+blocks of 512 tokens; the last block may be partly filled.
 
-If a trace is read as requests, a fixed number of sessions runs concurrently, each at its recorded pace; when one has
-ended, the next one starts. If it is read as sessions, a turn waits for the answers that it waited for when it was
-recorded: the previous answer to its own agent, and the answers to the sub-agents that had ended by then. The time between
-the last of these answers and the turn, in which a tool or a person worked, is kept.
+If a trace is read as requests, a fixed number of sessions runs concurrently, each at its recorded pace. When a session has ended, the next
+one starts. If a trace is read as sessions, each turn waits for the answers for which it waited in the recording: the previous answer to
+its own agent, and the last answers to the sub-agents that had ended before the turn. After the last of these answers the recorded time
+passes, in which a tool or a person worked, and then the turn is sent.
 """
 
 import heapq
@@ -28,18 +28,18 @@ BLOCK_TOKENS = 512
 
 
 class TraceTurn(Struct, frozen=True):
-    """One request of a session."""
+    """One request of a session, and the earlier turns whose answers it waits for."""
 
-    request: TraceRequest  # the request; its arrival counts from the session's first request
+    request: TraceRequest  # the request; its arrival is the time since the session's first request
     after: tuple[int, ...] = ()  # indices of the turns for whose answers this turn waits
-    gap: Nanos = Nanos(0)  # time between the last of these answers, or the session's start, and this turn
+    gap: Nanos = Nanos(0)  # time from the end of the last of these answers, or from the session's start, to this turn
 
 
 class TraceSession(Struct, frozen=True):
-    """Requests that wait for each other, in a valid order of sending."""
+    """The turns of one session. A turn waits only for answers to turns before it in the tuple."""
 
     turns: tuple[TraceTurn, ...]
-    begins: Nanos | None = None  # start of the session; None: it starts when another session has ended
+    begins: Nanos | None = None  # instant at which the session starts; None: it starts when another session has ended
 
 
 class _Delta(Struct, frozen=True):
@@ -48,7 +48,7 @@ class _Delta(Struct, frozen=True):
 
 
 class _Row(Struct, frozen=True, rename={"prompt_tokens": "in", "output_tokens": "out"}):
-    """A request, or a sub-agent with requests of its own."""
+    """One entry of a session in the file: a request, or a sub-agent with requests of its own."""
 
     t: Time
     prompt_tokens: Annotated[int, Meta(ge=0, le=LONGEST_PROMPT)] = 0
@@ -64,12 +64,12 @@ class _SessionRow(Struct, frozen=True):
 
 
 class _TimedRequest(Struct, frozen=True):
-    """A request with the time at which its answer ended, and its agent."""
+    """A request with its agent, and with the time at which its answer ended."""
 
     request: TraceRequest
     end: Nanos  # time at which the answer ended
-    agent: int  # number of the agent; 0 is the main agent
-    parent: int  # number of the agent that started this one; the main agent has itself as its parent
+    agent: int  # number of the agent that sent the request; 0 is the main agent
+    parent: int  # number of the agent that started this agent; for the main agent its own number
 
 
 def agentic_sessions(path: Path, lines: Iterator[TraceLine]) -> Iterator[TraceSession]:
@@ -83,7 +83,7 @@ def agentic_sessions(path: Path, lines: Iterator[TraceLine]) -> Iterator[TraceSe
 
 
 def agentic_requests(path: Path, lines: Iterator[TraceLine], live: int) -> Iterator[TraceRequest]:
-    """Yield the requests of all sessions at their recorded pace, with `live` concurrent sessions."""
+    """Yield the requests of all sessions at their recorded pace. Always `live` sessions run concurrently, as long as there are more."""
     return _interleaved(_rows(path, lines), live)
 
 
@@ -108,7 +108,7 @@ def _arrival(recorded: _TimedRequest) -> Nanos:
 
 
 class _SessionReader:
-    """Reads the requests of an agent and its sub-agents."""
+    """Reads the requests of one session: those of its agent and of all sub-agents."""
 
     def __init__(self, session: int, block_size: int):
         self._session = session
@@ -117,14 +117,15 @@ class _SessionReader:
         self._agents = 0
 
     def of(self, rows: tuple[_Row, ...], field: str, start: float, parent: int) -> Iterator[_TimedRequest]:
-        """Yield the requests of one agent, which started at `start` seconds. Errors name `field`, where the rows were read.
+        """Yield the requests of one agent, which started at `start` seconds. `field` is the path of its rows, for error messages.
 
         Raises:
             ValueError: A row is malformed; the message names the field.
         """
         agent = self._agents
         self._agents += 1
-        scope = self._session << 48  # makes ids of different sessions different, because ids are below 2⁴⁰
+        # This number is added to all ids, which are below 2⁴⁰, so that ids of different sessions differ.
+        scope = self._session << 48
         names: list[int] = []  # ids of the previous request, one for each `block_size` tokens
         for index, row in enumerate(rows):
             place = f"{field}[{index}]"
@@ -154,10 +155,10 @@ class _SessionReader:
 
 
 def _turns(recorded: list[_TimedRequest]) -> Iterator[TraceTurn]:
-    """Yield the turns of a session, with the answers that each waited for."""
+    """Yield the turns of a session. Each turn names the earlier turns for whose answers it waited in the recording."""
     final = {each.agent: index for index, each in enumerate(recorded)}
-    latest: dict[int, int] = {}  # index of the latest turn, by agent
-    # Sub-agents that were started and have no answer yet, by the agent that started them.
+    latest: dict[int, int] = {}  # index of the latest turn of each agent
+    # For each agent, the sub-agents that it has started, and for whose last answer none of its turns has waited yet.
     started: dict[int, list[int]] = {}
     for index, each in enumerate(recorded):
         arrival, agent = each.request.arrival, each.agent
@@ -178,7 +179,8 @@ def _turns(recorded: list[_TimedRequest]) -> Iterator[TraceTurn]:
 
 
 def _interleaved(sessions: Iterator[list[_TimedRequest]], live: int) -> Iterator[TraceRequest]:
-    # Heap of (arrival of the next request, session, index of the request, begin of the session, requests).
+    # Heap with an entry for each running session: (arrival of the next request, number of the session, index of the request, start of the
+    # session, requests).
     upcoming: list[tuple[int, int, int, int, list[_TimedRequest]]] = []
 
     def begin(now: int) -> None:

@@ -1,4 +1,4 @@
-"""Azure's public inference traces: CSV with `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`, one request a line.
+"""Azure's public inference traces: reads CSV files with `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`, one request a line.
 
 The traces were published with the papers "Splitwise" (ISCA 2024) and "DynamoLLM" (HPCA 2025). They do not describe
 prefixes, so prompts share no blocks.
@@ -17,17 +17,17 @@ MICROSECOND = timedelta(microseconds=1)
 
 
 def is_header(line: bytes) -> bool:
-    """Return whether the first line of a file is the header of such a trace."""
+    """Return True if the first line of a file is the header of an Azure trace."""
     return TIME.encode() in line and not line.lstrip().startswith((b"{", b"["))
 
 
 def azure_requests(
     path: Path, header: TraceLine, lines: Iterator[TraceLine], chain: UnsharedNames, *, ordered: bool
 ) -> Iterator[TraceRequest]:
-    """Yield a request for each row; arrivals count from the first row. `chain` makes names for the blocks of prompts.
+    """Yield a request for each row. Arrivals are times since the first row. `chain` makes names for the blocks of prompts.
 
     Raises:
-        TraceError: A row is malformed, or out of order where `ordered` is set.
+        TraceError: A row is malformed, or `ordered` is set and a row is earlier than the row before it.
     """
     columns = [name.strip() for name in header[1].decode("utf-8-sig", "replace").split(",")]
     for name in (TIME, PROMPT, ANSWER):

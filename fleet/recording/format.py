@@ -1,4 +1,4 @@
-"""Format of recordings: the events and commands of a router's machine as lines of JSON, which can be replayed.
+"""Format of recordings: converts the events and commands of a router machine to lines of JSON, which can be replayed.
 
 Rules for readers:
 
@@ -7,12 +7,12 @@ Rules for readers:
 2. An entry holds the instant, the name and fields of the event (`fleet.router.messages`), and the machine's commands.
    `commands` is missing if the machine failed. Commands are lists that start with their name; see `RecordedCommand`.
 3. An entry holds what the machine cannot compute itself: `prompt_tokens`, and in `keys` the results of its hasher, in
-   order. Each is the keys of a prompt's full blocks, 8 bytes each, little-endian, in base64.
-4. Payloads are left out: token ids of prompts and answers, texts of structured outputs and messages, salts, log
-   probabilities, and parameters of handoffs. Settings are limited to those that affect decisions, without keys, secrets
-   or addresses. Names remain: of requests, tenants, sessions, models and workers, and the addresses of workers. Keys
-   are block hashes, salted for tenants with a salt; a reader who guesses a whole prompt of another tenant can verify
-   the guess.
+   order. Each result consists of the keys of a prompt's full blocks, 8 bytes each, little-endian, in base64.
+4. Payloads are left out: token ids of prompts and answers, texts of structured outputs and messages, salts, log probabilities, and
+   parameters of handoffs. Of the settings, only those that affect decisions are recorded, without keys, secrets or addresses. Names of
+   requests, tenants, sessions, models and workers are recorded, and also the addresses of workers. Block keys are parts of block hashes,
+   which are salted for tenants with a salt. A reader who guesses a whole prompt of another tenant can check with them whether the guess
+   is right.
 
 A recording suffices for `fleet sim replay`, because the machine is a pure function of it.
 """
@@ -61,42 +61,42 @@ Keys = tuple[int, ...]
 
 
 class RecordingHead(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """First line of a recording."""
+    """The first line of a recording."""
 
     recording: int  # version of the recording format
     fleet: str  # version of Fleet
-    began: Nanos  # start of the recording, by the clock of all instants in it
+    began: Nanos  # start of the recording, by the clock that all instants in the recording use
     began_unix: int  # start of the recording in seconds of Unix time
     seed: int
     settings: RouterSettings
 
 
 class RecordingEntry(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One event, with the commands that followed from it."""
+    """The line of one event, with the commands that the machine returned for it."""
 
     now: Nanos
     name: str
     event: Raw
-    prompt_tokens: int = 0  # length of the prompt; only for `Arrived`
+    prompt_tokens: int = 0  # number of tokens of the prompt; only for the event `Arrived`
     keys: tuple[str, ...] = ()
     commands: "list[RecordedCommand] | None" = None
 
 
 class RecordingEnd(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Last line of a recording."""
+    """The last line of a recording, with the reason why it ended."""
 
     end: str
 
 
 class RecordedSteps(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Short form of `Stepped`, the most frequent event."""
+    """The short form in which `WorkerStepped` is recorded, the most frequent event."""
 
     worker_id: WorkerId
     progress: "list[RecordedProgress]"
 
 
 class RecordedProgress(Struct, frozen=True, array_like=True):
-    """Short form of `Progress`."""
+    """The short form in which `Progress` is recorded."""
 
     work_id: RequestId
     tokens: int
@@ -106,7 +106,7 @@ class RecordedProgress(Struct, frozen=True, array_like=True):
 
 
 class RecordedDispatch(Struct, frozen=True, array_like=True, tag="send"):
-    """Short form of `Dispatch`."""
+    """The short form in which the command `Dispatch` is recorded."""
 
     worker_id: WorkerId
     work_id: RequestId
@@ -114,21 +114,21 @@ class RecordedDispatch(Struct, frozen=True, array_like=True, tag="send"):
     prompt_tokens: int
     max_tokens: int
     kv_path: KvPath | None
-    handed_over: int | None  # number of tokens in the handoff; None: there is none
+    handed_over: int | None  # number of tokens whose blocks the handoff offers; None: there is no handoff
     prefill_worker: WorkerId | None
     priority: int
     timeout_ms: int
 
 
 class RecordedCancel(Struct, frozen=True, array_like=True, tag="cancel"):
-    """Short form of `CancelAttempt`."""
+    """The short form in which the command `CancelAttempt` is recorded."""
 
     worker_id: WorkerId
     work_id: RequestId
 
 
 class RecordedEmit(Struct, frozen=True, array_like=True, tag="emit"):
-    """Short form of `Emit`."""
+    """The short form in which the command `Emit` is recorded."""
 
     request_id: RequestId
     tokens: int
@@ -136,7 +136,7 @@ class RecordedEmit(Struct, frozen=True, array_like=True, tag="emit"):
 
 
 class RecordedRestart(Struct, frozen=True, array_like=True, tag="start over"):
-    """Short form of `StartedOver`."""
+    """The short form in which the command `StartedOver` is recorded."""
 
     request_id: RequestId
 
@@ -171,7 +171,7 @@ RecordedCommand = (
     | RecordedRejection
     | RecordedCacheDrift
 )
-"""A command without its payload."""
+"""A command as it is recorded, without its payload."""
 
 
 WRITTEN_NAMES: dict[type, str] = {
@@ -184,21 +184,21 @@ WRITTEN_NAMES: dict[type, str] = {
     PeerPlaced: "ReplicaPlaced",
     PeerLeft: "ReplicaLeft",
 }
-"""The names of events in recordings, where they differ from the names of the classes."""
+"""Names of events in recordings that differ from the names of the classes."""
 
 
 def written_name(kind: type) -> str:
-    """Return the name of an event class in recordings."""
+    """Return the name that an event class has in recordings."""
     return WRITTEN_NAMES.get(kind, kind.__name__)
 
 
 def head_line(head: RecordingHead) -> bytes:
-    """Return line 1, with the settings that affect decisions."""
+    """Return the first line of a recording. It contains only the settings that affect decisions."""
     return _line(structs.replace(head, settings=deciding_settings(head.settings)))
 
 
 def entry_line(now: Nanos, event: RouterEvent, keys: Sequence[Keys], commands: Sequence[Command] | None) -> bytes:
-    """Return the line of one event, with the hasher's results and the commands; None means that the machine failed."""
+    """Return the line of one event, with the hasher's results and the commands. `commands` is None if the machine failed."""
     entry = RecordingEntry(
         now=now,
         name=written_name(type(event)),
@@ -215,7 +215,7 @@ def end_line(why: str) -> bytes:
 
 
 def deciding_settings(settings: RouterSettings) -> RouterSettings:
-    """Return only the settings that affect decisions; an allow-list keeps secrets out."""
+    """Return only the settings that affect decisions. Their names are listed in this module, so that no secret is recorded."""
     kept = {name: getattr(settings, name) for name in _DECIDING_FIELDS}
     tenants = {name: TenantSettings(weight=tenant.weight) for name, tenant in settings.tenants.items()}
     chosen = {name: table for name, table in settings.policies.items() if name == settings.policy}
@@ -273,7 +273,7 @@ def _step(progress: Progress) -> RecordedProgress:
 
 
 def _without_texts(sampling: Sampling) -> Sampling:
-    """Return the sampling parameters without the client's texts and token ids; the fields that affect placement stay."""
+    """Return the sampling parameters without the client's texts and token ids. The fields that affect placement are kept."""
     form = None if sampling.form is None else AnyObject()
     bad_tokens = ((),) if sampling.bad_tokens else ()
     return structs.replace(
@@ -282,7 +282,7 @@ def _without_texts(sampling: Sampling) -> Sampling:
 
 
 def record_command(command: Command) -> RecordedCommand:
-    """Return the command without its payload."""
+    """Return the form of a command for recordings, without its payload."""
     match command:
         case Emit():
             return RecordedEmit(command.request_id, len(command.progress.token_ids), command.cached_tokens)
@@ -325,5 +325,5 @@ def _packed(keys: Keys) -> str:
     return b64encode(struct.pack(f"<{len(keys)}Q", *keys)).decode()
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=list)  # `list` converts the views and sets that msgspec cannot encode
+_ENCODER = msgspec.json.Encoder(enc_hook=list)  # `list` converts views and sets, which msgspec cannot encode
 _encode: Callable[[object], bytes] = _ENCODER.encode

@@ -1,12 +1,12 @@
-"""Recording of a planner: each decision with its inputs, and each state of each plan. Its decisions can be repeated.
+"""Recording of a planner: writes each decision with its inputs, and each state of each plan, so that decisions can be repeated.
 
 Rules:
 
-1. The first line has the settings, each further line a decision or a plan. A decision is recorded with all inputs of the scaling rule.
-   The same rule therefore decides the same again, and another rule can decide about the same demand.
-2. A recording is bounded, and its beginning is kept, because a rule remembers earlier inputs. An existing file is renamed to `.1`, and
-   replaces an earlier `.1`.
-3. If a recording cannot be written, it ends with a log message, and the planner goes on.
+1. The first line has the settings, and each further line a decision or a plan. A decision is recorded with all inputs of the scaling rule.
+   So the same rule can repeat its decision, and another rule can be tried on the same demand.
+2. The size of a recording is limited. When the limit is reached, later decisions are lost, and not the first ones: a rule remembers earlier
+   inputs, so it can repeat its decisions only from the start. An existing file is renamed to `.1`, and replaces an earlier `.1`.
+3. If a recording cannot be written, it ends, which is logged, and the planner continues.
 """
 
 import errno
@@ -32,14 +32,14 @@ FORMAT = 1
 
 
 class PlannerRecordingHead(Struct, frozen=True, kw_only=True, tag_field="type", tag="head"):
-    """First line of a recording."""
+    """The first line of a recording."""
 
     format: int
     settings: PlannerSettings
 
 
 class RecordedDecision(Struct, frozen=True, kw_only=True, tag_field="type", tag="decision"):
-    """One decision, with all inputs of the rule."""
+    """The line of one decision, with all inputs of the scaling rule."""
 
     now: Nanos
     demand: DemandWindow
@@ -48,7 +48,7 @@ class RecordedDecision(Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class RecordedPlan(Struct, frozen=True, kw_only=True, tag_field="type", tag="plan"):
-    """One state of a plan."""
+    """The line that states one plan and its state at one instant."""
 
     plan: PlanRecord
 
@@ -57,10 +57,10 @@ PlannerLine = PlannerRecordingHead | RecordedDecision | RecordedPlan
 
 
 class PlannerRecorder:
-    """Writes a recording. Implements `fleet.planner.loop.DecisionRecorder`."""
+    """Writes the recording of a planner. Implements `fleet.planner.loop.DecisionRecorder`."""
 
     def __init__(self, path: Path, most_bytes: int, settings: PlannerSettings) -> None:
-        """Begin the recording.
+        """Open the recording and write its first line.
 
         Raises:
             ConfigurationRefused: The file cannot be written.
@@ -84,7 +84,7 @@ class PlannerRecorder:
         self._write(RecordedPlan(plan=plan))
 
     def close(self) -> None:
-        """End the recording."""
+        """End the recording, and close its file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -106,7 +106,7 @@ class PlannerRecorder:
 
 
 class DecidedAgain(Struct, frozen=True, kw_only=True):
-    """Result of repeating the decisions of a recording."""
+    """The result of repeating the decisions of a recording: how many differ, and the first one that differs."""
 
     decisions: int
     different: int
@@ -126,7 +126,7 @@ class DecidedAgain(Struct, frozen=True, kw_only=True):
 
 
 def read_recording(path: Path) -> Iterator[PlannerLine]:
-    """Yield the lines of a recording, the head first. A last line that is cut off is left out.
+    """Yield the lines of a recording, beginning with the first one. A last line that is cut off is left out.
 
     Raises:
         ConfigurationRefused: The file cannot be read, or is no recording of a planner of this version.
@@ -151,7 +151,7 @@ def read_recording(path: Path) -> Iterator[PlannerLine]:
 
 
 def decide_again(rule: ScalingRule, lines: Iterator[PlannerLine]) -> DecidedAgain:
-    """Let a rule decide again on the inputs of each recorded decision; `lines` begin after the head."""
+    """Let a scaling rule decide again on the recorded inputs of each decision. `lines` are all lines after the first one."""
     decisions = different = plans = 0
     first: tuple[int, PlanDecision, PlanDecision] | None = None
     for line in lines:

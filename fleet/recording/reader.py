@@ -1,4 +1,4 @@
-"""Reader of recordings (`fleet.recording.format`), plain or compressed by gzip. Empty lines are skipped."""
+"""Reader of recordings: reads files in the form of `fleet.recording.format`, also if gzip has compressed them."""
 
 import struct
 from base64 import b64decode
@@ -27,15 +27,16 @@ from fleet.recording.format import (
 from fleet.recording.trace_rows import READ_ERRORS, open_plain_or_gzip, read_error_cause
 from fleet.router.messages import Arrived, RouterEvent, WorkerStepped
 
-MAX_LINE_BYTES = 64 << 20  # length of the longest line that is read; an event with a million cached blocks has 30 MB
+# maximum number of bytes of a line; the line of an event with a million cached blocks has 30 MB
+MAX_LINE_BYTES = 64 << 20
 
 
 class RecordingError(ConfigurationRefused):
-    """The recording cannot be read; the message names the file, the line and the field."""
+    """Error: the recording cannot be read. The message names the file, the line and the field."""
 
 
 class RecordedEvent(Struct, frozen=True, kw_only=True):
-    """An event of a recording. Its prompt has the recorded length, and zeros as tokens."""
+    """One event of a recording, with its commands. The prompt's tokens are zeros, because only their number is recorded."""
 
     line: int
     now: Nanos
@@ -45,10 +46,10 @@ class RecordedEvent(Struct, frozen=True, kw_only=True):
 
 
 class Recording:
-    """Reads a recording: first `head`, then `entries` once. Afterwards `end` and `torn` are set."""
+    """Reads a recording. `head` is set at once. `entries` may be called once; when it is exhausted, `end` and `torn` are set."""
 
     def __init__(self, path: Path):
-        """Open the file and read the head.
+        """Open the file and read its first line.
 
         Raises:
             RecordingError: The file does not exist, or is no recording of this format.
@@ -56,7 +57,7 @@ class Recording:
         self._path = path
         self._line_number = 0
         self.end: str | None = None
-        self.torn = False  # True if the last line is cut off
+        self.torn = False  # True if the last line was cut off, as when the router was killed
         try:
             with open_plain_or_gzip(path) as file:
                 first = self._next_line(file)
@@ -75,7 +76,7 @@ class Recording:
         """Yield all events in order.
 
         Raises:
-            RecordingError: A line is malformed; the events before it are valid.
+            RecordingError: A line is malformed. The events that were yielded before are valid.
         """
         try:
             yield from self._entries()
@@ -114,7 +115,7 @@ class Recording:
         return RecordedEvent(line=self._line_number, now=entry.now, event=event, keys=keys, commands=entry.commands)
 
     def _next_line(self, file: BinaryIO) -> bytes | None:
-        """Return the next whole line that is not empty; None at the end."""
+        """Return the next line that is complete and not empty; None at the end of the file."""
         while True:
             self._line_number += 1
             line = file.readline(MAX_LINE_BYTES)
@@ -133,7 +134,7 @@ class Recording:
             cause, path = split_validation_error(error)
             field = f"{where}{path}".removeprefix(".")
             raise self._error(f"{field}: {cause}" if field else cause) from error
-        except AssertionError as error:  # raised by the `__post_init__` of values that check their fields
+        except AssertionError as error:  # raised by values that check their fields in `__post_init__`
             raise self._error(f"{where}: contradicts itself: {error}") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._error(f"{where}: {error}" if where else str(error)) from error
@@ -173,7 +174,7 @@ _END = msgspec.json.Decoder(RecordingEnd)
 
 @cache
 def _events() -> "Mapping[str, msgspec.json.Decoder[RouterEvent | RecordedSteps]]":
-    """Return the decoders by event name. They are made at the first use, because making them takes some time."""
+    """Return the decoder of each event by its recorded name. The decoders are made at the first use, because that takes some time."""
     kinds = get_args(RouterEvent)
     return {
         written_name(kind): msgspec.json.Decoder(RecordedSteps if kind is WorkerStepped else kind) for kind in kinds

@@ -1,4 +1,4 @@
-"""Rows of trace files, plain or compressed by gzip: selection, decoding and errors."""
+"""Rows of trace files: selects and decodes rows, and reports errors. Files may be compressed by gzip."""
 
 import gzip
 import zlib
@@ -15,9 +15,10 @@ from msgspec import Meta, Struct
 from fleet.core.errors import split_validation_error
 
 GZIP_MAGIC = b"\x1f\x8b"
-LONGEST_NUMBER = 1 << 40  # largest number of tokens, id, or time in milliseconds; larger values are errors
-LONGEST_PROMPT = 1 << 24  # most tokens of a prompt, because all block names of a prompt are in memory
-LONGEST_LINE = 64 << 20  # length of the longest line in bytes
+# maximum value of a number in a row (tokens, ids, or times in milliseconds); a larger one is an error
+LONGEST_NUMBER = 1 << 40
+LONGEST_PROMPT = 1 << 24  # maximum number of tokens of a prompt, because the names of all its blocks are held in memory
+LONGEST_LINE = 64 << 20  # maximum number of bytes of a line
 
 T = TypeVar("T")
 Count = Annotated[int, Meta(ge=0, le=LONGEST_NUMBER)]
@@ -25,24 +26,24 @@ Tokens = Annotated[int, Meta(ge=1, le=LONGEST_PROMPT)]
 Time = Annotated[float, Meta(ge=0, le=LONGEST_NUMBER)]
 
 TraceLine = tuple[int, bytes]
-"""Number of a line, counted from 1, and its content."""
+"""The number of a line, counted from 1, and the content of the line."""
 
 
 UnsharedNames = Callable[[int], tuple[int, ...]]
-"""A function that takes a number of tokens, and returns unique names for the blocks of these tokens."""
+"""A function that takes a number of tokens, and returns names for the blocks of these tokens that no other block has."""
 
 
 class TraceError(Exception):
-    """The trace cannot be read; the message names the file, the line and the field."""
+    """Error: the trace cannot be read. The message names the file, the line and the field."""
 
 
 class RowSelection(Struct, frozen=True, kw_only=True):
-    """Selection of a file's rows. A row is a request, or a session in formats with sessions."""
+    """Selects the rows of a file that are used. A row is a request, or a session in formats with sessions."""
 
-    begin: float = 0.0  # where the selection begins, as a share of all rows from 0 to 1
-    end: float = 1.0  # where the selection ends, as a share of all rows from 0 to 1
-    sample: float = 1.0  # share of the rows in between that is selected at random
-    seed: int = 0  # seed of the random selection
+    begin: float = 0.0  # beginning of the selected part, as a share of all rows from 0 to 1
+    end: float = 1.0  # end of the selected part, as a share of all rows from 0 to 1
+    sample: float = 1.0  # share of the rows in this part that is used; the rows are drawn at random
+    seed: int = 0  # seed of the random choice of rows
 
     @property
     def is_whole(self) -> bool:
@@ -54,13 +55,13 @@ READ_ERRORS = (OSError, EOFError, zlib.error)
 
 
 def read_error_cause(error: Exception) -> str:
-    """Return the cause of a read error as text; the caller's message names the file."""
+    """Return a text with the cause of an error (one of `READ_ERRORS`), without the name of the file."""
     return str(getattr(error, "strerror", None) or error)
 
 
 @contextmanager
 def open_plain_or_gzip(path: Path) -> Iterator[BinaryIO]:
-    """Yield the content of a file, decompressed if it is gzip. The context and its stream raise `READ_ERRORS`."""
+    """Open a file for a `with` block, and decompress it if it is gzip. Opening and reading may raise `READ_ERRORS`."""
     with path.open("rb") as file:
         is_compressed = file.read(2) == GZIP_MAGIC
     with cast(BinaryIO, gzip.open(path)) if is_compressed else path.open("rb") as stream:
@@ -68,10 +69,10 @@ def open_plain_or_gzip(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_lines(path: Path) -> Iterator[TraceLine]:
-    """Yield the lines that are not empty.
+    """Yield all lines of a file that are not empty.
 
     Raises:
-        TraceError: The file cannot be read repeatedly, or a line is too long.
+        TraceError: The file cannot be read, or can be read only once, such as a pipe; or a line is too long.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise TraceError(f"{path}: is not a regular file, and a trace is read several times")
@@ -87,7 +88,7 @@ def read_lines(path: Path) -> Iterator[TraceLine]:
 
 
 def read_rows(path: Path, cut: RowSelection, *, header: int = 0) -> Iterator[TraceLine]:
-    """Return the selected rows after `header` lines. Shares require counting the lines first."""
+    """Return the selected rows. The first `header` lines are no rows. If only a part is selected, count all lines first."""
     lines = read_lines(path)
     for _ in range(header):
         next(lines, None)
@@ -102,7 +103,8 @@ def _select(lines: Iterator[TraceLine], cut: RowSelection, first: int, end: int)
     for index, line in enumerate(lines):
         if index >= end:
             return
-        drawn = chance.random() < cut.sample  # drawn for every row, so that the selected rows do not depend on `begin`
+        # Draw a random number also for rows before `begin`, so that `begin` does not change which later rows are selected.
+        drawn = chance.random() < cut.sample
         if index >= first and drawn:
             yield line
 
@@ -124,7 +126,7 @@ def decode_row(path: Path, number: int, line: bytes, as_type: type[T]) -> T:
 
 
 def decode_object(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """Decode the first row as a JSON object, by which formats are told apart.
+    """Decode the first row as a JSON object. The caller recognises the format by its fields.
 
     Raises:
         TraceError: The row is not a JSON object.

@@ -1,8 +1,8 @@
-"""Traffic from recordings: reads the requests of a router's recording (`fleet serve router --record`) for a simulation.
+"""Traffic from recordings: reads the requests in a router's recording (`fleet serve router --record`), for a simulation.
 
-The answer length is the length of the recorded answer. A request that was rejected, cancelled or unfinished gets the
-length that it asked for. Requests are yielded in the order of their arrival, so later requests wait in memory for an
-earlier one with a long answer. All models count as one model.
+The answer of a request has the recorded length. If the request was rejected, cancelled or not finished, its answer gets the maximum length
+that the client asked for. Requests are yielded in the order of their arrival. So while the end of a request has not been read, all later
+requests are held in memory. The models of the recording are treated as one model.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 
 class _HeldRequest(Struct):
-    """A request that has not ended, or that waits for an earlier request to be yielded."""
+    """A request that cannot be yielded yet, because its own end, or the end of an earlier request, has not been read."""
 
     arrival: Nanos
     prompt_tokens: int
@@ -35,7 +35,7 @@ class _HeldRequest(Struct):
 
 
 def recorded_block_tokens(path: Path) -> int | None:
-    """Return the block size of the first worker that joined; None if none did.
+    """Return the block size of the first worker that joined; None if no worker joined.
 
     Raises:
         TraceError: The file is no recording.
@@ -47,13 +47,13 @@ def recorded_block_tokens(path: Path) -> int | None:
 
 
 def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> Iterator[TraceRequest]:
-    """Yield requests in the order of their arrival, with times from the start of the recording.
+    """Yield the requests in the order of their arrival. Times are measured from the first event of the recording.
 
     Args:
         path: The recording.
-        block_tokens: The block size of the keys to use.
-        chain: Function that makes new block names for a prompt of a number of tokens. It is called if the recording has no
-            keys of that block size for a prompt.
+        block_tokens: The block size. Recorded block keys are used only if they have this block size.
+        chain: A function that makes new block names for a number of tokens. It is called for prompts without recorded keys of this block
+            size.
 
     Raises:
         TraceError: A line is malformed.
@@ -79,7 +79,7 @@ def recorded_requests(path: Path, block_tokens: int, chain: UnsharedNames) -> It
             live[event.request_id] = held[-1]
         elif isinstance(event, RequestCancelled) and (gone := live.pop(event.request_id, None)) is not None:
             gone.over = True
-            # A router cancels an attempt at a stop string, so the answer is complete if it has tokens.
+            # A router also cancels an attempt when it finds a stop string, so an answer that has tokens counts as complete.
             gone.complete = gone.answered > 0
         _apply_commands(live, entry)
         while held and held[0].over:
@@ -95,7 +95,7 @@ def _entries(path: Path) -> Iterator[RecordedEvent]:
 
 
 def _names(entry: RecordedEvent, event: Arrived, tokens: int, block_tokens: int) -> tuple[int, ...]:
-    """Return the recorded keys of the prompt's full blocks; empty if there are none of that size."""
+    """Return the recorded block keys of a prompt's full blocks. Return an empty tuple if none of this block size are recorded."""
     full = tokens // block_tokens
     known = [*(keys for size, keys in event.keys.items() if size == block_tokens), *entry.keys]
     return next((tuple(keys) for keys in known if len(keys) == full and len(set(keys)) == full), ())

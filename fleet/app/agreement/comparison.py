@@ -1,22 +1,24 @@
-"""Agreement test: production code and the simulator must make the same decisions for one scenario, compared line by line.
+"""Agreement test: checks that production code and the simulator make the same decisions for one scenario, line by line.
 
-`simulated` runs a plan as `fleet.sim.run.simulate` does. `served` runs it through the servers of production on a virtual loop
-(`fleet.app.agreement.production_world`). Both give the log of `fleet.sim.decision_log`, and the two are equal, instants to the nanosecond and all.
+`simulated` runs a scenario's plan as `fleet.sim.run.simulate` does. `served` runs it through the servers of production
+in virtual time (`fleet.app.agreement.production_world`). Both return a log of decisions (`fleet.sim.decision_log`). The
+two logs must be equal, including the instants in nanoseconds.
 
 What the test shows, and what it does not:
 
-1. The machine is the same in both, so equal logs show that its surroundings are the same: the simulated router gets the same events
-   as a router in production, in the same order and at the same instants, and its commands have the same effects.
-2. Both use the simulated engines. How long a step takes on a GPU is a question of accuracy (`fleet hardware accuracy`), not of
-   agreement; and an engine that reports each token would fill the log with growing reservations.
-3. Every message takes the same one-way delay in both. In production everything else takes time, too, such as some ten microseconds of
-   the router for a request. On the virtual loop, as in the simulation, computing takes no time.
-4. Events of one instant in different places have no order. If two workers end a step at once, two logs may differ and both are
-   right; the kernel's seed shuffles such ties in both. Scenarios without a common measure of arrival and step times have no ties.
-   The events of one worker are always in order.
-5. A worker whose network is cut for longer than the heartbeat timeout is given up after exactly that time in the simulation. In
-   production it takes up to a quarter longer, because silence is counted in slices. So logs agree for shorter cuts only.
-6. Load reports of workers reach routers in production only. Decisions depend on them only where LoRA adapters are loaded.
+1. Both runs use the same router machine. So equal logs show that the simulator treats the machine as production does:
+   the machine gets the same events, in the same order and at the same instants, and its commands have the same effects.
+2. Both runs use the simulator's engines. Whether their step times are right is another question (`fleet hardware accuracy`). An
+   engine that reports each token would fill the log with growing reservations.
+3. Every message takes the same one-way delay in both runs, and computing takes no time. In production computing takes time, too:
+   the router needs some ten microseconds for a request.
+4. Two events at the same instant on different workers have no defined order. If two workers end a step at the same
+   instant, the logs may differ, and both are right. The kernel's seed shuffles such events in both runs. Scenarios
+   avoid them by arrival and step times that do not coincide. The events of one worker are always in order.
+5. If a worker's network is cut for longer than the heartbeat timeout, the simulated router drops the worker after
+   exactly the timeout. In production it takes up to a quarter of the timeout longer, because the router counts silence in
+   slices of that length. So the logs agree only for shorter cuts.
+6. Workers send load reports to routers in production only. Decisions depend on them only where LoRA adapters are loaded.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,22 +39,22 @@ from fleet.sim.workload.clients import Traffic, start_clients
 from fleet.sim.world import World
 
 LOOK_EVERY = 100 * MILLISECOND
-PATIENCE = 600 * SECOND  # longest virtual time in which no request ends
+PATIENCE = 600 * SECOND  # a run fails if requests are live, and none has ended for this virtual time
 
 
 class RequestStuck(ConfigurationRefused):
-    """A request did not end, or took too long."""
+    """A run of the agreement test hangs: it has live requests, and no request has ended for `PATIENCE`."""
 
 
 class LoggedRun(Struct, frozen=True):
-    """Decision log and ended requests of a run."""
+    """Result of a run: its decision log, and the requests in the order of their ends."""
 
     lines: Sequence[str]
     ended: Sequence[EndedRequest]
 
 
 def simulated(plan: RunPlan, traffic: Traffic) -> LoggedRun:
-    """Run a plan in the simulator and return its decisions."""
+    """Run a plan in the simulator, and return the router's decisions and the ended requests."""
     kernel, log, ended = Kernel(plan.seed), DecisionLog(), list[EndedRequest]()
     world = World(kernel, plan.pools, plan.router, record=log, ended=ended.append, **world_arguments(plan))
     log.machine = world.machine
@@ -61,7 +63,7 @@ def simulated(plan: RunPlan, traffic: Traffic) -> LoggedRun:
 
 
 def served(plan: RunPlan, traffic: Traffic) -> LoggedRun:
-    """Run a plan through production's servers in virtual time and return their decisions."""
+    """Run a plan through production's servers in virtual time, and return the router's decisions and the ended requests."""
     log = DecisionLog()
     log.machine = ObservedMachine(plan.router, Random(plan.seed), plan.policy, keys_from_tokens, observer=log)
     ended = serve(plan, traffic, log.machine)
@@ -69,10 +71,12 @@ def served(plan: RunPlan, traffic: Traffic) -> LoggedRun:
 
 
 def serve(plan: RunPlan, traffic: Traffic, machine: RouterMachine) -> list[EndedRequest]:
-    """Run a plan through production's servers; `machine` has the hasher `keys_from_tokens`, and seed and policy of the plan.
+    """Run a plan through production's servers; return the requests in the order of their ends.
+
+    The argument `machine` must have the plan's seed and policy, and the hasher `keys_from_tokens`.
 
     Raises:
-        RequestStuck: A request is never over.
+        RequestStuck: No request has ended for `PATIENCE`, although some are live.
     """
     kernel, ended = Kernel(plan.seed, begin=-JOIN_TIME), list[EndedRequest]()
     world = ProductionWorld(
@@ -82,7 +86,7 @@ def serve(plan: RunPlan, traffic: Traffic, machine: RouterMachine) -> list[Ended
         kernel.run(until=Nanos(-1))
         kernel.skip(Nanos(0))
         _drive(kernel, world, plan, traffic, ended.append, over=world.close)
-    except BaseException:  # also Ctrl-C, because no task may outlive the run
+    except BaseException:  # also after Ctrl-C, because no task may outlive the run
         world.abandon()
         raise
     return ended
@@ -97,7 +101,7 @@ def _drive(
     *,
     over: Callable[[], None],
 ) -> None:
-    """Run a plan to the end of its last request."""
+    """Run a plan in a world until its last request has ended. Then call `over`, and run the remaining events."""
     for fault in plan.faults:
         world.fail(fault)
     clients = start_clients(plan.clients, kernel, world, traffic, ended)
@@ -118,7 +122,10 @@ def _drive(
 
 
 def first_difference(some: Sequence[str], others: Sequence[str]) -> int | None:
-    """Return the index of the first line in which two logs differ, or None."""
+    """Return the index of the first line in which two logs differ; None if the logs are equal.
+
+    If the shorter log is equal to the beginning of the longer one, return the number of lines of the shorter log.
+    """
     for number, (one, other) in enumerate(zip(some, others, strict=False)):
         if one != other:
             return number

@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 
 
 class HostedEngine:
-    """Implements `workers.ports.Engine` for a worker of `fleet.sim.world`."""
+    """Connects a simulated worker to production's worker server. Implements the engine port (`workers.ports.Engine`)."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class HostedEngine:
         execute: Callable[[Dispatch | CancelAttempt], None],
         load: Callable[[], LoadReport],
     ):
-        """Begin as a ready engine, which passes commands to `execute` and reports `load`."""
+        """Create an engine that is ready. It passes the commands of the worker server to `execute`; `load` returns its load."""
         self.facts = EngineFacts(
             name=description.engine,
             model=description.model,
@@ -46,7 +46,7 @@ class HostedEngine:
         self._outputs = _ItemQueue[EngineOutput]()
         self._changes = _ItemQueue[Sequence[KvEvent]]()
 
-    # The port.
+    # Methods of the engine port.
 
     def submit(self, start: Start) -> None:
         self._held.add(start.request_id)
@@ -76,10 +76,10 @@ class HostedEngine:
 
     @property
     def lent(self) -> int:
-        """Number of leases that a drain has to wait for; always 0."""
+        """Number of handoff leases that a drain of the worker has to wait for. It is always 0 for this engine."""
         return 0
 
-    # What the world's worker does.
+    # Methods that the simulated world calls.
 
     def stepped(self, event: WorkerStepped) -> None:
         self._held.difference_update([each.request_id for each in event.progress if each.finish is not None])
@@ -87,7 +87,7 @@ class HostedEngine:
 
     def cache_changed(self, event: CacheAssumed) -> None:
         changes: list[KvEvent] = []
-        if event.removed:  # removals come first, because they make room for the additions
+        if event.removed:  # removed blocks first, because they make room for the stored ones
             changes.append(KvRemoved(hashes_of(event.removed)))
         if event.stored:
             changes.append(KvStored(hashes_of(event.stored)))
@@ -95,7 +95,10 @@ class HostedEngine:
 
 
 class _ItemQueue(Generic[Item]):
-    """Items that one consumer has not taken yet; these are few, because virtual time stands still until it has."""
+    """Queue between the simulated world and one consumer task.
+
+    The queue stays short, because virtual time stands still until the consumer has taken all items.
+    """
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()

@@ -1,16 +1,18 @@
-"""Production world: the servers of production in virtual time, between a world's clients and its engines.
+"""Production world: runs the servers of production in virtual time, between simulated clients and simulated engines.
 
-A `ProductionWorld` is a `fleet.sim.world.World` whose requests go from client to engine and back through what `fleet serve` runs:
-`RouterServer` around the machine, `WorkerStreams`, frames of `fleet.v1`, the worker's end of the stream,
-`Session`, `WorkerServer` around the worker's machine; and workers that register under leases, whom routers find by the registry.
+A `ProductionWorld` is a `fleet.sim.world.World` whose requests go from client to engine and back through the code of
+`fleet serve`: `RouterServer` around the machine, `WorkerStreams`, frames of `fleet.v1`, the worker's end of the stream,
+`Session`, and `WorkerServer` around the worker's machine. The workers register under leases, and the router finds them
+by the registry.
 
 Rules:
 
 1. Three things differ from production. Connections are in memory (`fleet.sim.virtual_loop`). Engines are the simulation's (`fleet.app.agreement.hosted_engine`).
-   A worker's process is a group of tasks; to kill it means to cut its connections and cancel its tasks.
-2. Prompts go over the wire as token ids that contain the block keys (`tokens_from_keys`, `keys_from_tokens`), in place of
-   hashes, because the blocks of a trace have names and no tokens. Whether all processes hash alike is not tested here.
-3. Workers take a moment to join, so time begins before the first request (`JOIN_TIME`).
+   A worker's process is a group of asyncio tasks. To kill the process, its connections are cut and its tasks cancelled.
+2. The blocks of a trace have names and no tokens. So prompts are sent as token ids that contain the block keys
+   (`tokens_from_keys`, `keys_from_tokens`), and no hashes are computed from tokens. This run does not test whether all
+   processes compute the same hashes.
+3. Virtual time begins `JOIN_TIME` before the first request, because workers need some time to join.
 """
 
 import asyncio
@@ -57,10 +59,10 @@ from workers.server import WorkerServer
 from workers.settings import WorkerSettings
 
 JOIN_TIME = SECOND
-"""More time than workers need to join."""
+"""Virtual time before the first request, in nanoseconds. All workers join in less time."""
 
 APART = 10_000
-"""Nanoseconds between the starts of two first workers, so that the router knows them in this order."""
+"""Nanoseconds between the starts of two workers that exist from the beginning, so that they join in a fixed order."""
 
 DRAIN = 3600 * SECOND
 WORD = np.dtype("<u4")  # a token id has 4 bytes
@@ -68,10 +70,13 @@ KEY = np.dtype("<u8")
 
 
 class ProductionWorld(World):
-    """A world whose router and workers run production's servers; `close` it after the last request."""
+    """A world whose router and workers run production's servers. The caller must call `close` after the last request."""
 
     def __init__(self, *arguments: Any, machine: RouterMachine, message_delay: Nanos, **named: Any):
-        """Begin like `World`, whose argument `record` has no effect here; `machine` has the hasher `keys_from_tokens`."""
+        """Create a world with the arguments of `World`, but the argument `record` is ignored.
+
+        `machine` is the router machine that the servers run. Its hasher must be `keys_from_tokens`.
+        """
         kernel, _, settings = arguments
         self._loop = VirtualLoop(kernel, message_delay)  # type: ignore[abstract]  # see its rule 5
         self._registry = RegistryServer(MembershipSettings(), kernel)
@@ -79,9 +84,10 @@ class ProductionWorld(World):
         self._router = RouterServer(machine, self._streams, kernel)
         self._processes: dict[WorkerId, _WorkerProcess] = {}
         self._serving: dict[RequestId, asyncio.Task[None]] = {}
-        self._next_start: int | None = 0  # time to the next start of a first worker; None: all have started
+        # Nanoseconds after which the next worker starts while `World` adds the first workers; None: all have been added.
+        self._next_start: int | None = 0
         self._closed = False
-        # no delay here, because the virtual loop delays messages
+        # The world itself must not delay messages, because the virtual loop already does.
         super().__init__(*arguments, message_delay=Nanos(0), **named)
         self._machine = machine
         self._cluster.cut = self._cut
@@ -92,17 +98,20 @@ class ProductionWorld(World):
         ]
 
     def close(self) -> None:
-        """End all processes; workers that join later do not start."""
+        """End all processes at the next turn of the event loop. Workers that would join later do not start."""
         self._closed = True
         self._loop.cancel_all()
 
     def abandon(self) -> None:
-        """End all processes at once; the world cannot be used afterwards."""
+        """Cancel all tasks and run their clean-up code now; the world cannot be used afterwards.
+
+        In contrast, `close` lets the tasks end later, at the next turn of the event loop.
+        """
         self._closed = True
         self._loop.abandon()
 
     def _handle(self, event: RouterEvent) -> None:
-        """Perform an event of the world in production's servers."""
+        """Pass an event of the simulated world on to production's servers."""
         match event:
             case Arrived():
                 self._serving[event.request_id] = self._loop.begin(self._serve(_with_token_ids(event)))
@@ -117,19 +126,19 @@ class ProductionWorld(World):
             case WorkerDraining():
                 self._running.append(self._loop.begin(self._processes[event.worker_id].drain()))
             case WorkerLeft():
-                self._loop.turn()  # delivers the messages that were sent before
+                self._loop.turn()  # let the process send what it wrote before it is killed
                 self._processes.pop(event.worker_id).kill()
-            case _:  # other events, which do not come through workers' streams
+            case _:  # other events do not come from workers, so they go to the router directly
                 self._loop.call_later(self._loop.delay / SECOND, self._router.hear, event)
 
     def _cut(self, worker: SimulatedWorker, lasting: Nanos) -> None:
-        """Hold all data between a worker's process and the router, which have to notice it by themselves."""
+        """Hold back all data between a worker's process and the router. Neither of them is told about the cut."""
         process = self._processes[worker.id]
         if process.hold():
             self._kernel.after(lasting, process.release)
 
     async def _serve(self, arrived: Arrived) -> None:
-        """Serve one request from its arrival to its end."""
+        """Pass one request to the production router, and report its answer to the client until the request has ended."""
         request_id, now = arrived.request_id, self._kernel.now
         try:
             async with self._router.submit(arrived) as answer:
@@ -170,12 +179,12 @@ class ProductionWorld(World):
 
 
 class _WorkerProcess:
-    """The tasks that stand for a worker's process."""
+    """Represents the process of one worker by asyncio tasks, which run production's worker server and its registration."""
 
     def __init__(
         self, loop: VirtualLoop, description: WorkerDescription, engine: HostedEngine, registry: RegistryServer
     ):
-        """Prepare a process without starting it."""
+        """Create the process without starting it."""
         self.engine = engine
         self._loop = loop
         self._path = f"/{description.worker_id}"
@@ -198,7 +207,7 @@ class _WorkerProcess:
             address=settings.listen,
         )
         self._tasks: list[asyncio.Task[None]] = []
-        self._held = False  # True if the network of the process is cut
+        self._held = False  # True while the network of the process is cut
 
     def start(self) -> None:
         loop, server = self._loop, self._server
@@ -209,27 +218,27 @@ class _WorkerProcess:
         await self._registration.run()
 
     async def drain(self) -> None:
-        """Drain the worker. It gives its name free at once, as `workers.registration` does."""
+        """Deregister the worker and let it drain. As in `workers.registration`, it deregisters first, to free its name at once."""
         _, registering = self._tasks
         registering.cancel()
         await self._registration.leave()
         await self._server.drain(Nanos(DRAIN))
 
     def hold(self) -> bool:
-        """Cut the network of the process; return False if it was cut already or has not started."""
+        """Cut the network of the process. Return False if the network is cut already, or the process has not started."""
         if self._held or not self._loop.hold(self._path):
             return False
         self._held = True
         return True
 
     def release(self) -> None:
-        """End a cut, unless it ended with the process."""
+        """End the cut of the process's network; do nothing if the process was killed meanwhile."""
         if self._held:
             self._held = False
             self._loop.release(self._path)
 
     def kill(self) -> None:
-        """Kill the process; routers only notice that their connections end."""
+        """Kill the process. Routers notice only that their connections end."""
         self._held = False
         if self._tasks:
             self._loop.cut(self._path)
@@ -238,10 +247,10 @@ class _WorkerProcess:
 
 
 class _InMemoryRegistry:
-    """Implements `fleet.membership.ports.Registry` in memory.
+    """Registers workers at the router's registry without a network. Implements `fleet.membership.ports.Registry`.
 
-    A call and the notification of routers take a message delay each, so the last events of an incarnation reach routers before its
-    successor takes its place.
+    A registration takes two message delays: one for the call, and one until routers are notified. So the last events
+    of an incarnation reach routers before its successor registers.
     """
 
     def __init__(self, registry: RegistryServer, delay: Nanos):
@@ -264,14 +273,14 @@ class _InMemoryRegistry:
 
 
 def _with_token_ids(arrived: Arrived) -> Arrived:
-    """Replace the block keys of an arrival by token ids that contain them."""
+    """Return the arrival of a request with token ids that contain its block keys."""
     ((block_tokens, keys),) = arrived.keys.items()
     tokens = tokens_from_keys(keys, block_tokens, len(arrived.tokens) // TOKEN_BYTES)
     return structs.replace(arrived, tokens=tokens, keys={})
 
 
 def tokens_from_keys(keys: Sequence[int], block_tokens: int, num_tokens: int) -> TokenBytes:
-    """Return token ids that contain the block keys: key plus one in the first two tokens of each full block, and zeros elsewhere."""
+    """Return token ids that contain block keys. The first two tokens of each block hold its key plus one; the others are zero."""
     assert block_tokens * WORD.itemsize >= KEY.itemsize, block_tokens
     tokens = np.zeros(num_tokens, WORD)
     words = np.array([key + 1 for key in keys], KEY).view(WORD).reshape(-1, 2)
@@ -279,8 +288,8 @@ def tokens_from_keys(keys: Sequence[int], block_tokens: int, num_tokens: int) ->
     return tokens.tobytes()
 
 
-def keys_from_tokens(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - a `Hasher`
-    """Return the block keys that token ids contain; blocks of generated tokens contain zeros and have no keys."""
+def keys_from_tokens(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - type `Hasher`
+    """Return the block keys that token ids contain. Blocks of generated tokens contain zeros, and so have no keys."""
     words = np.frombuffer(tokens, WORD)
     blocks = words[: len(words) // block_tokens * block_tokens].reshape(-1, block_tokens)
     said = np.ascontiguousarray(blocks[:, :2]).view(KEY).ravel().tolist()

@@ -1,6 +1,7 @@
-"""Fault simulation: production's machines under drawn faults in virtual time (`fleet sim faults`).
+"""Fault simulation: runs production's machines in virtual time under randomly drawn faults (`fleet sim faults`).
 
-`campaign` runs many seeds, `schedule` draws what happens in one, `seed_run` runs it and asserts the promises. The processes of
-the cluster are `router_process`, `worker_process` and `store_process`: thin shells, as production's servers are, around the
-machines that production runs. `virtual_network` and `virtual_process` are what may fail. `handoff_states` explores handoff leases.
+`campaign` runs many seeds. `schedule` draws the requests and faults of one seed. `seed_run` performs them and asserts the
+promises. The processes of the cluster are `router_process`, `worker_process` and `store_process`. Like production's
+servers, they are thin shells around the machines that production runs. Faults happen in `virtual_network` and
+`virtual_process`. `handoff_states` runs the code of handoff leases through all orders of its steps.
 """

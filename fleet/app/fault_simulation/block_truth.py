@@ -1,4 +1,7 @@
-"""Block truth: what every block and every answer must be, computed without the cluster; and the engine's shape."""
+"""Block truth: computes the right bytes of every block and the right tokens of every answer without the cluster.
+
+The fault simulation compares the cluster's blocks and answers with them. The module also defines the sizes of the simulated engine.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -63,28 +66,28 @@ FACTS = EngineFacts(
     store_id=STORE_ID,
     kv=KV,
 )
-"""Facts of a worker that continues no answer with state."""
+"""Properties of a worker that cannot continue an answer with sampling state."""
 REBUILDING_FACTS = structs.replace(FACTS, continued_fields=("frequency_penalty",))
 REBUILDING_WORKERS = frozenset({WorkerId("d0"), WorkerId("b0")})
-"""Workers with `REBUILDING_FACTS`: some answers with state are continued, and some cannot be."""
+"""Workers with `REBUILDING_FACTS`, which can continue answers with some kinds of sampling state."""
 
 _ORACLE = AnswerOracle(SIMULATED_MODEL, BLOCK_TOKENS)
 
 
 @lru_cache(1024)
 def answer(prompt: TokenBytes, sampling: Sampling) -> tuple[int, ...]:
-    """Return the whole answer to a prompt."""
+    """Return the whole answer to a prompt that a correct cluster must give."""
     return _ORACLE.answer(prompt, sampling)
 
 
 class BlockTruth:
-    """Knows the right bytes of all blocks of a run, by block name."""
+    """Knows the right bytes of all blocks of a run, by block hash, so that the simulation can find wrong blocks."""
 
     def __init__(self) -> None:
         self._blocks: dict[BlockHash, bytes] = {}
 
     def learn(self, prompt: TokenBytes, answer_tokens: Sequence[int]) -> None:
-        """Note the blocks of a prompt and its answer."""
+        """Compute and keep the right bytes of the blocks of a prompt and its answer."""
         self._blocks.update(_blocks(prompt + b"".join(each.to_bytes(TOKEN_BYTES, "little") for each in answer_tokens)))
 
     def is_right(self, name: BlockHash, content: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Campaign: many seeds of the fault simulation, on several processes, with every failing schedule shrunk."""
+"""Campaign: runs many seeds of the fault simulation in several processes, and shrinks the schedules of failing seeds."""
 
 import logging
 from collections import Counter
@@ -12,24 +12,24 @@ from fleet.app.fault_simulation.seed_run import SeedOutcome, run_seed
 from fleet.core.errors import ConfigurationRefused
 from fleet.sim.experiments.process_pool import process_pool
 
-MOST_FAILURES = 8  # most failing seeds that are shrunk and reported in full
+MOST_FAILURES = 8  # maximum number of failing seeds that are shrunk and reported in full
 MOST_SHRINKING_RUNS = 400
-BATCH = 25  # seeds that a process runs before it reports
+BATCH = 25  # number of seeds that a process runs before it reports their results
 
 
 class FailingSeed(Struct, kw_only=True):
-    """A seed that broke a promise, shrunk as far as the same promise stays broken."""
+    """Describes a seed that broke a promise, and the smallest selection of its happenings found that breaks it, too."""
 
     seed: int
     promise: str
     detail: str
-    keep: tuple[int, ...]  # indices of the happenings that remain after shrinking
+    keep: tuple[int, ...]  # indices of the happenings that are left after shrinking
     happenings: tuple[str, ...]
     replay: str  # command that runs these happenings again
 
 
 class CampaignResult(Struct, kw_only=True):
-    """Result of a campaign, as `--json` prints it."""
+    """Result of a campaign, as `fleet sim faults --json` prints it."""
 
     first_seed: int
     seeds: int
@@ -39,8 +39,8 @@ class CampaignResult(Struct, kw_only=True):
     ends: dict[str, int]
     tokens_compared: int
     events: int
-    points: dict[str, int]  # times that each fault point was reached
-    missed_points: tuple[str, ...]  # points that were reached too rarely for so many seeds
+    points: dict[str, int]  # how often each fault point was reached
+    missed_points: tuple[str, ...]  # fault points that were reached too rarely for this number of seeds
     recovery_seconds_p50: float
     recovery_seconds_p99: float
     recovery_seconds_max: float
@@ -51,7 +51,7 @@ class CampaignResult(Struct, kw_only=True):
 
 
 class _Tally:
-    """Sums over outcomes."""
+    """Adds up the outcomes of all seeds of a campaign."""
 
     def __init__(self) -> None:
         self.points: Counter[str] = Counter({point.name.lower(): 0 for point in FaultPoint})
@@ -77,10 +77,10 @@ def run_campaign(
     """Run consecutive seeds.
 
     Args:
-        first_seed: The first one.
+        first_seed: The first seed.
         seeds: Number of seeds.
-        processes: Number of processes; with 1, everything runs in this one.
-        progress: Called with the seeds that are done and the failures so far.
+        processes: Number of processes; if it is 1, all seeds run in the calling process.
+        progress: Called with the number of seeds that are done and the number of failures so far.
     """
     tally = _Tally()
     for outcomes in _outcomes(first_seed, seeds, processes):
@@ -118,12 +118,12 @@ def _outcomes(first_seed: int, seeds: int, processes: int) -> Iterator[Sequence[
 
 
 def _run_batch(seeds: range) -> list[SeedOutcome]:
-    logging.disable(logging.WARNING)  # off in the processes of the pool, because every fault would write a line
+    logging.disable(logging.WARNING)  # no logs in the processes of the pool, because every fault would write a line
     return [run_seed(seed, draw(seed)) for seed in seeds]
 
 
 def replay(seed: int, keep: Sequence[int] | None) -> SeedOutcome:
-    """Run one seed, or those of its happenings that `keep` selects.
+    """Run one seed again with all its happenings, or only with those whose indices are in `keep`.
 
     Raises:
         ConfigurationRefused: The schedule has no happening with such an index.
@@ -135,7 +135,7 @@ def replay(seed: int, keep: Sequence[int] | None) -> SeedOutcome:
 
 
 def shrink(seed: int) -> FailingSeed:
-    """Leave out happenings of a failing seed as long as the same promise stays broken (delta debugging)."""
+    """Leave out happenings of a failing seed while the remaining ones still break the same promise (delta debugging)."""
     schedule = draw(seed)
     found = run_seed(seed, schedule)
     assert found.promise, seed

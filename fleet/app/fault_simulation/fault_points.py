@@ -1,14 +1,14 @@
-"""Fault points: the situations that the fault simulation must reach, and their count.
+"""Fault points: the situations that the fault simulation must reach, and a counter for each of them.
 
-A promise that holds in 10,000 seeds says little if the seeds never put it at risk. Each point is counted where the
-simulation sees it happen, not where the fault was drawn.
+A promise that holds in 10,000 seeds proves little if no seed could have broken it. So a fault point counts how often its
+situation really occurs. A drawn fault alone does not count, because it may have had no effect.
 """
 
 from collections import Counter
 from enum import StrEnum
 
 LEAST_REACHED = 100
-"""Times that each point has to be reached in `LEAST_SEEDS` seeds."""
+"""How often each fault point has to be reached in `LEAST_SEEDS` seeds."""
 
 LEAST_SEEDS = 10_000
 

@@ -1,17 +1,18 @@
-"""Handoff states: runs the code of handoff leases through every interleaving of their steps, for small bounds.
+"""Handoff states: runs the code of handoff leases through all orders of their steps, for a few handoffs and faults.
 
 The lender (`BlockLender` over `HandoffLeases` and `KvBlocks`) and the borrowers (`BlockBorrower`) are production's. `BOUNDS`
-says how many handoffs there are, whose prompts share a block, and how many faults: the death of the lender (which starts again), the death of a
-borrower or its cancellation, the loss of a connection, a damaged answer. Other work of the lender overwrites every block that it may
-take. Time has no length here: a lease or a deadline may end between any two steps.
+limits the numbers of handoffs and of faults. The prompts of the handoffs share a block. A fault is the death of the
+lender (which starts again), the death or cancellation of a borrower, the loss of a connection, or a damaged answer.
+Other requests of the lender overwrite every block that is not leased. Time is not measured: a lease or a deadline may
+end between any two steps.
 
 Rules:
 
-1. After every step a leased block has the bytes that its name says, the lender holds exactly the leased blocks, and a borrower has only
-   right blocks.
-2. In every state in which nothing can happen any more but faults, no lease is open, no block is held, and every borrower that lives has
-   either received blocks or computes.
-3. A returned lease is open no more, even if it did not have to end by itself.
+1. After every step, a leased block has the right bytes for its block hash, the lender locks exactly the leased blocks,
+   and a borrower has only right blocks.
+2. In every final state, in which nothing but faults can happen, no lease is open, no block is locked, and every
+   borrower that is alive has either received the blocks or computes them itself.
+3. A lease that a borrower has returned is not open any more, even if its time has not passed.
 """
 
 from collections import deque
@@ -34,27 +35,27 @@ PROMPTS = ((SHARED, FIRST), (SHARED, SECOND_))
 POOL_BLOCKS = 5
 LEASE = Nanos(1000)
 BOUNDS = ((1, 3), (2, 1))
-"""Handoffs and faults of each exploration: one handoff with three faults, and two with one."""
+"""Numbers of handoffs and faults in each exploration: one handoff with up to three faults, and two with up to one."""
 
-OTHER_WORK = 1  # number of times that other work overwrites all blocks that it can take
+OTHER_WORK = 1  # number of times that other requests overwrite all blocks that are not leased, in one exploration
 ENDED = (LoanState.RECEIVED, LoanState.NEEDLESS, LoanState.COMPUTING)
 
 Action = tuple[str, int]
 
 
 class HandoffExploration(Struct, kw_only=True):
-    """Result of an exploration."""
+    """Result of all explorations: counts of states and steps, and the violation that was found, if any."""
 
     states: int
     steps: int
-    ends: int  # states in which nothing can happen any more but faults
-    deaths: int  # steps that end a lender or a borrower
+    ends: int  # number of final states, in which nothing but faults can happen
+    deaths: int  # number of steps that end a lender or a borrower
     violation: str = ""
     path: tuple[str, ...] = ()  # steps that lead to the violation; empty: none was found
 
 
 class HandoffViolation(Exception):
-    """A state breaks one of the rules 1 to 3."""
+    """Error: a state breaks one of the rules 1 to 3 of this module."""
 
 
 def _content(name: BlockHash) -> bytes:
@@ -62,7 +63,7 @@ def _content(name: BlockHash) -> bytes:
 
 
 class _Lender:
-    """One incarnation of the prefill engine."""
+    """Represents one incarnation of a prefill engine that lends blocks to borrowers."""
 
     def __init__(self) -> None:
         self.blocks: KvBlocks[BlockHash] = KvBlocks(POOL_BLOCKS, 1)
@@ -71,7 +72,7 @@ class _Lender:
 
 
 class _HandoffCase:
-    """One handoff with its borrower and its connection."""
+    """State of one handoff: its lease, its borrower, and the messages on its connection."""
 
     def __init__(self, names: Sequence[BlockHash]):
         self.names = tuple(names)
@@ -85,7 +86,7 @@ class _HandoffCase:
         self.is_returned = False  # True if the lender has read that the lease was returned
 
     def copy(self) -> "_HandoffCase":
-        """Return a copy that shares only what no step changes."""
+        """Return a copy. It shares with this object only data that no step changes."""
         other = copy(self)
         other.borrower = copy(self.borrower)
         other.to_lender, other.to_borrower = self.to_lender[:], self.to_borrower[:]
@@ -93,7 +94,7 @@ class _HandoffCase:
 
 
 class _HandoffWorld:
-    """All state of one exploration."""
+    """State of the lender and of all handoffs at one point of an exploration."""
 
     def __init__(self, handoffs: int, faults: int) -> None:
         self.now = 0
@@ -104,14 +105,14 @@ class _HandoffWorld:
         self.cases = [_HandoffCase(names) for names in PROMPTS[:handoffs]]
 
     def copy(self, *, with_lender: bool) -> "_HandoffWorld":
-        """Return a copy for a step, which may change the lender only if it is copied too."""
+        """Return a copy to perform a step on. The step may change the lender only if `with_lender` is True."""
         other = copy(self)
         other.cases = [case.copy() for case in self.cases]
         if with_lender:
             other.lender = deepcopy(self.lender)
         return other
 
-    # Steps. Each returns whether it is possible in this state, and changes the state only then.
+    # Steps. Each method returns True and changes the state if the step is possible; otherwise it returns False.
 
     def offer(self, number: int) -> bool:
         case, lender = self.cases[number], self.lender
@@ -124,7 +125,7 @@ class _HandoffWorld:
         return True
 
     def accept(self, number: int, missing: int = 2) -> bool:
-        """Let the borrower begin; it lacks the last `missing` blocks."""
+        """Let the borrower of a handoff begin to fetch the last `missing` blocks, which it does not have."""
         case = self.cases[number]
         if not case.lease or case.dead or case.borrower is not None:
             return False
@@ -164,14 +165,14 @@ class _HandoffWorld:
         return True
 
     def expire(self, number: int) -> bool:
-        """End the leases that are due next, whichever handoff has them."""
+        """Let time pass until the next lease ends, and end all leases whose time is over."""
         if number or self.lender is None or (ends := self.lender.lender.leases.next_end) is None:
             return False
         self.lender.lender.expire(ends)
         return True
 
     def time_out(self, number: int) -> bool:
-        """Let the borrower's deadline pass; what it has sent still arrives."""
+        """Let the borrower's deadline pass. Messages that it has sent still arrive."""
         case = self.cases[number]
         if not case.connected:
             return False
@@ -181,10 +182,10 @@ class _HandoffWorld:
         case.to_borrower.clear()
         return True
 
-    # Faults.
+    # Faults, which work like steps.
 
     def lose(self, number: int) -> bool:
-        """Break the connection with all that is under way."""
+        """Break the connection, and lose all messages on it."""
         case = self.cases[number]
         if not (case.connected or case.to_lender):
             return False
@@ -202,7 +203,7 @@ class _HandoffWorld:
         return True
 
     def die(self, number: int) -> bool:
-        """End the borrower, or cancel its attempt before it begins; what it has sent still arrives."""
+        """End the borrower, or cancel its attempt before it begins. Messages that it has sent still arrive."""
         case = self.cases[number]
         if case.dead or not case.lease:
             return False
@@ -220,7 +221,7 @@ class _HandoffWorld:
         return True
 
     def restart_lender(self, number: int) -> bool:
-        """Start a successor at the same address, so that late borrowers reach it."""
+        """Start a new lender after the death of the first one. It has the same address, so that late borrowers reach it."""
         if number or self.lender is not None:
             return False
         self.incarnation += 1
@@ -228,7 +229,7 @@ class _HandoffWorld:
         return True
 
     def overwrite(self, number: int) -> bool:
-        """Let other work of the lender take all blocks that it can get, and write to them."""
+        """Let other requests of the lender take all blocks that are not leased, and write to them."""
         lender = self.lender
         if number or lender is None or not self.other_work or not lender.blocks.available:
             return False
@@ -240,7 +241,7 @@ class _HandoffWorld:
         return True
 
     def _work(self, lender: _Lender, names: Sequence[BlockHash]) -> None:
-        """Compute a prompt of these blocks, whose blocks stay in the cache; evicted blocks lose their bytes."""
+        """Compute a prompt of these blocks on the lender, and leave them in its cache. The bytes of evicted blocks are overwritten."""
         job = Job(attempt_id=RequestId("work"), prompt_tokens=len(names), answer_tokens=1, keys=names)
         attempt: BatchedAttempt[BlockHash] = BatchedAttempt(job)
         if not lender.blocks.reserve(attempt, lender.blocks.leading(names)):
@@ -248,7 +249,7 @@ class _HandoffWorld:
         lender.blocks.name(attempt, names, len(names))
         for evicted in lender.blocks.changes()[1]:
             if evicted in lender.contents:
-                # the evicted block now belongs to others, who overwrite it
+                # other requests now use the memory of the evicted block and overwrite it
                 lender.contents.pop(evicted)[:] = b"!" * len(_content(evicted))
         for name in names:
             lender.contents.setdefault(name, bytearray(_content(name)))
@@ -261,10 +262,10 @@ class _HandoffWorld:
             case.borrower.fail()
         case.connected = False
 
-    # Rules.
+    # Checks of the rules of this module.
 
     def check(self) -> None:
-        """Assert rules 1 and 3."""
+        """Assert rules 1 and 3 of this module, after a step."""
         if self.lender is not None:
             self.lender.lender.check()
             self.lender.blocks.check(0)
@@ -288,7 +289,7 @@ class _HandoffWorld:
             )
 
     def check_end(self) -> None:
-        """Assert rule 2."""
+        """Assert rule 2 of this module, in a final state."""
         if self.lender is not None:
             _demand(not len(self.lender.lender.leases), "a lease stays open for ever")
             _demand(not self.lender.blocks.used, "blocks stay held for ever")
@@ -300,7 +301,7 @@ class _HandoffWorld:
         return self.lender is not None and self.lender.lender.leases.state(case.lease) is not None
 
     def key(self) -> tuple[object, ...]:
-        """Return what tells this state apart from others."""
+        """Return a key of the state. Equal states have equal keys, and different states have different keys."""
         lender = self.lender
         return (
             self.incarnation,
@@ -351,17 +352,17 @@ STEPS_BESIDE: dict[str, Callable[[_HandoffWorld, int], bool]] = {
     "lender restarts": _HandoffWorld.restart_lender,
     "other work overwrites": _HandoffWorld.overwrite,
 }
-"""Steps that happen or not; a state in which only these are left is final."""
+"""Steps that may never happen. A state is final if only faults and these steps are possible in it."""
 
 DEATHS = ("borrower dies", "lender dies")
 LENDER_STEPS = ("offer", "serve", "expire", *STEPS_BESIDE)
 
 
 def explore(bounds: Sequence[tuple[int, int]] = BOUNDS) -> HandoffExploration:
-    """Visit every reachable state, breadth first, so that the path to a violation is a shortest one.
+    """Visit every reachable state, breadth first, so that the reported path to a violation is as short as possible.
 
     Args:
-        bounds: The number of handoffs and of faults of each exploration.
+        bounds: For each exploration, the number of handoffs and the number of faults.
     """
     result = HandoffExploration(states=0, steps=0, ends=0, deaths=0)
     for handoffs, faults in bounds:
@@ -404,7 +405,7 @@ def _explore(world: _HandoffWorld, result: HandoffExploration) -> None:
 
 
 _Path: TypeAlias = "tuple[_Path, str] | None"
-"""The steps to a state, last one first."""
+"""The steps that lead from the first state to a state, as a linked list that begins with the last step; None: no steps."""
 
 
 def _steps_of(path: _Path) -> tuple[str, ...]:
@@ -416,7 +417,7 @@ def _steps_of(path: _Path) -> tuple[str, ...]:
 
 
 def _following(world: _HandoffWorld) -> Iterator[tuple[str, _HandoffWorld, str]]:
-    """Yield every step that is possible in a state: its name, the state after it, and the rule that it breaks."""
+    """Yield for every possible step its name, the state after the step, and a text on the rule that it breaks (empty: none)."""
     for name, step in (STEPS | STEPS_BESIDE | FAULTS).items():
         if name in FAULTS and not world.faults:
             continue

@@ -16,7 +16,7 @@ class Promise(StrEnum):
 
 
 class PromiseBroken(Exception):
-    """A run broke a promise."""
+    """The run of a seed broke a promise; the message states which one, and how."""
 
     def __init__(self, promise: Promise, detail: str):
         super().__init__(f"{promise}: {detail}")

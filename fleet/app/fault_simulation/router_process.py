@@ -1,7 +1,8 @@
 """Router process: production's router machine and membership machine behind virtual connections.
 
-It follows the rules of `fleet.backends.workers.streams`: one stream to each member, opened again while it is a member. Descriptions by
-workers are believed. A stream ends because of silence, a malformed message or missing KV events.
+It follows the rules of `fleet.backends.workers.streams`: it has one stream to each member, and opens it again after it
+ended, as long as the worker is a member. The router does not check the descriptions of workers. It ends a stream
+because of silence, a malformed message or missing KV events.
 """
 
 from collections.abc import Callable
@@ -69,33 +70,33 @@ from fleet.sim.kernel import Kernel
 ROUTER = "router"
 LEASE_MS = 4000
 MEMBERSHIP_TICK = Nanos(250 * MILLISECOND)
-SILENCE_SLICES = 4  # as in `fleet.backends.workers.streams`
+SILENCE_SLICES = 4  # number of slices of the heartbeat timeout; equal to `SLICES` in `fleet.backends.workers.streams`
 FIRST_PAUSE = Nanos(50 * MILLISECOND)
 CONNECT_TIMEOUT = Nanos(2 * SECOND)
 
 CHECKS_EVERY = 8
-"""Events between two checks of the machine's invariants; a check takes as long as several events."""
+"""Number of events between two checks of the machine's invariants, because a check takes as long as several events."""
 
 
 class Malformed(Struct, frozen=True):
-    """Bytes that are no message, as after damage on the way."""
+    """Represents a message that its receiver cannot read, because its bytes were damaged on the way."""
 
 
 class RegistrationAnswer(Struct, frozen=True):
-    """Answer to a `Register`: the lease, or why there is none."""
+    """Answer to a `Register`: the duration of the lease; None if the registration was rejected."""
 
     lease: Nanos | None
     superseded: bool = False
 
 
 class RouterClients(Protocol):
-    """Port to the clients of a router, which receive its answers."""
+    """Port by which a router sends answers to its clients."""
 
     def answered(self, command: Emit | StartedOver | Complete | Reject) -> None: ...
 
 
 class RouterProcess(VirtualProcess):
-    """One incarnation of the router."""
+    """Runs one incarnation of the router in virtual time."""
 
     def __init__(
         self,
@@ -122,15 +123,18 @@ class RouterProcess(VirtualProcess):
         self._store = store
         self._pending: list[RouterEvent] = []
         self._processing = False
-        self.registry_away = False  # fault: True while registrations get no answer
+        self.registry_away = False  # a fault: True while the registry answers no registrations
         network.listeners[ROUTER] = Listener(process=self, accept=lambda end: end.close(), handle=self._serve)
         self.after(MEMBERSHIP_TICK, self._tick_membership)
         self._watch_store()
 
-    # The machine.
+    # Events and commands of the router machine.
 
     def hear(self, event: RouterEvent) -> None:
-        """Give the machine an event and perform its commands; events that follow from them come after it."""
+        """Give an event to the router machine, and perform the commands that it returns.
+
+        If the commands cause new events, these are handled after the present event.
+        """
         self._pending.append(event)
         if self._processing:
             return
@@ -166,7 +170,7 @@ class RouterProcess(VirtualProcess):
                 pass  # ignored, because these commands only change metrics
 
     def placements(self, request_id: RequestId) -> int:
-        """Return how often a request was placed."""
+        """Return the number of times that a request was placed on workers."""
         explanation = self.machine.explain(request_id)
         return 0 if explanation is None else len(explanation.placements)
 
@@ -174,7 +178,7 @@ class RouterProcess(VirtualProcess):
         self._armed = None
         self.hear(RouterTicked())
 
-    # Registry.
+    # Registry of workers.
 
     def _serve(self, request: object, answer: Callable[[object], None]) -> None:
         assert isinstance(request, Register | Deregister)
@@ -224,10 +228,10 @@ class RouterProcess(VirtualProcess):
                     else:
                         self.points.reach(FaultPoint.LEASE_ENDED_IN_STREAM)
 
-    # Streams.
+    # Streams to workers.
 
     def link_ended(self, link: "WorkerLink", *, silent: bool) -> None:
-        """Take a broken stream away, and dial its worker again if it is still wanted."""
+        """Remove a broken stream, and dial its worker again if the worker is still a member."""
         target, description = link.target, link.description
         target.link = None
         if description is not None:
@@ -252,7 +256,7 @@ class RouterProcess(VirtualProcess):
         self._membership_heard(WorkerStreamOpened(worker_id=worker_id, incarnation=description.incarnation))
         self.hear(WorkerJoined(description=description, address=link.target.joined.address))
 
-    # Store watch.
+    # Watch of the store node.
 
     def _watch_store(self) -> None:
         def opened(end: ConnectionEnd) -> None:
@@ -274,14 +278,14 @@ class RouterProcess(VirtualProcess):
         self.hear(message)
 
     def incarnation_of(self, worker_id: WorkerId) -> Incarnation | None:
-        """Return the incarnation at the other end of a worker's stream; None if there is no stream."""
+        """Return the incarnation of a worker to which a stream is open, or None if no stream is open."""
         link = self.links.get(worker_id)
         return None if link is None or link.description is None else link.description.incarnation
 
-    # End.
+    # End of the process.
 
     def count_points(self) -> None:
-        """Count the fault points that the machine's own counters show; call it once."""
+        """Count the fault points that follow from the machine's counters. Call this once, at the end of the process."""
         counters = self.machine.snapshot().counters
         self.points.reach(FaultPoint.LATE_MESSAGE, counters.late_messages)
         self.points.reach(FaultPoint.RETRIED, counters.retried)
@@ -294,7 +298,7 @@ class RouterProcess(VirtualProcess):
 
 
 class _Target:
-    """A member to which the router keeps a stream."""
+    """Keeps a stream to one member open: dials the worker, and dials it again after a pause if the stream has ended."""
 
     def __init__(self, router: RouterProcess, joined: MemberJoined):
         self.joined = joined
@@ -305,7 +309,7 @@ class _Target:
         self._given_up = False
 
     def is_there(self, joined: MemberJoined) -> bool:
-        """Return whether the stream leads to this incarnation at this address."""
+        """Return True if the open stream leads to the incarnation and the address that `joined` states."""
         same = self.joined.address == joined.address
         description = None if self.link is None else self.link.description
         return same and description is not None and description.incarnation == joined.incarnation
@@ -331,7 +335,7 @@ class _Target:
             else:
                 self.link = WorkerLink(router, self, end)
 
-        def failed(silent: bool) -> None:  # noqa: ARG001 - refused or silent, it is absent
+        def failed(silent: bool) -> None:  # noqa: ARG001 - makes no difference
             if not self._given_up:
                 router.failed_to_reach(self, absent=True)
 
@@ -350,7 +354,7 @@ class WorkerLink:
         self._heard = True
         self._silent_slices = 0
         self._over = False
-        self.is_full = False  # fault: True while the worker does not read, so that the send buffer is full
+        self.is_full = False  # a fault: True while the worker reads nothing, so that the router's send buffer is full
         end.received = self._received
         end.ended = self.close
         end.send(RouterHello(router_id=router.settings.router_id))
@@ -359,7 +363,7 @@ class WorkerLink:
         router.after(self._slice, self._look)
 
     def say(self, message: Start | Cancel) -> bool:
-        """Send a message; return False if the send buffer is full, which breaks the stream a moment later."""
+        """Send a message and return True. If the send buffer is full, break the stream a moment later and return False."""
         if self.is_full:
             self._router.after(0, self.close)
             return False
@@ -377,7 +381,10 @@ class WorkerLink:
             self.close(silent=True)
 
     def _look(self) -> None:
-        """Count the slices of time in which nothing came; a router that stood still counts one."""
+        """Count the slices of time in which no message came, and close the stream if there are too many in sequence.
+
+        If the router's process itself stands still, this counts as one slice.
+        """
         if self._over:
             return
         self._silent_slices = 0 if self._heard else self._silent_slices + 1

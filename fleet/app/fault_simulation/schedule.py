@@ -1,11 +1,11 @@
-"""Schedule: what happens in one run of the fault simulation, drawn from its seed.
+"""Schedule: draws the requests and faults of one run of the fault simulation from its seed.
 
 Rules:
 
 1. A schedule is a list of requests and faults, each with its instant and all its parameters. `fleet.app.fault_simulation.seed_run`
-   performs them. Besides the schedule, only delays are drawn from the seed, so any part of the list is a schedule as well: a
-   failing run is shrunk by leaving parts out.
-2. Faults begin within `FAULTS`. At `WELL_FROM` all of them end (`fleet.app.fault_simulation.seed_run`).
+   performs them. Apart from the schedule, only delays are drawn from the seed. So any part of the list is also a valid
+   schedule, and the schedule of a failing run can be shrunk by leaving happenings out.
+2. Faults begin within the span `FAULTS`. At the instant `WELL_FROM` all of them end (`fleet.app.fault_simulation.seed_run`).
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ ARRIVALS = (Nanos(1_200 * MILLISECOND), Nanos(6 * SECOND))
 FAULTS = (Nanos(1 * SECOND), Nanos(7 * SECOND))
 WELL_FROM = Nanos(10 * SECOND)
 STAGES = ("prefill", "decode", "lend", "pull", "write", "read")
-"""Activities of a worker during which `FaultKind.KILL_WORKER_AT` kills it."""
+"""Activities of a worker during which the fault `FaultKind.KILL_WORKER_AT` can kill it."""
 
 FOR_GOOD = Nanos(3600 * SECOND)
-"""Duration of a fault that ends only with all others."""
+"""Duration of a fault that does not end by itself; it lasts until all faults end at `WELL_FROM`."""
 
 
 class FaultKind(StrEnum):
@@ -59,14 +59,14 @@ class FaultKind(StrEnum):
 
 
 class RequestDrawn(Struct, frozen=True, kw_only=True, tag="request"):
-    """A request that a client sends."""
+    """A randomly drawn request that a client sends during the run."""
 
     at: Nanos
     prompt: TokenBytes
     sampling: Sampling
     placement: Placement
     kv_path: KvPath | None
-    whole: bool  # True if the client gets the answer in one piece
+    whole: bool  # True if the client gets the answer in one piece, not as a stream
     deadline: Nanos | None  # time until the deadline of the request; None: no deadline
     leaves_after: Nanos | None
     session: str
@@ -79,7 +79,7 @@ class RequestDrawn(Struct, frozen=True, kw_only=True, tag="request"):
 
 
 class FaultDrawn(Struct, frozen=True, kw_only=True, tag="fault"):
-    """A fault, and how long it lasts."""
+    """A fault, the instant at which it begins, and how long it lasts."""
 
     at: Nanos
     kind: FaultKind
@@ -119,7 +119,7 @@ TOKENS = range(64, 4000)
 
 
 def draw(seed: int) -> list[Happening]:
-    """Return the schedule of a seed, in order of time."""
+    """Return the happenings that are drawn from a seed, in the order of time."""
     chance = Random(seed)
     drawn: list[Happening] = [_request(chance) for _ in range(chance.randint(6, 14))]
     drawn += [_fault(chance) for _ in range(chance.randint(3, 12))]
@@ -127,12 +127,13 @@ def draw(seed: int) -> list[Happening]:
 
 
 def _request(chance: Random) -> RequestDrawn:
-    opening = Random(chance.randrange(OPENINGS))  # prompts share their beginnings, also between seeds
+    # one of a few prefixes, so that prompts share blocks, also those of different seeds
+    opening = Random(chance.randrange(OPENINGS))
     prompt = [opening.choice(TOKENS) for _ in range(opening.choice((16, 48, 96, 160)))]
     prompt += [chance.choice(TOKENS) for _ in range(chance.choice((3, 20, 60, 140)))]
     sampled = chance.random()
     sampling = Sampling(temperature=0.0, max_tokens=chance.randint(1, 40), ignore_eos=True)
-    if sampled < 0.15:  # some workers continue an answer with a penalty, and none continues one with a seed
+    if sampled < 0.15:  # penalties and seeds: some workers continue an answer with a penalty, and none one with a seed
         sampling = structs.replace(sampling, frequency_penalty=2.0)
     elif sampled < 0.35:
         sampling = structs.replace(sampling, temperature=0.75, seed=chance.randrange(1 << 20))
@@ -160,13 +161,13 @@ def _fault(chance: Random) -> FaultDrawn:
         case FaultKind.KILL_WORKER_AT:
             other = chance.choice((*STAGES, "lend", "pull"))
         case FaultKind.FREEZE_WORKER_AT:
-            # leases end during this fault
+            # this fault lasts long enough for leases to end
             other = chance.choice(("lend", "write", "pull", "pull", "read", "read", "read"))
             lasting = _span(chance, 0.6, 1.5)
         case FaultKind.DRAIN_WORKER:
             lasting = _span(chance, 0.05, 1.5)
         case FaultKind.TWIN_WORKER:
-            # the worker may be cut off from the router during this fault
+            # during this fault, the worker may be cut off from the router
             lasting, other = _span(chance, 3, 8), chance.choice(("", "router"))
         case FaultKind.HALF_CLOSE | FaultKind.FILL_BUFFER:
             other = "router"
@@ -232,7 +233,7 @@ def _span(chance: Random, least: float, most: float) -> Nanos:
 
 
 def part(schedule: Sequence[Happening], keep: Sequence[int] | None) -> list[Happening]:
-    """Return the happenings with these indices; all if there is no selection.
+    """Return the happenings whose indices are in `keep`, or all happenings if `keep` is None.
 
     Raises:
         IndexError: The schedule has no such happening.

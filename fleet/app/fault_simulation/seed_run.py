@@ -1,12 +1,13 @@
-"""Seed run: one schedule on a cluster in virtual time, with the promises asserted.
+"""Seed run: runs one schedule on a cluster in virtual time, and asserts the promises.
 
 Rules:
 
 1. In the safety phase faults happen, and no promise may be broken at any instant.
-2. The liveness phase begins at `WELL_FROM`. All faults end: cuts heal, frozen processes go on, the supervisor has restarted what died,
-   and kills what was to stand still for good. Within `BOUND` of virtual time every request must have ended, every worker must be
-   a member, new requests must be answered by each of them, and nothing may be held any more.
-3. Everything random comes from the seed, so a seed and a selection of its happenings replay a run.
+2. The liveness phase begins at `WELL_FROM`. All faults end: network cuts end, frozen processes go on, and the supervisor
+   restarts dead processes. Processes that would stay frozen for good are killed. Within `BOUND` of virtual time,
+   every request must have ended, every worker must be a member and answer new requests, and no reservation, lease or
+   lock may be left.
+3. All random numbers come from the seed. So two runs with the same seed and the same selection of happenings are equal.
 """
 
 from collections import Counter
@@ -55,10 +56,10 @@ MAX_ATTEMPTS = 3
 HEARTBEAT_TIMEOUT = Nanos(2 * SECOND)
 
 ORDINARY = {Reason.QUEUE_FULL, Reason.NO_WORKER, Reason.DEADLINE_PASSED}
-"""Reasons for a rejection that are allowed although no attempt failed."""
+"""Reasons for which the router may reject a request even if none of its attempts has failed."""
 
 NO_EXCUSE = {"", RejectionCause.PASSED_ON}
-"""Causes that excuse no rejection: there is none, or one that concerns only answers of external servers, which are not simulated."""
+"""Causes with which the router must not reject a request: none at all, or one that only external servers' answers can have."""
 
 CANCEL_POINTS = {
     RequestStage.QUEUED: FaultPoint.CANCELLED_IN_QUEUE,
@@ -69,22 +70,22 @@ CANCEL_POINTS = {
 
 
 class SeedOutcome(Struct, kw_only=True):
-    """Result of one run."""
+    """Result of the run of one seed."""
 
     seed: int
     requests: int = 0
-    ends: dict[str, int] = {}  # number of requests, by their end
+    ends: dict[str, int] = {}  # number of requests for each way to end
     tokens: int = 0  # number of tokens that were compared with the expected ones
     events: int = 0
-    recovery_seconds: float = 0.0  # virtual time from the end of the faults until everything was well
-    points: dict[str, int] = {}  # fault points reached, by name
-    promise: str = ""  # the broken promise; empty: none
+    recovery_seconds: float = 0.0  # virtual time from the end of the faults until rule 2 was fulfilled
+    points: dict[str, int] = {}  # how often each fault point was reached, by name
+    promise: str = ""  # name of the broken promise; empty: none was broken
     detail: str = ""
     digest: str = ""
 
 
 class _Client:
-    """One client with one request."""
+    """A client that sends one request, and compares each token of the answer with the expected one."""
 
     def __init__(self, number: int, request: RequestDrawn, pin: WorkerId | None):
         self.number = number
@@ -101,7 +102,7 @@ class _Client:
 
 
 class SeedRun:
-    """The run of one seed. Implements `RouterClients`: it gets the answers of the router."""
+    """Runs one seed: starts the cluster, performs the schedule, and checks the answers. Implements `RouterClients`."""
 
     def __init__(self, seed: int, happenings: Sequence[Happening]):
         self.points = FaultPoints()
@@ -140,10 +141,10 @@ class SeedRun:
         for happening in happenings:
             self._kernel.at(happening.at, partial(self._happen, happening))
 
-    # The run.
+    # The two phases of the run.
 
     def run(self) -> SeedOutcome:
-        """Run both phases; a broken promise is part of the outcome."""
+        """Run both phases and return the outcome, which names the promise that was broken, if any."""
         outcome = SeedOutcome(seed=self._seed)
         try:
             self._until(WELL_FROM)
@@ -174,7 +175,7 @@ class SeedRun:
             self._kernel.skip(instant)
 
     def _get_well(self) -> None:
-        """Assert rule 2."""
+        """Run the liveness phase, and check that the cluster recovers within `BOUND` (rule 2)."""
         bound = Nanos(WELL_FROM + BOUND)
         self._wait_for(bound, Promise.ENDS_IN_TIME, lambda: [repr(client) for client in self._live()])
         self._wait_for(bound, Promise.GETS_WELL, self._missing_workers)
@@ -186,7 +187,11 @@ class SeedRun:
         self._wait_for(bound, Promise.NOTHING_HELD, self._leftovers)
 
     def _wait_for(self, bound: Nanos, promise: Promise, missing: Callable[[], Sequence[str]]) -> None:
-        """Run until nothing is missing; the promise is broken if that takes longer than the bound."""
+        """Run until `missing` returns an empty sequence.
+
+        Raises:
+            PromiseBroken: Something is still missing at the instant `bound`.
+        """
         while found := missing():
             if self._kernel.instant >= bound:
                 raise PromiseBroken(promise, "; ".join(found))
@@ -220,10 +225,10 @@ class SeedRun:
             left += process.leftovers()
         return [*left, *self._store.leftovers()]
 
-    # Clients.
+    # Requests of clients, and their answers.
 
     def _probe(self, pin: WorkerId | None) -> _Client:
-        """Send a request that must succeed: to one worker, or as a handoff."""
+        """Send a request that must succeed. It is pinned to the worker `pin`; if `pin` is None, a prefill and a decode worker serve it."""
         prompt = b"".join((100 + token).to_bytes(TOKEN_BYTES, "little") for token in range(100))
         request = RequestDrawn(
             at=self._kernel.instant,
@@ -248,7 +253,7 @@ class SeedRun:
         return client
 
     def _send(self, client: _Client) -> None:
-        """Send a request, or wait until there is a router."""
+        """Send a client's request to the router. If no router runs, try again later."""
         if client.end:
             return
         router, request = self._router, client.request
@@ -275,7 +280,7 @@ class SeedRun:
 
     def _heard(self, router: RouterProcess, arrived: Arrived) -> None:
         if arrived.request_id not in self._open:
-            return  # the client left before the router read the request
+            return  # the client has cancelled its request before the router read it
         router.hear(arrived)
         live = router.machine.live_requests.get(arrived.request_id)
         self.points.reach(FaultPoint.QUEUED, live is not None and live.stage is RequestStage.QUEUED)
@@ -293,13 +298,13 @@ class SeedRun:
             router.run(lambda: router.hear(RequestCancelled(request_id=request_id)))
 
     def answered(self, command: Emit | StartedOver | Complete | Reject) -> None:
-        """Handle an answer of the router to a client."""
+        """Handle a part of an answer that the router sends to a client, or the end of the request."""
         client = self._open.get(command.request_id)
         if client is None:
             number = int(command.request_id.partition(".")[0])
             late = self._clients[number]
             if late.end in ("cancelled", "router lost") or late.request_id != command.request_id:
-                return  # a frozen router learns later that its client has left
+                return  # the client has cancelled, but the router was frozen and has not read this yet
             raise PromiseBroken(Promise.ONE_END, f"{late!r} has ended with {late.end}; then came {command}")
         match command:
             case Emit():
@@ -339,7 +344,7 @@ class SeedRun:
         continues = request.sampling.stateless or request.whole or not client.received
         placements = self._router.placements(client.request_id)
         if request.session and self._settings.session_affinity == "hard" and reason is Reason.WORKER_LOST:
-            continues = False  # a session that is bound to its worker ("hard") cannot be continued on another one
+            continues = False  # a hard session affinity does not allow another worker to continue the answer
         wrong = (
             (reason is Reason.DEADLINE_PASSED and request.deadline is None)
             or (reason is Reason.QUEUE_FULL and bool(client.received))
@@ -358,7 +363,7 @@ class SeedRun:
         self._ends[how] += 1
         self._digest.update(f"{client.number} {how} {len(client.received)} {self._kernel.instant}\n".encode())
 
-    # Processes.
+    # Start and end of processes.
 
     def _new_router(self) -> RouterProcess:
         return RouterProcess(
@@ -391,10 +396,10 @@ class SeedRun:
         )
 
     def _exited(self, worker: WorkerProcess) -> None:
-        """Restart a worker as its supervisor does."""
+        """Restart a worker whose process has ended, as its supervisor would."""
         self._kernel.after(RESTART, lambda: self._start_worker(worker.name))
 
-    # Faults.
+    # Begin and end of faults.
 
     def _happen(self, happening: Happening) -> None:
         if isinstance(happening, RequestDrawn):
@@ -497,7 +502,7 @@ class SeedRun:
             if client.received or client.sendings > 1:
                 self._end(client, "router lost")
             else:
-                self._send(client)  # no token was seen, so the client library sends it again
+                self._send(client)  # the client has got no token, so its client library sends the request again
         self._later(fault, self._restart_router)
 
     def _restart_router(self) -> None:
@@ -515,11 +520,11 @@ class SeedRun:
                 self._later(fault, process.thaw)
 
     def _later(self, fault: FaultDrawn, end: Callable[[], None]) -> None:
-        """End a fault when its time is over, and at the latest with all others."""
+        """Call `end` when the duration of a fault has passed, but at the latest at `WELL_FROM`."""
         self._kernel.at(min(self._kernel.instant + fault.lasting, WELL_FROM), end)
 
     def _end_faults(self) -> None:
-        """Begin the liveness phase; most faults have just ended by themselves (`_later`)."""
+        """End all faults that did not end by themselves (`_later`), so that the liveness phase can begin."""
         disk = self._disk
         disk.corrupts = 0
         for twin in self._twins.values():
@@ -529,9 +534,9 @@ class SeedRun:
             worker.stops_at.clear()
             worker.spoils = worker.skips = worker.fails = worker.damages = 0
             if worker.hangs and not worker.batch.sequences:
-                worker.hangs = False  # without work, a hang shows neither to the watchdog nor to anybody else
+                worker.hangs = False  # end the hang, because nobody can notice that an engine without requests hangs
             if worker.frozen:
-                worker.kill()  # it stands still for good, so the liveness probe of its supervisor ends it
+                worker.kill()  # the process is frozen for good, so in production a liveness probe would end it
 
 
 def _kill(worker: WorkerProcess) -> None:
@@ -540,7 +545,7 @@ def _kill(worker: WorkerProcess) -> None:
 
 
 def _place_of(error: BaseException) -> str:
-    """Return the message of an error, and where it was raised."""
+    """Return the file and the line where an error was raised, and its message."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
@@ -549,5 +554,5 @@ def _place_of(error: BaseException) -> str:
 
 
 def run_seed(seed: int, happenings: Sequence[Happening]) -> SeedOutcome:
-    """Run a schedule with the delays of a seed."""
+    """Run the given happenings of a seed, with the delays of this seed, and return the outcome."""
     return SeedRun(seed, happenings).run()

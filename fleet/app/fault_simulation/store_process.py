@@ -1,7 +1,8 @@
-"""Store process: production's pool machine and tier hierarchy over a virtual pool and a virtual disk.
+"""Store process: runs production's pool machine and tier hierarchy over a virtual pool and a virtual disk.
 
-The disk outlives the process. In production, threads read and write it. Here each transfer takes a drawn time, may fail, and may miss
-its deadline, which is reported to the hierarchy in the same way as by `kvstore.service.transfer_executor`.
+The disk keeps its blocks when the process ends. In production, threads read and write it. In this simulation, each
+transfer takes a drawn time, and may fail or miss its deadline. The process reports the results of transfers to the
+hierarchy in the same way as `kvstore.service.transfer_executor`.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ STORE = "store"
 POOL_BLOCKS = 16
 TICK = Nanos(500 * MILLISECOND)
 DISK_TIME = Nanos(4 * MILLISECOND)
-READ_TIME = Nanos(3 * MILLISECOND)  # time that the bytes of a read take to a client
+READ_TIME = Nanos(3 * MILLISECOND)  # time until the bytes of a read have reached the client
 HUNG_DISK = Nanos(8 * SECOND)
 
 
@@ -91,21 +92,21 @@ class CondemnCall(Struct, frozen=True):
 
 
 class Refused(Struct, frozen=True):
-    """A node refuses a lease, because it has too many open ones."""
+    """Answer of the store node to a client: the node refuses a lease, because too many leases are open."""
 
 
 StoreCall = MatchCall | ReadCall | ReleaseCall | ReserveCall | WriteCall | PublishCall | CondemnCall
 
 
 class VirtualDisk:
-    """Records with checksums, and the faults of a disk."""
+    """Keeps records with checksums, and simulates the faults of a disk."""
 
     def __init__(self) -> None:
         self.records: dict[BlockKey, tuple[bytes, int]] = {}
         self.fails = False
         self.full = False
         self.hangs = False
-        self.corrupts = 0  # number of next records that are damaged when they are written
+        self.corrupts = 0  # number of next records that will be damaged when they are written
 
     def write(self, key: BlockKey, content: bytes, checksum: int) -> bool:
         if self.full:
@@ -118,16 +119,16 @@ class VirtualDisk:
 
 
 class _Place(Struct):
-    """Bytes at one offset of the pool."""
+    """A block in the pool, at one offset, with its bytes."""
 
     generation: int
     name: BlockHash
     content: bytes | None = None
-    readable: bool = False  # published by a client, or arrived from the disk
+    readable: bool = False  # True if a client has published the block, or it was read from the disk
 
 
 class StoreProcess(VirtualProcess):
-    """One incarnation of the store node."""
+    """Runs one incarnation of the store node in virtual time."""
 
     def __init__(
         self,
@@ -150,13 +151,13 @@ class StoreProcess(VirtualProcess):
         self.calls = 0
         self._network, self._points, self._truth, self._disk = network, points, truth, disk
         self._random = chance.random
-        self._places: dict[int, _Place] = {}  # places of the pool by offset
-        self._writing: dict[int, tuple[int, ...]] = {}  # offsets by reservation
+        self._places: dict[int, _Place] = {}  # the blocks in the pool, by their offsets
+        self._writing: dict[int, tuple[int, ...]] = {}  # offsets of the blocks of each write reservation
         self._watchers: list[ConnectionEnd] = []
         network.listeners[STORE] = Listener(process=self, accept=self._accept, handle=self._serve)
         self.after(TICK, self._tick)
 
-    # Calls.
+    # Calls of clients.
 
     def _serve(self, request: object, answer: Callable[[object], None]) -> None:
         self.calls += 1
@@ -219,7 +220,7 @@ class StoreProcess(VirtualProcess):
     def _publish(self, call: PublishCall) -> int:
         writing = [place for place in self._places.values() if not place.readable]
         published = self.machine.publish(call.reservation_id, call.checksums, owner=call.owner, now=self.now)
-        if published:  # these are the places that can be read now, and could not before
+        if published:  # tell only blocks that this call has made readable
             for place in writing:
                 slot = self.machine.find(DIGEST, place.name)
                 if slot is None or slot.generation != place.generation:
@@ -239,13 +240,13 @@ class StoreProcess(VirtualProcess):
             return False
         content = self._places[address.offset].content
         if content is not None and google_crc32c.value(content) == call.slot.crc32c:
-            return False  # the bytes were damaged on their way
+            return False  # the bytes were damaged on the way to the store
         return self.machine.condemn(DIGEST, call.name, call.slot.generation, self.now)
 
-    # Commands.
+    # Commands of the pool machine and the hierarchy.
 
     def _settle(self) -> None:
-        """Perform the commands of both machines, and tell the watchers."""
+        """Perform the commands of the pool machine and the hierarchy, and report the changes to the watchers."""
         for command in self.machine.commands():
             address = command.address
             if isinstance(command, Claim):
@@ -270,7 +271,7 @@ class StoreProcess(VirtualProcess):
         self.hierarchy.check()
         self.after(TICK, self._tick)
 
-    # Disk.
+    # Transfers to and from the disk.
 
     def _begin(self, transfer: TierTransfer) -> None:
         began = self.now
@@ -340,7 +341,7 @@ class StoreProcess(VirtualProcess):
         place.readable = True
         return FetchResult(BlockOutcome.MOVED, checksum)
 
-    # Watchers.
+    # Streams of changes to watchers.
 
     def _accept(self, end: ConnectionEnd) -> None:
         self._watchers.append(end)
@@ -348,10 +349,10 @@ class StoreProcess(VirtualProcess):
         for number, held in enumerate(self.machine.held()):
             end.send(_store_changed(held, reset=not number))
 
-    # End.
+    # End of the process.
 
     def count_points(self) -> None:
-        """Count the fault points that the machine's own counters show; call it once."""
+        """Count the fault points that follow from the machine's counters. Call this once, at the end of the process."""
         stats = self.machine.stats()
         self._points.reach(FaultPoint.STORE_LEASE_EXPIRED, stats.expired)
         self._points.reach(FaultPoint.EVICTED, stats.evicted)
@@ -364,7 +365,7 @@ class StoreProcess(VirtualProcess):
         self._network.ended(self)
 
     def flip_bit(self, pick: int) -> bool:
-        """Damage a block of the pool; return False if there is none."""
+        """Flip one bit of a block in the pool. Return False if the pool has no block to damage."""
         readable = [place for place in self._places.values() if place.readable and place.content is not None]
         if not readable:
             return False
@@ -374,7 +375,7 @@ class StoreProcess(VirtualProcess):
         return True
 
     def leftovers(self) -> Sequence[str]:
-        """Return what is still held although nobody uses the store."""
+        """Return descriptions of leases and reservations that are left although nobody uses the store."""
         self.machine.check()
         self.hierarchy.check()
         stats = self.machine.stats()

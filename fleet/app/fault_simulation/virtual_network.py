@@ -1,11 +1,11 @@
-"""Virtual network: connections between virtual processes, which may be slow, cut, reset or refused.
+"""Virtual network: connects virtual processes. Its connections may be slow, cut, reset or refused.
 
 Rules:
 
 1. A connection delivers in order and at most once, like TCP. Delays differ from message to message.
-2. While two processes are cut off from each other, nothing arrives between them: neither messages nor the end of a
-   connection. What was sent arrives when the cut ends, unless the receiving side has closed the connection by then.
-3. The end of a process ends its connections: the other side learns of it like of a message, after the messages before.
+2. While two processes are cut off from each other, neither messages nor the end of a connection pass between them. When
+   the cut ends, they arrive, unless the receiving side has closed the connection before.
+3. The end of a process ends its connections. The other side notices the end after it has received all earlier messages.
 4. A frozen process accepts connections, as its kernel does, but answers nothing.
 """
 
@@ -29,35 +29,35 @@ Ended = Callable[[], None]
 
 
 class ConnectionEnd:
-    """One side of a connection; `received` and `ended` are set by its owner before anything can arrive."""
+    """One side of a connection. Its owner sets `received`, which gets each message, and `ended`, called at the connection's end."""
 
     def __init__(self, network: "VirtualNetwork", process: VirtualProcess):
         self.process = process
-        self.peer: ConnectionEnd  # set when the connection is made
+        self.peer: ConnectionEnd  # the other side; `VirtualNetwork` sets it
         self.received: Received = lambda _: None
         self.ended: Ended = lambda: None
         self.open = True
-        self.deaf = False  # True if nothing from the peer arrives any more
+        self.deaf = False  # True: all further messages of the peer are lost
         self._network = network
-        self._under_way: deque[Any] = deque()  # messages that the peer has sent and that have not arrived
+        self._under_way: deque[Any] = deque()  # messages that the peer has sent and that have not arrived yet
         self._due = 0
-        self._blocked = 0  # number of messages that would have arrived, but wait for the end of a cut
+        self._blocked = 0  # number of messages whose time has come, but which a network cut holds back
 
     def send(self, message: object) -> None:
         if self.open:
             self.peer.expect(message)
 
     def close(self) -> None:
-        """End the connection from this side; the other side learns of it later."""
+        """Close the connection on this side; the other side notices it after a delay."""
         if self.open:
             self.open = False
             self.peer.expect(_CLOSED)
             self._network.forget(self)
 
-    # Called by the network and the peer.
+    # Methods that the network and the peer call.
 
     def expect(self, message: object) -> None:
-        """Let a message arrive after a delay, behind the messages before it."""
+        """Let a message arrive on this side after a delay, and not before earlier messages."""
         if self.deaf:
             return
         network = self._network
@@ -73,7 +73,7 @@ class ConnectionEnd:
             self._hand_over()
 
     def restore(self) -> None:
-        """Deliver the messages that a cut held back."""
+        """Deliver the messages that a network cut has held back, in order."""
         blocked, self._blocked = self._blocked, 0
         for _ in range(min(blocked, len(self._under_way))):
             self._hand_over()
@@ -83,7 +83,7 @@ class ConnectionEnd:
         self.process.run(lambda: self._deliver(message))
 
     def reset(self, *, silently: bool) -> None:
-        """Lose everything under way and end the connection on this side; the other side may not learn of it."""
+        """Drop all messages on the way to this side, and close it. If `silently` is true, the other side does not notice."""
         self._under_way.clear()
         if silently:
             self.peer.deaf = True
@@ -104,22 +104,22 @@ _CLOSED = object()
 
 
 class _Connect(Struct, frozen=True):
-    """Request of `VirtualNetwork.dial`."""
+    """Message by which `VirtualNetwork.dial` requests a connection to a process."""
 
     caller: VirtualProcess
 
 
 class Listener(Struct, frozen=True, kw_only=True):
-    """A process that takes connections and calls."""
+    """Functions by which a process accepts connections and answers calls."""
 
     process: VirtualProcess
     accept: Callable[[ConnectionEnd], None]
     handle: Callable[[Any, Callable[[object], None]], None]
-    """Called with a request, and with the function that sends its answer."""
+    """Function that handles a call. It gets the request, and a function that sends the answer."""
 
 
 class VirtualNetwork:
-    """All connections of one cluster."""
+    """Connects the virtual processes of one cluster, and performs the faults of its network."""
 
     def __init__(self, kernel: Kernel, chance: Random, points: FaultPoints):
         self.kernel = kernel
@@ -132,7 +132,7 @@ class VirtualNetwork:
         self.listeners: dict[str, Listener] = {}
         """The processes that listen, by address."""
 
-    # Connections and calls.
+    # Connections and calls between processes.
 
     def dial(
         self,
@@ -142,7 +142,10 @@ class VirtualNetwork:
         failed: Callable[[bool], None],
         timeout: Nanos,
     ) -> None:
-        """Connect to an address; `failed` gets True if nothing answered in time, and False if the connection was refused."""
+        """Connect to an address. Then call `opened` with this side of the connection, or `failed`.
+
+        The argument of `failed` is True if nothing answered in time, and False if the connection was refused.
+        """
 
         def accepted(answer: object) -> None:
             assert isinstance(answer, ConnectionEnd)
@@ -162,9 +165,9 @@ class VirtualNetwork:
         failed: Callable[[bool], None],
         timeout: Nanos,
     ) -> None:
-        """Send a request and wait for its answer; exactly one of the two callbacks follows.
+        """Send a request, and call `answered` with the answer, or `failed` as in `dial`; exactly one of them is called.
 
-        A request that was held back by a cut arrives when the cut ends, although the caller has given up by then.
+        A request that a network cut holds back arrives when the cut ends, even if the caller does not wait any more.
         """
         once = Once()
 
@@ -215,13 +218,13 @@ class VirtualNetwork:
         self._ends.pop(end, None)
 
     def delay(self, one: VirtualProcess, other: VirtualProcess) -> Nanos:
-        """Return the delay of one message."""
+        """Return a randomly drawn delay for one message between two processes."""
         drawn = LEAST_DELAY + self._random() ** 4 * (MOST_DELAY - LEAST_DELAY)
         if self._factors:
             drawn *= max(self._factors.get(one.name, 1.0), self._factors.get(other.name, 1.0))
         return Nanos(round(drawn))
 
-    # Faults.
+    # Faults of the network.
 
     def are_cut(self, one: VirtualProcess, other: VirtualProcess) -> bool:
         return bool(self._cuts) and frozenset((one.name, other.name)) in self._cuts
@@ -231,7 +234,7 @@ class VirtualNetwork:
         self._cuts[pair] = self._cuts.get(pair, 0) + 1
 
     def heal(self, one: str, other: str) -> None:
-        """End a cut, unless another one lasts longer."""
+        """End one cut between two processes. Messages pass again when no other cut between them remains."""
         pair = frozenset((one, other))
         self._cuts[pair] -= 1
         if self._cuts[pair]:
@@ -250,9 +253,9 @@ class VirtualNetwork:
         self._factors.pop(name, None)
 
     def reset(self, one: str, other: str, *, both: bool = True) -> int:
-        """Reset all connections between two processes; return how many ends noticed.
+        """Reset all connections between two processes. Return the number of connection ends that were closed.
 
-        Unless `both` do, only `other` notices: the news is lost on its way to `one`, which keeps its end.
+        If `both` is false, only `other` notices the reset, and `one` believes that the connections are still open.
         """
         pair = frozenset((one, other))
         hit = [

@@ -1,9 +1,9 @@
-"""Virtual process: code that may be killed, or stand still like after SIGSTOP, in virtual time.
+"""Virtual process: represents a process in virtual time that may be killed, or frozen as by SIGSTOP.
 
 Rules:
 
-1. Everything that happens to a process (a timer, a message) goes through `run`. A killed process runs nothing any more.
-2. A frozen process runs nothing either, and everything that would have run happens in order when it is thawed.
+1. Every timer and message of a process calls a function through `run`. After a process was killed, `run` calls nothing.
+2. While a process is frozen, `run` only keeps the functions. They are called in order when the process is thawed.
 """
 
 from collections import deque
@@ -36,14 +36,14 @@ class VirtualProcess:
             action()
 
     def after(self, delay: int, action: Action) -> None:
-        """Run something later, unless the process is dead by then."""
+        """Call a function through `run` after a delay. If the process has died before, the function is not called."""
         self.kernel.after(delay, lambda: self.run(action))
 
     def freeze(self) -> None:
         self.frozen = True
 
     def thaw(self) -> None:
-        """Run everything that was held back while the process was frozen, in order."""
+        """Let a frozen process go on: call in order all functions that were kept while it was frozen."""
         self.frozen = False
         while self._held and self.alive and not self.frozen:
             held, self._held = self._held, deque()
@@ -58,12 +58,12 @@ class VirtualProcess:
 
 
 class Once:
-    """Decides which of several possible ends of a wait comes first."""
+    """Lets only the first one of several callbacks take effect, such as an answer and a timeout."""
 
     def __init__(self) -> None:
         self.over = False
 
     def first(self) -> bool:
-        """Return True at the first call only."""
+        """Return True at the first call, and False at all later calls."""
         before, self.over = self.over, True
         return not before

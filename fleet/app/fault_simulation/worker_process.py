@@ -1,8 +1,8 @@
-"""Worker process: production's worker machine, and the simulated engine's own parts, in virtual time.
+"""Worker process: runs production's worker machine, and the parts of its simulated engine, in virtual time.
 
 The batch, the sequences with their bytes, the block memory, the lender and the borrower of handoffs, the watchdog, the cache view and
-the sessions of routers are those that `fleet serve worker` runs. This shell steps the batch, moves blocks, and keeps the worker
-registered, as `workers.server`, `workers.engines.simulated.engine` and `workers.registration` do.
+the sessions of routers are those that `fleet serve worker` runs. This module replaces `workers.server`,
+`workers.engines.simulated.engine` and `workers.registration`: it steps the batch, moves blocks, and keeps the worker registered.
 """
 
 from collections.abc import Callable, Sequence
@@ -112,7 +112,7 @@ DRAINING = (LifePhase.DRAINING, LifePhase.GONE)
 
 
 class _StreamOutlet:
-    """Sends a session's messages over a virtual connection; a fault may spoil one of them."""
+    """Sends the messages of a router's session over a virtual connection. Faults may damage or drop some of the messages."""
 
     full = False
 
@@ -121,7 +121,7 @@ class _StreamOutlet:
 
     def put(self, message: WorkerMessage) -> None:
         if self._worker.skips and isinstance(message, KvEvents) and message.sequence:
-            self._worker.skips -= 1  # this message is lost on its way
+            self._worker.skips -= 1  # a fault drops this message
         elif self._worker.spoils and not isinstance(message, WorkerDescription):
             self._worker.spoils -= 1
             self._end.send(Malformed())
@@ -133,7 +133,7 @@ class _StreamOutlet:
 
 
 class WorkerProcess(VirtualProcess):
-    """One incarnation of a worker."""
+    """Runs one incarnation of a worker in virtual time."""
 
     def __init__(
         self,
@@ -157,12 +157,14 @@ class WorkerProcess(VirtualProcess):
         self.machine = WorkerMachine(role=role, facts=facts, capacity=CAPACITY)
         self.batch = Batch(LIMITS, loads=lambda _: True)
         self.lender = BlockLender(self.batch.blocks, HANDOFF_LEASE)
-        self.hangs = False  # the following fields are faults; True while the engine hangs
-        self.fails = 0  # number of next attempts that the engine will fail
+        self.hangs = False  # the first of several fields for faults: True while the engine hangs
+        self.fails = 0  # number of next attempts that will fail in the engine
         self.spoils = 0  # number of next messages to the router that will be malformed
-        self.skips = 0  # number of next messages with KV events that will get lost
-        self.dies_at: set[str] = set()  # next stages at which this process is killed (`schedule.STAGES`)
-        self.stops_at: dict[str, Nanos] = {}  # next stages at which this process stands still, with the durations
+        self.skips = 0  # number of next messages with KV events that will be lost
+        # Stages (`schedule.STAGES`); when this process reaches one of them, it will be killed.
+        self.dies_at: set[str] = set()
+        # Stages with durations; when this process reaches one of them, it will be frozen for the duration.
+        self.stops_at: dict[str, Nanos] = {}
         self.damages = 0  # number of next lent blocks that will be damaged on the way
         self._points, self._truth, self._network = points, truth, network
         self._random = chance.random
@@ -209,7 +211,7 @@ class WorkerProcess(VirtualProcess):
         self.after(TICK, self._tick)
         self.after(HEARTBEAT, self._report_load)
 
-    # Registration.
+    # Registration at the router.
 
     def _register(self) -> None:
         if self.machine.phase in DRAINING:
@@ -231,12 +233,12 @@ class WorkerProcess(VirtualProcess):
         else:
             self.after(HELD_PAUSE, self._register)
 
-    def _register_failed(self, silent: bool) -> None:  # noqa: ARG002 - refused or silent, it is away
+    def _register_failed(self, silent: bool) -> None:  # noqa: ARG002 - makes no difference
         self._points.reach(FaultPoint.REGISTRY_AWAY)
         pause, self._pause = self._pause, Nanos(min(2 * self._pause, LONGEST_PAUSE))
         self.after(pause, self._register)
 
-    # Streams.
+    # Streams from routers.
 
     def _accept(self, end: ConnectionEnd) -> None:
         def first(message: object) -> None:
@@ -278,7 +280,7 @@ class WorkerProcess(VirtualProcess):
             session.offer(self.batch.load)
         self.after(HEARTBEAT, self._report_load)
 
-    # The machine.
+    # Events and commands of the worker machine.
 
     def _absorb(self, event: WorkerEvent) -> None:
         for command in self.machine.handle(event, self.now):
@@ -316,7 +318,7 @@ class WorkerProcess(VirtualProcess):
                 raise AssertionError(command)
 
     def drain(self, within: Nanos) -> None:
-        """Deregister and drain, as after SIGTERM."""
+        """Deregister the worker and let it drain, as a worker's process does after SIGTERM."""
         if self.machine.phase is LifePhase.GONE:
             return
         request = Deregister(worker_id=self.worker_id, incarnation=self.incarnation)
@@ -336,7 +338,7 @@ class WorkerProcess(VirtualProcess):
             return
         self.after(TICK, self._tick)
 
-    # The engine.
+    # Steps of the engine.
 
     def _submit(self, start: Start) -> None:
         if self.fails:
@@ -356,7 +358,7 @@ class WorkerProcess(VirtualProcess):
             self.after(0, self._go_on)
 
     def _go_on(self) -> None:
-        """Begin the next step, unless one is under way."""
+        """Begin the next engine step, unless a step is running."""
         self._woken = False
         if self._stepping:
             return
@@ -375,7 +377,7 @@ class WorkerProcess(VirtualProcess):
         self._stage("prefill" if plan.prompt_tokens else "decode")
 
         def end() -> None:
-            if self.hangs:  # a hung engine never ends its step
+            if self.hangs:  # an engine that hangs never ends its step
                 return
             self._stepping = False
             for outcome in self.batch.perform(plan):
@@ -442,7 +444,7 @@ class WorkerProcess(VirtualProcess):
         self._ended.append(msgspec.structs.replace(last, handoff=handoff))
         self._wake()
 
-    # Blocks from elsewhere.
+    # Blocks from prefill workers and from the store.
 
     def _load(self, sequence: Running) -> None:
         names = sequence.reusable_names[len(sequence.blocks) :]
@@ -573,7 +575,7 @@ class WorkerProcess(VirtualProcess):
         match()
 
     def _write(self, blocks: dict[BlockHash, bytes], then: Callable[[], None]) -> None:
-        """Write blocks to the store and go on, whether that succeeded or not."""
+        """Write blocks to the store, and then call `then`, even if the write has failed."""
         names = tuple(blocks)
         contents = list(blocks.values())
         if not names:
@@ -613,10 +615,10 @@ class WorkerProcess(VirtualProcess):
     def _tell_store(self, call: ReleaseCall | CondemnCall) -> None:
         self._network.call(self, STORE, call, lambda _: None, lambda _: None, CALL_TIMEOUT)
 
-    # Ends.
+    # End of the process.
 
     def _stage(self, name: str) -> None:
-        """Kill or freeze this process soon, if that fault was drawn for this stage."""
+        """Note that the process has reached a stage. If the schedule has a fault for it, freeze the process now or kill it soon."""
         if name in self.dies_at:
             self.dies_at.discard(name)
             self.kernel.after(round(self._random() * DEATH_WITHIN), self._die)
@@ -634,7 +636,7 @@ class WorkerProcess(VirtualProcess):
         self._exited(self)
 
     def kill(self) -> None:
-        """End at once, and count the fault points that this reaches."""
+        """End the process at once, and count the fault points that its end reaches."""
         reach = self._points.reach
         computing = any(not each.generated for each in self.batch.sequences.values())
         reach(FaultPoint.KILLED_WHILE_PREFILLING, computing)
@@ -646,7 +648,7 @@ class WorkerProcess(VirtualProcess):
         self._exit()
 
     def leftovers(self) -> Sequence[str]:
-        """Return what is still held although no request is live."""
+        """Return a description of each kind of object that the worker still holds, such as blocks, although no request is live."""
         self.machine.check()
         self.batch.check()
         self.lender.check()

@@ -1,4 +1,7 @@
-"""Colours of a terminal: none where the output is no terminal, or where NO_COLOR is set (https://no-color.org)."""
+"""Colours: puts text for a terminal in colours.
+
+The text stays without colours if the output is no terminal, or if NO_COLOR is set (https://no-color.org).
+"""
 
 import sys
 from enum import StrEnum
@@ -7,11 +10,11 @@ from typing import TextIO
 from fleet.config import child_environment
 
 CLEARED = "\x1b[H\x1b[2J"
-"""Clears a terminal and starts at its top."""
+"""Text that clears a terminal and moves the cursor to its top."""
 
 
 class Colour(StrEnum):
-    """Colours by their code."""
+    """Colours, with their codes in ANSI escape sequences."""
 
     GREEN = "32"
     YELLOW = "33"
@@ -19,6 +22,9 @@ class Colour(StrEnum):
 
 
 def coloured(text: str, colour: Colour, file: TextIO | None = None) -> str:
-    """Return a text in a colour if `file`, by default standard output, shows colours."""
+    """Return a text in a colour if `file` shows colours, otherwise unchanged.
+
+    The default of `file` is standard output.
+    """
     shows = (file or sys.stdout).isatty() and not child_environment().get("NO_COLOR")
     return f"\x1b[{colour}m{text}\x1b[0m" if shows else text

@@ -10,10 +10,10 @@ from fleet.core.errors import ConfigurationRefused
 
 @contextmanager
 def whole_file(path: Path, option: str) -> Iterator[Path]:
-    """Yield a temporary path, whose file moves to `path` afterwards, but only if the block succeeds.
+    """Yield a temporary path. If the `with` block succeeds, the file at it is renamed to `path`; otherwise it is removed.
 
     Raises:
-        ConfigurationRefused: The file cannot be written; names the option.
+        ConfigurationRefused: The file cannot be written; the message names the option.
     """
     try:
         if path.exists() and not path.is_file():

@@ -1,4 +1,4 @@
-"""Progress bar: the last line of a terminal, and nothing without a terminal."""
+"""Progress bar: shows the progress of a command in the last line of a terminal, and nothing without a terminal."""
 
 import sys
 from types import TracebackType
@@ -9,10 +9,10 @@ ERASED = "\r\x1b[K"
 
 
 class ProgressBar:
-    """Progress bar as a context; its line is removed at the end."""
+    """Shows a progress bar during a `with` block, and removes it at the end of the block."""
 
     def __init__(self, total: int | None, file: TextIO | None = None):
-        """Create a bar that is full at `total`; without a total only the words are shown."""
+        """Create a bar that is full at `total` finished items. Without a total, only the words are shown."""
         self._total = total
         self._file = sys.stderr if file is None else file
         self.shown = self._file.isatty()

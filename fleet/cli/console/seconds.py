@@ -1,15 +1,15 @@
-"""Durations on a command line."""
+"""Seconds: parses durations on a command line."""
 
 import argparse
 
-LONGEST = 86_400  # one day; a longer time is a typing mistake
+LONGEST = 86_400  # maximum duration in seconds: one day; a longer one is probably a typing mistake
 
 
 def seconds(text: str) -> float:
     """Parse the `type` of an argument: a number of seconds above 0, up to one day.
 
     Raises:
-        ArgumentTypeError: It is invalid.
+        ArgumentTypeError: The text is no such number.
     """
     try:
         number = float(text)

@@ -1,7 +1,7 @@
 """Interrupts: Ctrl-C and SIGTERM end a command in the same way, so that it always cleans up.
 
-Neither acts during an import, or while msgspec inspects a type, because an exception there can crash C code (msgspec
-0.22). It then acts a moment later, or at the end of the context.
+During an import, or while msgspec inspects a type, an exception can crash C code (msgspec 0.22). A signal that arrives
+in this time takes effect a moment later, or at the end of the `with` block.
 """
 
 import signal
@@ -18,9 +18,12 @@ MSGSPEC_FRAME = "/msgspec/_utils.py"
 
 @contextmanager
 def raise_interrupt_on(stopping: Sequence[signal.Signals] = INTERRUPT_SIGNALS) -> Iterator[None]:
-    """Raise `KeyboardInterrupt` at these signals within the context; in other threads than the main one do nothing.
+    """Raise `KeyboardInterrupt` in the `with` block if one of these signals arrives.
 
-    Ignored signals stay ignored, because background jobs of a shell must not react to Ctrl-C. The context uses SIGALRM.
+    Do nothing in other threads than the main one.
+
+    Signals that the process ignores stay ignored, because background jobs of a shell must not react to Ctrl-C. The
+    function uses SIGALRM.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -32,7 +35,8 @@ def raise_interrupt_on(stopping: Sequence[signal.Signals] = INTERRUPT_SIGNALS) -
         asked = True
         if not _in_unsafe_frame(frame):
             raise KeyboardInterrupt
-        signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)  # tries again a moment later
+        # an exception is not safe now, so the alarm tries again a moment later
+        signal.setitimer(signal.ITIMER_REAL, RETRY_SECONDS)
 
     before = {number: signal.getsignal(number) for number in (*stopping, signal.SIGALRM)}
     try:

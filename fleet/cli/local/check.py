@@ -3,10 +3,11 @@
 Rules:
 
 1. The reference is one engine that does everything, without a store and without a connector.
-2. Then each KV path gets a cluster of one prefill and one decode worker, and every prompt is disaggregated. The prompts
-   are the same, eight at a time, with greedy decoding, so all tokens must be the same.
-3. Equal tokens alone prove nothing, because an engine that cannot fetch a block computes it. So blocks must have moved
-   in the decode phase of each prompt, unless the decode engine held all of them already.
+2. Then a cluster of one prefill and one decode worker is started for each KV path, and every prompt is disaggregated.
+   It gets the same prompts as the reference, eight at a time, with greedy decoding. So all tokens must be the same.
+3. Equal tokens alone do not prove that blocks moved, because an engine that cannot fetch a block computes it. So the KV
+   report of each prompt must show that its decode phase fetched blocks, unless the decode engine had all of them
+   already.
 """
 
 import asyncio
@@ -29,39 +30,39 @@ from fleet.frontend.text.codec import load_codec
 from fleet.local.processes import ClusterFailed
 from fleet.local.settings import PoolSection, StorePlace, Topology
 
-LONGEST = 3000  # most tokens of a prompt
+LONGEST = 3000  # maximum number of tokens of a prompt
 SHARED = 512  # number of tokens that the prompts share
-FEWEST = 20  # fewest prompts
+FEWEST = 20  # minimum number of prompts
 _LENGTHS = (40, 48, 63, 64, 65, 96, 128, 200, 333, 777, 1024, 1500, 2049)
 _LONG = 2
 _SHARING = 6
 
 ANSWER_TOKENS = 56
 AT_A_TIME = 8
-WITHIN = {  # time limit of one prompt, while seven others run beside it
+WITHIN = {  # time limit of one prompt, while seven other prompts run at the same time
     KvPath.STORE: Nanos(180 * SECOND),
     KvPath.DIRECT: Nanos(600 * SECOND),  # long, because a NIXL transfer can stall for half a minute on CPUs
 }
-# long, because the busy threads of two engines with NIXL can starve other processes of a small machine
+# long, because the busy threads of two engines with NIXL can take all CPU time of a small machine
 SILENCE_SECONDS = 60.0
 QUEUE_SECONDS = 600.0  # long, because one stalled transfer makes a router predict a long wait and reject requests
 MOVED_BY = {KvPath.STORE: Source.STORE, KvPath.DIRECT: Source.DIRECT}
 
 
 class Interrupted(ClusterFailed):
-    """The check was stopped before it had a verdict."""
+    """Error: the check was stopped before it had a result."""
 
     def __init__(self) -> None:
         super().__init__("interrupted")
 
 
 class CheckedCompletion(Struct, frozen=True, kw_only=True):
-    """The answer to one prompt."""
+    """The answer to one prompt: its tokens, times and KV report."""
 
     tokens: tuple[int, ...]
     kv: tuple[KvPhase, ...]
     ttft: Nanos
-    rest: Nanos  # time from the first token to the last
+    rest: Nanos  # time from the first token of the answer to the last one
 
 
 class CheckVerdict(Struct, frozen=True, kw_only=True):
@@ -73,8 +74,8 @@ class CheckVerdict(Struct, frozen=True, kw_only=True):
     blocks_moved: int
     bytes_moved: int
     path: KvPath
-    ttft_ms: float  # median
-    tpot_ms: float  # median
+    ttft_ms: float  # median over all prompts
+    tpot_ms: float  # median over all prompts
 
 
 async def check(
@@ -83,7 +84,7 @@ async def check(
     """Check each KV path and print a line of JSON for each; return True if all are good.
 
     Args:
-        topology: The model, the engine and its settings; the check sets pools and paths itself.
+        topology: The model, the engine and its settings; the check sets pools and KV paths itself.
         surroundings: Folders of the clusters; each cluster has its own folder for logs.
         paths: The paths to check, in this order.
         api_key: The key of a tenant; empty: the clusters take requests without one.
@@ -126,7 +127,10 @@ async def _check_path(
     expected: Sequence[CheckedCompletion],
     api_key: str,
 ) -> CheckVerdict:
-    """Check one path in a cluster of its own. A cluster that fails gives a bad verdict and does not end the check."""
+    """Check one KV path in a cluster of its own.
+
+    If the cluster fails, return a bad verdict, so that the check goes on.
+    """
     got: list[CheckedCompletion | None] = []
 
     async def compare(cluster: LocalCluster) -> None:
@@ -154,7 +158,7 @@ async def _check_path(
 async def _ask_all(
     cluster: LocalCluster, prompts: Sequence[TokenBytes], placement: Placement, within: Nanos, api_key: str
 ) -> tuple[list[CheckedCompletion | None], int]:
-    """Return the answers in the order of the prompts (None for failed requests), and the tokens per block."""
+    """Send all prompts. Return the answers in the order of the prompts (None for failed requests), and the tokens per block."""
     answers: list[CheckedCompletion | None] = [None] * len(prompts)
     turn = asyncio.Semaphore(AT_A_TIME)
     async with cluster_client(cluster.plan, api_key) as client:
@@ -200,7 +204,14 @@ def judge(
     got: Sequence[CheckedCompletion | None],
     complaints: Sequence[str],
 ) -> CheckVerdict:
-    """Summarise the answers of one path; None is a failed request, which is among the complaints."""
+    """Return the verdict for one KV path.
+
+    Args:
+        path: The KV path.
+        expected: The answers of the reference, in the order of the prompts.
+        got: The answers through this path, in the same order; None: the request has failed.
+        complaints: Texts that say what was wrong; the path is good if there are none.
+    """
     answers = [answer for answer in got if answer is not None]
     origins = [origin for answer in answers for origin in _decode_origins(answer) if origin.source is MOVED_BY[path]]
     return CheckVerdict(
@@ -223,7 +234,7 @@ def judge(
 def complaint(
     path: KvPath, prompt_tokens: int, block_tokens: int, expected: CheckedCompletion, answer: CheckedCompletion | None
 ) -> str | None:
-    """Return what is wrong with an answer, or None."""
+    """Return a text that says what is wrong with an answer, or None if the answer is right."""
     if answer is None:
         return "no answer"
     if answer.tokens != expected.tokens:
@@ -237,10 +248,10 @@ def complaint(
 
 
 def blocks_received(answer: CheckedCompletion, path: KvPath, prompt_tokens: int, block_tokens: int) -> bool:
-    """Return True if blocks moved to the decode phase, as far as its engine did not hold them.
+    """Return True if blocks moved to the decode phase, or if the decode engine had all blocks already.
 
-    The block of a prompt's last token does not count: this token is always computed, because its output is the first
-    token of the answer.
+    The block of a prompt's last token does not count, because a decode engine always computes this token: the result is
+    the first token of the answer.
     """
     full_blocks = (prompt_tokens - 1) // block_tokens
     origins = _decode_origins(answer)
@@ -260,7 +271,7 @@ def _median(values: Iterable[float]) -> float:
 
 
 def _reference(topology: Topology) -> Topology:
-    """Return the topology of one engine that does everything, set up like the topology's decode workers."""
+    """Return a topology with one engine that computes prompts and answers, with the settings of the given topology's decode workers."""
     worker = structs.replace(_pool(topology, Role.DECODE), role=Role.BOTH)
     return structs.replace(
         _with_own_ports(topology), cluster=structs.replace(topology.cluster, kv_paths=()), pools=(worker,), planner=None
@@ -268,7 +279,7 @@ def _reference(topology: Topology) -> Topology:
 
 
 def disaggregated(topology: Topology, path: KvPath) -> Topology:
-    """Return the topology of one prefill and one decode worker that hand over blocks by one path."""
+    """Return a topology with one prefill and one decode worker, which hand blocks over by one KV path."""
     pools = (_pool(topology, Role.PREFILL), _pool(topology, Role.DECODE))
     return structs.replace(
         _with_own_ports(topology),
@@ -283,7 +294,7 @@ def _subfolder(surroundings: LocalClusterOptions, name: str) -> LocalClusterOpti
 
 
 def _with_own_ports(topology: Topology) -> Topology:
-    """Return the topology on free ports beside a running cluster, with patient time limits.
+    """Return the topology with free ports, so that it can run beside another cluster, and with long time limits.
 
     The store runs in its own process, because the check has two workers.
     """
@@ -298,7 +309,7 @@ def _with_own_ports(topology: Topology) -> Topology:
 
 
 def _pool(topology: Topology, role: Role) -> PoolSection:
-    """Return one worker of a role as the topology has it."""
+    """Return the settings of a pool of this role, with one worker."""
     of_role = [pool for pool in topology.pools if pool.role is role]
     return structs.replace(of_role[0], replicas=1) if of_role else PoolSection(role=role)
 
@@ -306,7 +317,7 @@ def _pool(topology: Topology, role: Role) -> PoolSection:
 def reference_prompts(model_dir: Path, *, max_tokens: int) -> list[TokenBytes]:
     """Return token ids of at least 20 prompts, none longer than `max_tokens`.
 
-    They are cut from prose that ships with Python, so every machine has the same ones.
+    The prompts are cut from texts that are shipped with Python, so they are equal on machines with the same Python.
     """
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     codec = load_codec(model_dir)
@@ -318,7 +329,7 @@ def reference_prompts(model_dir: Path, *, max_tokens: int) -> list[TokenBytes]:
 
 
 def _cut(text: TokenBytes, max_tokens: int) -> Iterator[TokenBytes]:
-    """Cut the text into consecutive pieces, so that prompts share nothing by accident."""
+    """Cut the text into consecutive pieces, so that no two prompts contain the same part of it."""
     position = 0
 
     def take(tokens: int) -> TokenBytes:

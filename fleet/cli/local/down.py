@@ -28,13 +28,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status 0: the cluster has ended; 1: it has not ended in time."""
+    """Run the command. Return the exit status: 0 if the cluster has ended, 1 if it has not ended in time."""
     cluster = local_cluster(arguments.address)
     supervisor, address = cluster.supervisor(), grpc_address(cluster)
     clock = SystemClock()
     deadline = clock.now() + round(arguments.within * SECOND)
     if supervisor is not None:
-        with suppress(ProcessLookupError):  # it has just ended
+        with suppress(ProcessLookupError):  # the supervisor has just ended
             os.kill(supervisor.pid, signal.SIGTERM)
     while cluster.folder.exists() and not cluster.killed:
         if clock.now() > deadline:

@@ -12,10 +12,10 @@ from fleet.core.errors import ConfigurationRefused
 
 LINES = 100
 MOST_LINES = 100_000
-LONGEST_LINE = 4096  # bytes that are read for each wanted line
+LONGEST_LINE = 4096  # bytes that are read from the end of a log for each requested line
 POLL_SECONDS = 0.25
 STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d+|(?<=\"time\":\")[^\"]+")
-"""The time in a line of a log."""
+"""Finds the time in a line of a log."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     cluster = local_cluster(arguments.address, killed=True)
-    folder = cluster.logs.resolve()  # it may outlive the cluster
+    folder = cluster.logs.resolve()  # a link, followed now because logs may outlive it
     files = _files(folder, arguments.names)
     places = {name: _size(file) for name, file in files.items()}
     _show(_last_lines(files, places, arguments.lines), labelled=len(files) > 1)
@@ -39,15 +39,15 @@ def run(arguments: argparse.Namespace) -> int:
             time.sleep(POLL_SECONDS)
             is_over = cluster.killed or not cluster.folder.exists()
             if not arguments.names and folder.exists():
-                files = _files(folder, ())  # pools grow
+                files = _files(folder, ())  # read again, because pools may have got new workers
             _show(_new_lines(files, places), labelled=len(files) > 1)
-    except KeyboardInterrupt:  # the usual end
+    except KeyboardInterrupt:  # Ctrl-C is the usual end of this command
         pass
     return DONE
 
 
 def _files(folder: Path, names: Sequence[str]) -> Mapping[str, Path]:
-    """Return the logs by process.
+    """Return the log file of each process, by the name of the process.
 
     Raises:
         ConfigurationRefused: A named process has no log.
@@ -60,7 +60,7 @@ def _files(folder: Path, names: Sequence[str]) -> Mapping[str, Path]:
 
 
 def _last_lines(files: Mapping[str, Path], ends: Mapping[str, int], number: int) -> list[tuple[str, str]]:
-    """Return the last lines of all logs up to these positions, with the names of the processes, by their times."""
+    """Return the last lines of each log up to the position in `ends`, sorted by time, each with the name of its process."""
     stamped = []
     for name, file in files.items():
         start = max(0, ends[name] - number * LONGEST_LINE)
@@ -68,14 +68,18 @@ def _last_lines(files: Mapping[str, Path], ends: Mapping[str, int], number: int)
         stamp = ""
         for line in (text.splitlines()[1:] if start else text.splitlines())[-number:]:
             found = STAMP.search(line)
-            stamp = found[0] if found else stamp  # lines of a traceback follow their first line
+            # a line without a time, such as a line of a traceback, is sorted by the time of the previous line
+            stamp = found[0] if found else stamp
             stamped.append((stamp, name, line))
     stamped.sort(key=lambda each: each[0])
     return [(name, line) for _, name, line in stamped]
 
 
 def _new_lines(files: Mapping[str, Path], places: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield the complete lines that were written since the last call, and move the places behind them."""
+    """Yield the complete lines that were written since the last call.
+
+    Update `places`, the positions in the logs up to which lines were read.
+    """
     for name, file in files.items():
         begun = places.setdefault(name, 0)
         text = _between(file, begun, _size(file))

@@ -1,4 +1,4 @@
-"""Sizes of pools in lines for people, for `fleet scale` and `fleet status`."""
+"""Sizes of pools: makes lines of text about pools, which `fleet scale` and `fleet status` show."""
 
 from collections.abc import Iterator
 
@@ -20,11 +20,13 @@ def pool_line(pool: PoolObservation, width: int = 0) -> str:
 
 
 def unfinished(seen: Observation, place: str) -> Iterator[str]:
-    """Yield a line for each pool that has not reached its size, with the commands to wait for it or to go back.
+    """Yield a line for each pool that has not reached its wanted size.
+
+    The line names the commands that wait for this size, or restore the old size.
 
     Args:
         seen: The observed pools.
-        place: The location options, with a leading space.
+        place: The options that name the place of the pools, with a leading space.
     """
     for pool in seen.pools:
         if not pool.unfinished:

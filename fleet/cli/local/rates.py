@@ -1,4 +1,4 @@
-"""Rates and latencies of a running router, from the demand reports of the last minute."""
+"""Recent rates: computes rates and latencies of a running router from its demand reports of the last minute."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ WINDOW = Nanos(60 * SECOND)
 
 
 class RecentRates:
-    """Differences between the latest demand report and the oldest one of the window."""
+    """Keeps the demand reports of the last minute, and shows the difference between the newest and the oldest one."""
 
     def __init__(self, window: Nanos = WINDOW) -> None:
         self._window = window
         self._reports: deque[DemandReport] = deque()
 
     def hear(self, report: DemandReport) -> None:
-        """Take the next report; those of an earlier run of the router no longer count."""
+        """Add the next report. Drop the reports of an earlier run of the router."""
         if self._reports and self._reports[-1].incarnation != report.incarnation:
             self._reports.clear()
         self._reports.append(report)
@@ -26,7 +26,7 @@ class RecentRates:
             self._reports.popleft()
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for each model; none before the second report."""
+        """Yield a line for each model. There is none before the second report, because rates need two reports."""
         if len(self._reports) < 2:
             return
         first, last = self._reports[0], self._reports[-1]
@@ -44,7 +44,7 @@ class RecentRates:
 
 
 def _latency(name: str, before: Counts, now: Counts) -> str:
-    """Return the median and the 99th percentile of the durations that were counted in between, in milliseconds."""
+    """Return the median and the 99th percentile in milliseconds of the durations that were counted between two reports."""
     counts = tuple(new - old for new, old in zip(now, before or (0,) * len(now), strict=True))
     median, high = interpolated(counts, 0.5), interpolated(counts, 0.99)
     if median is None or high is None:

@@ -1,4 +1,4 @@
-"""The cluster of `fleet up` on this machine that a command is about."""
+"""Running cluster: finds the cluster on this machine, started by `fleet up`, that a command has to use."""
 
 import argparse
 
@@ -18,14 +18,16 @@ def add_local_address(parser: argparse.ArgumentParser) -> None:
 
 
 def local_cluster(address: str | None, *, killed: bool = False) -> LocalRun:
-    """Return the only cluster on this machine, or that with a router at this address, even while it loads.
+    """Return the cluster whose router has this address, or else the only cluster on this machine.
+
+    The cluster may still be starting.
 
     Args:
-        address: The address; None: there must be one cluster.
-        killed: Take clusters that were killed and are not cleaned up yet, too.
+        address: Address of the router; None: exactly one cluster must run.
+        killed: If true, also accept clusters that were killed and not cleaned up yet.
 
     Raises:
-        ConfigurationRefused: There is none, or several.
+        ConfigurationRefused: There is no such cluster, or there are several.
     """
     found = [run for run in local_runs() if run.supervisor() is not None or (killed and run.killed)]
     if address is not None:

@@ -1,4 +1,4 @@
-"""`fleet plan decide`: decides again on the recording of a planner, with the same settings or with others."""
+"""`fleet plan decide`: repeats the decisions in a planner's recording, with the same settings or with others."""
 
 import argparse
 from pathlib import Path
@@ -24,7 +24,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Return FAILED if the recorded settings decide otherwise than they did; with other settings, that is no failure."""
+    """Run the command. Return FAILED if decisions with the recorded settings differ from the recorded decisions.
+
+    With other settings, differences are no failure.
+    """
     import msgspec  # noqa: PLC0415 - help needs none of it
 
     from fleet.app.planner import priced_settings, scaling_rule  # noqa: PLC0415
@@ -35,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     lines = read_recording(arguments.recording)
     head = next(lines)
     assert isinstance(head, PlannerRecordingHead)
-    # A recording has the prices that counted.
+    # The settings in a recording already contain the prices that were used.
     settings = head.settings if arguments.config is None else priced_settings(load(arguments.config, PlannerSettings))
     found = decide_again(scaling_rule(settings), lines)
     print(msgspec.json.encode(found).decode() if arguments.json else "\n".join(_lines(found)))

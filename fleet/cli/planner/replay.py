@@ -1,4 +1,4 @@
-"""`fleet plan replay`: replays a load with scaling rules, and compares what they would have cost and kept."""
+"""`fleet plan replay`: replays a load with several scaling rules, and compares their cost and how well they keep the goals."""
 
 import argparse
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""`fleet plan size`: computes the cheapest pools for a load and their cost, and from which load on they beat a hosted endpoint."""
+"""`fleet plan size`: computes the cheapest pools for a load, and from which load on they are cheaper than a hosted endpoint."""
 
 import argparse
 from pathlib import Path
@@ -78,7 +78,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status 0: there are such pools; 1: goals or limits do not allow for them, and conditions say why."""
+    """Run the command.
+
+    Return the exit status: 0 if pools were found, 1 if the goals or limits allow none. In the latter case the output
+    gives the reason as conditions.
+    """
     import msgspec  # noqa: PLC0415 - `fleet --help` needs none of these
 
     from fleet.cli.console.files import whole_file  # noqa: PLC0415

@@ -1,6 +1,6 @@
-"""`fleet sim agree`: runs one scenario through the production servers and through the simulation.
+"""`fleet sim agree`: runs one scenario through the production servers and through the simulator, and compares the decisions.
 
-Exit status 0: both made the same decisions, line by line; 1: they did not, and the first different lines are shown; 3:
+Exit status 0: the decision logs of both are equal; 1: they differ, and the first different lines are shown; 3:
 the scenario cannot be run.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from fleet.cli.console.exits import DONE, FAILED
 from fleet.cli.simulator.outputs import SimulationOutputs, say
 
-SHOWN = 3  # lines of each log that are shown, from the first difference on
+SHOWN = 3  # number of lines of each decision log that are shown, from the first difference on
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the log of the production servers, which would repeat the scenario."""
+    """Turn off log messages of the production servers, because they would only repeat the faults of the scenario."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""`fleet sim faults`: runs production's machines under drawn faults in virtual time.
+"""`fleet sim faults`: runs production's machines in virtual time under randomly drawn faults.
 
 Exit status 0: every promise was kept, and every fault point was reached often enough; 1: a promise was broken (the shrunk schedule and
 the command that replays it are shown), or a point was missed.
@@ -96,7 +96,7 @@ def _keep(arguments: argparse.Namespace) -> list[int] | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the log, in which every fault would leave a line."""
+    """Turn off log messages, because every simulated fault would cause one."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -105,13 +105,13 @@ def _values_of(assignments: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _check_seeds(changed: Mapping[str, object], option: str = "--set") -> None:
-    """Refuse a seed in the changes, because many runs take theirs from `--seeds`."""
+    """Raise an error if the changes set a seed, because the seeds of many runs come from `--seeds`."""
     if any(path.partition(".")[0] == "seed" for path in changed):
         raise ConfigurationRefused(f"{option}: seed: many runs take theirs from --seeds A:B")
 
 
 def _rows(arguments: argparse.Namespace, made: Sequence["SweepCase"]) -> list["SweepRow"]:
-    """Run all cases on the cores or on the Ray cluster."""
+    """Run all cases on the cores of this machine or on the Ray cluster, and return their rows."""
     from fleet.sim.experiments.sweep import run_all  # noqa: PLC0415
 
     rows = []

@@ -14,10 +14,10 @@ READ = ("scenario", "a", "b", "recording", "expect")
 
 
 def check_outputs(arguments: argparse.Namespace, options: Sequence[str]) -> None:
-    """Check that no two options write the same file, and that none overwrites an input.
+    """Check that no two options write to the same file, and that no option overwrites an input file.
 
     Raises:
-        ConfigurationRefused: One would; the message names it.
+        ConfigurationRefused: Two options write to the same file, or an option overwrites an input file.
     """
     named: dict[Path, str] = {}
     for name in READ:
@@ -35,7 +35,7 @@ def check_outputs(arguments: argparse.Namespace, options: Sequence[str]) -> None
 
 
 class SimulationOutputs:
-    """Requested files, opened before anything runs, so that a file that cannot be written is refused at once."""
+    """Opens the requested output files before anything runs, so that a file which cannot be written is reported at once."""
 
     def __init__(self, arguments: argparse.Namespace, files: ExitStack):
         from fleet.cli.console.files import whole_file  # noqa: PLC0415
@@ -54,7 +54,10 @@ class SimulationOutputs:
 
 
 def say(arguments: argparse.Namespace, answer: object, lines: Sequence[str]) -> None:
-    """Print the result as JSON if requested, or as lines for people; nothing if a file has it."""
+    """Print the result as JSON if requested, or else as lines for people.
+
+    Print nothing if the JSON is written to a file.
+    """
     if arguments.json == "-":
         print(msgspec.json.encode(answer).decode())
     elif arguments.json is None:

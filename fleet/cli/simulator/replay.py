@@ -1,7 +1,7 @@
-"""`fleet sim replay`: runs the recording of a live router through the same machine.
+"""`fleet sim replay`: gives the events in a recording of a live router to the router machine again, and compares its commands.
 
-Exit status 0: the commands are the same; 1: they differ, and the first difference is shown; 3: the file is no
-recording.
+Exit status 0: the commands are equal to the recorded ones; 1: they differ, and the first difference is shown; 3: the
+file is no recording.
 """
 
 import argparse
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fleet.router.latency_predictions import WorkerProfile
     from fleet.sim.replay import RecordingReplayResult, ReplayDifference
 
-MOST_SHOWN = 12  # most commands that are shown for an event
+MOST_SHOWN = 12  # maximum number of commands shown for one event
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _profiles(path: Path) -> "Callable[[WorkerDescription], WorkerProfile | None]":
-    """Return the worker profiles of a scenario, by the pool whose name prefixes the worker's, else by its role."""
+    """Return a function that finds the profile of a worker in a scenario.
+
+    The function takes the profile of the pool whose name is a prefix of the worker's name, or else of the pool with the
+    worker's role.
+    """
     from fleet.core.ids import longest_prefix  # noqa: PLC0415
     from fleet.router.latency_predictions import WorkerProfile  # noqa: PLC0415
     from fleet.sim.run_plan import plan  # noqa: PLC0415
@@ -103,7 +107,7 @@ def _summary(replayed: "RecordingReplayResult") -> list[str]:
 
 
 def _expectation_lines(replayed: "RecordingReplayResult") -> list[str]:
-    """Return the expectations as a table, and the workers that drifted."""
+    """Return lines about latencies: a table of how well profiles predicted them, and the workers with latency drift."""
     if not replayed.expected:
         return []
     head = f"{'worker':<24} {'':<4} {'predictions':>11} {'median error':>12} {'within 20 %':>11}  by the profile alone"

@@ -1,4 +1,4 @@
-"""`fleet sim run`: runs a scenario once, with figures, rows and a report."""
+"""`fleet sim run`: runs a scenario once, and writes its figures, a row for each request, and a report."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""`fleet kv bench`: measures the KV store beside the machine's limits and other stores.
+"""`fleet kv bench`: measures the KV store, and compares it with the limits of the machine and with other stores.
 
 The benchmark `loadtests.kvstore.bench` belongs to a checkout, not to the installed package: it starts servers, fills
 disks and installs other stores, which a production machine does not need.
@@ -26,10 +26,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _bench() -> ModuleType:
-    """Return the benchmark, whatever the current folder is.
+    """Import the module of the benchmark from the checkout, whatever the current folder is, and return it.
 
     Raises:
-        ConfigurationRefused: This is not a checkout.
+        ConfigurationRefused: Fleet does not run from a checkout.
     """
     if not CHECKOUT.joinpath(*MODULE.split(".")).with_suffix(".py").is_file():
         raise ConfigurationRefused(

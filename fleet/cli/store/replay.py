@@ -2,14 +2,16 @@
 
 Rules:
 
-1. Policies are those of the store, and "belady", which knows the future. `ideal` is the hit rate of an unlimited cache.
+1. The compared eviction policies are those of the store, and "belady", which knows the future requests. `ideal` is the
+   hit rate of an unlimited cache.
 2. Hit rates are shares of prompt tokens. A capacity in percent refers to all blocks of the trace.
-3. With several capacities, `sizes` has a row for each; the top level repeats the first one.
-4. Seconds are those of the replay, without reading the file.
-5. With `--pauses`, `pauses` states the cost of continuing sessions (`kvstore.eviction.session_pauses`), with memory of
-   the first capacity over a tier of `BELOW` times that, at the speeds below. This part always uses the policy lru.
-   `--beside` mixes in the requests of another trace, which share no sessions and no blocks with the first, until either
-   trace ends.
+3. With several capacities, `sizes` in the output has a row for each. The fields at the top level are those of the first
+   capacity.
+4. `seconds` is the duration of the replay, without the time to read the file.
+5. With `--pauses`, the field `pauses` states the cost of continuing sessions (`kvstore.eviction.session_pauses`). For
+   this, the store has memory of the first capacity, and a lower tier that is `BELOW` times as large; their speeds are
+   constants of this module, and the eviction policy is always lru. `--beside` adds the requests of another trace, until
+   one of the traces ends. The two traces share no sessions and no blocks.
 """
 
 import argparse
@@ -27,11 +29,12 @@ if TYPE_CHECKING:
 
 BELADY = "belady"
 ADMISSIONS = ("all", "second-sighting")
-TOKEN_BYTES = 131_072  # bytes of KV for each token, as of Llama-3-8B in bf16
+TOKEN_BYTES = 131_072  # default of --token-bytes: bytes of KV per token of Llama-3-8B in bf16
 MOST_BLOCKS = 1 << 40
 PAUSES = ("nothing", "hold", "adapt")
 BELOW = 10
-HELD_SHARE = 0.8  # largest share of memory that waiting sessions may keep
+# default of --held-share: the maximum share of memory in which blocks of paused sessions may be pinned
+HELD_SHARE = 0.8
 LONGEST_HOLD_SECONDS = 120
 MEMORY_PACE = 50e9  # bytes per second from memory to the engine: PCIe 5
 BELOW_PACE = 6e9  # bytes per second: one NVMe drive
@@ -88,7 +91,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the replay. It raises ConfigurationRefused if a trace cannot be read."""
+    """Run the replay. Raises ConfigurationRefused if a trace cannot be read."""
     import msgspec  # noqa: PLC0415 - `fleet --help` needs none of these
 
     from fleet.recording.trace_rows import TraceError  # noqa: PLC0415
@@ -180,7 +183,10 @@ def _pauses(trace: "Trace", beside: "Trace | None", arguments: argparse.Namespac
 
 
 def _interleave(requests: "Sequence[TraceRequest]", others: "Sequence[TraceRequest]") -> "list[TraceRequest]":
-    """Merge two traces in order of arrival until either ends; requests of the other one lose their sessions."""
+    """Merge two traces in the order of arrival, until one of them ends.
+
+    Requests of the second trace get no session.
+    """
     from kvstore.eviction.trace_replay import TraceRequest  # noqa: PLC0415
 
     end = min(each[-1].arrival if each else 0 for each in (requests, others))

@@ -1,17 +1,17 @@
-"""Handoff leases: how long a prefill engine keeps the blocks of a prompt for a decode engine.
+"""Handoff leases: decide how long a prefill engine keeps the blocks of a prompt for a decode engine.
 
 The prefill engine is the lender, the decode engine the borrower. Rules:
 
 1. The lender offers the blocks of a prompt under a lease. It keeps the blocks until the borrower returns the lease, or until the lease
-   ends by itself. If a borrower dies or never asks for the blocks, they are therefore kept for one lease at most.
+   ends by itself. So if a borrower dies or never asks for the blocks, the lender keeps them for the duration of the lease at most.
 2. The borrower accepts the handoff when it has room for the prompt. It pulls all blocks that it lacks in one exchange, and then
    returns the lease. A borrower that lacks no block returns the lease at once.
 3. If a step fails (no connection, no answer in time, a missing or wrong block), the borrower computes the blocks that it lacks. It
    never tries the lease again.
-4. After a lease has ended, a late borrower gets no blocks, because other bytes may be in their place by then. The leases of a lender
-   end with its process, and a successor does not know them.
+4. After a lease has ended, a late borrower gets no blocks, because the memory of the blocks may already have other content. The leases
+   of a lender end with its process, and the process that follows it does not know them.
 5. `NEXT_LEASE` and `NEXT_LOAN` are the transition tables of the two sides. `fleet.app.fault_simulation.handoff_states` runs the code
-   of both sides through every interleaving of their steps, with the death of either side at every point.
+   of both sides through all orders of their steps, with the death of either side at every point.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +26,10 @@ from fleet.core.clock import Nanos
 
 
 class LeaseState(StrEnum):
-    """State of a lease at the lender."""
+    """State of a lease, as the lender sees it."""
 
     OFFERED = "offered"
-    PULLED = "pulled"  # the borrower has asked for the blocks, and may have received them
+    PULLED = "pulled"  # the borrower has requested the blocks, and may have received them
     RETURNED = "returned"
     EXPIRED = "expired"
 
@@ -50,9 +50,9 @@ NEXT_LEASE: Mapping[tuple[LeaseState, LeaseStep], LeaseState] = {
 
 
 class LoanState(StrEnum):
-    """State of a lease at the borrower."""
+    """State of a lease, as the borrower sees it."""
 
-    OFFERED = "offered"  # the borrower has the handoff, and waits for room
+    OFFERED = "offered"  # the borrower has the handoff, and waits for room in its engine
     PULLING = "pulling"
     RECEIVED = "received"  # the borrower uses the leading blocks that arrived completely
     NEEDLESS = "needless"  # the borrower lacked no block
@@ -76,18 +76,18 @@ NEXT_LOAN: Mapping[tuple[LoanState, LoanStep], LoanState] = {
 
 
 class IllegalHandoffStep(AssertionError):
-    """The tables do not have this step. This means a bug."""
+    """Error: the transition tables do not have this step. This means a bug."""
 
 
 def advance_lease(state: LeaseState, step: LeaseStep) -> LeaseState:
-    """Return the lender's next state; raise IllegalHandoffStep if the table has none."""
+    """Return the next state of a lease at the lender. Raise IllegalHandoffStep if `NEXT_LEASE` has none."""
     if (following := NEXT_LEASE.get((state, step))) is None:
         raise IllegalHandoffStep(f"a lease that is {state} cannot {step}")
     return following
 
 
 def advance_loan(state: LoanState, step: LoanStep) -> LoanState:
-    """Return the borrower's next state; raise IllegalHandoffStep if the table has none."""
+    """Return the next state of a lease at the borrower. Raise IllegalHandoffStep if `NEXT_LOAN` has none."""
     if (following := NEXT_LOAN.get((state, step))) is None:
         raise IllegalHandoffStep(f"a loan that is {state} cannot {step}")
     return following
@@ -100,20 +100,20 @@ class _HandoffLease(Struct, Generic[Name]):
 
 
 class HandoffLeases(Generic[Name]):
-    """The open leases of one lender. The caller keeps the bytes of the blocks."""
+    """Keeps the open leases of one lender. The caller keeps the bytes of the blocks."""
 
     def __init__(self, blocks: KvBlocks[Name], lasting: Nanos):
         """Begin without leases.
 
         Args:
             blocks: The engine's blocks, which leases keep from being evicted.
-            lasting: Duration of each lease.
+            lasting: Duration of each lease in nanoseconds.
         """
         self._blocks = blocks
         self._lasting = lasting
-        # In the order in which they end, because all leases last equally long.
+        # The leases are in the order in which they end, because all leases last equally long.
         self._open: dict[str, _HandoffLease[Name]] = {}
-        self.expired = 0  # number of leases that ended by themselves, because no borrower returned them
+        self.expired = 0  # number of leases that ended by themselves, because they were not returned in time
 
     def __len__(self) -> int:
         return len(self._open)
@@ -123,30 +123,30 @@ class HandoffLeases(Generic[Name]):
 
     @property
     def next_end(self) -> Nanos | None:
-        """Instant at which the next lease ends by itself; None: no lease is open."""
+        """The instant at which the next lease ends by itself; None if no lease is open."""
         return next((lease.until for lease in self._open.values()), None)
 
     def offer(self, lease: str, names: Sequence[Name], now: Nanos) -> None:
-        """Open a lease on named blocks, which must be in the cache; the name of the lease must never have been used."""
+        """Open a lease on blocks with these names, which must be in the cache. The name of the lease must never have been used before."""
         assert lease not in self._open, lease
         self._blocks.hold(names)
         self._open[lease] = _HandoffLease(names=tuple(names), until=Nanos(now + self._lasting))
 
     def pull(self, lease: str) -> Sequence[Name]:
-        """Record that a borrower pulls, and return the blocks of the lease; no blocks if the lease has ended."""
+        """Record that the borrower pulls the blocks of a lease. Return their names, or an empty sequence if the lease has ended."""
         pulled = self._open.get(lease)
         if pulled is None:
             return ()
-        if pulled.state is not LeaseState.PULLED:  # a borrower may ask for its blocks in several requests
+        if pulled.state is not LeaseState.PULLED:  # a borrower may fetch its blocks by several requests
             pulled.state = advance_lease(pulled.state, LeaseStep.PULL)
         return pulled.names
 
     def give_back(self, lease: str) -> bool:
-        """End a lease that its borrower does not need any more; return False if the lease has ended before."""
+        """End a lease that its borrower does not need any more. Return False if the lease has already ended."""
         return self._end(lease, LeaseStep.RETURN)
 
     def expire(self, now: Nanos) -> Sequence[str]:
-        """End the leases whose duration has passed, and return them."""
+        """End the leases whose duration has passed. Return the names of these leases."""
         ended = [lease for lease, held in self._open.items() if held.until <= now]
         for lease in ended:
             self._end(lease, LeaseStep.EXPIRE)
@@ -154,7 +154,7 @@ class HandoffLeases(Generic[Name]):
         return ended
 
     def state(self, lease: str) -> LeaseState | None:
-        """Return the state of a lease; None if it has ended."""
+        """Return the state of a lease, or None if the lease has ended."""
         held = self._open.get(lease)
         return None if held is None else held.state
 

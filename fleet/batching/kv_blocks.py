@@ -1,15 +1,16 @@
-"""KV blocks of a modelled engine: a prefix cache that counts blocks and knows their names, and stores no bytes.
+"""KV blocks of a modelled engine: a prefix cache that counts blocks and knows their names, but stores no bytes.
 
 Rules:
 
-1. A block is free, used by attempts, or idle. No attempt uses an idle block, but it has a name and can be found again.
-2. Blocks without a name belong to one attempt, which only counts them: blocks of prompts that are not computed yet, partly filled
-   blocks, and blocks of answers. They get their names when they are computed, so that other attempts find them. If a block of that
-   name exists already, the attempt's block stays without a name until the attempt ends.
-3. A prompt is admitted with blocks for all its tokens and one more. Blocks in the cache are used, the others are taken from the free
-   and idle blocks.
-4. If no block is free, the idle block that was released first loses its name. An attempt releases its last block first, so the
-   tail of a chain is evicted before its head.
+1. A block is free, used by attempts, or idle. No attempt uses an idle block, but the block has a name, so that a later prompt can use
+   it again.
+2. A block without a name belongs to one attempt: it is a block of a prompt that is not computed yet, a partly filled block, or a block
+   of an answer. An attempt only counts such blocks. They get their names when they are computed, so that other attempts find them. If
+   a block of that name exists already, the attempt's block stays without a name until the attempt ends.
+3. A prompt is admitted with blocks for all its tokens and one more token. Blocks in the cache are used, and the others are taken from
+   the free and idle blocks.
+4. If no block is free, the idle block that was released first loses its name and is used again. An attempt releases its last block
+   first, so the end of a chain is evicted before its beginning.
 """
 
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from kvstore.block import blocks_for
 
 
 class KvBlocks(Generic[Name]):
-    """Counts and names the blocks of one engine."""
+    """Counts the blocks of one engine, and keeps their names."""
 
     def __init__(self, blocks: int, block_tokens: int):
         assert blocks >= 1, blocks
@@ -38,7 +39,7 @@ class KvBlocks(Generic[Name]):
 
     @property
     def available(self) -> int:
-        """Number of blocks that can be taken: free and idle ones."""
+        """Number of blocks that an attempt can take: the free and the idle ones."""
         return self._free + len(self._idle)
 
     @property
@@ -55,16 +56,19 @@ class KvBlocks(Generic[Name]):
         return here.index(False) if False in here else len(here)
 
     def names(self) -> list[Name]:
-        """Return the names of all blocks that can be found in the cache."""
+        """Return the names of all blocks in the cache."""
         return list(self._users)
 
     @property
     def changed(self) -> int:
-        """Number of names that were stored or removed since the last call of `changes`."""
+        """Number of names that were stored in or removed from the cache since the last call of `changes`."""
         return len(self._stored) + len(self._removed)
 
     def changes(self) -> tuple[list[Name], list[Name]]:
-        """Return the names stored and removed since the last call. A name in both was removed first."""
+        """Return two lists: the names that were stored and those that were removed since the last call.
+
+        A name in both lists was first removed and then stored again.
+        """
         stored, removed = self._stored, self._removed
         if removed:
             users = self._users
@@ -72,10 +76,10 @@ class KvBlocks(Generic[Name]):
         self._stored, self._removed = [], []
         return stored, removed
 
-    # Named blocks.
+    # Methods for named blocks:
 
     def hold(self, keys: Sequence[Name]) -> None:
-        """Count one more user of named blocks, which must be in the cache."""
+        """Record that an attempt uses these named blocks, which must be in the cache."""
         users, idle = self._users, self._idle
         for key in keys:
             if not (before := users[key]):
@@ -83,7 +87,7 @@ class KvBlocks(Generic[Name]):
             users[key] = before + 1
 
     def release(self, keys: Sequence[Name]) -> None:
-        """Count one user less of named blocks; blocks without users become idle."""
+        """Record that an attempt no longer uses these named blocks. Blocks without users become idle."""
         users, idle = self._users, self._idle
         for key in reversed(keys):
             left = users[key] - 1
@@ -91,10 +95,10 @@ class KvBlocks(Generic[Name]):
             if not left:
                 idle[key] = None
 
-    # Blocks of attempts.
+    # Methods for all blocks of an attempt:
 
     def reserve(self, attempt: BatchedAttempt[Name], here: int) -> bool:
-        """Take the blocks of a prompt whose first `here` blocks are in the cache; return False if too few are available."""
+        """Take the blocks for a prompt whose first `here` blocks are in the cache. Return False if too few are available."""
         cached = attempt.job.keys[:here]
         wanted = attempt.prompt_tokens // self._block_tokens + 1 - here
         if wanted > self.available - (sum(map(self._idle.__contains__, cached)) if here else 0):
@@ -107,20 +111,20 @@ class KvBlocks(Generic[Name]):
         return True
 
     def room(self, attempt: BatchedAttempt[Name]) -> int:
-        """Return how many tokens of prompt and answer have room in the attempt's blocks."""
+        """Return the number of tokens, of prompt and answer together, that fit into the blocks of an attempt."""
         return (len(attempt.held) + attempt.own) * self._block_tokens
 
     def missing(self, attempt: BatchedAttempt[Name]) -> int:
-        """Return the number of blocks that have to be fetched, besides the named blocks that the attempt has."""
+        """Return the number of blocks that an attempt has to fetch: those it needs from the fetch, without its named blocks."""
         return max(0, blocks_for(attempt.coming, self._block_tokens) - len(attempt.held))
 
     def grow(self, attempt: BatchedAttempt[Name]) -> None:
-        """Take one more block, which must be available."""
+        """Take one more block for an attempt. A block must be available."""
         self._take(1)
         attempt.own += 1
 
     def name(self, attempt: BatchedAttempt[Name], keys: Sequence[Name], computed: int) -> None:
-        """Give names to the blocks that `computed` tokens fill and that have no names yet."""
+        """Give names to the blocks that the first `computed` tokens of an attempt fill and that have no names yet."""
         full, known = min(computed // self._block_tokens, len(keys)), len(attempt.held)
         if full <= known:
             return
@@ -145,7 +149,7 @@ class KvBlocks(Generic[Name]):
         attempt.held, attempt.own, attempt.computed = [], 0, 0
 
     def _take(self, blocks: int) -> None:
-        """Take blocks without a name; as many must be `available`."""
+        """Take this number of blocks, which must be `available`, for an attempt; evict idle blocks if too few are free."""
         assert blocks <= self.available, (blocks, self.available)
         if (missing := blocks - self._free) > 0:
             forget, users = self._idle.popitem, self._users
@@ -158,7 +162,7 @@ class KvBlocks(Generic[Name]):
             self._free -= blocks
 
     def check(self, owned: int) -> None:
-        """Assert rule 1; `owned` is the number of all attempts' blocks without names."""
+        """Assert that each block is free, used or idle (rule 1). `owned` is the number of all attempts' blocks without names."""
         assert self._free >= 0
         assert self._free + len(self._users) + owned == self.blocks
         assert all(users >= 0 for users in self._users.values())

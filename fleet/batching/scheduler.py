@@ -1,4 +1,4 @@
-"""Continuous batching with chunked prefill over a budget of KV blocks: which attempt is admitted, and what a step computes.
+"""Batch scheduler of a modelled engine: continuous batching with chunked prefill, within a limited number of KV blocks.
 
 The scheduler knows neither time nor bytes. `fleet.sim.virtual_engine` drives it in virtual time, and
 `workers.engines.simulated.engine` in real time with real KV bytes.
@@ -7,15 +7,15 @@ Rules:
 
 1. Attempts are admitted in the order of priority, then of arrival, if there is room for the prompt and one more token. Within a
    priority, preempted attempts come first. While the first attempt cannot be admitted, no other one is admitted before it.
-2. The block supply is asked once for each attempt, when there is room for its prompt. The fetched blocks are stored in blocks that
-   are taken for them, and meanwhile other attempts are admitted. After the fetch, whether it succeeded or not, the attempt comes
-   before all attempts that wait for room.
+2. The block supply is called once for each attempt, when there is room for its prompt. If it begins a fetch, blocks are
+   reserved for the prompt at once, and other attempts are admitted during the fetch. After the fetch, even if it has
+   failed, the attempt is admitted before all attempts that wait for room.
 3. A step gives one token to each running attempt, and the other tokens of `step_tokens` to prompts, in the order of admission. A
    prompt may take several steps. At least one token of each prompt is computed, because its logits are needed. The last step of a
    prompt produces the first token of the answer.
-4. Each decode step gives one token to every running attempt, so the step at which an attempt needs its next block is known when
-   it joins. These steps are kept in heaps. The entry of an attempt that has left stays in its heap and is skipped later. If the
-   attempt has joined again, its number in the order of admission differs from that of the entry.
+4. Each decode step gives one token to every running attempt. So the steps at which an attempt needs its next block, or ends, are
+   known when it joins the batch, and are kept in heaps. If an attempt leaves the batch, its entry stays in the heap and is skipped
+   later. If the attempt has joined again, the entry is recognised as old by its number in the order of admission.
 5. If an attempt needs a block and none is left, the attempt that was admitted last is preempted. It starts again from its prompt
    and the tokens that it has generated (vLLM's recomputation).
 6. An attempt that is handed off keeps its blocks after its end, until `release`.
@@ -34,19 +34,19 @@ from fleet.batching.kv_blocks import KvBlocks
 from fleet.core.ids import RequestId
 
 PromptChunk = tuple[BatchedAttempt[Name], int]
-"""An attempt, and the number of its prompt tokens that a step computes."""
+"""An attempt, and the number of its prompt tokens that one step computes."""
 
 DueHeap = list[tuple[int, int, BatchedAttempt[Name]]]
-"""Heap of (decode step, number in the order of admission, attempt)."""
+"""Heap of attempts by the decode step at which something is due: (decode step, number in the order of admission, attempt)."""
 
 
 class StepPlan(Struct, Generic[Name], frozen=True):
-    """The work of one step."""
+    """The work of one step: chunks of prompts, and one token for each running attempt."""
 
     chunks: Sequence[PromptChunk[Name]]
     prompt_tokens: int  # number of prompt tokens in all chunks
-    prompt_pairs: float  # number of pairs of a prompt token and a token before it, in all chunks
-    decodes: int  # number of running attempts, each of which gets a token
+    prompt_pairs: float  # number of pairs of a prompt token and an earlier token that it attends to, in all chunks
+    decodes: int  # number of running attempts, each of which gets one token
     context: int  # number of tokens of all running attempts together
 
 
@@ -59,16 +59,16 @@ class BatchScheduler(Generic[Name]):
         supply: BlockSupply[Name] | None = None,
         may_admit: Callable[[Job[Name]], bool] | None = None,
     ):
-        """Begin without attempts. If `may_admit` returns False, the first waiting attempt waits longer."""
+        """Begin without attempts. While `may_admit` returns False for the first waiting attempt, no waiting attempt is admitted."""
         self._limits = limits
         self._supply = supply
         self._may_admit = may_admit
-        # Sorted list of (-priority, order of arrival, attempt).
+        # Attempts that wait for room, as a sorted list of (-priority, order of arrival, attempt).
         self._waiting: list[tuple[int, int, BatchedAttempt[Name]]] = []
-        # Attempts whose blocks were fetched. They come first, because attempts that wait with blocks could block each other.
+        # Attempts whose fetch has ended. They are admitted first, because they hold blocks that other attempts may wait for.
         self._ready: deque[BatchedAttempt[Name]] = deque()
         self._fetching: dict[RequestId, BatchedAttempt[Name]] = {}
-        # Attempts whose prompts are being computed, in the order of admission.
+        # Attempts whose prompts are being computed, in the order of admission:
         self._computing: deque[BatchedAttempt[Name]] = deque()
         self._grows: DueHeap[Name] = []
         self._arrivals = 0
@@ -91,22 +91,23 @@ class BatchScheduler(Generic[Name]):
 
     @property
     def wanted(self) -> bool:
-        """True if an attempt waits for room."""
+        """True if an attempt waits for room. Attempts whose blocks are being fetched do not count."""
         return bool(self._waiting)
 
-    # Arrivals and ends.
+    # Methods that add and end attempts:
 
     def submit(self, job: Job[Name]) -> None:
-        """Queue an attempt; it is admitted as soon as there is room."""
+        """Add an attempt to the waiting ones. It is admitted as soon as there is room."""
         self.attempts[job.attempt_id] = attempt = BatchedAttempt(job)
         self._arrivals += 1
         insort(self._waiting, (-job.priority, self._arrivals, attempt))
 
     def fetch(self, job: Job[Name]) -> int | None:
-        """Add an attempt whose prompt blocks come from a prefill worker, and take blocks for them.
+        """Add an attempt whose prompt blocks come from a prefill worker, and take blocks for its prompt.
 
         Returns:
-            The number of blocks to fetch; `fetched` has to follow. None if there is no room now.
+            The number of blocks to fetch. The caller then has to call `fetched` at the end of the fetch. None if there is no room now; then
+            nothing was added.
         """
         attempt = BatchedAttempt(job, job.fetched_tokens, asked=True)
         if not self.blocks.reserve(attempt, self.blocks.leading(job.keys)):
@@ -115,9 +116,9 @@ class BatchScheduler(Generic[Name]):
         return self.blocks.missing(attempt)
 
     def fetched(self, attempt_id: RequestId) -> BatchedAttempt[Name] | None:
-        """Handle the end of a fetch and return its attempt; None if the attempt was cancelled.
+        """Record the end of an attempt's fetch, and return the attempt, or None if it was cancelled.
 
-        The caller sets `computed` and names the blocks that have arrived; the other tokens of the prompt are computed.
+        The caller then sets `computed` in the attempt, and names the blocks that have arrived. The engine computes the other prompt tokens.
         """
         if (attempt := self._fetching.pop(attempt_id, None)) is not None:
             self._ready.append(attempt)
@@ -134,14 +135,14 @@ class BatchScheduler(Generic[Name]):
             self._stop(attempt)
 
     def release(self, attempt_id: RequestId) -> bool:
-        """Free the blocks of a handed-off attempt; return False if none are kept."""
+        """Free the blocks of a handed-off attempt that has ended. Return False if no blocks are kept for it."""
         if (attempt := self.kept.pop(attempt_id, None)) is None:
             return False
         self.blocks.free(attempt)
         return True
 
     def cancel(self, attempt_id: RequestId) -> bool:
-        """Forget an attempt that has not ended; return False if it is unknown."""
+        """Forget an attempt that has not ended. Return False if it is unknown."""
         if (attempt := self.attempts.pop(attempt_id, None)) is None:
             return False
         self._stop(attempt)
@@ -153,14 +154,14 @@ class BatchScheduler(Generic[Name]):
         return True
 
     def clear(self) -> None:
-        """Forget all attempts and kept blocks, as if the process had died; the sums are not valid any more."""
+        """Forget all attempts and kept blocks, as if the process had died. The scheduler must not be used afterwards."""
         for queue in (self.attempts, self.kept, self._fetching, self._waiting, self._ready, self._computing):
             queue.clear()
 
-    # Steps.
+    # Methods for the steps of the engine:
 
     def plan(self) -> StepPlan[Name] | None:
-        """Admit all attempts for which there is room, and return the next step; None if there is nothing to compute."""
+        """Admit all attempts for which there is room. Return the work of the next step, or None if there is nothing to compute."""
         self._admit()
         decodes = len(self.running)
         chunks: list[PromptChunk[Name]] = []
@@ -178,14 +179,14 @@ class BatchScheduler(Generic[Name]):
         return StepPlan(chunks, tokens, pairs, decodes, self.context) if chunks or decodes else None
 
     def advance(self, steps: int) -> int:
-        """Count decode steps as computed, and return the number of tokens that they generated."""
+        """Record that `steps` decode steps were computed. Return the number of tokens that they have generated."""
         self.steps += steps
         tokens = len(self.running) * steps
         self.context += tokens
         return tokens
 
     def grow(self) -> Sequence[BatchedAttempt[Name]]:
-        """Take blocks for the tokens of the next decode step; return the attempts that were preempted for them."""
+        """Take blocks for the tokens of the next decode step. Return the attempts that were preempted to get blocks."""
         if not self._grows or self._grows[0][0] > self.steps:
             return ()
         preempted = []
@@ -200,9 +201,9 @@ class BatchScheduler(Generic[Name]):
         return preempted
 
     def computed(self, attempt: BatchedAttempt[Name], tokens: int) -> bool:
-        """Count prompt tokens as computed; return True if they complete the prompt, which produces the first token.
+        """Record that `tokens` prompt tokens of an attempt were computed. Return True if its prompt is complete.
 
-        In that case the caller has to call `join` or `end`.
+        The last prompt token also produces the first token of the answer. If the result is True, the caller has to call `join` or `end`.
         """
         attempt.computed += tokens
         if attempt.computed < attempt.prompt_tokens:
@@ -212,7 +213,7 @@ class BatchScheduler(Generic[Name]):
         return True
 
     def join(self, attempt: BatchedAttempt[Name]) -> None:
-        """Let an attempt whose prompt is complete run."""
+        """Add an attempt whose prompt is complete to the running attempts."""
         self.running[attempt] = None
         attempt.begun_at = self.steps - attempt.generated
         self.context += attempt.job.prompt_tokens + attempt.generated
@@ -223,18 +224,21 @@ class BatchScheduler(Generic[Name]):
         return self.steps - attempt.begun_at if attempt in self.running else attempt.generated
 
     def schedule(self, heap: DueHeap[Name], attempt: BatchedAttempt[Name], generated: int) -> None:
-        """Add a running attempt to a heap, for the step at which its answer has the given length."""
+        """Add a running attempt to a heap. It will be due at the step at which its answer has `generated` tokens."""
         heappush(heap, (attempt.begun_at + generated, attempt.admitted, attempt))
 
     def due(self, heap: DueHeap[Name]) -> Iterator[BatchedAttempt[Name]]:
-        """Remove and yield the running attempts of a heap whose step has been reached."""
+        """Remove the attempts that are due from a heap, and yield those that still run."""
         while heap and heap[0][0] <= self.steps:
             _, admitted, attempt = heappop(heap)
             if attempt in self.running and attempt.admitted == admitted:
                 yield attempt
 
     def steps_to(self, heap: DueHeap[Name]) -> int | None:
-        """Return the number of steps until the first attempt of a heap is due (0 or less: now); None if all have left."""
+        """Return the number of steps until the first attempt of a heap is due; 0 or less if it is due now.
+
+        Return None if no attempt of the heap is running.
+        """
         while heap:
             due, admitted, attempt = heap[0]
             if attempt in self.running and attempt.admitted == admitted:
@@ -243,7 +247,7 @@ class BatchScheduler(Generic[Name]):
         return None
 
     def steps_to_growth(self) -> int | None:
-        """Return the number of steps until an attempt needs a block; None if all attempts end before."""
+        """Return the number of steps until a running attempt needs one more block. Return None if all end before they need one."""
         return self.steps_to(self._grows)
 
     def _admit(self) -> None:
@@ -258,7 +262,7 @@ class BatchScheduler(Generic[Name]):
             attempt = waiting[0][2]
             if self._may_admit is not None and not self._may_admit(attempt.job):
                 return
-            # At least one token has to be computed (rule 3).
+            # The last token of the prompt has to be computed (rule 3), so the block that contains it is not taken from the cache.
             reusable = (attempt.prompt_tokens - 1) // self._limits.block_tokens
             if not self.blocks.reserve(attempt, min(self.blocks.leading(attempt.job.keys), reusable)):
                 return
@@ -275,7 +279,7 @@ class BatchScheduler(Generic[Name]):
         self._computing.append(attempt)
 
     def _ask(self, attempt: BatchedAttempt[Name], supply: BlockSupply[Name]) -> bool:
-        """Ask the block supply and begin a fetch; return False if no block is worth fetching."""
+        """Call the block supply, and begin a fetch. Return False if no block is worth fetching."""
         attempt.asked = True
         here = len(attempt.held)
         coming = supply.offer(attempt.job, here)
@@ -313,7 +317,7 @@ class BatchScheduler(Generic[Name]):
         self.blocks.free(attempt)
 
     def check(self) -> None:
-        """Assert that the sums agree with the attempts, and that the attempts' blocks have room for all tokens."""
+        """Assert that counts and sums agree with the attempts, and that each attempt has blocks for all its tokens."""
         self.blocks.check(sum(attempt.own for attempt in (*self.attempts.values(), *self.kept.values())))
         assert self.waiting + len(self._computing) + len(self.running) == len(self.attempts)
         assert len(self._computing) + len(self.running) <= self._limits.max_running

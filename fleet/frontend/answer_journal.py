@@ -30,11 +30,11 @@ ENTRY_BYTES = 400  # memory for an answer besides its tokens
 
 
 class JournalEntry(Struct, frozen=True):
-    """Consecutive tokens of an answer."""
+    """Consecutive tokens of one answer, as routers note them and send them to each other."""
 
     key: AnswerKey
     turn: int  # how often the answer had been resumed when these tokens came
-    position: int  # number of tokens of the answer before these
+    position: int  # number of the answer's tokens before `token_ids`
     token_ids: Sequence[int]
 
 
@@ -45,7 +45,7 @@ class _Answer(Struct):
 
 
 class AnswerJournal:
-    """Answer journal of one router process. It holds tokens of this router's answers and of the peer routers' answers."""
+    """Keeps the tokens of answers that this router process or its peer routers serve."""
 
     def __init__(self, max_bytes: int, seconds: float, clock: Clock) -> None:
         """Create an empty journal.
@@ -61,7 +61,8 @@ class AnswerJournal:
         self._max_bytes = max_bytes
         self._keep = int(seconds * SECOND)
         self._clock = clock
-        self._answers: OrderedDict[AnswerKey, _Answer] = OrderedDict()  # longest without new tokens first
+        # The answers in the order of their latest tokens, oldest first.
+        self._answers: OrderedDict[AnswerKey, _Answer] = OrderedDict()
         self.held_bytes = 0
 
     def note(self, entry: JournalEntry) -> None:

@@ -1,4 +1,4 @@
-"""Overflow reports: what operators see of the hosted endpoints that take requests which a model's own workers cannot take."""
+"""Overflow reports: state of the hosted endpoints that take requests which a model's own workers cannot take."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -13,7 +13,7 @@ class OverflowOutcome(StrEnum):
     """Outcome of a request that the router rejected for load and that may overflow to a hosted endpoint."""
 
     SERVED = "served"
-    LIMIT_SPENT = "limit_spent"  # its estimated cost exceeded what the spending limit leaves
+    LIMIT_SPENT = "limit_spent"  # the rest of the spending limit was less than the estimated cost
     CLOSED = "closed"  # the endpoint failed lately, or runs as many requests as allowed
     FAILED = "failed"  # the endpoint gave no answer
     BROKEN = "broken"  # the answer broke off, the client disconnected, or the deadline passed
@@ -56,14 +56,14 @@ class OverflowState(Struct, frozen=True, kw_only=True):
     """Spending limit for one hour."""
 
     trouble: str
-    """Why the endpoint gets no requests now; empty if it gets requests."""
+    """The reason why the endpoint gets no requests now; empty if it gets requests."""
 
 
 class OverflowReports(Protocol):
     """Port to the reports of one router process about its hosted endpoints."""
 
     def explained(self, request_id: RequestId) -> OverflowRecord | None:
-        """Return the outcome of a rejected request; None if the request was not rejected, or so long ago that it is forgotten."""
+        """Return the outcome of a rejected request; None if it was not rejected, or if the outcome is forgotten."""
         ...
 
     def status(self) -> tuple[OverflowState, ...]:

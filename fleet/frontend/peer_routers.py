@@ -9,7 +9,7 @@ from fleet.v1 import control_pb2, selection_pb2
 
 
 class PeerRoutersApi(Protocol):
-    """The peer routers of this router, as the frontends need them."""
+    """Port to the peer routers, with the methods that the frontends and the selection service need."""
 
     async def explained(self, request_id: RequestId) -> control_pb2.ExplainResponse | None: ...
 

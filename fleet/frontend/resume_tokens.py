@@ -7,9 +7,9 @@ Rules:
 2. The token names the request, the tenant, the prompt (by a digest) and the weights that began the answer. It is not
    accepted for another tenant, for another prompt, or after its lifetime. It does not contain the tokens of the answer. The
    client sends them, which is safe, because the client could also write them into a prompt.
-3. The first router has charged the tenant for the request and its prompt, so a resumption is free. This holds for the first
-   use of a token on a router, and for `MAX_FREE_RESUMES` resumptions of one request. Further ones are charged like new
-   requests, so that no client gets prompts computed for free.
+3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But only the
+   first use of a token on a router is free, and only `MAX_FREE_RESUMES` resumptions of one request. Further ones are
+   charged like new requests, because otherwise clients could have prompts computed for free.
 4. Without a common secret, tokens are signed with a key that is no secret. They are then issued only if clients have no API
    keys, which is only done in closed networks.
 """
@@ -34,7 +34,7 @@ NO_RESUME_TOKENS = (
     " prompt_secret or tenant_secret on all routers"
 )
 MAX_FREE_RESUMES = 8
-MAX_REMEMBERED_USES = 65_536  # memory: about 150 bytes for each used token
+MAX_REMEMBERED_USES = 65_536  # maximum number of remembered tokens that were used; each takes about 150 bytes
 MAX_TOKEN_CHARACTERS = 4096
 _MAC_BYTES = 16
 _PURPOSE = b"fleet resume token 1"
@@ -43,9 +43,9 @@ _PURPOSE = b"fleet resume token 1"
 class ResumeClaims(Struct, frozen=True, array_like=True):
     """Content of a resume token: the facts that the router signs."""
 
-    request_id: RequestId  # id of the first request
+    request_id: RequestId  # id of the original request, which began the answer
     tenant: str
-    issued: int  # when the first request came, Unix time in seconds
+    issued: int  # when the original request arrived, Unix time in seconds
     resumes: int  # how often the answer was resumed before this token
     prompt: bytes  # digest of model and prompt (`prompt_digest`)
     answer: int  # 64 random bits that identify the answer at all routers
@@ -53,7 +53,10 @@ class ResumeClaims(Struct, frozen=True, array_like=True):
 
     @property
     def next_id(self) -> RequestId:
-        """The id of the request that resumes the answer. The broken stream, which may not have ended yet, has another id."""
+        """The id of the request that resumes the answer.
+
+        It differs from that of the broken stream, which may still run.
+        """
         return RequestId(f"{self.request_id[:120]}.r{self.resumes + 1}")
 
 

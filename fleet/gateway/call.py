@@ -39,7 +39,7 @@ PLACED = (CHAT, COMPLETIONS, EMBEDDINGS)
 
 
 class PickerContext(Struct, kw_only=True):
-    """State that all calls of a picker share."""
+    """Settings, services and counters that all calls of an endpoint picker share."""
 
     settings: EndpointPickerSettings
 
@@ -48,22 +48,22 @@ class PickerContext(Struct, kw_only=True):
 
     prompts: PromptReaderApi
     held_bytes: int = 0
-    """Number of body bytes that all calls keep in memory."""
+    """Number of bytes of request bodies that all calls together keep in memory."""
 
 
 class PickerStage(Enum):
-    """Stage of one HTTP request, as its gateway reports it."""
+    """Stage of one HTTP request, which follows from the messages of its gateway."""
 
     NEW = auto()
     BODY = auto()  # the body of the request arrives in pieces
-    SENT = auto()  # the endpoint was picked, and the request went to it
-    ANSWER = auto()  # the body of the answer passes in pieces
+    SENT = auto()  # the endpoint was picked, and the gateway has sent the request to it
+    ANSWER = auto()  # the body of the answer passes through the picker in pieces
     OVER = auto()
 
 
 TAKEN: Mapping[PickerStage, frozenset[str]] = {
     PickerStage.NEW: frozenset({"request_headers"}),
-    # The gateway may answer the client itself before the request is complete.
+    # Answers are allowed, because the gateway may answer the client itself before the request is complete.
     PickerStage.BODY: frozenset({"request_body", "request_trailers", "response_headers"}),
     PickerStage.SENT: frozenset({"response_headers"}),
     PickerStage.ANSWER: frozenset({"response_body", "response_trailers"}),
@@ -75,7 +75,7 @@ PickerAnswers = list[pb.ProcessingResponse]
 
 
 class PickerCall:
-    """One HTTP request of a gateway and its answer."""
+    """Handles one HTTP request of a gateway: picks its endpoint, and counts the tokens of its answer."""
 
     def __init__(self, desk: PickerContext) -> None:
         self._desk = desk
@@ -83,13 +83,14 @@ class PickerCall:
         self._due = asyncio.get_running_loop().time() + desk.settings.body_seconds
         self._refused = False
         self._own = False  # True if the request goes unchanged to the router's own endpoint
-        self._streamed = True  # True if the gateway sends the client the answer bytes that the picker returns
+        # True if the gateway sends the client the bytes that the picker returns; False if it only waits for permission.
+        self._streamed = True
         self._tells_answer = True
         self._path = ""
         self._authorization = ""
         self._subset: tuple[str, ...] | None = None
         self._body = bytearray()
-        self._endpoint = ""  # the picked endpoint
+        self._endpoint = ""  # the endpoint to which the request went; empty: none was picked yet
         self._arrived: Arrived | None = None
         self._booking: SelectedRequest | None = None
         self._counter: AnswerCounter | None = None
@@ -111,7 +112,7 @@ class PickerCall:
                 return
             message = parse_message(pb.ProcessingRequest, content)
             if message.observability_mode:
-                continue  # the gateway only observes and ignores responses
+                continue  # in this mode the gateway only reports messages and ignores responses
             for response in await self._heard(message):
                 await send_message(context, response)
 
@@ -267,7 +268,7 @@ class PickerCall:
         return [self._endpoint, *(endpoints[each] for each in others if each in endpoints)], ""
 
     def _let_go(self) -> None:
-        """Drop the body and subtract its size from the number of bytes in memory."""
+        """Drop the request's body, and subtract its size from `PickerContext.held_bytes`."""
         self._desk.held_bytes -= len(self._body)
         self._body = bytearray()
 
@@ -301,7 +302,7 @@ class PickerCall:
 
     def _report(self, *, prefilled: bool, tokens: int = 0) -> None:
         if self._booking is not None:
-            told = min(tokens, MAX_REPORTED)  # limit the number, because a server may report any
+            told = min(tokens, MAX_REPORTED)  # limited, because a server may report any number
             if not self._desk.selection.report(self._booking, prefilled=prefilled, answer_tokens=told):
                 self._booking = None
 
@@ -335,14 +336,14 @@ def _api_path(path: str) -> str:
     return next((each for each in PLACED if path.endswith(each)), path)
 
 
-TAIL_BYTES = 512  # bytes kept from the end of an answer that is not streamed; they contain its usage
+TAIL_BYTES = 512  # number of bytes kept from the end of an answer that is not streamed; the usage is in them
 
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')
 _EVENT = b"data: {"
 
 
 class AnswerCounter:
-    """Counts the tokens of an answer: one for each event of a streamed answer, otherwise the usage that it reports."""
+    """Counts the tokens of an answer: one for each event of a stream; otherwise the number in the usage."""
 
     def __init__(self) -> None:
         self.events = False
@@ -354,7 +355,7 @@ class AnswerCounter:
         text = self._tail + piece
         if self.events:
             new = text.count(_EVENT)
-            # Keep what may be the beginning of the next event, but no event that was already counted.
+            # Keep the bytes that may begin the next event, but none of an event that was counted already.
             self._tail = text[-(len(_EVENT) - 1) :]
         else:
             said = _COMPLETION_TOKENS.findall(text)

@@ -17,23 +17,23 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class PickerLeadership(Protocol):
-    """Port for the choice of one leader among pickers that do not know each other's reservations."""
+    """Port to the election of one leader among several endpoint pickers (rule 6 of `endpoint_picker.py`)."""
 
     def leads(self) -> bool:
-        """Return True if this picker is the leader, which gateways should ask."""
+        """Return True if this picker is the leader, which gateways should call."""
         ...
 
     def follows(self) -> bool:
-        """Return True if another picker is known to lead."""
+        """Return True if this picker knows that another picker leads."""
         ...
 
     async def resign(self) -> None:
-        """Give up the leadership, and wait until another picker leads, a few seconds at most."""
+        """Resign as leader. Wait until another picker leads, but at most a few seconds."""
         ...
 
 
 class SolePicker:
-    """Leadership of the only picker. Implements `PickerLeadership`."""
+    """Says that this endpoint picker always leads, because there is no other one. Implements `PickerLeadership`."""
 
     def leads(self) -> bool:
         return True
@@ -49,12 +49,12 @@ class PickerEndpoints:
     """Knows the endpoints of the router's workers, and decides which of them a gateway's request may use."""
 
     def __init__(self, settings: EndpointPickerSettings, router: RouterApi, standing: PickerLeadership) -> None:
-        """Prepare the endpoints.
+        """Create the object.
 
         Args:
             settings: How gateways reach workers.
             router: The router, which knows the workers and their addresses.
-            standing: Tells whether this picker leads.
+            standing: The election, which decides whether this picker leads.
         """
         self._settings = settings
         self._own_endpoint = settings.own_endpoint
@@ -63,7 +63,7 @@ class PickerEndpoints:
         self._leaving = False
 
     def ready(self) -> bool:
-        """Return True if a request that arrived now would find a worker here."""
+        """Return True if this picker leads, is not leaving, and its router has a worker for at least one model."""
         return self._standing.leads() and not self._leaving and bool(self._router.models())
 
     async def leave(self) -> None:
@@ -81,7 +81,7 @@ class PickerEndpoints:
             subset: The endpoints that the gateway allows; None: all.
 
         Raises:
-            RequestRejected: There is no such worker.
+            RequestRejected: The gateway allows no endpoint of a worker.
         """
         port = self._settings.target_port
         every = {worker_id: endpoint_at(address, port) for worker_id, address in self._router.addresses().items()}

@@ -29,7 +29,8 @@ LONGEST_ENDPOINT = 64
 KNOWN_ENDPOINTS = 4096
 
 PIECE_BYTES = 62 * 1024
-"""Largest piece of a body in bytes. Envoy recommends at most 64 KiB, including the message around the piece."""
+"""Maximum length of a piece of a body in bytes. Envoy recommends at most 64 KiB, including the message around the
+piece."""
 
 _OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
@@ -44,7 +45,10 @@ def headers_of(message: pb.HttpHeaders, wanted: Sequence[str]) -> dict[str, str]
 
 
 def subset_of(message: pb.ProcessingRequest) -> tuple[str, ...] | None:
-    """Return the endpoints that the gateway allows; None: all. A hint that is neither a text nor a list allows none."""
+    """Return the endpoints that the gateway allows; None: all.
+
+    A value that is neither a text nor a list allows none.
+    """
     hint = _field(message, SUBSET_NAMESPACE, SUBSET)
     if hint is None:
         return None

@@ -7,7 +7,7 @@ Rules:
    Lease back and serves until another picker has it.
 2. The holder stops leading when it could not renew the Lease for two thirds of the duration, so at most one picker
    leads at any time. A picker that does not lead rejects requests only while it knows another holder. So if the API
-   server cannot be reached, pickers are not ready but still answer.
+   server cannot be reached, the pickers report that they are not ready, but still pick endpoints for requests.
 3. If the settings name a Service, the holder is the only endpoint of this Service. So gateways find the leader, while
    all routers stay ready for other clients and for Deployments, disruption budgets and autoscalers. The Lease owns the
    EndpointSlice, so both are removed together.
@@ -34,16 +34,20 @@ log = logging.getLogger(__name__)
 
 AGENT = "fleet-picker"
 SLICE = ApiKind(endpoint_slices.GROUP, endpoint_slices.VERSION, endpoint_slices.PLURAL, endpoint_slices.KIND)
-WRITTEN_ANEW = Nanos(60 * SECOND)  # the EndpointSlice is written again after this time, in case somebody has removed it
+# The EndpointSlice is written again after this time, because somebody may have removed it.
+WRITTEN_ANEW = Nanos(60 * SECOND)
 
 
 class LeaseCandidate:
-    """One picker that takes part in the leader election. Implements `fleet.gateway.endpoints.PickerLeadership`."""
+    """Takes part in the leader election for one endpoint picker.
+
+    Implements `fleet.gateway.endpoints.PickerLeadership`.
+    """
 
     def __init__(
         self, settings: PickerLease, namespace: str, cluster: KubernetesApi, clock: Clock, wall: WallClock
     ) -> None:
-        """Prepare the election; nothing is read from the API server yet.
+        """Create a candidate; nothing is read from the API server yet.
 
         Args:
             settings: The Lease, and the identity of this candidate.
@@ -91,7 +95,7 @@ class LeaseCandidate:
         if not self._resigned.is_set():
             self._resigned.set()
             led = self.leads()
-            await self._ended.wait()  # otherwise the running election would take the Lease again
+            await self._ended.wait()  # wait, because a running election would take the Lease again
             await self._leader.give_back()
             if led:
                 await self._succeeded()
@@ -115,7 +119,8 @@ class LeaseCandidate:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause):
                     await self._leader.changed.wait()
-            if self._leader.changed.is_set():  # the event may also have been set just when the wait timed out
+            # Also checked after a timeout, because the event may have been set in the same moment.
+            if self._leader.changed.is_set():
                 self._leader.changed.clear()
                 written = None
             now = self._clock.now()

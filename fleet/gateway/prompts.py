@@ -16,7 +16,7 @@ from fleet.router.tenants import Tenants
 
 
 class PromptReaderApi(Protocol):
-    """Port that reads the requests of gateways."""
+    """Port that reads the bodies of gateways' requests, and charges tenants for the answers."""
 
     async def arrival(self, path: str, body: bytes, authorization: str) -> Arrived:
         """Return what placement needs to know of a request.

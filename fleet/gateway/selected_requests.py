@@ -16,11 +16,11 @@ from fleet.router.state.live_requests import request_of
 TOKEN = 0  # placeholder for each token of an answer; only the proxy knows the real tokens
 
 Holder = tuple[str, ModelName]
-"""Name of the caller that holds leases, and the model for which it holds them."""
+"""The name of a caller that has selection leases, and the model of the selected requests."""
 
 
 class SelectedRequest:
-    """One selected request and its lease. Implements `fleet.router.server.RequestListener`."""
+    """Keeps one selected request and its selection lease. Implements `fleet.router.server.RequestListener`."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class SelectedRequest:
         self.lease_seconds = lease_seconds
         self.placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.work: tuple[WorkerId, Start] | None = None
-        self.decode = WorkerId("")  # the decode worker that the caller was told
+        self.decode = WorkerId("")  # the decode worker in the answer to the caller
         self._end = end
         self._handed_over = False
         self._answered = 0  # number of answer tokens that were reported
@@ -47,12 +47,13 @@ class SelectedRequest:
             self._end(self)
 
     def begun(self, worker_id: WorkerId, start: Start) -> None:
-        """Record that the router starts an attempt; end the lease if the caller does not know of its worker.
+        """Record that the router starts an attempt; end the lease if the caller does not know the attempt's worker.
 
-        An attempt is expected when the request is placed, and when it goes on at the decode worker that the caller was
-        told.
+        The caller knows the workers of the first placement: the first attempt, and after a prefill the attempt on the
+        decode worker in the answer to the caller.
         """
-        as_told = self._handed_over and worker_id == self.decode  # False if the decode worker was lost meanwhile
+        # False if the router had to choose another decode worker.
+        as_told = self._handed_over and worker_id == self.decode
         lost = self.work is not None and not as_told
         self.work, self._handed_over = (worker_id, start), False
         if lost:
@@ -70,9 +71,9 @@ class SelectedRequest:
             self._lease.cancel()
 
     def prefilled(self, decision: Decision) -> WorkerStepped | None:
-        """Return the event that the prefill worker would send at the end of its phase; None if none is due.
+        """Return the event that the prefill worker would send at the end of its phase.
 
-        None is due if the request has no prefill worker, or if the event was returned before.
+        Return None if the request has no prefill worker, or if the event was returned before.
         """
         assert self.work is not None
         worker_id, start = self.work
@@ -85,7 +86,7 @@ class SelectedRequest:
         return WorkerStepped(worker_id=worker_id, progress=(done,))
 
     def answered(self, tokens: int) -> WorkerStepped:
-        """Return the event that the answering worker would send for these tokens, up to the request's `max_tokens`."""
+        """Return the event that a worker would send for this many answer tokens, up to the request's `max_tokens`."""
         assert self.work is not None
         worker_id, start = self.work
         told = min(tokens, start.sampling.max_tokens - self._answered)

@@ -3,16 +3,16 @@
 Rules:
 
 1. To the router, a selected request is like any other: it is placed and reserved in one step, waits if all workers are
-   busy, can be explained, and counts as load. Only its attempts are not sent to workers: `SelectionAwareWorkers` holds
-   them back.
+   busy, can be explained, and counts as load. The only difference is that its attempts are not sent to the workers:
+   `SelectionAwareWorkers` keeps them.
 2. The reservation lasts as long as its lease. Each report renews the lease. If nobody renews it, the request ends as if
    its client had disconnected.
 3. If one of the request's workers is lost, the lease ends, because only the proxy knows where the request really runs.
 4. A lease belongs to the router that gave it. Several routers may share a port, so a call about a lease that this
    router does not know is passed on to the other routers.
-5. Callers are trusted, but may have bugs. Therefore a lease lasts at most `SelectionSettings.max_lease_ms`, and one
-   caller's leases may occupy only its share of the workers' places. A call above that share is rejected
-   (RESOURCE_EXHAUSTED) and may be retried.
+5. Callers are trusted, but may have bugs. Therefore a lease lasts at most `SelectionSettings.max_lease_ms`, and the
+   leases of one caller may occupy only a limited share of the workers' batch places. A call above that share is
+   rejected (RESOURCE_EXHAUSTED) and may be retried.
 6. `uncached_tokens` reveals whether the tenant has sent the same prompt before. Therefore this service is only on the
    control port, which clients do not reach.
 """
@@ -47,12 +47,12 @@ SERVICE = "fleet.v1.Selection"
 
 DEFAULT_LEASE_MS = 30_000
 DEFAULT_WAIT_MS = 10_000
-MAX_REPORTED = 65_536  # most answer tokens in one report
+MAX_REPORTED = 65_536  # maximum number of answer tokens in one report
 RETRY_AFTER_MS = 1000
 
 
 class SelectionService:
-    """The gRPC service `fleet.v1.Selection` of one router, and the selections of its endpoint picker."""
+    """Serves `fleet.v1.Selection` for one router, and keeps all selected requests, also the endpoint picker's."""
 
     def __init__(
         self, router: RouterApi, workers: SelectionAwareWorkers, settings: SelectionSettings, *, tenant_secret: bytes
@@ -62,7 +62,7 @@ class SelectionService:
         self.bookings = workers.bookings
         self._held: Counter[Holder] = Counter()
         self._tenant_secret = tenant_secret
-        self.others: PeerRoutersApi | None = None  # asks the other routers of the cluster; None: there are none
+        self.others: PeerRoutersApi | None = None  # the other routers of the cluster; None: there are none
 
     def add(self, server: GrpcServerApi) -> None:
         methods = {
@@ -75,7 +75,7 @@ class SelectionService:
     def drain(self) -> None:
         """End all leases of placed requests, because leases cannot outlive this process."""
         for booking in list(self.bookings.values()):
-            # A request that is not placed yet ends with its caller's call.
+            # Requests that still wait for placement are skipped; they end together with the calls of their callers.
             if booking.placed.done():
                 self.end(booking)
 
@@ -87,11 +87,11 @@ class SelectionService:
         Args:
             arrived: The request, marked as external.
             lease_seconds: Time after which the lease ends unless it is renewed.
-            wait_seconds: Longest wait while all workers are busy.
-            caller: The caller whose share of the places the request uses; empty: no share is counted.
+            wait_seconds: Maximum wait while all workers are busy.
+            caller: The caller whose share of batch places the request uses (rule 5); empty: no share is counted.
 
         Raises:
-            RequestRejected: No worker can serve it.
+            RequestRejected: No worker can serve the request.
             TimeoutError: No worker had room in time.
         """
         booking = self._opened(arrived, lease_seconds, (caller, arrived.model) if caller else None)
@@ -107,7 +107,7 @@ class SelectionService:
         """Place and reserve a request if a worker has room now; never wait.
 
         Raises:
-            RequestRejected: No worker can serve it now.
+            RequestRejected: No worker can serve the request now.
         """
         booking = self._opened(arrived, lease_seconds)
         busy = RequestRejected(Reason.QUEUE_FULL, "all workers are busy", retry_after_ms=RETRY_AFTER_MS)
@@ -158,9 +158,9 @@ class SelectionService:
         """Report the progress of a selected request and so renew its lease; return False if the lease has ended.
 
         Args:
-            booking: The request.
-            prefilled: True if the prompt is computed.
-            answer_tokens: Answer tokens since the last report.
+            booking: The selected request.
+            prefilled: True if its prompt has been computed.
+            answer_tokens: Number of answer tokens since the last report.
         """
         decision = self._router.decision(booking.request_id)
         if self.bookings.get(booking.request_id) is not booking or decision is None:
@@ -184,7 +184,7 @@ class SelectionService:
             del self._held[holder]
 
     def reported(self, report: pb.ReportRequest) -> pb.ReportResponse | None:
-        """Handle a report about a lease; return the response, or None if this router has no such lease."""
+        """Handle a report about a lease; return the response, or None if this router did not give the lease."""
         booking = self.bookings.get(RequestId(report.lease_id))
         if booking is None or not self.report(booking, prefilled=report.prefilled, answer_tokens=report.answer_tokens):
             return None

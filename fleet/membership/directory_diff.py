@@ -3,9 +3,10 @@
 Rules:
 
 1. A listing is complete: a worker that was known before and is missing in it has been withdrawn.
-2. A lease starts when this process sees its renewal, by the clock of this process. A record that is seen again without
-   a change has not been renewed, also in a listing. So a record that nobody renews is a member for one lease at most.
-3. If the directory itself removes records whose lease has ended, every record that it contains counts as renewed.
+2. A lease starts when this process sees its renewal, by the clock of this process. If a record is seen again without a
+   change, in a listing or elsewhere, its lease has not been renewed. So the worker of a record that nobody renews is a
+   member for one lease at most.
+3. If the directory itself removes records whose lease has ended, every record that it still contains counts as renewed.
 """
 
 from typing import assert_never
@@ -22,7 +23,7 @@ from fleet.membership.messages import (
 
 
 class DirectoryDiff:
-    """Keeps the last seen record of each worker in a directory, and turns readings into membership events."""
+    """Turns readings of a directory into membership events, by comparing them with the last record of each worker."""
 
     def __init__(self) -> None:
         self._seen: dict[WorkerId, RecordSeen] = {}

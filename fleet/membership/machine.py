@@ -5,9 +5,9 @@ Rules:
 1. A worker is a member from its registration until its lease ends, it deregisters, or another incarnation takes its
    place. Registering again renews the lease. The end of a lease ends no stream: attempts on the worker go on
    (`fleet.backends.workers.streams`, rule 3).
-2. A name belongs to one incarnation. While this router has a stream to a worker, the name belongs to the incarnation at
-   the other end of the stream. Without a stream, it belongs to the member until the member's lease ends. If another
-   incarnation registers under the name meanwhile, it gets `NameOccupied`, and nothing changes.
+2. The name of a worker belongs to one incarnation. While this router has a stream to a worker, the name belongs to the
+   incarnation with which the stream is open. Without a stream, the name belongs to the member until its lease ends. If
+   another incarnation registers under the name in this time, it gets `NameOccupied`, and nothing changes.
 3. A lease ends early if this router cannot reach the member (`MemberUnreachable`) and another incarnation registers
    under the name. So a killed process can be replaced at once. If the incarnation or the address of a member changes,
    everything that was known of the member becomes invalid. So the change is announced as a departure and an arrival.
@@ -19,12 +19,12 @@ Rules:
    until then, and a missing record is no departure. If a member was only found in the directory, changes of the
    directory count at once, unless this router has a stream to the member, because directories show renewals with a
    delay.
-6. A worker that another router announces is a member for the remaining time of its lease there. If another incarnation
-   is already a member here, the announcement is ignored, because the other router may not know of the change. The
-   incarnation that is alive renews its registration.
+6. A worker that another router announces becomes a member for the rest of the lease that it has at that router. If
+   another incarnation is already a member of this router, the announcement does not replace it, because the other
+   router may not know of a restart. The incarnation that is alive will renew its registration.
 7. A directory or another router repeats its announcements only rarely. Therefore an announcement for a name that
    belongs to another incarnation is kept as a claim until the claim's own lease ends. When the name becomes free, the
-   latest claim joins.
+   incarnation with the latest claim becomes a member.
 """
 
 from collections import deque
@@ -54,12 +54,13 @@ from fleet.membership.messages import (
 )
 from fleet.membership.settings import MembershipSettings
 
-# Most restarts of one worker that may overlap; a supervisor starts only one process at a time.
+# Maximum number of replaced incarnations of one worker that are remembered (rule 4). Few of them can run at the same
+# time, because a supervisor starts only one process at a time.
 REMEMBERED_INCARNATIONS = 8
 
 
 class NameClaim(Struct, frozen=True, kw_only=True):
-    """Claim of an incarnation to a name that belongs to another incarnation (rule 7)."""
+    """Remembers that an incarnation was announced under a name that belongs to another incarnation (rule 7)."""
 
     joined: MemberJoined
     lease_end: Nanos
@@ -68,12 +69,12 @@ class NameClaim(Struct, frozen=True, kw_only=True):
 
 
 class Member(Struct, kw_only=True):
-    """One member, the end of its lease, and what is known about its process."""
+    """State of one member: its address and incarnation, the end of its lease, and whether it can be reached."""
 
     joined: MemberJoined
     lease_end: Nanos
     registered_until: Nanos | None = None
-    """End of the lease that it got by registering; None: it was only found in a directory or announced by a router."""
+    """End of the lease that the member got by registering with this router; None: it has not registered here."""
 
     unreachable: bool = False
     """True if the last attempt of this router to reach the member failed."""
@@ -83,15 +84,15 @@ class Member(Struct, kw_only=True):
 
 
 class Membership:
-    """Membership machine of one router: turns registrations, records and stream events into joins and departures."""
+    """Decides for one router which workers are members, from registrations, directory records and stream events."""
 
     def __init__(self, settings: MembershipSettings) -> None:
         self.lease = Nanos(settings.lease_ms * MILLISECOND)
         self._members: dict[WorkerId, Member] = {}
         self._replaced: dict[WorkerId, deque[Incarnation]] = {}
-        # Incarnation of each open stream; a stream may last longer than the lease.
+        # For each worker with an open stream, its incarnation on the stream. A stream may last longer than the lease.
         self._connected: dict[WorkerId, Incarnation] = {}
-        # Latest claim to each name; a claim may last longer than the member.
+        # For each name, the latest claim to it. A claim may last longer than the present member with this name.
         self._claims: dict[WorkerId, NameClaim] = {}
 
     def handle(self, event: MembershipEvent, now: Nanos) -> list[MembershipCommand]:
@@ -187,7 +188,7 @@ class Membership:
         return joined.incarnation in self._replaced.get(joined.worker_id, ())
 
     def _occupied(self, joined: MemberJoined, now: Nanos) -> NameOccupied | None:
-        """Return the rejection of a registration if another incarnation holds the name (rules 2 and 3), else None."""
+        """Return a rejection if the name belongs to another incarnation (rules 2 and 3), else None."""
         worker_id, incarnation = joined.worker_id, joined.incarnation
         known = self._members.get(worker_id)
         connected = self._connected.get(worker_id)
@@ -203,7 +204,7 @@ class Membership:
         return NameOccupied(worker_id=worker_id, incarnation=incarnation, holder=known.joined.address, lease=left)
 
     def _take_claim_up(self, worker_id: WorkerId, now: Nanos) -> list[MembershipCommand]:
-        """Let the worker with the claim to a name join if the name is free (rule 7)."""
+        """If a name is free now and an incarnation has a claim to it, make this incarnation a member (rule 7)."""
         claim, known = self._claims.get(worker_id), self._members.get(worker_id)
         if claim is None:
             return []
@@ -216,7 +217,7 @@ class Membership:
         return self._join(claim.joined, claim.lease_end, registered=claim.registered)
 
     def _join(self, joined: MemberJoined, lease_end: Nanos, *, registered: bool) -> list[MembershipCommand]:
-        """Start or renew a membership until `lease_end`.
+        """Start the membership of an incarnation, or renew it, until the instant `lease_end`.
 
         The caller has checked that the name is free for the incarnation.
         """
@@ -248,7 +249,8 @@ class Membership:
         if known is not None and known.joined.incarnation != event.incarnation:
             return []
         if known is not None or self._connected.get(event.worker_id) == event.incarnation:
-            self._connected.pop(event.worker_id, None)  # the worker gives up its name, although its stream may continue
+            # The worker has given up its name, although its stream may stay open.
+            self._connected.pop(event.worker_id, None)
         return self._take_claim_up(event.worker_id, now) if known is None else self._leave(event.worker_id, now)
 
     def _withdraw(self, event: RecordWithdrawn, now: Nanos) -> list[MembershipCommand]:
@@ -266,7 +268,7 @@ class Membership:
     def _connect(self, event: WorkerStreamOpened, now: Nanos) -> list[MembershipCommand]:
         self._connected[event.worker_id] = event.incarnation
         known = self._members.get(event.worker_id)
-        if known is not None:  # the stream may have reached another process at the member's address
+        if known is not None:  # another process at the member's address may have answered
             known.unreachable = known.joined.incarnation != event.incarnation
         return self._take_claim_up(event.worker_id, now)
 
@@ -284,7 +286,10 @@ class Membership:
         return [change for worker_id in ended for change in self._leave(worker_id, now)]
 
     def _leave(self, worker_id: WorkerId, now: Nanos) -> list[MembershipCommand]:
-        """Remove a member, forget its replaced incarnations to limit memory, and let a claimant of the name join."""
+        """Remove a member and forget its replaced incarnations.
+
+        If there is a claim to its name, let that incarnation join.
+        """
         del self._members[worker_id]
         self._replaced.pop(worker_id, None)
         return [MemberLeft(worker_id=worker_id), *self._take_claim_up(worker_id, now)]

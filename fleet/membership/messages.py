@@ -8,7 +8,7 @@ from fleet.core.ids import Incarnation, WorkerId
 
 
 class Register(Struct, frozen=True, kw_only=True):
-    """A worker registers, or renews its registration."""
+    """Event: a worker registers, or renews its registration."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -26,7 +26,7 @@ class Deregister(Struct, frozen=True, kw_only=True):
 
 
 class DirectoryRenewal(Struct, frozen=True, kw_only=True):
-    """A directory contains a worker whose lease was just renewed."""
+    """Event: a directory contains the record of a worker, and the worker has just renewed its lease."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -35,7 +35,7 @@ class DirectoryRenewal(Struct, frozen=True, kw_only=True):
 
 
 class Registration(Struct, frozen=True, kw_only=True):
-    """A worker is registered with another router; `lease` is the remaining time of its lease there."""
+    """Event: a worker is registered with another router. `lease` is the remaining time of its lease at that router."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -44,34 +44,34 @@ class Registration(Struct, frozen=True, kw_only=True):
 
 
 class RecordWithdrawn(Struct, frozen=True, kw_only=True):
-    """A directory no longer contains the record of a worker."""
+    """Event: a directory no longer contains the record of a worker."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 class WorkerStreamOpened(Struct, frozen=True, kw_only=True):
-    """The router's stream to a worker is open, and the worker has stated its incarnation."""
+    """Event: the router's stream to a worker has opened, and the worker has stated its incarnation."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 class WorkerStreamClosed(Struct, frozen=True, kw_only=True):
-    """The router's stream to a worker has ended; the worker itself may still run."""
+    """Event: the router's stream to a worker has ended. The worker itself may still run."""
 
     worker_id: WorkerId
 
 
 class MemberUnreachable(Struct, frozen=True, kw_only=True):
-    """A member cannot be reached: it did not answer, or sent nothing for longer than the heartbeat timeout."""
+    """Event: the router cannot reach a member, which did not answer, or sent nothing for longer than the heartbeat timeout."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
 class MembershipTicked(Struct, frozen=True, kw_only=True):
-    """Time passed, so leases may have ended."""
+    """Event: time has passed, so leases may have ended."""
 
 
 ReachabilityEvent = WorkerStreamOpened | WorkerStreamClosed | MemberUnreachable
@@ -106,8 +106,8 @@ class NameOccupied(Struct, frozen=True, kw_only=True):
     """Address of the process that has the name; empty if unknown."""
 
     lease: Nanos | None
-    """Remaining time of that process's lease; None: it has a stream to this router and keeps the name as long as the
-    stream lasts.
+    """Remaining time of that process's lease. None: the process has a stream to this router, and keeps the name until
+    the stream ends.
     """
 
 
@@ -117,7 +117,7 @@ MembershipCommand = MembershipChange | RegistrationRefusal
 
 
 class RecordSeen(Struct, frozen=True, kw_only=True):
-    """The directory contains this record."""
+    """Reading of a directory: it contains this record."""
 
     record: WorkerRecord
     renewal: str | None = None
@@ -127,13 +127,13 @@ class RecordSeen(Struct, frozen=True, kw_only=True):
 
 
 class RecordMissing(Struct, frozen=True, kw_only=True):
-    """The directory no longer contains a record of this worker."""
+    """Reading of a directory: it no longer contains a record of this worker."""
 
     worker_id: WorkerId
 
 
 class DirectoryListing(Struct, frozen=True, kw_only=True):
-    """The complete content of the directory."""
+    """Reading of a directory: all records that the directory contains."""
 
     all: tuple[RecordSeen, ...]
 

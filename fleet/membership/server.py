@@ -31,26 +31,26 @@ from fleet.membership.settings import MembershipSettings
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_SECONDS = 0.1
-LONGEST_BACKOFF_SECONDS = 2.0  # longest pause between two attempts to read a directory
+LONGEST_BACKOFF_SECONDS = 2.0  # maximum pause between two attempts to read a directory, in seconds
 
 
 class RegistryServer:
-    """Registry of the workers of one cluster, kept in memory.
+    """Keeps the registry of the workers of one cluster in memory, and reports its changes.
 
-    Consumers of changes have no queues. Each consumer compares the members that it has reported with the present
-    members. So memory depends only on the number of members, even if a consumer is slow. If a worker leaves and returns
-    between two comparisons, a consumer sees one change or none.
+    There are no queues of changes. For each consumer of `membership`, the members that it knows are compared with the
+    present members. So memory depends only on the number of members, even if a consumer is slow. If a worker leaves and
+    returns between two comparisons, the consumer gets one change or none.
     """
 
     def __init__(self, settings: MembershipSettings, clock: Clock) -> None:
         self.machine = Membership(settings)
         self._clock = clock
         self._tick_seconds = settings.tick_ms / 1000
-        self._changed = asyncio.Event()  # event for the next change; a new one replaces it after each change
-        # Keeps the log short, because a rejected worker registers again twice a second.
+        self._changed = asyncio.Event()  # the next change sets this event, and replaces it by a new one
+        # Limits the log messages about rejected workers, which register again twice a second.
         self._refusals = LogDeduplicator()
         self.directory_reachable: bool | None = None
-        """True while the followed directory answers, False while it does not; None: no directory was read yet."""
+        """True while the directory answers, False while it does not; None: no directory was read yet."""
 
         self.followed = asyncio.Event()
         """Set as soon as the directory was read for the first time."""
@@ -60,7 +60,7 @@ class RegistryServer:
         return self.machine.lease // MILLISECOND
 
     def register(self, event: Register) -> RegistrationRefusal | None:
-        """Add or renew a member; return the rejection, or None if the registration was accepted."""
+        """Register a worker or renew its registration. Return None if it was accepted, else the rejection."""
         commands = self.machine.handle(event, self._clock.now())
         self._announce(commands)
         return next((command for command in commands if isinstance(command, RegistrationRefusal)), None)
@@ -82,7 +82,7 @@ class RegistryServer:
 
     @property
     def members(self) -> Mapping[WorkerId, MemberJoined]:
-        """The present members by id."""
+        """The present members, by the ids of the workers."""
         return self.machine.members
 
     async def run(self) -> Never:
@@ -123,7 +123,7 @@ class RegistryServer:
                 pause = min(2 * pause, LONGEST_BACKOFF_SECONDS)
 
     async def membership(self) -> AsyncIterator[MembershipChange]:
-        """Yield the present members, then each change; several consumers may iterate at the same time."""
+        """Yield the present members as arrivals, and then each change. Several consumers may iterate at the same time."""
         told: dict[WorkerId, MemberJoined] = {}
         while True:
             changed = self._changed

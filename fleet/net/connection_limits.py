@@ -4,15 +4,15 @@ Rules:
 
 1. A connection that waits for its client is in one of the groups of `WaitingFor`. A connection whose request is being
    served is never closed for another one.
-2. If the table is full, a new connection displaces a waiting one, which is closed. First come connections that have
-   waited for their client's next bytes for `GRACE_SECONDS`: silent ones, then closing ones, then incomplete heads. If
-   there is none, the connection that has waited longest is displaced, idle ones included; incomplete bodies come last.
-   The connections of one burst therefore do not displace each other while others have been idle for longer. If no
-   connection waits, the new one is refused.
+2. If the table is full, a new connection displaces a waiting one, which is closed. It is chosen first among connections
+   that have waited for their client's next bytes for `GRACE_SECONDS`: silent ones, then closing ones, then incomplete
+   heads. If there is none, the connection that has waited longest is displaced, idle ones included, and an incomplete
+   body only if nothing else waits. So the connections of one burst do not displace each other while others have been
+   idle for longer. If no connection waits, the new one is refused.
 3. One client address has a limited share of the connections. At that limit, a new connection displaces only connections
-   of its own address, so one address can never shut out another one.
+   of its own address, so one address can never shut out the clients of other addresses.
 4. Every operation takes constant time. The start of a request only sets a flag (`ConnectionSlot.served`). The search for
-   a connection to displace removes such connections from their groups, once per request.
+   a connection to displace removes connections with this flag from their groups, once per request.
 5. In each period a client must read all bytes that waited at the beginning of the period, or at least a minimum number
    of bytes (`SlowReader`). A client that reads one byte now and then is therefore disconnected like one that reads
    nothing. A client that reads a long answer over a slow network is not.
@@ -27,7 +27,7 @@ from typing import Generic, Protocol, TypeVar
 from msgspec import Struct
 
 GRACE_SECONDS = 1.0
-"""Time for which a connection may wait for its client's next bytes before it is displaced earlier than idle connections.
+"""A connection that has waited longer for its client's next bytes is displaced before any idle connection.
 
 The time covers several round trips around the world with a retransmission, and is a tenth of the default first-byte
 timeout.
@@ -37,11 +37,12 @@ ORDER_SECONDS = 0.1
 """Connections that began to wait within this time of each other may be displaced in any order. Therefore a connection
 whose requests follow each other quickly need not be moved within its group."""
 
-IPV6_NETWORK_BITS = 64  # bits of the network of one customer, usually; addresses with equal bits count as one
+# One customer usually has an IPv6 network of this many bits, so addresses with these bits in common count as one.
+IPV6_NETWORK_BITS = 64
 
 
 class WaitingFor(IntEnum):
-    """Groups of connections that may be displaced, in the order in which they are after `GRACE_SECONDS`."""
+    """Groups of connections that may be displaced, in the order of displacement after `GRACE_SECONDS`."""
 
     SILENT = 0
     """The client has never sent a byte."""
@@ -65,7 +66,7 @@ Client = TypeVar("Client")
 
 
 class ConnectionSlot(Generic[Client]):
-    """Slot of one connection in the table; `ConnectionTable.admit` makes it."""
+    """The slot of one connection in the table; `ConnectionTable.admit` creates it."""
 
     __slots__ = ("address", "client", "group", "left", "served", "since")
 
@@ -79,7 +80,7 @@ class ConnectionSlot(Generic[Client]):
         self.served = False
         """True while a request is being served. The connection sets it, and `ConnectionTable.mark_waiting` clears it."""
         self.left = False
-        """True after the slot was given up or displaced."""
+        """True after the slot was released or displaced."""
 
 
 class ConnectionAdmission(Struct, Generic[Client], frozen=True):
@@ -151,7 +152,7 @@ class ConnectionTable(Generic[Client]):
         slot.served = False
 
     def remove(self, slot: ConnectionSlot[Client]) -> None:
-        """Give up a slot. A second call has no effect."""
+        """Release a slot. A second call has no effect."""
         if slot.left:
             return
         slot.left = True
@@ -176,7 +177,7 @@ class ConnectionTable(Generic[Client]):
             assert since == sorted(since)
 
     def _next_to_displace(self, waiting: "_Groups[Client]", now: float) -> ConnectionSlot[Client] | None:
-        """Return the slot to give up next; None if every connection is being served."""
+        """Return the slot to displace next; None if every connection is being served."""
         longest: ConnectionSlot[Client] | None = None
         for group in _OWING:
             slot = self._longest_waiting(waiting, group)
@@ -213,7 +214,10 @@ class ConnectionTable(Generic[Client]):
 
 
 class _Groups(Generic[Client]):
-    """Slots by group, each group in the order of entry. A group takes memory only after its first use."""
+    """Keeps the slots of each group in the order in which they entered.
+
+    A group takes memory only after its first use.
+    """
 
     __slots__ = ("_members",)
 
@@ -256,7 +260,10 @@ class _ClientAddress(Generic[Client]):
 
 
 def client_key(peername: object) -> str:
-    """Return the key for counting: an IPv4 address, the /64 network of an IPv6 address, or "" for Unix sockets."""
+    """Return the key under which connections of one client are counted.
+
+    It is an IPv4 address, the /64 network of an IPv6 address, or "" for all clients over Unix sockets.
+    """
     if not isinstance(peername, tuple) or not peername:
         return ""
     host = str(peername[0])
@@ -269,7 +276,7 @@ def client_key(peername: object) -> str:
 
 
 class _Buffer(Protocol):
-    """The part of a transport that the counter needs."""
+    """The part of a transport that `WriteBufferCounter` needs."""
 
     def get_write_buffer_size(self) -> int: ...
 
@@ -297,14 +304,15 @@ class WriteBufferCounter:
 
 
 class SlowReader:
-    """Reading speed of one client. The owner calls `overdue` regularly with increasing times."""
+    """Decides whether one client reads too slowly. The owner calls `overdue` regularly, with increasing times."""
 
     __slots__ = ("_began", "_goal", "_min_bytes", "_period")
 
     def __init__(self, period: float, min_bytes: int) -> None:
         """Create the limit for a client that has nothing to read.
 
-        In each `period`, in the unit of the times given to `overdue`, the client must read `min_bytes` if as many wait.
+        In each `period`, the client must read `min_bytes`, or all waiting bytes if these are fewer. The period has the
+        same unit as the times given to `overdue`.
         """
         self._period = period
         self._min_bytes = min_bytes
@@ -316,8 +324,8 @@ class SlowReader:
 
         Args:
             now: The present time.
-            waiting: Bytes that the client could read and has not; 0 means that it reads.
-            written: All bytes ever given to the client. Bytes that never had to wait may be left out.
+            waiting: Number of bytes that wait for the client now; 0 means that the client has read everything.
+            written: Number of all bytes sent to the client so far. Bytes that never had to wait may be left out.
         """
         if not waiting:
             self._began = None

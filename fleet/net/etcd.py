@@ -32,10 +32,12 @@ OPTIONS = (
 
 
 class EtcdChannels:
-    """Owns one channel at a time: to the endpoint that answered last, or after a failure to the next endpoint."""
+    """Calls etcd over one channel: to the endpoint that answered last, or after a failure to the next endpoint."""
 
     def __init__(self, endpoints: Sequence[str], credentials: Credentials, section: str) -> None:
-        """Prepare without connecting. Without an authority there is no TLS; `section` names the settings section in messages.
+        """Create the object without connecting. Without an authority, TLS is not used.
+
+        Error messages name the settings section `section`.
 
         Raises:
             ConfigurationRefused: A file of `credentials` cannot be read.
@@ -59,7 +61,7 @@ class EtcdChannels:
         return self._channel
 
     async def call(self, ask: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T:
-        """Return the answer of an endpoint.
+        """Make a call to the present endpoint and return its answer.
 
         Raises:
             AioRpcError: The call failed; the details name a TLS cause if there is one. The next call goes to the next
@@ -75,7 +77,10 @@ class EtcdChannels:
         return answer
 
     async def _explained(self, error: grpc.aio.AioRpcError, at: str) -> grpc.aio.AioRpcError:
-        """Return the error with the endpoint's TLS failure, which is diagnosed once per outage."""
+        """Return the error, completed by the TLS failure of the endpoint if there is one.
+
+        It is diagnosed once per outage.
+        """
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return error
         if at not in self._causes:

@@ -8,7 +8,7 @@ from fleet.net.settings import ConnectionSettings
 
 log = logging.getLogger(__name__)
 
-LOG_INTERVAL_SECONDS = 60.0  # least time between two messages of one kind about one port
+LOG_INTERVAL_SECONDS = 60.0  # minimum time between two messages of one kind about one port
 TLS_HANDSHAKE = b"\x16\x03"  # first bytes of a client that speaks TLS (RFC 8446, 5.1)
 
 
@@ -55,7 +55,7 @@ class ClientLog:
         self._slow.client, self._waiting = client, waiting
 
     def note_bytes(self, client: str, data: bytes) -> None:
-        """Count a client whose bytes the port could not read, if they are those of a TLS handshake."""
+        """Count a client whose bytes the port could not parse, if they begin a TLS handshake."""
         if data.startswith(TLS_HANDSHAKE):
             self.tls_clients += 1
             self._tls.client = client
@@ -92,7 +92,7 @@ class ClientLog:
 
 
 class _LoggedCount:
-    """A count that is logged at most once in `LOG_INTERVAL_SECONDS`."""
+    """Counts the clients with one problem, and allows a log message once in `LOG_INTERVAL_SECONDS`."""
 
     def __init__(self) -> None:
         self.client = ""  # the client that was counted last

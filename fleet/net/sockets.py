@@ -4,8 +4,11 @@ import socket
 
 from fleet.core.errors import ConfigurationRefused
 
-UNSENT_BYTES = 16 << 10  # most bytes that the kernel buffers for a client, besides the bytes that are on the network
-BACKLOG = 4096  # most pending connections: Linux's default maximum, so that a burst delays no connection by a second
+# maximum number of unsent bytes that the kernel buffers for a client; bytes on the network do not count
+UNSENT_BYTES = 16 << 10
+# Maximum number of connections that wait to be accepted: Linux's default maximum; in a burst, further ones would be
+# delayed by a second.
+BACKLOG = 4096
 
 
 def split_listen_address(address: str) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Messages between routers: translation between Fleet's types and the protobuf messages of `fleet/v1/replica.proto`."""
+"""Messages between routers: translates between Fleet's types and the protobuf messages of `fleet/v1/replica.proto`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from struct import pack, unpack
@@ -20,19 +20,21 @@ from fleet.router.tenants import BucketLevels, TenantUsageDelta
 from fleet.v1 import control_pb2
 from fleet.v1 import replica_pb2 as pb
 
-PROMPTS_A_MESSAGE = 1000  # most prompts in one message; 4 MB if all have the maximum length
-MOST_AGE_MS = 0xFFFF_FFFF  # largest age that its field takes, 49 days; older prompts are sent with this age
-MEMBERS_A_MESSAGE = 1000  # most members in one message; about 100 kB
+PROMPTS_A_MESSAGE = 1000  # maximum number of prompts in one message; 4 MB if all have the maximum length
+# The maximum age of a prompt that the message's field can hold, 49 days; an older prompt is sent with this age.
+MOST_AGE_MS = 0xFFFF_FFFF
+MEMBERS_A_MESSAGE = 1000  # maximum number of members in one message; about 100 kB
 TOKENS_A_MESSAGE = 200_000  # number of answer tokens after which a message is sent; at most 1 MB
-ANSWER_TOKENS = 10  # the size of an answer's key and position in a message, counted in tokens
-BINDINGS_A_MESSAGE = 1000  # most session bindings in one message; 2 MB if all session names have the maximum length
+ANSWER_TOKENS = 10  # size of an answer's key and position, in tokens; it counts towards `TOKENS_A_MESSAGE`
+# maximum number of session bindings in one message; 2 MB if all session names have the maximum length
+BINDINGS_A_MESSAGE = 1000
 LATEST = 1 << 62  # the latest time that is accepted: nanoseconds of Unix time, in the year 2116
-MOST_TAKEN = 1e15  # most requests or tokens of one tenant in one message
-MOST_BLOCKS = 1e15  # most blocks of one router on a worker; the sum over any number of routers stays finite
+MOST_TAKEN = 1e15  # maximum number of requests or tokens of one tenant in one message
+MOST_BLOCKS = 1e15  # maximum number of blocks of one router on a worker; sums over all routers stay finite
 
 
 class PeerThresholds(Struct, frozen=True):
-    """Thresholds that an operator has set, and the time of the change in milliseconds of Unix time."""
+    """Changed thresholds, and the time of the change in milliseconds of Unix time."""
 
     thresholds: Thresholds
     at_unix_ms: int
@@ -106,7 +108,7 @@ def encode_sessions(bindings: Sequence[SessionBinding]) -> Iterable[pb.ReplicaMe
                 tenant=each.key[0],
                 session=each.key[1],
                 worker_id=each.worker_id or "",
-                stamp=min(each.stamp, LATEST),  # a later time would make peers ignore all changes after it
+                stamp=min(each.stamp, LATEST),  # a later time would make peers ignore all later bindings
             )
             for each in bindings[first : first + BINDINGS_A_MESSAGE]
         ]
@@ -138,8 +140,8 @@ def encode_prompts(placed: Sequence[PlacedPrompt], over: Sequence[int], private:
 
     Args:
         placed: Prompts that workers are about to compute, or are assumed to have cached.
-        over: Numbers of announced prompts that are no longer computed; they go into the first message.
-        private: Fingerprint of the secret behind private block keys; 0: there is none.
+        over: Numbers of prompts that were sent earlier and that no worker computes any more; they go into the first message.
+        private: Fingerprint of the secret from which block keys are made; 0: there is no common secret.
     """
     for first in range(0, max(len(placed), bool(over)), PROMPTS_A_MESSAGE):
         told = [
@@ -185,7 +187,7 @@ def decode_taken(told: pb.ReplicaTaken) -> dict[str, TenantUsageDelta]:
     """Decode the usage of tenants at another router, by tenant.
 
     Raises:
-        ConnectionError: An amount is negative or no number; with it, a bucket would never fill or empty again.
+        ConnectionError: An amount is negative or no number. With such an amount, a token bucket could become unusable for ever.
     """
     return {
         each.tenant: TenantUsageDelta(requests=_amount(each.requests), tokens=_amount(each.tokens))
@@ -221,7 +223,7 @@ def decode_instant(told: int) -> int:
     """Decode a time that another router sent, in nanoseconds of Unix time.
 
     Raises:
-        ConnectionError: The time is after `LATEST`; all routers' clocks would be set to it for ever.
+        ConnectionError: The time is after `LATEST`. If it was accepted, the routers would date all later changes after it.
     """
     if told > LATEST:
         raise ConnectionError(f"another router's clock says {told} ns")
@@ -229,7 +231,7 @@ def decode_instant(told: int) -> int:
 
 
 def decode_thresholds(told: pb.ReplicaTuned) -> PeerThresholds:
-    """Decode the thresholds that an operator has set at another router.
+    """Decode the thresholds that were changed at another router.
 
     Raises:
         ConnectionError: The thresholds are invalid.
@@ -245,7 +247,7 @@ def decode_booked(told: pb.ReplicaBookings) -> dict[WorkerId, ReservationTotals]
     """Decode the reservations of another router, by worker.
 
     Raises:
-        ConnectionError: A number of blocks is negative, too large or not finite, which would spoil every comparison.
+        ConnectionError: A number of blocks is negative, too large or not finite, so it could not be compared.
     """
     booked = {}
     for each in told.workers:

@@ -1,11 +1,11 @@
-"""Peer routers behind one name, such as a headless Service of Kubernetes: the name is resolved again and again.
+"""Named routers: finds the peer routers behind one name, such as a headless Service, by resolving the name regularly.
 
 Rules:
 
-1. Every address of the name is a router of the cluster. This router is among them, and is left out by the address at
-   which it listens.
-2. A router that is no longer behind the name is not dialled again, but a connection to it lasts until one side ends it,
-   because a name may lose a router that still finishes its requests.
+1. Every address of the name is a router of the cluster. This router is among them: it recognises and skips the address
+   at which it listens itself.
+2. A router that is no longer behind the name is not dialled again. But an open connection to it stays open until one
+   side closes it, because the router may still finish its requests.
 3. A name that cannot be resolved changes nothing. The cause is logged once.
 """
 
@@ -21,22 +21,22 @@ from kvstore.net.addresses import host_port, unix_path
 
 log = logging.getLogger(__name__)
 
-RESOLVE_SECONDS = 2.0  # seconds between two resolutions, and for the answer to one
+RESOLVE_SECONDS = 2.0  # seconds between two resolutions of the name, and time limit of one resolution
 
 
 class NamedRouters:
-    """The routers behind a name; `follow` keeps a connection to each."""
+    """Keeps a connection to each router behind a name, while `follow` runs."""
 
     def __init__(self, name: str, listen: str, look_up: ResolveAddresses) -> None:
-        """Prepare.
+        """Check the addresses. The name is resolved only when `follow` runs.
 
         Args:
             name: ``host:port`` of all routers.
-            listen: ``ip:port`` at which the others reach this router.
-            look_up: Resolves the name.
+            listen: ``ip:port`` at which the other routers reach this router.
+            look_up: Function that resolves the name.
 
         Raises:
-            ConfigurationRefused: The name is none, or `listen` does not tell this router from the others.
+            ConfigurationRefused: The name has no valid form, or this router cannot recognise itself by `listen`.
         """
         self._name = name
         self._look_up = look_up
@@ -50,8 +50,8 @@ class NamedRouters:
         """Follow the name until cancelled.
 
         Args:
-            keep_up: Connects to the router at an address again and again.
-            connected: Addresses of the routers to which there is a connection at present.
+            keep_up: Function that keeps a connection to the router at an address, and opens it again when it ends.
+            connected: The addresses of the routers that are connected now.
         """
         following: dict[str, asyncio.Task[Never]] = {}
         cause = ""

@@ -1,12 +1,13 @@
-"""Placer: places live requests, with what the router remembers of sessions and handoffs.
+"""Placer: places live requests, with the bindings of sessions and the measured times of handoffs.
 
 Rules:
 
-1. The settings say whether the worker of a session's last request is preferred, required or ignored. A session whose worker is gone is
-   forgotten, so its next request may go to any worker.
-2. The client's demands bind the first placement. After a failure they are dropped, because any answer is better than none.
-3. The measured prefill break-even is used if the settings say so. For external requests it is used only when enough was measured,
-   because these requests teach nothing (`fleet.router.placement.break_even`, rule 3).
+1. The settings decide whether the worker of a session's last request is preferred, required or ignored. A session whose
+   worker is gone is forgotten, so its next request may go to any worker.
+2. The first placement has to satisfy the client's demands. After a failed attempt, a pin, a KV path and a demanded pair are dropped if no
+   worker satisfies them, because any answer is better than none.
+3. The measured prefill break-even is used if the settings enable it. For external requests it is used only when enough
+   was measured, because the timing of these requests is never measured (`fleet.router.placement.break_even`, rule 3).
 """
 
 from collections.abc import Iterable
@@ -30,7 +31,7 @@ from fleet.router.state.snapshot import BreakEvenSnapshot, RemotePrefillSnapshot
 
 
 class Placer:
-    """Places the live requests of one router."""
+    """Chooses the workers of the live requests of one router."""
 
     def __init__(self, settings: RouterSettings, policy: PlacementPolicy, rng: RandomSource) -> None:
         self.settings = settings
@@ -44,13 +45,13 @@ class Placer:
     def choose(
         self, live: LiveRequest, candidate_table: CandidateTable, now: Nanos
     ) -> Decision | WaitForRoom | Rejection:
-        """Choose the workers of a request, the first time or again; call `taken` if the decision is carried out."""
+        """Choose the workers of a request, for its first or a later placement. The caller calls `taken` if it carries out the decision."""
         settings, break_even = self.settings, self._break_even
         placement_request = self.with_session(live, now)
         counts = settings.learn_remote_prefill and (break_even.measured or not live.arrived.external)
         learned = break_even if counts else None
         outcome = decide(placement_request, candidate_table, self._policy, settings, self._rng, learned)
-        if isinstance(outcome, Rejection) and live.failures:  # rule 2
+        if isinstance(outcome, Rejection) and live.failures:  # drop the client's demands (rule 2)
             anyhow = Placement.AGGREGATED if placement_request.continues else Placement.AUTO
             free = structs.replace(placement_request, placement=anyhow, kv_path=None, pin=None)
             outcome = decide(free, candidate_table, self._policy, settings, self._rng, learned)
@@ -75,20 +76,20 @@ class Placer:
         )
 
     def taken(self, live: LiveRequest, decision: Decision, now: Nanos) -> None:
-        """Bind the session of a request to the worker of its decision."""
+        """Bind the session of a request to the worker that the decision chose."""
         if live.arrived.session and self.settings.session_affinity != "off":
             self.sessions.bind(live.session_key, decision.decode, now)
 
     def handed_over(self, live: LiveRequest, now: Nanos) -> None:
-        """Learn the duration of a handoff from the decode worker's first token."""
+        """Learn the duration of a handoff. The caller calls this at the decode worker's first token."""
         if not live.arrived.external:
             self._break_even.handed_over(Nanos(now - live.handed_over_at))
 
     def remote_prefill(self, paces: Iterable[tuple[WorkerId, int, float]]) -> RemotePrefillSnapshot:
-        """Return what was measured about remote prefill, whether it is used or not.
+        """Return what was measured about remote prefill, whether the router uses it or not.
 
         Args:
-            paces: For each answering worker its requests and the seconds per prompt token.
+            paces: For each answering worker its id, its number of requests and its seconds per prompt token.
         """
         break_even = self._break_even
         return RemotePrefillSnapshot(
@@ -107,7 +108,7 @@ class Placer:
         )
 
     def with_session(self, live: LiveRequest, now: Nanos) -> PlacementRequest:
-        """Return the placement request with its session binding (rule 1)."""
+        """Return what placement has to know of a request, with the worker of its session (rule 1)."""
         affinity = self.settings.session_affinity
         if affinity == "off" or not live.arrived.session:
             return live.placement_request(now)

@@ -5,12 +5,13 @@ Rules:
 1. A policy gets the request and a table of candidates. The table has a row for each quantity and a column for each worker, in the order
    in which the workers joined. A sum over workers is therefore one numpy operation, and one copied array keeps the data of a decision.
 2. A policy consists of filters, then scorers, then a picker. Each of them may come from an entry point of the groups `fleet.policies`,
-   `fleet.filters`, `fleet.scorers` and `fleet.pickers`. A plug-in is a `msgspec.Struct` whose fields are its parameters; an operator
-   sets them by name.
+   `fleet.filters`, `fleet.scorers` and `fleet.pickers`. A plug-in is a `msgspec.Struct` whose fields are its
+   parameters; the settings set them by name.
 3. Costs add up: the cost of a candidate is the sum of weight × cost over the scorers, and lower is better.
-4. A filter names the candidates to keep; a filter that would keep none is skipped. Workers that *cannot* serve a request are removed
-   before, and not by the policy (`fleet.router.placement.candidate_table`).
-5. The same history leads to the same choices: a policy uses no clock, and no randomness but the `RandomSource` that it is given.
+4. A filter names the candidates to keep; if it would keep none, it is skipped. Workers that *cannot* serve a request are not among the
+   candidates that a policy gets (`fleet.router.placement.candidate_table`).
+5. The same history leads to the same choices: a policy uses no clock, and draws random numbers only from the `RandomSource` that it is
+   given.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,45 +30,46 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Rows = NDArray[np.intp]
 
-# Rows that are kept between requests.
-BACKLOG_TOKENS = 0  # reserved prompt tokens that are not computed yet
-ACTIVE_BLOCKS = 1  # unique blocks of live requests; an answer near its expected end counts less
-REQUESTS = 2  # reserved requests
-BOOKED = 3  # number of rows that change with every reservation
-LIMIT = 3  # the most requests that may be reserved
-MAX_RUNNING = 4  # the most requests in one batch
-KV_BLOCKS = 5  # capacity of the engine's cache
+# Rows of the candidate table that are kept between requests.
+BACKLOG_TOKENS = 0  # prompt tokens that are reserved on the worker and not computed yet
+ACTIVE_BLOCKS = 1  # unique blocks of live requests on the worker; an answer near its expected end counts less
+REQUESTS = 2  # requests that are reserved on the worker
+BOOKED = 3  # the first so many rows change with every reservation
+LIMIT = 3  # the maximum number of requests that may be reserved on the worker
+MAX_RUNNING = 4  # the maximum number of requests in one batch of the engine
+KV_BLOCKS = 5  # number of blocks that the engine's cache holds
 BLOCK_TOKENS = 6
-PREFILL_SPEED = 7  # relative speed of this hardware
+PREFILL_SPEED = 7  # speed of prefill on this hardware, relative to other workers
 DECODE_SPEED = 8
-TOKEN_SECONDS = 9  # recent seconds per prompt token, including the wait for other prompts; 0: unknown
-# Rows that are computed for one request.
-LIVE_BLOCKS = 10  # leading blocks of the prompt that live requests hold there or will soon compute
-NEW_BLOCKS = 11  # unique blocks that the prompt would add
+TOKEN_SECONDS = 9  # recent seconds per prompt token, including the wait for other prompts; 0: not measured yet
+# Rows of the candidate table that are computed anew for each request.
+LIVE_BLOCKS = 10  # leading blocks of the prompt that live requests on the worker hold or will soon compute
+NEW_BLOCKS = 11  # unique blocks that the request would add to those of live requests
 ENGINE_BLOCKS = 12  # leading blocks of the prompt in the engine's cache
-COMING_BLOCKS = 13  # further leading blocks that live requests hold there or will soon compute
-STORE_BLOCKS = 14  # further leading blocks in the memory of the worker's store
-BELOW_BLOCKS = 15  # further leading blocks in a slower tier of the store
+COMING_BLOCKS = 13  # leading blocks after ENGINE_BLOCKS that live requests on the worker hold or will soon compute
+STORE_BLOCKS = 14  # leading blocks after ENGINE_BLOCKS and COMING_BLOCKS that are in the memory of the worker's store
+# Leading blocks after ENGINE_BLOCKS, COMING_BLOCKS and STORE_BLOCKS that are in a slower tier of the store.
+BELOW_BLOCKS = 15
 CONVERSION = 16  # cost of converting the blocks from the store, in blocks of prefill
 QUANTITIES = 17
 
 
 class RandomSource(Protocol):
-    """A source of random numbers; `random.Random` is one."""
+    """Port: a source of random numbers. `random.Random` implements it."""
 
     def randrange(self, stop: int, /) -> int: ...
 
 
 class PlacementRequest(Struct, frozen=True, kw_only=True, gc=False):
-    """The properties of one request that placement needs."""
+    """The properties of one request that placement uses."""
 
     prompt_tokens: int
-    answer_tokens: int = 1  # most tokens of the answer
+    answer_tokens: int = 1  # the maximum number of tokens that the answer may have
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
     session: str = ""
     bound: WorkerId | None = None  # the worker of this session's last request
-    must_keep: bool = False  # only the worker `bound` may serve the request
+    must_keep: bool = False  # True if only the worker `bound` may serve the request
     pin: WorkerId | None = None  # the only worker that the client accepts
     labels: tuple[str, ...] = ()  # labels that the worker must have
     among: tuple[WorkerId, ...] | None = None  # the only workers that may be chosen; None: all
@@ -75,18 +77,20 @@ class PlacementRequest(Struct, frozen=True, kw_only=True, gc=False):
     form: bool = False  # True if the worker must support structured output
     needs: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that the worker must support
     fingerprint: str = (
-        ""  # the fingerprint of the worker that began the answer, which the next one must share; empty: any
+        # The fingerprint of the worker that began the answer; the next worker must have the same. Empty: the answer has not begun.
+        ""
     )
     continues: tuple[
         str, ...
-    ] = ()  # `fleet.core.requests.STATE_FIELDS` of a begun answer, whose state the worker must rebuild
+        # The `fleet.core.requests.STATE_FIELDS` in use whose state the worker must rebuild, because the answer has begun.
+    ] = ()
     first_key: int = 0  # block key of the first full block; 0: there is none
-    seconds_left: float | None = None  # time left for the first token
+    seconds_left: float | None = None  # seconds that are left for the first token; None: no limit
     now: Nanos = Nanos(0)  # the instant of the decision
 
 
 def token_seconds(columns: Floats, row: int) -> float:
-    """Return the seconds per prompt token on a worker; if it has computed none, the mean of the workers of its model. 0: unknown."""
+    """Return the seconds per prompt token on a worker. If it has computed none, return the mean of its model's workers; 0: unknown."""
     known = columns[TOKEN_SECONDS]
     if known[row] > 0:
         return float(known[row])
@@ -95,13 +99,13 @@ def token_seconds(columns: Floats, row: int) -> float:
 
 
 class Candidates(Struct, frozen=True, eq=False):
-    """Workers that may be chosen for one request. A policy must not write to the arrays."""
+    """The workers that may be chosen for one request. A policy must not write to the arrays."""
 
     everybody: Sequence[WorkerId]
-    columns: Floats  # shape: QUANTITIES x workers
+    columns: Floats  # one row for each quantity, one column for each candidate
     rows: Rows | None = None  # rows of the candidates in `everybody`; None: all
-    warm: bool = True  # True if a worker may hold a part of the prompt
-    even: bool = False  # True if all speeds are 1
+    warm: bool = True  # False if it is certain that no worker has any part of the prompt
+    even: bool = False  # True if the speeds of all workers are 1
 
     def __len__(self) -> int:
         count: int = self.columns.shape[1]
@@ -178,20 +182,20 @@ class Candidates(Struct, frozen=True, eq=False):
         return self._row(CONVERSION)
 
     def held_blocks(self) -> Floats:
-        """Return the leading blocks of the prompt that need no computing, wherever they are."""
+        """Return, for each candidate, the number of leading blocks of the prompt that it need not compute."""
         held: Floats = self.columns[ENGINE_BLOCKS : BELOW_BLOCKS + 1].sum(axis=0)
         return held
 
     def uncached_tokens(self, prompt_tokens: int) -> Floats:
-        """Return the prompt tokens that each worker would compute: at least one, because the last token yields the first answer."""
+        """Return, for each candidate, the prompt tokens that it would compute. At least one, because engines always compute the last token."""
         return np.maximum(1.0, prompt_tokens - self.held_blocks() * self.block_tokens)
 
     def copy(self) -> "Candidates":
-        """Return a copy, for policies that cannot be trusted not to write to the arrays."""
+        """Return a copy of the arrays, for policies that might write to them."""
         return Candidates(self.everybody, self.columns.copy(), rows=self.rows, warm=self.warm, even=self.even)
 
     def only(self, rows: Rows) -> "Candidates":
-        """Return some of the candidates, in the order of `rows`."""
+        """Return the candidates at these positions, in this order."""
         among = rows if self.rows is None else self.rows[rows]
         columns = self.columns.take(rows, axis=1)
         return Candidates(self.everybody, columns, rows=among, warm=self.warm, even=self.even)
@@ -199,7 +203,7 @@ class Candidates(Struct, frozen=True, eq=False):
 
 class Filter(Protocol):
     def keep(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:
-        """Return a flag for each candidate to keep; None keeps all."""
+        """Return an array with a flag for each candidate: True keeps it. None keeps all."""
         ...
 
 
@@ -217,19 +221,19 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class ItemizedScorer(Protocol):
-    """A scorer that can return the parts of its costs."""
+    """Port: a scorer that can also return the parts of its costs."""
 
     def parts(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
-        """Return named arrays that add up to `costs`."""
+        """Return the parts of the costs by name. Their sum is the result of `costs`."""
         ...
 
 
 @runtime_checkable
 class RankingScorer(Protocol):
-    """A scorer that finds the lowest cost faster than it computes all costs."""
+    """Port: a scorer that can find the lowest cost without computing an array of all costs."""
 
     def lowest(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> list[int]:
-        """Return the places of the lowest of `costs`, in order.
+        """Return the positions of all candidates with the lowest cost, in order.
 
         Raises:
             ValueError: A cost is not finite.
@@ -239,12 +243,12 @@ class RankingScorer(Protocol):
 
 class Picker(Protocol):
     def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:
-        """Return the place of the chosen candidate."""
+        """Return the position of the chosen candidate."""
         ...
 
 
 class PlacementPolicy(Protocol):
-    """Chooses the workers of one router's requests; a policy may remember its choices."""
+    """Port: chooses the workers of one router's requests. A policy may remember its choices."""
 
     @property
     def name(self) -> str: ...
@@ -252,15 +256,18 @@ class PlacementPolicy(Protocol):
     def choose(
         self, request: PlacementRequest, candidates: Candidates, phase: Phase, rng: RandomSource, /
     ) -> "tuple[int, PlacementPolicy]":
-        """Return the place of the chosen candidate, and the policy that chose it: another one if this policy failed."""
+        """Return the position of the chosen candidate, and the policy that chose it: not this one if this policy failed."""
         ...
 
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:
-        """Return the parts of each candidate's cost by name. They are computed only when an explanation is requested."""
+        """Return the parts of the candidates' costs by name.
+
+        The router calls this only when an explanation is requested.
+        """
         ...
 
 
 class PolicyPlugin(Protocol):
-    """A Struct that an entry point of `fleet.policies` names; it makes a policy from its parameters."""
+    """Port: a Struct that an entry point of `fleet.policies` names. It makes a policy from its parameters."""
 
     def policy(self) -> PlacementPolicy: ...

@@ -1,4 +1,4 @@
-"""Session table: the worker that a session's requests went to.
+"""Session table: to which worker the requests of each session went.
 
 Rules:
 
@@ -7,14 +7,14 @@ Rules:
 3. The setting `RouterSettings.session_affinity` decides what a binding means; `fleet.router.placer` (`with_session`) applies it.
    "soft" is a preference (`fleet.router.placement.policies.fleet`, rule 8), "hard" is a condition (`must_keep` in
    `fleet.router.placement.candidate_table`).
-4. A session's requests may come through any router of the cluster. So bindings and their ends are announced to the peers as news since
-   the last time. News from a peer count as if they had happened here, and are not passed on. At most `MAX_SESSION_NEWS` are
-   announced: the first ones of the news, and the latest bindings for a router that is reached later.
-5. If several routers report about one session, the latest binding counts, by the *stamp* of the router that placed the request. The
-   stamp is passed on unchanged. So all routers agree, in whatever order they hear the news, and as soon as a cut link works again. Stamps
-   are instants of a common clock: each router's own clock, advanced to the latest stamp that it has heard. Routers that have met need
-   no synchronised clocks for that; a router that never has is as accurate as the Unix time of its host. The end of a binding
-   is not stored, so a router that later hears of an older binding has it again, until the session's next request.
+4. A session's requests may come through any router of the cluster. So each router announces its new and its ended bindings to its peers. A
+   binding from a peer counts as if it had been made here, but is not passed on. One announcement has at most `MAX_SESSION_NEWS` bindings:
+   the first ones since the last announcement, or the latest ones for a router that connects later.
+5. If several routers report about one session, the latest binding counts, by the *stamp* of the router that placed the request. The stamp
+   never changes. So all routers agree, in whatever order the announcements come; after an interrupted connection they agree again. Stamps
+   are instants of a common clock: the clock of the router itself, advanced to the latest stamp that it has received. So routers that have
+   exchanged stamps need no synchronised clocks; until then, stamps are as accurate as the Unix time of the host. The end of a binding is
+   not stored. So a router that later receives an older binding of the session uses it, until the session's next request.
 """
 
 from collections import OrderedDict
@@ -28,44 +28,46 @@ from fleet.core.ids import WorkerId
 SessionKey = tuple[str, str]
 """Tenant and session; two tenants may use the same session names."""
 
-MAX_SESSION_NEWS = 10_000  # most bindings in one announcement, which then has about 1 MB
+MAX_SESSION_NEWS = 10_000  # maximum number of bindings in one announcement, which then has a size of about 1 MB
 
 
 class SessionBinding(Struct, frozen=True, kw_only=True):
-    """The worker of a session."""
+    """Message: the worker to which a session is bound."""
 
     key: SessionKey
-    worker_id: WorkerId | None  # None: the session was forgotten
-    stamp: int = 0  # instant of the common clock in nanoseconds (rule 5); 0: an older version did not send it
+    worker_id: WorkerId | None  # None: the binding has ended
+    # Instant of the common clock in nanoseconds (rule 5); 0: the peer has an older version, which sends no stamp.
+    stamp: int = 0
 
 
 class SessionTable:
-    """Keeps the session bindings of one router, ordered by their last use; the latest is at the end."""
+    """Keeps the session bindings of one router, in the order of their last use."""
 
     def __init__(self, ttl_seconds: float, capacity: int, *, telling: bool = False):
         """Start empty.
 
         Args:
             ttl_seconds: Time to live of an idle session.
-            capacity: The most sessions.
-            telling: True if there are peers to announce news to.
+            capacity: The maximum number of sessions to keep.
+            telling: True if bindings are announced to peer routers.
         """
         self._ttl = int(ttl_seconds * SECOND)
         self._capacity = capacity
         self._telling = telling
-        # values: worker, instant of the last use, stamp
+        # values: the worker, the instant of the last use, and the stamp
         self._bindings: OrderedDict[SessionKey, tuple[WorkerId, Nanos, int]] = OrderedDict()
-        self._news: dict[SessionKey, tuple[WorkerId | None, int]] = {}  # values: worker (None: forgotten), stamp
+        # Values: the worker (None: the binding has ended) and the stamp.
+        self._news: dict[SessionKey, tuple[WorkerId | None, int]] = {}
         self.dropped: list[SessionKey] = []
-        """The sessions that rules 1 and 2 ended, until `take_dropped` returns them."""
-        self._ahead = 0  # nanoseconds by which the common clock is ahead of this router's clock
-        self._stamp = 0  # the latest stamp that this router gave or heard
+        """The sessions whose bindings have ended by rules 1 and 2 since the last call of `take_dropped`."""
+        self._ahead = 0  # nanoseconds by which the common clock is ahead of this router's own clock
+        self._stamp = 0  # the latest stamp that this router has given or received
 
     def __len__(self) -> int:
         return len(self._bindings)
 
     def bound(self, key: SessionKey, now: Nanos) -> WorkerId | None:
-        """Return the worker of a session; None if there is none or the session was idle for too long."""
+        """Return the worker of a session; None if it is not bound, or was idle for longer than the time to live."""
         if (binding := self._bindings.get(key)) is None:
             return None
         worker_id, used, _ = binding
@@ -85,11 +87,11 @@ class SessionTable:
         self._bindings.pop(key, None)
 
     def clock_heard(self, clock: int, now: Nanos) -> None:
-        """Advance the common clock to a peer's clock (rule 5)."""
+        """Advance the common clock if the clock of a peer is ahead of it (rule 5)."""
         self._ahead = max(self._ahead, clock - now)
 
     def heard(self, binding: SessionBinding, now: Nanos) -> None:
-        """Apply a binding, or its end, from a peer router."""
+        """Apply a binding, or the end of a binding, that a peer router has announced."""
         key, worker_id = binding.key, binding.worker_id
         if binding.stamp:
             self.clock_heard(binding.stamp, now)
@@ -103,24 +105,24 @@ class SessionTable:
             self._bind(key, worker_id, now, stamp)
 
     def take_dropped(self) -> list[SessionKey]:
-        """Return the sessions that rules 1 and 2 ended since the last call."""
+        """Return the sessions whose bindings have ended by rules 1 and 2 since the last call."""
         dropped, self.dropped = self.dropped, []
         return dropped
 
     def news(self) -> list[SessionBinding]:
-        """Return the bindings and ends of bindings on this router since the last call."""
+        """Return the bindings that this router has made or ended since the last call, for its peers."""
         news, self._news = self._news, {}
         return [SessionBinding(key=key, worker_id=worker_id, stamp=stamp) for key, (worker_id, stamp) in news.items()]
 
     def latest(self) -> list[SessionBinding]:
-        """Return the latest bindings, the last one at the end."""
+        """Return the latest bindings for a peer that connects later. The one that was used last is at the end."""
         latest = list(islice(reversed(self._bindings.items()), MAX_SESSION_NEWS))
         return [
             SessionBinding(key=key, worker_id=worker_id, stamp=stamp) for key, (worker_id, _, stamp) in reversed(latest)
         ]
 
     def _note(self, key: SessionKey, worker_id: WorkerId | None, now: Nanos) -> int:
-        """Announce a binding; return its stamp."""
+        """Record a binding or its end for the next announcement. Return its stamp."""
         stamp = self._next_stamp(now)
         if key in self._news or len(self._news) < MAX_SESSION_NEWS:
             self._news[key] = worker_id, stamp

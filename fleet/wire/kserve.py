@@ -1,11 +1,12 @@
-"""Open Inference Protocol (proto/fleet/v1/kserve.proto): translation of requests and answers.
+"""Open Inference Protocol (proto/fleet/v1/kserve.proto): translates requests and answers.
 
-Tensors have the names of vLLM's backend for Triton, which clients of language models know.
+Tensors have the same names as in vLLM's backend for Triton, because clients of language models know these names.
 
 Rules:
 
-1. A request is one prompt, `text_input` or `input_ids`. Its tensors have one row, optionally after a batch dimension of
-   1. The answer's tensors have the same shape as the prompt and the same encoding (`contents` or raw) as the request.
+1. A request is one prompt, in the input `text_input` or `input_ids`. Its tensors have one row, optionally with a batch
+   dimension of 1. If the prompt has a batch dimension, the answer's tensors have one, too. They have the same encoding
+   (`contents` or raw) as the request.
 2. Each response has all requested outputs. `finish_reason` is empty except in the last one.
 3. Unknown inputs, outputs and parameters are rejected by name (`fleet.wire.kserve_parameters`).
 """
@@ -26,8 +27,8 @@ from fleet.wire.kserve_tensors import AcceptedTensor, Elements, InputTensors, ad
 
 VERSION = "1"  # every model has only this version
 PLATFORM = "fleet"
-MAX_ID_CHARACTERS = 256  # longest id of a request, because each response repeats it
-MAX_ERROR_CHARACTERS = 500  # longest error message, as in the public protocol
+MAX_ID_CHARACTERS = 256  # maximum number of characters of a client's id of a request, because each response repeats it
+MAX_ERROR_CHARACTERS = 500  # maximum number of characters of an error message, as in the public protocol
 FINAL = "triton_final_response"
 
 _INPUTS: Mapping[str, AcceptedTensor] = {
@@ -44,34 +45,35 @@ _OUTPUTS: Mapping[str, AcceptedTensor] = {
     "logprobs": AcceptedTensor(("BYTES",)),
 }
 _FIELD_NAMES: Mapping[str, str] = {"text": "text_input", "token_ids": "input_ids", "model": "model_name"}
-"""Field names of this protocol, by field paths of the public protocol."""
+"""Names of fields in this protocol, by the paths of the same fields in the public protocol."""
 
 
 class KServeResponseFormat(Struct, frozen=True, kw_only=True):
-    """The form of the answer that a client asked for."""
+    """The form in which a client wants its responses."""
 
     id: str  # the client's own id of the request, which each response repeats
     outputs: tuple[str, ...]
-    raw: bool  # True if the elements of tensors are in raw form, beside the tensors
+    raw: bool  # True if the elements of tensors are sent in raw form, apart from the tensors
     batched: bool  # True if shapes begin with a batch dimension of 1
 
 
 class KServeRequest(Struct, frozen=True, kw_only=True):
-    """A decoded request."""
+    """A decoded request: what the router gets, and in which form the client wants the answer."""
 
     request: GenerateRequest
-    stream: bool  # True if the client wants a response per step instead of a single one
+    stream: bool  # True if the client wants a response for each step instead of a single one at the end
     form: KServeResponseFormat
-    names: Mapping[str, str]  # names of the client's fields by field paths of the public protocol, for later rejections
+    # The client's names of fields, by their paths in the public protocol; rejections use the client's names.
+    names: Mapping[str, str]
 
 
 class KServePart(Struct, frozen=True, kw_only=True):
-    """Content of one response: the whole answer, or the part that was generated since the last response."""
+    """The content of one response: the whole answer, or the part that was generated since the previous response."""
 
     text: str
     token_ids: Sequence[int] = ()
     logprobs: Sequence[Logprobs] = ()
-    finished: Finished | None = None  # None: more responses follow
+    finished: Finished | None = None  # the end of the answer; None: more responses follow
 
 
 def decode_infer(
@@ -81,9 +83,9 @@ def decode_infer(
 
     Args:
         message: The message.
-        request_id: The router's id of the request; the client's own need not be unique.
+        request_id: The router's own id of the request, because the client's id need not be unique.
         now: Time of arrival.
-        latest: Deadline of the call.
+        latest: Deadline of the gRPC call; None: the call has no deadline.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT or MODEL_NOT_FOUND, with the input, output or parameter.
@@ -137,7 +139,7 @@ def encode_part(
 
     Args:
         part: The content of the part.
-        form: The form of the output that the client asked for.
+        form: The form in which the client wants its responses.
         request_id: The router's id of the request, for logs and explanations.
         model: The model that answered.
         token_text: Function that returns the text of a token; it is only called for log probabilities.
@@ -157,13 +159,13 @@ def encode_part(
 
 
 def encode_streamed(response: pb.ModelInferResponse, *, final: bool) -> pb.ModelStreamInferResponse:
-    """Wrap a response for a stream."""
+    """Wrap a response into a message of a stream."""
     response.parameters[FINAL].bool_param = final
     return pb.ModelStreamInferResponse(infer_response=response)
 
 
 def encode_refusal(refused: RequestRejected, client_id: str, model: str) -> pb.ModelStreamInferResponse:
-    """Encode the last response of a stream whose request was rejected or not completed."""
+    """Encode the last message of a stream whose request was rejected, or whose answer was not completed."""
     message = refused.message
     if len(message) > MAX_ERROR_CHARACTERS:
         message = f"{message[:MAX_ERROR_CHARACTERS]}…"
@@ -178,7 +180,7 @@ def encode_refusal(refused: RequestRejected, client_id: str, model: str) -> pb.M
 
 
 def encode_model(card: ModelCard) -> pb.ModelMetadataResponse:
-    """Encode the inputs and outputs of a model."""
+    """Encode the description of a model: its inputs and outputs."""
     return pb.ModelMetadataResponse(
         name=card.name,
         versions=[VERSION],
@@ -189,10 +191,10 @@ def encode_model(card: ModelCard) -> pb.ModelMetadataResponse:
 
 
 def check_version(field: str, version: str) -> None:
-    """Check that the client asks for the only version of a model, or for none.
+    """Check that the client requests the only version of a model, or none.
 
     Raises:
-        RequestRejected: MODEL_NOT_FOUND.
+        RequestRejected: MODEL_NOT_FOUND, because the client requests a version that does not exist.
     """
     if version not in ("", VERSION):
         raise RequestRejected(
@@ -208,7 +210,7 @@ def _described(name: str, tensor: AcceptedTensor) -> pb.ModelMetadataResponse.Te
 
 
 def _prompt(tensors: InputTensors) -> tuple[Prompt, str]:
-    """Return the prompt, and the name of its input."""
+    """Return the prompt, and the name of the input that contains it."""
     text, ids = tensors.text("text_input"), tensors.get("input_ids")
     if text is not None and ids is not None:
         raise invalid("input_ids", "is a second prompt beside text_input; send one of them")
@@ -256,7 +258,7 @@ def _output(name: str, part: KServePart, token_text: Callable[[int], str]) -> El
 
 
 def _logprobs(part: KServePart, token_text: Callable[[int], str]) -> bytes:
-    """Encode log probabilities as a JSON list with an object per token."""
+    """Encode log probabilities as a JSON list with one object per token."""
     return msgspec.json.encode(
         [
             {

@@ -1,9 +1,9 @@
-"""Parameters of the Open Inference Protocol: everything in a request besides its prompt.
+"""Parameters of the Open Inference Protocol: decodes everything in a request besides its prompt.
 
 Rules:
 
-1. Sampling parameters come as JSON in the input `sampling_parameters`, or one by one as request parameters, as numbers
-   or as text, because not every client's protocol has fractions. A parameter must not come in both.
+1. Sampling parameters are sent as JSON in the input `sampling_parameters`, or one by one as request parameters. Request parameters may be
+   numbers or text, because in some versions of the protocol numbers have no fractions. A parameter must not be sent in both ways.
 2. Unknown parameters are rejected by name, because ignoring one would silently change the answer. Only `sequence_start`
    and `sequence_end` are ignored, because sessions do not need them.
 3. `priority` has Triton's meaning: 1 goes first, and 0 is the default, which equals 101.
@@ -21,15 +21,16 @@ from fleet.core.requests import Sampling
 from fleet.core.roles import KvPath, Placement
 from fleet.v1 import kserve_pb2 as pb
 
-MAX_TIMEOUT_MICROSECONDS = (2**32 - 1) * 1000  # longest timeout: 49 days, as in the other protocols
-DEFAULT_PRIORITY = 101  # value of `priority` that means the default; Triton's 1 is Fleet's highest priority, 100
+MAX_TIMEOUT_MICROSECONDS = (2**32 - 1) * 1000  # maximum timeout in microseconds: 49 days, as in the other protocols
+# The value of `priority` that means Fleet's default priority. Triton's priority 1 becomes Fleet's highest priority, 100.
+DEFAULT_PRIORITY = 101
 SAMPLING_INPUT = "sampling_parameters"
 
 _SHOWN_CHARACTERS = 100
 
 
 class SamplingParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The input `sampling_parameters`, with vLLM's names. Null means absent."""
+    """The input `sampling_parameters`, with vLLM's names. A null counts as absent."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -45,7 +46,7 @@ class SamplingParameters(Struct, frozen=True, kw_only=True, forbid_unknown_field
     stop_token_ids: list[int] | None = None
     logprobs: int | None = None
     stop: str | list[str] | None = None
-    # The following fields exist only so that other values than those of `_FIXED_VALUES` are rejected clearly.
+    # The following fields exist only so that values other than those in `_FIXED_VALUES` are rejected with a clear message.
     n: int | None = None
     best_of: int | None = None
     detokenize: bool | None = None
@@ -55,12 +56,13 @@ class SamplingParameters(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class RequestParameters(SamplingParameters, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All request parameters: the sampling parameters and the others."""
+    """All request parameters: the sampling parameters and all others."""
 
     priority: Annotated[int, Meta(ge=0, le=2 * DEFAULT_PRIORITY - 1)] = 0
-    timeout: Annotated[int, Meta(ge=0, le=MAX_TIMEOUT_MICROSECONDS)] = 0  # microseconds from arrival; 0: no limit
+    # Microseconds from the arrival of the request; 0: no limit.
+    timeout: Annotated[int, Meta(ge=0, le=MAX_TIMEOUT_MICROSECONDS)] = 0
     session: str = ""
-    sequence_id: Any = 0  # the session, by Triton's name for it: a number or a text
+    sequence_id: Any = 0  # the session, under Triton's name: a number or a text
     sequence_start: bool = False
     sequence_end: bool = False
     tenant: str = ""
@@ -69,7 +71,8 @@ class RequestParameters(SamplingParameters, frozen=True, kw_only=True, forbid_un
     expected_tokens: int = 0
     pin: str = ""
     labels: str = ""  # labels that the worker must have, separated by commas
-    triton_enable_empty_final_response: bool = False  # ignored, because a final response always comes and is not empty
+    # This parameter has no effect, because the last response of a stream is never empty.
+    triton_enable_empty_final_response: bool = False
 
 
 _FIXED_VALUES: Mapping[str, object] = {
@@ -80,13 +83,13 @@ _FIXED_VALUES: Mapping[str, object] = {
     "skip_special_tokens": True,
     "use_beam_search": False,
 }
-"""Parameters without an effect, with the only value that is accepted."""
+"""Parameters that have no effect, each with the only value that is accepted."""
 
 _SAMPLING = tuple(name for name in Sampling.__struct_fields__ if name in SamplingParameters.__struct_fields__)
 
 
 class KServeOptions(Struct, frozen=True, kw_only=True):
-    """The decoded parameters."""
+    """The decoded parameters of a request."""
 
     sampling: Sampling
     stop: tuple[str, ...]
@@ -99,7 +102,7 @@ class KServeOptions(Struct, frozen=True, kw_only=True):
     expected_tokens: int
     pin: str
     labels: tuple[str, ...]
-    names: Mapping[str, str]  # the client's field names, by paths of the public protocol
+    names: Mapping[str, str]  # the client's names of fields, by their paths in the public protocol
 
 
 def read_parameters(parameters: Mapping[str, pb.InferParameter], listed: str) -> KServeOptions:
@@ -184,7 +187,7 @@ def _strings(stop: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _session(told: RequestParameters) -> tuple[str, str]:
-    """Return the session, and the name of the client's field that contains it."""
+    """Return the session, or an empty text without one, and the name of the parameter in which the client sent it."""
     if told.sequence_id in (0, "", None):
         return told.session, "session"
     if told.session:
@@ -198,7 +201,7 @@ AnyStruct = TypeVar("AnyStruct", bound=Struct)
 
 
 def _converted(convert: Callable[[], AnyStruct], kind: type[AnyStruct], parent: str) -> AnyStruct:
-    """Return the result of `convert`; its errors become rejections with the path of the value."""
+    """Return the result of `convert`. If it raises an error, reject the request with the path of the wrong value."""
     try:
         return convert()
     except msgspec.ValidationError as error:

@@ -1,7 +1,7 @@
-"""Tensors of the Open Inference Protocol, with checks of names, types and shapes.
+"""Tensors of the Open Inference Protocol: reads and writes them, and checks names, types and shapes.
 
-The elements of a tensor are in the field of its type in `contents`, or in raw form beside all tensors: numbers one
-after the other, little-endian, and texts with their length before them.
+The elements of a tensor are either in `contents`, in the field of the tensor's type, or in raw form in a list beside all tensors. In raw
+form, numbers are little-endian and follow each other directly, and the length of each text stands before the text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from msgspec import Struct
 from fleet.core.errors import invalid
 from fleet.v1 import kserve_pb2 as pb
 
-LENGTH_BYTES = 4  # bytes of the length that precedes each element of a raw tensor of type BYTES
+LENGTH_BYTES = 4  # bytes of the length before each element of a raw tensor of type BYTES
 
 _SHOWN_SIZES = 8
 _SHOWN_CHARACTERS = 100
@@ -22,8 +22,8 @@ Elements = Sequence[Any]
 
 
 class _Datatype(Struct, frozen=True):
-    contents: str  # name of the field of InferTensorContents
-    numpy: str = ""  # numpy's type of raw contents; empty: each element is preceded by its length
+    contents: str  # name of the field of InferTensorContents for this type
+    numpy: str = ""  # numpy's name of the type for raw contents; empty: each element has its length before it
 
 
 _DATATYPES: Mapping[str, _Datatype] = {
@@ -36,17 +36,17 @@ _DATATYPES: Mapping[str, _Datatype] = {
 
 
 class AcceptedTensor(Struct, frozen=True):
-    """The types and sizes that an input may have."""
+    """Says which types and sizes the tensor of one input may have."""
 
     datatypes: tuple[str, ...]
     any_size: bool = False  # False if the tensor must have exactly one element
 
 
 class InputTensors:
-    """The inputs of a request, by name."""
+    """Reads the inputs of a request by name."""
 
     def __init__(self, message: pb.ModelInferRequest, accepted: Mapping[str, AcceptedTensor]) -> None:
-        """Decode all inputs.
+        """Decode all inputs of a request.
 
         Raises:
             RequestRejected: INVALID_ARGUMENT, with the name of the input that is not accepted.
@@ -75,14 +75,14 @@ class InputTensors:
         return self._elements.get(name)
 
     def batched(self, name: str) -> bool:
-        """Return True if the shape of an input begins with a batch dimension."""
+        """Return True if the shape of an input begins with a batch dimension of 1."""
         return name in self._batched
 
     def text(self, name: str) -> str | None:
-        """Return the only element of a text input.
+        """Return the only element of a text input as text.
 
         Raises:
-            RequestRejected: It is not UTF-8.
+            RequestRejected: The element is not UTF-8.
         """
         if (elements := self._elements.get(name)) is None:
             return None
@@ -103,11 +103,11 @@ def add_tensor(
     """Add a tensor with one row to a response.
 
     Args:
-        response: Response whose other tensors have the same form.
+        response: The response, whose other tensors have the same form.
         name: Name of the output.
         datatype: Name of the type in the protocol.
-        elements: The row.
-        raw: True if the elements are written in raw form, beside the tensor.
+        elements: The elements of the row.
+        raw: True if the elements are written in raw form, apart from the tensor.
         batched: True if the shape begins with a batch dimension.
     """
     known = _DATATYPES[datatype]
@@ -123,12 +123,12 @@ def add_tensor(
 
 
 def quoted(text: str) -> str:
-    """Quote a client's text for a message, shortened."""
+    """Quote a text of a client for an error message, and shorten it if it is long."""
     return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…")
 
 
 def _elements(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None, accepted: AcceptedTensor) -> Elements:
-    """Return the elements of a tensor in either form."""
+    """Return the elements of a tensor, which are in `contents` or in raw form."""
     name, shape = tensor.name, tensor.shape
     if tensor.datatype not in accepted.datatypes:
         raise invalid(name, f"must be {' or '.join(accepted.datatypes)}, not {quoted(tensor.datatype)}")
@@ -152,7 +152,7 @@ def _elements(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None, 
 
 
 def _unpacked(name: str, raw: bytes, datatype: _Datatype) -> Elements:
-    """Return the elements of raw contents; a text input has only one."""
+    """Return the elements from raw contents. A text input has only one element."""
     if datatype.numpy:
         width = np.dtype(datatype.numpy).itemsize
         if len(raw) % width:

@@ -1,4 +1,4 @@
-"""Structured output: translation from and to proto/fleet/v1/inference.proto."""
+"""Structured output: translates the rules for an answer's text from and to proto/fleet/v1/inference.proto."""
 
 from typing import assert_never
 
@@ -36,9 +36,9 @@ def encode_structured_output(form: StructuredOutput) -> pb.Form:
 
 
 def decode_structured_output(message: pb.Form) -> StructuredOutput | None:
-    """Decode without checks; return None for an empty rule, or one that this version does not know.
+    """Decode a structured output without checks. Return None if it is empty, or if this version does not know its kind.
 
-    The caller must reject None, because an unrestricted answer is not what the client asked for.
+    If the result is None, the caller must reject the request, because the client asked for an answer with a restriction.
     """
     match message.WhichOneof("form"):
         case "json_object":

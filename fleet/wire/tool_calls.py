@@ -1,4 +1,4 @@
-"""Tool calls: translation from and to proto/fleet/v1/inference.proto."""
+"""Tool calls: translates parts of tool calls from and to proto/fleet/v1/inference.proto."""
 
 from fleet.core.requests import CallDelta
 from fleet.v1 import inference_pb2 as pb

@@ -2,26 +2,29 @@
 
 Rules:
 
-1. A server is a worker that runs whole requests. It joins when it answers a health check. It leaves when it answers
-   none and nothing else is heard from it; any answer counts as much as one to a health check.
+1. To the router, a server is a worker that runs whole requests. It joins when it answers a health check. It leaves when
+   it fails several health checks in a row, and answers no request in this time either.
 2. A server that cannot be reached, or fails `TRIPS` requests in a row, gets no new requests (it drains) and leaves when
-   its running requests have ended. It returns when it answers a health check, after a pause that doubles while it goes
-   on failing; then one more failure suffices. At least half of the servers of a model stay, whatever requests fail, and
-   a single server always stays: a request that no server can handle could otherwise remove all of them.
-3. Each request gets exactly one end: finished, rejected, or the server's leaving. A cancelled request gets none. If a
-   connection turns out to have been closed while it was idle, the request is sent again over a new one, because the
-   server has not seen it.
-4. Progress is reported as for engines, but with the approximate number of tokens instead of their ids.
-5. A server without KV events is assumed to hold what was sent there (`fleet.router.kv_index`). The cache of a server
-   with KV events is known from the first event after it joined, or from the oldest one that it repeats. If its events
-   are wrong, an alert names the problem (`workers.engines`), and the server is placed by the events that were
-   understood.
-6. Before a server joins whose tokenizer the settings name, the tokenizer check compares the two. If they differ, its KV
-   events describe blocks that no request will ask for.
-7. A server that answers health checks but sends no content of its answers leaves rotation (the router's silence rules
-   decide), no matter who ends the requests. It stays a worker, so its cache is still assumed when it returns.
-8. If this router has no socket left, no server is blamed. A request waits for a socket as long as for a connection and
-   is then rejected; a health check that cannot be sent counts as unknown.
+   its running requests have ended. It returns after a pause, when it answers a health check. If the first
+   request after its return fails too, the server leaves again, and the next pause is twice as long. At least half of
+   the servers of a model stay, whatever requests fail, and a single server always stays: a request that no server can
+   handle could otherwise remove all of them.
+3. Exactly one event ends each request: it has finished, it was rejected, or its server left. For a cancelled request
+   there is no such event. If the server had closed an idle connection before a request was sent over it, the request is
+   sent again over a new one, because the server has not seen it.
+4. The router gets the progress of requests as from Fleet's own workers, but with the approximate number of tokens
+   instead of the token ids.
+5. A server without KV events is assumed to cache the prompts that were sent to it (`fleet.router.kv_index`). The cache
+   of a server with KV events is known from the first event after the server joined, or from the oldest event that it
+   can send again. If events cannot be used, an alert names the problem (`workers.engines`), and placement relies on the
+   other events alone.
+6. If the settings name the tokenizer of a server, the tokenizer check compares it with the server's own tokenizer
+   before the server joins. If the two differ, the server's KV events describe blocks that no request can use.
+7. A server that answers health checks but sends no content of answers leaves rotation: it gets no new requests. The
+   rules of `silence.py` decide this, also for requests that their clients cancelled. The server stays a worker, so the
+   router still assumes the same cache when the server returns.
+8. If this router has no socket left, no server is blamed. A request waits for a socket at most until its connection
+   timeout, and is then rejected. A health check that cannot be sent counts neither as answered nor as failed.
 """
 
 import asyncio
@@ -84,29 +87,34 @@ from fleet.router.settings.router import OpenAiWorkerSettings
 
 log = logging.getLogger(__name__)
 
-TRIPS = 5  # failures in a row, like Envoy's outlier detection (5 answers of 5xx)
-MISSES = 3  # health checks in a row without an answer
-FIRST_PAUSE_SECONDS = 1.0  # first pause of a server that failed too many requests
+TRIPS = 5  # number of failed requests in a row after which a server gets no new ones, as in Envoy's outlier detection
+MISSES = 3  # number of unanswered health checks in a row after which a server leaves
+FIRST_PAUSE_SECONDS = 1.0  # first pause of a server that failed too many requests (rule 2)
 LONGEST_PAUSE_SECONDS = 30.0
 SEARCH_SECONDS = 0.25  # seconds between two health checks of a server that is away
-# seconds after which an idle connection is closed; a burst leaves some, and a server may never close them
+# Seconds after which the router closes an idle connection. A burst of requests leaves idle connections, and a server
+# may never close them.
 IDLE_SECONDS = 60.0
-OUT_OF_SOCKETS_SECONDS = 0.05  # seconds between two attempts to get a socket (rule 8)
+OUT_OF_SOCKETS_SECONDS = 0.05  # pause between two attempts to get a socket (rule 8)
 RETRY_AFTER_MS = 1000
 NO_SOCKET = "this router has no socket left for it; raise its limit of open files, or retry later"
-TOKEN = 0  # stands for each unknown token id
-# shortest time between two checks, for each running request; a check takes 2 µs per request
+TOKEN = 0  # placeholder for token ids, which external servers do not send
+# Minimum time between two silence checks, multiplied by the number of running requests. A check takes 2 µs for each
+# request.
 PROBE_INTERVAL = MILLISECOND // 2
-PROBE_INTERVAL_WHILE_HEARD = SECOND  # time between two checks while some requests make progress
+PROBE_INTERVAL_WHILE_HEARD = SECOND  # time between two silence checks while some requests make progress
 
 _STOP = Finish.STOP  # a module variable is three times as fast as the enum attribute
 
 Hear = Callable[[WorkerEvent], None]
-"""`RouterServer.hear`, which handles an event at once."""
+"""Function that handles a worker's event before it returns: `RouterServer.hear`."""
 
 
 class ExternalBackend:
-    """One external server. Implements `fleet.backends.external.upstream.UpstreamOwner`."""
+    """Sends requests to one external server, watches its health, and reports both to the router.
+
+    Implements `fleet.backends.external.upstream.UpstreamOwner`.
+    """
 
     # CPython reads attributes of an object with more than 30 of them slowly, unless they are slots.
     __slots__ = (
@@ -167,7 +175,7 @@ class ExternalBackend:
         self.heads = AnswerHeads()
         self.says_done: set[str] = set()
         self.passing = 0
-        """The number of running passages."""
+        """The number of running passages (`passages.py`) to this server."""
 
         self.first_bytes: list[tuple[Nanos, Nanos, int, bool]] = []
         self.more_first_bytes = 0
@@ -175,7 +183,7 @@ class ExternalBackend:
         self._compared_tokens = settings.compared_tokens
         self.joined = False
         self.asked = asyncio.Event()
-        """Set once it has joined, or has turned out to be away."""
+        """Set once the server has joined, or did not answer its first health check."""
         self._connect_timeout_seconds = connect_timeout_seconds
         self._clock = clock
         self._hear: Hear
@@ -185,7 +193,7 @@ class ExternalBackend:
         self._works: dict[RequestId, Upstream | asyncio.Task[None]] = {}
         self._idle: list[Upstream] = []
         self._heard = False  # True if the server has sent anything since the last health check
-        self._looked_at = Nanos(0)  # time of the last check of all its requests
+        self._looked_at = Nanos(0)  # time of the last silence check of all running requests
         self._failures = 0  # failed requests in a row
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._not_before = Nanos(0)
@@ -198,22 +206,22 @@ class ExternalBackend:
 
     @property
     def passed_over(self) -> Counter[SkipReason]:
-        """Blocks of its KV events that were skipped, by reason."""
+        """The number of blocks in the server's KV events that were skipped, by reason."""
         return self._cache.passed_over
 
     @property
     def alert(self) -> KvEventAlert | None:
-        """The problem with its KV events, if any."""
+        """The present problem with the server's KV events. None: there is no problem, or the server has no KV events."""
         return self._cache.alert
 
     @property
     def tokenises(self) -> TokenizerMatch:
-        """The result of the tokenizer check."""
+        """The result of the tokenizer check: whether the server and the router tokenize the sample texts equally."""
         return self._health.tokenises
 
     @property
     def taking(self) -> bool:
-        """True if it takes new requests."""
+        """True if the server takes new requests."""
         return self._taking
 
     @property
@@ -221,13 +229,13 @@ class ExternalBackend:
         """The number of placed requests that run on this server."""
         return len(self._works)
 
-    # Calls of the router
+    # Calls by the router
 
     def start(self, work_id: RequestId, relayed: RelayedRequest) -> None:
-        """Send a request.
+        """Send a request to the server.
 
         Raises:
-            WorkerUnreachable: It takes no requests now.
+            WorkerUnreachable: The server takes no requests now.
         """
         if not self._taking:
             raise WorkerUnreachable(self.worker_id)
@@ -235,7 +243,9 @@ class ExternalBackend:
             self._cache.sent(keys, work_id)
         idle = self._idle
         while idle:
-            upstream = idle.pop()  # the newest connection, so that unneeded ones age until they are closed
+            # The connection that was used last is used again, so that surplus connections stay idle and are closed
+            # (`IDLE_SECONDS`).
+            upstream = idle.pop()
             if upstream.usable:
                 self._send(upstream, work_id, relayed)
                 return
@@ -260,18 +270,18 @@ class ExternalBackend:
         return await self._health.model_objects() if self.joined else []
 
     async def carry(self, passage: Passage, *, may_move: bool) -> bool:
-        """Pass a request on while it arrives, and its answer as well.
+        """Pass a request on to the server while it arrives, and then the answer to the client.
 
         Args:
             passage: The request.
-            may_move: Whether another server may answer instead of a 404.
+            may_move: True if another server may answer when this one answers 404.
 
         Returns:
-            False if the request has to go to another server.
+            True if the request is over; False if the caller has to pass it to another server.
 
         Raises:
             BackendUnreachable: The server cannot be reached; nothing was sent.
-            RequestRejected: The request was not answered.
+            RequestRejected: The server sent no complete answer, or no socket was left.
         """
         address = self._address
         opening = address.opening(passage.method.encode(), passage.path.encode("latin-1") + passage.query)
@@ -298,7 +308,7 @@ class ExternalBackend:
         return answered
 
     async def run(self, hear: Hear) -> None:
-        """Look after the server until cancelled."""
+        """Check the server's health and keep its connections until cancelled; `hear` gets all events."""
         self._hear = hear
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -307,13 +317,14 @@ class ExternalBackend:
             self._close()
 
     def look(self, now: Nanos) -> bool:
-        """Update the silence rules with the state of its requests; times are the router's own time.
+        """Report the state of all running requests to the silence detector; `now` is running time (`running_time.py`).
 
-        While some requests make progress, all are checked only once a second, because only silence must be noticed
-        soon. Very many requests are checked less often, so that checking takes at most a hundredth of the processor.
+        While some requests make progress, the requests are checked only once a second, because only silence must be
+        noticed soon. The more requests run, the less often they are checked, so that checks take at most a hundredth
+        of the processor.
 
         Returns:
-            True if there is something to decide.
+            True if `decide` has to be called.
         """
         silence, works = self.silence, self._works
         began, continues = self._tell_first_bytes(now), self._hears(now)
@@ -335,7 +346,7 @@ class ExternalBackend:
         return not silence.settled
 
     def _hears(self, now: Nanos) -> bool:
-        """Return True if an answer that has begun makes progress."""
+        """Return True if an answer has made progress since the last check, apart from answers that have just begun."""
         for work in self._works.values():
             if isinstance(work, Upstream) and not work.quiet and work.spoke:
                 work.quiet_for(now)
@@ -343,11 +354,11 @@ class ExternalBackend:
         return False
 
     def decide(self, now: Nanos, siblings: "Sequence[ExternalBackend]") -> None:
-        """Perform what the silence rules decide (rule 7).
+        """Let the silence detector decide about this server, and carry out its commands (rule 7).
 
         Args:
-            now: The instant.
-            siblings: The other servers of its model that take requests.
+            now: The current running time.
+            siblings: The other servers of the same model that take requests.
         """
         judged = self._taking or self.silence.out or self.silence.held
         silences = [each.silence for each in siblings] if judged else []
@@ -375,7 +386,10 @@ class ExternalBackend:
                     assert_never(command)
 
     def _tell_first_bytes(self, now: Nanos) -> bool:
-        """Report the first bytes since the last check, and return True if there were any; `now` is the router's own time."""
+        """Tell the silence detector which answers have begun since the last check. Return True if there were any.
+
+        `now` is running time.
+        """
         first_bytes, lost = self.first_bytes, self._own_time.lost
         if not first_bytes:
             return False
@@ -413,7 +427,7 @@ class ExternalBackend:
             work.fail(why)
 
     async def _try(self, began_at: Nanos) -> None:
-        """Send a trial request and report its outcome."""
+        """Send a trial request and report its outcome to the silence detector."""
         settings = self.settings
         trial = await try_request(self._address, self._trial_path, settings.model, settings.silence_timeout_seconds)
         now = self._own_time.of(self._clock.now())
@@ -424,7 +438,7 @@ class ExternalBackend:
             self._trial.cancel()
             self._trial = None
 
-    # Calls of connections
+    # Calls by connections (`UpstreamOwner`)
 
     def spoke(self, upstream: Upstream, relayed: RelayedRequest) -> None:
         if len(self.first_bytes) < LEARNED_FIRST_BYTES:
@@ -465,7 +479,7 @@ class ExternalBackend:
         if upstream in self._idle:
             self._idle.remove(upstream)
 
-    # Sending
+    # Sending requests
 
     def _send(self, upstream: Upstream, work_id: RequestId, relayed: RelayedRequest) -> None:
         self._works[work_id] = upstream
@@ -529,9 +543,9 @@ class ExternalBackend:
         self._hear(AttemptRejected(worker_id=self.worker_id, rejected=rejected))
 
     def _compare(self, work_id: RequestId, usage: UpstreamUsage) -> None:
-        """Report how much of a prompt the server had cached.
+        """Report to the router how many tokens of a prompt the server had cached.
 
-        No value means nothing, if the server has ever sent one (vLLM omits zeros).
+        vLLM omits a count of 0. So once a server has sent a count, an answer without one counts as 0.
         """
         self._tells_cached = self._tells_cached or usage.cached_tokens is not None
         if self._tells_cached:
@@ -544,7 +558,7 @@ class ExternalBackend:
                 )
             )
 
-    # Health
+    # Health checks
 
     async def _watch(self) -> None:
         misses = 0
@@ -558,12 +572,12 @@ class ExternalBackend:
                     await self._health.compare_tokenizers()
                     self._join()
             elif heard:
-                misses = 0  # a failed health check alone does not end running requests
+                misses = 0  # the server has answered a request meanwhile, so the failed health check does not count
             elif healthy is not None:
                 misses += 1
                 if self.joined and misses >= MISSES:
                     self._lose()
-                elif misses == MISSES:  # logged once: the server may start later, or the setting `url` may be wrong
+                elif misses == MISSES:  # log once; the server may start later, or the setting `url` may be wrong
                     told = {"worker": self.worker_id, "url": self.settings.url, "cause": self._health.cause}
                     log.warning("worker does not answer; it joins when it does", extra=told)
             self.asked.set()
@@ -590,7 +604,7 @@ class ExternalBackend:
             max_model_len=UNKNOWN_MODEL_LENGTH,
             kv_blocks=settings.compared_blocks,
             max_running=settings.max_running,
-            # no worker shares blocks with this server, so its fingerprint is unique
+            # no other worker has this fingerprint, because no other worker can use the blocks of this server
             fingerprint=f"openai/{self.worker_id}",
             engine="openai",
             adapters=tuple(LoraAdapter(name) for name in settings.adapters),
@@ -618,14 +632,14 @@ class ExternalBackend:
             self._suspend()
 
     def _suspend(self, why: str = "it fails requests") -> None:
-        """Take no new requests. The caller also calls `_leave_when_done` once all events are sent."""
+        """Stop sending new requests to the server. Afterwards the caller reports its own events and calls `_leave_when_done`."""
         if self._taking:
             self._stop_taking(why)
 
     def _stop_taking(self, why: str) -> None:
         told = {"worker": self.worker_id, "running": len(self._works), "cause": why}
         log.warning("worker suspended", extra=told)
-        if self._taking:  # a server that does not take requests is known to the router as draining already
+        if self._taking:  # otherwise the router knows already that the server takes no requests
             self._taking = False
             self._hear(WorkerDraining(worker_id=self.worker_id))
 
@@ -657,12 +671,12 @@ class ExternalBackend:
         self._look.set()
 
     def _listen(self) -> bool:
-        """Return True if anything was heard since the last call."""
+        """Return True if the server has sent anything since the last call."""
         heard, self._heard = self._heard, False
         return heard
 
     def _close_idle(self) -> None:
-        """Close connections that have been idle for long."""
+        """Close connections that have been idle for `IDLE_SECONDS`."""
         now = self._own_time.of(self._clock.now())
         old = [upstream for upstream in self._idle if upstream.quiet_for(now) >= IDLE_SECONDS * SECOND]
         for upstream in old:

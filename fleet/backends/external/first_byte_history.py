@@ -1,8 +1,9 @@
-"""First-byte history: how long a server took until its first bytes, and how long for each KiB of prompt.
+"""First-byte history: measures how long a server takes until the first byte of an answer, in total and for each KiB of prompt.
 
-Times are counted in buckets of half an octave, so adding one is as fast as a counter. When `REMEMBERED` times are there, all counts
-are halved, so recent ones count more. A time far above the others counts as `MAX_FACTOR` times the expected one: a server that wakes up
-after a minute does not teach that a minute is usual, and one that has become slow for good teaches it within about ten requests.
+Times are counted in a histogram whose buckets grow by the square root of 2, so adding a time only increments a counter.
+When the histogram has `REMEMBERED` times, all counts are halved, so that recent times count more. A time far above the
+others is counted as `MAX_FACTOR` times the expected time. So after a single answer that took a minute, a minute is not
+expected for the next answers. But if a server stays slow, the expected times follow after about ten requests.
 """
 
 from math import isqrt
@@ -10,12 +11,12 @@ from math import isqrt
 from fleet.core.clock import Nanos
 
 REMEMBERED = 512
-BEYOND = 0.05  # share of all times that are longer than the expected time
-# margin while few times are known: with one time the expectation is nine times as long, with eight twice as long
+BEYOND = 0.05  # share of the measured times that may be longer than the expected time
+# The expected time is multiplied by 1 + CAUTION / (number of known times): by nine after one time, by two after eight.
 CAUTION = 8.0
 MAX_FACTOR = 4
 
-_BUCKETS = 130  # two buckets for each bit of an instant, which is half an octave for a bucket
+_BUCKETS = 130  # two buckets for each bit of a time in nanoseconds; each bucket ends at √2 times the one before
 
 
 class FirstByteHistory:
@@ -25,7 +26,7 @@ class FirstByteHistory:
         self.count = 0
         self._times = [0] * _BUCKETS
         self._rates = [0] * _BUCKETS
-        self._most_time = self._most_rate = 1 << 62  # measurements above these values count as these values
+        self._most_time = self._most_rate = 1 << 62  # longer times and higher times per KiB are counted as these values
         self._time = self._rate = 0  # expected time of the first byte, and expected time for each KiB, in nanoseconds
         self._stale = False
 
@@ -34,7 +35,7 @@ class FirstByteHistory:
 
         Args:
             waited: Nanoseconds from sending the request to the first byte of its answer.
-            kib: Size of its body.
+            kib: Size of the request's body in KiB.
         """
         if waited > self._most_time and waited > (most := self._most_rate * kib):
             waited = max(most, self._most_time)
@@ -45,11 +46,12 @@ class FirstByteHistory:
         self._stale = True
 
     def expected(self, kib: int, total: int) -> float:
-        """Return after how many nanoseconds a first byte is expected at the latest.
+        """Return the longest time, in nanoseconds, until the first byte of an answer is expected.
 
         Args:
-            kib: Size of the request's body.
-            total: Sizes of all requests that may be computed together with it. A batch of them takes longer than each alone.
+            kib: Size of the request's body in KiB.
+            total: Sum of the sizes of all requests that the server may compute together, in KiB. A batch takes longer
+                than one request alone.
         """
         assert self.count
         if self._stale:
@@ -67,7 +69,7 @@ class FirstByteHistory:
 
 
 def _upper(counts: list[int]) -> Nanos:
-    """Return a high percentile of the times: the share `BEYOND` of them is longer. The result is the end of a bucket."""
+    """Return the time that all but the share `BEYOND` of the counted times do not exceed, rounded up to the end of its bucket."""
     above, few = 0, BEYOND * sum(counts)
     for bucket in range(_BUCKETS - 1, -1, -1):
         above += counts[bucket]

@@ -1,4 +1,7 @@
-"""KV event follower: reads the KV events of an external backend and judges them (rule 5 of `backend.py`)."""
+"""KV event follower: reads the KV events of an external backend and finds out whether they can be trusted.
+
+Rule 5 of `backend.py` describes how the router uses the result.
+"""
 
 import asyncio
 import logging
@@ -16,39 +19,42 @@ from fleet.router.settings.router import OpenAiWorkerSettings
 
 log = logging.getLogger(__name__)
 
-# longest time from a computed prompt to the event with its blocks; vLLM needs a step and 0.1 s
+# Time limit from a computed prompt until the server has published its blocks. vLLM publishes them one engine step and
+# 0.1 s later.
 EVENT_PATIENCE = Nanos(10 * SECOND)
-LONG_PROMPT_BLOCKS = 4  # from this many blocks on, some blocks are full, even if a prompt was only counted in bytes
-REMEMBERED_PROMPTS = 4096  # prompts that are remembered, to find out whether another one is new
+# Only prompts of at least this many blocks are sure to fill a block that the server publishes, because prompts may be
+# measured in bytes instead of tokens.
+LONG_PROMPT_BLOCKS = 4
+REMEMBERED_PROMPTS = 4096  # number of remembered prompts; a prompt that is not among them counts as new
 
 
 class KvEventFollower:
-    """Follows the KV events of one server from its joining to its leaving."""
+    """Follows the KV events of one server while the server is joined."""
 
     def __init__(self, settings: OpenAiWorkerSettings, clock: Clock) -> None:
-        """Prepare; `follow` connects."""
+        """Create the follower; it connects when `follow` is called."""
         self.followed = False
-        self.alert: KvEventAlert | None = None  # the present problem with the events; None: no problem
+        self.alert: KvEventAlert | None = None  # the present problem with the events; None: there is none
         self._settings = settings
         self._clock = clock
         self._worker_id = WorkerId(settings.worker_id)
         self._task: asyncio.Task[None] | None = None
-        self._prompts: dict[int, None] = {}  # last keys of the latest prompts
-        self._filling: set[RequestId] = set()  # attempts whose blocks will be published
+        self._prompts: dict[int, None] = {}  # the remembered prompts, each by the key of its last block
+        self._filling: set[RequestId] = set()  # attempts whose prompts have blocks that the server has to publish
         self._begin()
 
     @property
     def passed_over(self) -> Counter[SkipReason]:
-        """Published blocks that were skipped, by reason."""
+        """The number of published blocks that were skipped, by reason."""
         return self._books.passed_over
 
     def follow(self, tasks: asyncio.TaskGroup, hear: Callable[[KvChanged], None]) -> None:
-        """Pass the events to `hear` until `stop`."""
+        """Start to read the events and pass them to `hear`, until `stop` is called."""
         self.followed = True
         self._task = tasks.create_task(self._read(hear))
 
     def stop(self) -> None:
-        """Stop, because the server has left."""
+        """Stop reading events, because the server has left."""
         self.followed = False
         self.alert = None
         self._filling.clear()
@@ -57,7 +63,7 @@ class KvEventFollower:
             self._task = None
 
     def sent(self, keys: tuple[int, ...], work_id: RequestId) -> None:
-        """Note a prompt that was sent; if it is long and new, its blocks will be published."""
+        """Note a prompt that was sent to the server. If the prompt is long and new, expect that the server publishes its blocks."""
         if len(keys) < LONG_PROMPT_BLOCKS or keys[-1] in self._prompts:
             return
         if len(self._prompts) == REMEMBERED_PROMPTS:
@@ -66,17 +72,17 @@ class KvEventFollower:
         self._filling.add(work_id)
 
     def filled(self, work_id: RequestId) -> None:
-        """Note an attempt that finished."""
+        """Note that an attempt has finished, so the blocks of its prompt must be published soon."""
         if work_id in self._filling:
             self._filling.remove(work_id)
             self._events.filled(self._clock.now())
 
     def forget(self, work_id: RequestId) -> None:
-        """Note an attempt that did not finish."""
+        """Note that an attempt was cancelled or failed, so that its blocks are not expected any more."""
         self._filling.discard(work_id)
 
     def judge(self) -> None:
-        """Log once when something is wrong with the events, and when they are right again."""
+        """Update `alert`, and log each change: once when the events have a problem, and once when it is gone."""
         alert = self._events.alert(self._clock.now())
         if alert is self.alert:
             return
@@ -93,7 +99,7 @@ class KvEventFollower:
         )
 
     async def _read(self, hear: Callable[[KvChanged], None]) -> None:
-        from zmq.error import ZMQError  # noqa: PLC0415 - optional
+        from zmq.error import ZMQError  # noqa: PLC0415 - zmq is an optional dependency
 
         settings = self._settings
         while True:
@@ -105,12 +111,12 @@ class KvEventFollower:
                     if events:
                         hear(KvChanged(worker_id=self._worker_id, events=tuple(events)))
             except ZMQError as error:
-                log.error("no KV events", extra={"worker": self._worker_id, "cause": str(error)})  # noqa: TRY400 - not ours
+                log.error("no KV events", extra={"worker": self._worker_id, "cause": str(error)})  # noqa: TRY400 - expected
             hear(KvChanged(worker_id=self._worker_id, events=(self._books.clear(),)))
             await asyncio.sleep(settings.probe_seconds)
 
     def _begin(self) -> None:
-        """Start again with nothing known."""
+        """Start with a translator, counters and health rules that know nothing yet."""
         self._books = KvEventTranslator(
             block_tokens=self._settings.block_tokens,
             algorithm=ALGORITHM,

@@ -1,6 +1,6 @@
 """Health checks, trial requests and tokenizer check of an external backend.
 
-A trial request is the shortest completion; it shows whether the engine behind the server answers.
+A trial request asks for the shortest possible answer. It shows whether the engine behind the HTTP server still works.
 """
 
 import logging
@@ -29,7 +29,7 @@ OK = 200
 TRIAL_TEXT = "Hi"
 
 ListedModel = dict[str, object]
-"""A model as a server lists it."""
+"""A model object from a server's list ``GET /v1/models``, passed on as it is."""
 
 
 class ModelList(Struct):
@@ -42,7 +42,7 @@ _MODEL_LIST = msgspec.json.Decoder(ModelList)
 
 
 class ServerHealth:
-    """Checks the health of one server."""
+    """Sends health checks to one server, lists its models, and compares its tokenizer with the router's."""
 
     def __init__(
         self,
@@ -57,10 +57,13 @@ class ServerHealth:
         self._codec = codec
         self.tokenises = TokenizerMatch.UNKNOWN
         self.cause = ""
-        """Why it is not healthy, or what it answered."""
+        """Result of the last health check for log messages: the error, or the status of the answer."""
 
     async def healthy(self) -> bool | None:
-        """Return True if the server answers; None if no request could be sent."""
+        """Send a health check.
+
+        Return True if the server answered with a status below 500, False if it did not, and None if no socket was left.
+        """
         try:
             status, _ = await self._ask("GET", self._settings.health_path)
             if status in NO_SUCH_PATH:
@@ -74,7 +77,10 @@ class ServerHealth:
         return status < FIRST_SERVER_ERROR
 
     async def compare_tokenizers(self) -> None:
-        """Compare the server's tokens of the sample texts with those of the codec, if there is one."""
+        """Let the server tokenize the sample texts, compare its tokens with those of the router's codec, and set `tokenises`.
+
+        Do nothing if the router has no codec for the model.
+        """
         if (codec := self._codec) is None:
             return
         settings, tokenises = self._settings, TokenizerMatch.UNKNOWN
@@ -96,7 +102,7 @@ class ServerHealth:
             )
 
     async def model_objects(self) -> list[ListedModel]:
-        """Return the models that the server lists; none if it does not list them."""
+        """Return the models that the server lists; an empty list if it does not answer or has no list."""
         try:
             status, answer = await self._ask("GET", "/v1/models")
             return _MODEL_LIST.decode(answer).data if status == OK else []
@@ -108,7 +114,7 @@ class ServerHealth:
 
 
 async def try_request(address: ServerAddress, path: str, model: str, within_seconds: float) -> TrialOutcome:
-    """Send a trial request of the kind that `path` serves, and return its outcome."""
+    """Send a trial request to `path`, with a body that fits the path, and return its outcome."""
     try:
         status, _ = await http_request(address, "POST", path, _trial_body(path, model), within_seconds=within_seconds)
     except BackendUnreachable:

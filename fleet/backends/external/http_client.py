@@ -15,7 +15,7 @@ from msgspec import Struct
 from yarl import URL
 
 OUT_OF_SOCKETS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""Error numbers of a process without a free socket."""
+"""Error numbers of a system call that failed because no socket was left in the process or the machine."""
 
 MAX_ANSWER_BYTES = 1 << 20
 FIRST_FINAL_STATUS = 200  # lower statuses (1xx) only announce that an answer follows
@@ -23,7 +23,7 @@ FIRST_SERVER_ERROR = 500
 
 
 class BackendUnreachable(Exception):
-    """The server does not answer; the message says why."""
+    """Error: the server does not answer. The message states the reason."""
 
 
 class OutOfSockets(BackendUnreachable):
@@ -31,7 +31,7 @@ class OutOfSockets(BackendUnreachable):
 
 
 class ServerAddress(Struct, frozen=True, kw_only=True):
-    """Address of a server, and what every request to it contains."""
+    """Address of a server, and the parts that every request to the server contains."""
 
     host: str
     port: int
@@ -41,7 +41,7 @@ class ServerAddress(Struct, frozen=True, kw_only=True):
     """Path prefix before ``/v1``."""
 
     authorization: bytes
-    """Empty: the client's header is passed on."""
+    """Value of the header ``authorization`` for the server; empty: the client's header is passed on."""
 
     @classmethod
     def of(cls, url: str, api_key: str) -> Self:
@@ -58,12 +58,15 @@ class ServerAddress(Struct, frozen=True, kw_only=True):
         )
 
     def url(self, path: str) -> URL:
-        """Return the URL of a path below the prefix, as it is written."""
+        """Return the URL of a path below the prefix; `path` is used without further encoding."""
         scheme = "http" if self.tls is None else "https"
         return URL(f"{scheme}://{self.netloc.decode()}{self.prefix.decode()}{path}", encoded=True)
 
     def opening(self, method: bytes, target: bytes) -> bytes:
-        """Return the first lines of a request. The Messages API takes keys as Anthropic's clients send them too."""
+        """Return the first lines of a request.
+
+        For the Messages API, these lines also contain the key under Anthropic's header name.
+        """
         key = b"authorization: %s\r\n" % self.authorization if self.authorization else b""
         if key and target.startswith(b"/v1/messages"):
             key += b"x-api-key: %s\r\n" % self.authorization.removeprefix(b"Bearer ")
@@ -119,7 +122,7 @@ async def _content(answer: aiohttp.ClientResponse) -> bytes:
 
 
 def connection_failure_cause(error: BaseException) -> str:
-    """Return in words why a connection failed."""
+    """Return in words why a connection failed, for messages."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -2,14 +2,14 @@
 
 Rules:
 
-1. Each passage has a connection of its own, which ends with it. Body and answer flow side by side, and a side that does
-   not read stops the other one, so memory is bounded.
-2. Every answer of the server is the client's, whatever its status. Only headers of one connection are removed, and a
-   ``location`` on the server itself loses the server's address.
+1. Each passage has a connection of its own, which is closed at the end of the passage. The body and the answer flow at
+   the same time. If one side does not read, the router stops reading from the other side, so memory is bounded.
+2. The client gets every answer of the server, whatever its status. Only headers that concern the connection to the
+   server are removed. If the header ``location`` names the server itself, the server's address is cut out of it.
 3. A request without a body that a server answers with 404 may go to another server, because stored objects (responses,
    files, batches) exist on one server only.
-4. A passage ends when the server and the client have both sent nothing for the server's `silence_timeout_seconds`. A
-   client that sends too slowly, or does not read, is ended by its own connection.
+4. A passage ends when the server and the client have both sent nothing for the server's `silence_timeout_seconds`. If
+   a client sends too slowly, or does not read, the client's connection ends the passage.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ _STATUS = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?=[ \r])")
 
 
 class ServerLost(Exception):
-    """The server sent no answer, or only a part of one; the message says why."""
+    """Error: the server sent no answer, or only a part of one. The message states the reason."""
 
 
 class ServerPassage:
-    """One passage to one server."""
+    """Carries one request to one server, and the answer back to the client."""
 
     def __init__(self, passage: Passage, address: ServerAddress, opening: bytes, silence_seconds: float) -> None:
-        """Prepare the passage; `opening` are the first lines of the request for the server."""
+        """Create the passage. `opening` contains the first lines of the head that the server gets."""
         self._passage = passage
         self._address = address
         self._opening = opening
@@ -49,20 +49,20 @@ class ServerPassage:
         self._content: list[bytes] = []
 
     async def run(self, connect_seconds: float, *, may_move: bool) -> bool:
-        """Pass the request and its answer on.
+        """Pass the request on to the server, and the answer to the client.
 
         Args:
-            connect_seconds: Time limit for the connection.
-            may_move: Whether another server may answer instead of a 404.
+            connect_seconds: Time limit for opening the connection.
+            may_move: True if another server may answer when this one answers 404.
 
         Returns:
-            False if the request has to go to another server.
+            True if the request is over; False if the caller has to pass it to another server.
 
         Raises:
-            OSError: The server cannot be reached, or does not take the connection in time; nothing was sent.
+            OSError: The server cannot be reached, or does not accept the connection in time; nothing was sent.
             ServerLost: The server sent no answer, or only a part of one.
             RequestRejected: The client's body does not arrive.
-            ClientDisconnected: The client has gone.
+            ClientDisconnected: The client has closed its connection.
         """
         address = self._address
         async with asyncio.timeout(connect_seconds):
@@ -123,10 +123,10 @@ class ServerPassage:
         return True
 
     async def _final_head(self, reader: asyncio.StreamReader) -> tuple[int, bytes, bytes]:
-        """Return the status of the answer, its head, and the bytes after it; interim heads are skipped."""
+        """Return the status of the answer, its head, and the bytes after the head. Skip interim heads (status 1xx)."""
         held = b""
         for _ in range(MAX_INTERIM_HEADS):
-            while (end := held.find(b"\r\n\r\n") + 4) < 4:  # not found
+            while (end := held.find(b"\r\n\r\n") + 4) < 4:  # the end of the head was not found
                 if len(held) > MAX_HEAD_BYTES:
                     raise ServerLost(f"the head of its answer is larger than {MAX_HEAD_BYTES} bytes")
                 if not (data := await reader.read(READ_BYTES)):
@@ -178,7 +178,7 @@ class ServerPassage:
         self._passage.exchange.passed_on(keep_alive=False)
 
     def _head(self, head: AnswerHead, start: bytes) -> bytes:
-        """Return the head for the client without its end."""
+        """Return the head of the answer for the client: `start` and Fleet's header lines. The caller adds the last lines."""
         passage = self._passage
         lines = [("x-fleet-request-id", str(passage.request_id))]
         lines += [] if head.named else [("x-request-id", str(passage.request_id))]
@@ -190,7 +190,7 @@ class ServerPassage:
         return re.sub(rb"\r\n(location:[ \t]*)https?://" + own + rb"(?=/)", rb"\r\n\1", content, flags=re.IGNORECASE)
 
     async def _pass_on(self, content: bytes) -> None:
-        """Send bytes to the client, and wait while it does not read; meanwhile the server cannot be blamed."""
+        """Send bytes to the client, and wait until it has read enough. This wait does not count as silence of the server."""
         exchange = self._passage.exchange
         exchange.pass_on(content)
         self._limit.reschedule(None)
@@ -198,7 +198,7 @@ class ServerPassage:
         self._limit.reschedule(self._silent_at())
 
     def _heard(self) -> None:
-        """Note that a side has sent something, unless the limit has just ended."""
+        """Restart the silence limit, because client or server has sent something. Do nothing if the limit is stopped or over."""
         if self._limit.when() is not None and not self._limit.expired():
             self._limit.reschedule(self._silent_at())
 
@@ -210,7 +210,7 @@ class ServerPassage:
         self._content.clear()
         return content
 
-    # From the parser
+    # Callbacks of the HTTP parser
 
     def on_body(self, content: bytes) -> None:
         if not self._passage.exchange.request.head.chunked_answer:

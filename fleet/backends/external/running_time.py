@@ -1,35 +1,36 @@
 """Running time: a clock that stands still while the router's process does not run.
 
-A suspended machine, a stopped process, or a core that other processes kept for seconds: afterwards time has passed in which the router
-could receive nothing. A judgement about the silence of others has to leave that time out.
+A suspended machine, a stopped process or a busy core can keep the router from running for seconds. In this time it
+could receive nothing, so the time must not count when the router measures how long a server has sent nothing.
 """
 
 from fleet.core.clock import SECOND, Nanos
 
 GRACE = SECOND // 5
-"""The allowed pause between two ticks, twice the usual one.
+"""Maximum time between two ticks that counts in full, in nanoseconds: twice the usual time.
 
-Only the excess is left out, so a sleep counts for this long. It has to be well below the shortest silence that is suspicious.
+Of a longer time between two ticks, only this much counts. The value must be well below the shortest silence that makes
+a server suspect.
 """
 
 
 class RunningTime:
-    """A clock that leaves out the time in which this process did not run; call `tick` regularly."""
+    """Measures time without the pauses in which this process did not run. The caller has to call `tick` regularly."""
 
     def __init__(self) -> None:
         self.lost = 0
-        """Nanoseconds that were left out so far."""
+        """The sum of all pauses so far, in nanoseconds; running time is the system's time minus this."""
 
         self._latest: Nanos | None = None
 
     def tick(self, now: Nanos) -> Nanos:
-        """Note the system's time; return the running time."""
+        """Note the system's time, and return the running time for it."""
         own = self.of(now)
         self.lost = now - own
         self._latest = now
         return own
 
     def of(self, now: Nanos) -> Nanos:
-        """Return the running time at a system time."""
+        """Return the running time for a system time, without noting it."""
         late = 0 if self._latest is None else max(0, now - self._latest - GRACE)
         return Nanos(now - self.lost - late)

@@ -1,31 +1,36 @@
 """Silence detector: decides whether an external server that passes its health checks still answers requests.
 
-An engine can hang while its HTTP server goes on to answer `/health`. The router then only sees silence: no byte of any answer.
-Silence may also be a long prompt, a long answer in one piece, a queue, or a server that still loads. Rules:
+An engine can hang while its HTTP server still answers `/health`. The router then only notices silence: no byte of any
+answer arrives. Silence may also have other causes: a long prompt, a long answer in one piece, a queue, or a server that
+still loads. Rules:
 
-1. The allowed silence follows from the server's past (`fleet.backends.external.first_byte_history`): from the times until its first
-   bytes, and from the same times for each KiB of prompt, so that a long prompt has more time. A server with too short a past is judged by
-   its siblings, the other servers of its model. If nobody has answered yet, nothing is concluded.
-2. A request that waits twice the expected time, on a server that sends no byte to anybody, makes the server suspect. A client that
-   leaves after so long does the same, because it does not matter who ends a request. Clients that leave earlier count together, by the
-   time in which the server owed them a byte. A suspect server is asked for a completion of one token (`SendTrial`), on a connection of
-   its own, so that no client has to find out. Until the trial is answered it gets no new requests (`HoldBack`), if a sibling works.
+1. The allowed silence follows from the measured times of the server's earlier answers (`first_byte_history.py`): the
+   time until the first byte, and the same time for each KiB of prompt, so that a long prompt gets more time. A server
+   with few answers is also judged by the times of its siblings, the other servers of its model. If none of them has
+   answered yet, no server is judged.
+2. A server becomes suspect if a request has waited twice the expected time while the server sent no byte to any client.
+   The same holds if the client has cancelled the request after that time. Shorter waits of cancelled requests are added
+   up. The router sends a suspect server a trial request (`SendTrial`) for one token, so that no client's request is
+   needed as a test. If a sibling works, the suspect server gets no new requests (`HoldBack`) until it answers the trial
+   request.
 3. A server leaves rotation (`TakeOutOfRotation`) when its silence has lasted `silence_factor` times the expected time, and the trial
-   request was not answered either. Some sibling must work: it has answered since, or has nothing to do. If all servers are
-   equally slow, none of them is the cause.
-4. A server that answers some requests and never others is not silent. Requests that wait much longer than expected while later
-   ones were answered count too, and so do requests to servers that refuse trial requests; answers make up for them. `MAX_SILENT_REQUESTS` of
-   them are enough.
-5. A request that waits on a server out of rotation, and of which the client has seen nothing, is abandoned, so it starts elsewhere.
-   A request on a held server is abandoned once when the trial request has waited as long as a first byte may take. An answer in one
-   piece only is if the server was seen to answer several requests at a time, because the trial could wait behind it, or has never
-   answered, because then nothing says that it works. An answer that has begun is abandoned after `silence_cut_seconds` without content, because no other server can continue it.
-6. A server returns (`ReturnToRotation`) when it answers the trial request or sends any byte of an answer, but not before a pause that
-   doubles each time it leaves again soon. If trial requests are not possible it returns after the pause, and one more silent
-   request is then enough to remove it.
-7. Only content counts. Comments in a stream of events, and a first event without content, are passed on, but an HTTP server sends them
-   while its engine hangs: a request that got nothing else still waits for its first byte.
-8. Instants are running time (`fleet.backends.external.running_time`), which stands still while the router does not run.
+   request was not answered either. A sibling must work: it has answered a request since the silence began, or has no
+   requests. If all servers are equally slow, none of them is removed.
+4. A server that answers some requests and never others is not silent. Therefore single requests are counted: those that
+   wait much longer than expected while later requests were answered, and those that wait on a silent server. Each
+   answer lowers the count. A server with a count of `MAX_SILENT_REQUESTS` leaves rotation.
+5. If a server is out of rotation, its waiting requests are abandoned and start on another server, unless their clients
+   have already got a part of the answer. If a server is held back, its waiting requests are abandoned when the trial
+   request has waited as long as a first byte may take, each request at most once. For an answer in one piece, this is
+   only done if the server was seen to compute several requests at a time (otherwise the trial request could wait behind
+   this answer), or if the server has never answered. An answer that has begun is abandoned after `silence_cut_seconds`
+   without content, because no other server can continue it.
+6. A server returns (`ReturnToRotation`) when it answers the trial request or sends any byte of an answer, but only
+   after a pause. The pause doubles each time the server leaves rotation again soon. If trial requests are not possible,
+   the server returns after the pause, and one more silent request then removes it again.
+7. Only content counts as a byte of an answer. An HTTP server may send comments or a first event without content while
+   its engine hangs. They are passed on, but the request still waits for its first byte.
+8. Instants are running time (`running_time.py`), which stands still while the router does not run.
 """
 
 from collections import Counter
@@ -39,18 +44,25 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import RequestId
 from fleet.router.settings.router import OpenAiWorkerSettings
 
-SUSPECT_FACTOR = 2.0  # multiple of the expected time; it is low, because a needless trial request costs little
-MIN_ANSWERS = 8  # answers after which a server is judged by its own past alone
-# silent requests that are enough (rule 4), like the failures before Envoy ejects; each answer removes a fifth of them
+# A server is suspect after this multiple of the expected time. It is low, because a needless trial request costs little.
+SUSPECT_FACTOR = 2.0
+MIN_ANSWERS = 8  # after this many answers, a server is judged by its own times alone (rule 1)
+# A server with this count of silent requests leaves rotation (rule 4). Each answer multiplies the count by
+# `KEPT_BY_AN_ANSWER`.
 MAX_SILENT_REQUESTS = 3.0
 KEPT_BY_AN_ANSWER = 0.8
-BACK_WITH = 2.0  # silent requests that a returning server starts with
-OVERTAKEN = 4  # so many later requests answered first cannot be chance or the order within a batch
-OVERTAKES = 3  # after this many overtaken requests, a server is known to answer some requests while it computes others
+BACK_WITH = 2.0  # the count of silent requests of a server that returns to rotation (rule 6)
+# A waiting request is overtaken if this many later requests were answered first. Fewer may be chance, or due to the
+# order within a batch.
+OVERTAKEN = 4
+# After a later request was answered first this many times, a server is known to compute several requests at a time.
+OVERTAKES = 3
 
-# KiB of a prompt without extra time; further KiB get extra time, because past prompts may have been cached
+# Each KiB of a prompt beyond this many adds `KIB_SECONDS` to the allowed silence, because earlier prompts may have been
+# faster only because they were cached.
 FREE_KIB = 4
-KIB_SECONDS = 0.25  # time per KiB of prompt (about 250 tokens) for the slowest expected prefill: 1,000 tokens a second
+# Seconds for a KiB of prompt (about 250 tokens) at the slowest expected prefill: 1,000 tokens a second.
+KIB_SECONDS = 0.25
 
 FIRST_PAUSE = 1 * SECOND  # first pause between two trial requests, and first pause before a server returns
 MAX_TRIAL_PAUSE = 10 * SECOND
@@ -61,17 +73,17 @@ _UNSEEN = Nanos(-1)
 
 
 class OutstandingRequest(Struct, frozen=True, kw_only=True):
-    """One request on a server, as it is now."""
+    """The present state of one running request on a server, as the silence detector needs it."""
 
     work_id: RequestId
     sent_at: Nanos
     size: int  # size of the request body in bytes
-    streams: bool  # True if the answer is streamed, so that its first byte does not wait for its last token
+    streams: bool  # True if the answer is streamed, so its first byte comes before the answer is complete
     begun: bool  # True if content of the answer has come; comments and events without content do not count
     heard: bool  # True if a part of the answer has come since the last check
-    quiet_for: Nanos  # time since the last part of the answer
+    quiet_for: Nanos  # time since the last content of the answer, in nanoseconds
     overtaken: int  # number of later requests that were answered before this one
-    moved: bool  # True if the request was taken from another server because of silence
+    moved: bool  # True if the request was abandoned on another server before, because that server was silent
     passed_on: bool = False  # True if a part of the answer was passed on, so that no other server can answer
 
 
@@ -84,33 +96,33 @@ class TrialOutcome(Enum):
 
 
 class SendTrial(Struct, frozen=True):
-    """Send a trial request; `SilenceDetector.told` takes its outcome."""
+    """Command: send the server a trial request, and report its outcome to `SilenceDetector.told`."""
 
 
 class ForgetTrial(Struct, frozen=True):
-    """Forget the trial request; its outcome must not be reported."""
+    """Command: cancel the open trial request, and do not report its outcome."""
 
 
 class HoldBack(Struct, frozen=True):
-    """Send the server no new requests while its trial request is open. It stays in rotation."""
+    """Command: send the server no new requests for now, because its trial request is open (rule 2)."""
 
 
 class EndHold(Struct, frozen=True):
-    """Send the server new requests again."""
+    """Command: send the server new requests again, after the command `HoldBack`."""
 
 
 class TakeOutOfRotation(Struct, frozen=True):
-    """Send the server no more requests."""
+    """Command: send the server no more requests until the command `ReturnToRotation` (rule 3)."""
 
     why: str
 
 
 class ReturnToRotation(Struct, frozen=True):
-    """Send requests to the server again."""
+    """Command: send the server requests again, after the command `TakeOutOfRotation`."""
 
 
 class AbandonRequest(Struct, frozen=True):
-    """End a request on this server; it starts elsewhere if its client has seen nothing."""
+    """Command: end a request on this server. It starts on another server if its client has got no part of the answer."""
 
     work_id: RequestId
     why: str
@@ -120,14 +132,17 @@ SilenceCommand = SendTrial | ForgetTrial | HoldBack | EndHold | TakeOutOfRotatio
 
 
 class _AbandonedRequest(Struct, frozen=True):
-    """A request that ended before its first byte. Its server had sent nothing to anybody for some time."""
+    """Records a request that ended before its first byte, and how long its server had sent nothing to any client."""
 
     silent_since: Nanos
     waited: Nanos
 
 
 class SilenceDetector:
-    """The detector for one server. Call `note` for all servers of a model, then `decide` for each."""
+    """Decides whether one server is silent, and which commands the backend has to perform for it.
+
+    The caller calls `note` for all servers of a model, and then `decide` for each.
+    """
 
     def __init__(self, settings: OpenAiWorkerSettings) -> None:
         self._factor = settings.silence_factor
@@ -135,33 +150,35 @@ class SilenceDetector:
         self._ceiling = settings.silence_timeout_seconds * SECOND
         self._cut = settings.silence_cut_seconds * SECOND
         self._asks = settings.trial_requests
-        # first-byte histories: of answers in one piece, and of streams
+        # two first-byte histories: one of answers in one piece, and one of streams
         self.past = (FirstByteHistory(), FirstByteHistory())
         self.answers = 0
         self._heard_at = Nanos(0)
-        self._latest_sent = _UNSEEN  # instant at which the latest of the answered requests was sent
-        self._silent = 0.0  # number of silent requests, reduced by later answers (rule 4)
+        self._latest_sent = _UNSEEN  # latest instant at which an answered request was sent
+        self._silent = 0.0  # count of silent requests, which answers lower (rule 4)
         self._overtakes = 0
         self._siblings: Sequence[SilenceDetector] = ()
-        self._known: dict[tuple[bool, int], float | None] = {}  # results of `_limit` until the next look
+        # Results of `_limit` since the last call of `note`, by kind of request.
+        self._known: dict[tuple[bool, int], float | None] = {}
         self._outstanding: Sequence[OutstandingRequest] = ()
         self._counted: set[RequestId] = set()  # outstanding requests that are counted in `_silent`
         self._left: _AbandonedRequest | None = None
         self._left_at = Nanos(0)
-        self._owed = 0  # since the last byte: nanoseconds in which clients that then left waited for a byte
+        self._owed = 0  # nanoseconds that cancelled requests waited in total since the server's last byte
         self._left_kib = [
             0,
             0,
-        ]  # the longest abandoned prompts, which the server may still compute: whole answers, streams
+        ]  # KiB of the longest cancelled prompt that the server may still compute: for a whole answer, and for a stream
         self._overtook = _UNSEEN
         self._out = False
         self._suspect = False
         self._held = False
-        self._unresponsive = False  # True if the trial request was not answered either
-        self._asked_at: Nanos | None = None  # instant at which the open trial request was sent; None: none is open
+        self._unresponsive = False  # True if the server did not answer the trial request either
+        # Instant at which the open trial request was sent; None: no trial request is open.
+        self._asked_at: Nanos | None = None
         self._ask_from = Nanos(0)
         self._ask_pause = FIRST_PAUSE
-        self._mute_until = Nanos(0)  # until this instant trial requests count as impossible, because one was refused
+        self._mute_until = Nanos(0)  # no trial requests before this instant, because the server has refused one
         self._back_from = Nanos(0)
         self._out_pause = FIRST_PAUSE
         self._passed = False  # True if the trial request was answered while the server was out of rotation
@@ -178,22 +195,22 @@ class SilenceDetector:
 
     @property
     def settled(self) -> bool:
-        """True if the server owes nothing and nothing is open, so that `decide` would return nothing."""
+        """True if the server has no requests and `calm` is true, so that `decide` would return no commands."""
         return self.calm and not self._outstanding
 
     @property
     def calm(self) -> bool:
-        """True if nothing is open about the server except its silence."""
+        """True if the server is in rotation, without a trial request, a hold, or a cancelled request that counts."""
         return not (self._out or self._held or self._left is not None or self._asked_at is not None)
 
     # Events of requests
 
     def heard(self, now: Nanos) -> None:
-        """Note that some answer goes on."""
+        """Note that the server has sent more content of an answer."""
         self._heard_at = max(self._heard_at, now)
 
     def answered(self, sent_at: Nanos, waited: Nanos, size: int, *, streams: bool) -> None:
-        """Note the first byte of an answer."""
+        """Note that the first byte of an answer came the time `waited` after its request, which has `size` bytes, was sent."""
         self.answers += 1
         self.past[streams].add(waited, (size >> 10) + 1)
         self._heard_at = max(self._heard_at, Nanos(sent_at + waited))
@@ -202,12 +219,15 @@ class SilenceDetector:
             self._silent *= KEPT_BY_AN_ANSWER
 
     def answered_more(self, heard_at: Nanos, answers: int) -> None:
-        """Note that more answers have begun, whose times are not known, the latest of them before `heard_at`."""
+        """Note that `answers` more answers have begun, whose times were not measured.
+
+        The last one began before `heard_at`.
+        """
         self.answers += answers
         self._heard_at = max(self._heard_at, heard_at)
 
     def abandoned(self, request: OutstandingRequest, now: Nanos) -> None:
-        """Note that a client left before the first byte of its answer."""
+        """Note that a client cancelled a request before the first byte of its answer."""
         silent = self._remember(request, now)
         if request.work_id in self._counted:
             return
@@ -219,7 +239,10 @@ class SilenceDetector:
             self._silent += 1
 
     def _remember(self, request: OutstandingRequest, now: Nanos) -> Nanos:
-        """Remember a request that ended before its first byte; return how long the server had been silent to it."""
+        """Remember a request that ended before its first byte.
+
+        Return the time for which the server has sent nothing to any client since this request was sent.
+        """
         since = max(request.sent_at, self._heard_at)
         silent = Nanos(now - since)
         self._left_kib[request.streams] = max(self._left_kib[request.streams], _kib(request.size))
@@ -231,10 +254,10 @@ class SilenceDetector:
             self._left = _AbandonedRequest(since, silent)
         return silent
 
-    # Looks
+    # Regular checks
 
     def note(self, now: Nanos, outstanding: Sequence[OutstandingRequest]) -> None:
-        """Note the state of the server's requests."""
+        """Note the present state of all running requests on the server."""
         self._outstanding = outstanding
         self._known.clear()
         if any(each.begun and each.heard for each in outstanding):
@@ -252,12 +275,12 @@ class SilenceDetector:
             self._unresponsive = False
 
     def decide(self, now: Nanos, siblings: "Sequence[SilenceDetector]", *, spare: bool) -> list[SilenceCommand]:
-        """Return what to do about the server.
+        """Return the commands for the server, in the order in which they are to be performed.
 
         Args:
-            now: The instant.
-            siblings: The other servers of its model that take requests; `note` was called for all of them.
-            spare: True if enough of them remain so that a server that fails requests may leave rotation.
+            now: The current running time.
+            siblings: The other servers of the same model that take requests; `note` was called for all of them.
+            spare: True if enough siblings remain when this server leaves rotation.
         """
         self._siblings = siblings
         commands: list[SilenceCommand] = []
@@ -286,11 +309,11 @@ class SilenceDetector:
         return commands
 
     def told(self, now: Nanos, waited: Nanos, trial: TrialOutcome) -> None:
-        """Note the outcome of the trial request.
+        """Note the outcome of the server's trial request.
 
         Args:
-            now: The instant.
-            waited: The time that it took.
+            now: The current running time.
+            waited: Nanoseconds from the trial request to its outcome.
             trial: The outcome.
         """
         self._asked_at = None
@@ -301,7 +324,7 @@ class SilenceDetector:
             return
         if (
             not self._unresponsive or self.past[True].count < MIN_ANSWERS
-        ):  # the duration of a hang does not measure the server's speed
+        ):  # skipped after a hang, because the time of a hang does not measure the server's speed
             self.past[True].add(waited, 1)
         self._heard_at = max(self._heard_at, now)
         self._unresponsive = False
@@ -309,7 +332,7 @@ class SilenceDetector:
         self._passed = self._out
 
     def reset(self) -> None:
-        """Forget the state of a server that has left; its past still counts."""
+        """Forget the present state, because the server has left. The first-byte histories are kept."""
         self._out = self._suspect = self._held = self._unresponsive = self._passed = False
         self._silent = 0.0
         self._left, self._left_kib = None, [0, 0]
@@ -332,7 +355,7 @@ class SilenceDetector:
         commands.append(SendTrial())
 
     def _judge(self, now: Nanos, silence: Nanos, commands: list[SilenceCommand], *, spare: bool) -> None:
-        """Take the server out of rotation if there is evidence and another server can serve."""
+        """Take the server out of rotation if rule 3 or 4 demands it and a sibling works."""
         failing = self._silent >= MAX_SILENT_REQUESTS and spare
         if not (self._unresponsive or failing):
             return
@@ -344,7 +367,7 @@ class SilenceDetector:
         self._out, self._held, self._passed = True, False, False
         self._back_from = Nanos(now + self._out_pause)
         self._out_pause = min(2 * self._out_pause, MAX_OUT_PAUSE)
-        # the silence was real, so the pauses start again at the first one
+        # the silence was real, so the pauses between trial requests start again at the shortest one
         self._ask_pause, self._ask_from = FIRST_PAUSE, now
         if self._unresponsive:
             why = f"no byte came for {silence / SECOND:.1f} s, and no answer to a trial request"
@@ -353,25 +376,26 @@ class SilenceDetector:
         commands.append(TakeOutOfRotation(why))
 
     def _hold(self, now: Nanos, silence: Nanos, commands: list[SilenceCommand]) -> None:
-        """Begin or end the hold of a suspect server (rule 2)."""
+        """Hold a suspect server back, or end its hold (rule 2)."""
         tells = self._suspect and self._trials_tell(now)
         if self._held and not (tells and any(each.works(self._heard_at) for each in self._siblings)):
             self._held = False
             commands.append(EndHold())
         elif not self._held and tells and self._asked_at is not None:
-            lately = Nanos(now - silence // 2)  # a sibling that stopped at the same time is no better
+            # A sibling counts as working only if it has answered lately, because it may have fallen silent with this server.
+            lately = Nanos(now - silence // 2)
             if any(each.works(lately) for each in self._siblings):
                 self._held = True
                 commands.append(HoldBack())
 
     def works(self, since: Nanos) -> bool:
-        """Return whether the server takes requests and has answered since then, or owes nothing."""
+        """Return True if this server is in rotation and not suspect, and has sent a byte since `since` or has no requests."""
         if self._out or self._suspect or self._unresponsive:
             return False
         return not self._outstanding or self._heard_at >= since
 
     def _return(self, now: Nanos, commands: list[SilenceCommand]) -> None:
-        """Return the server to rotation, or find out whether that is possible (rule 6)."""
+        """Return the server to rotation, or send a trial request to find out whether it may return (rule 6)."""
         if now < self._back_from:
             return
         answers = self._passed or (self._asked_at is not None and self._heard_at > self._asked_at)
@@ -383,7 +407,7 @@ class SilenceDetector:
             self._ask(now, commands)
 
     def _count(self, now: Nanos, *, too_long: bool) -> None:
-        """Count requests that wait too long, on a server whose silence is too long or which skips them (rule 4)."""
+        """Count each request that has waited too long, if the server is silent for too long or answered later requests (rule 4)."""
         for each in self._outstanding:
             if each.begun or each.work_id in self._counted:
                 continue
@@ -395,7 +419,10 @@ class SilenceDetector:
                 self._silent += 1
 
     def _overtaken(self, each: OutstandingRequest) -> bool:
-        """Return whether later requests were answered first. It says nothing about an answer in one piece, which may be a long one."""
+        """Return True if `OVERTAKEN` later requests were answered before this one, and it wants a stream.
+
+        Return False for an answer in one piece, because it may come later only because it is long.
+        """
         return each.streams and each.overtaken >= OVERTAKEN
 
     def _stuck(self, each: OutstandingRequest, now: Nanos, limit: float) -> bool:
@@ -429,7 +456,7 @@ class SilenceDetector:
                 commands.append(AbandonRequest(each.work_id, f"the server sent nothing for {quiet / SECOND:.1f} s"))
 
     def _trial_waits(self, now: Nanos, suspicious: float) -> bool:
-        """Return whether the trial request has waited as long as the first byte of any outstanding request may take."""
+        """Return True if the trial request has waited as long as the first byte of any outstanding request may take."""
         if self._asked_at is None:
             return False
         return now - max(self._asked_at, self._heard_at) >= suspicious / SUSPECT_FACTOR
@@ -438,10 +465,11 @@ class SilenceDetector:
         return not each.moved and (each.streams or self._overtakes >= OVERTAKES or not self.answers)
 
     def _silent_since(self, limits: tuple[float, float] | None) -> Nanos | None:
-        """Return the instant since which the server owes a byte and has sent none; None if it owes nothing.
+        """Return the instant since which the server should have sent a byte; None if no request waits.
 
-        A request whose client has left counts like a waiting one if it has waited suspiciously long. If several clients left one after
-        the other, their waits count together. A client that left earlier does not count, because it may just have changed its mind.
+        A cancelled request counts like a waiting one if it had waited long enough to make the server suspect. The waits
+        of several cancelled requests are added up. A shorter wait alone does not count, because the client may just
+        have changed its mind.
         """
         sent = [each.sent_at for each in self._outstanding]
         if self._left is not None and limits is not None:
@@ -454,7 +482,10 @@ class SilenceDetector:
         return Nanos(max(self._heard_at, min(sent))) if sent else None
 
     def _kinds(self) -> Counter[tuple[bool, int]]:
-        """Return the kinds of requests that the server may be busy with (streamed, KiB) and their numbers."""
+        """Return the number of requests that the server may be busy with, by kind.
+
+        A kind is a pair: True if the answer is a stream, and the size of the request in KiB.
+        """
         kinds = Counter([(True, 1) if each.begun else (each.streams, _kib(each.size)) for each in self._outstanding])
         kinds.update([(bool(streams), kib) for streams, kib in enumerate(self._left_kib) if kib])
         if not kinds and self._asked_at is not None:
@@ -462,10 +493,11 @@ class SilenceDetector:
         return kinds
 
     def _limits(self) -> tuple[float, float] | None:
-        """Return the nanoseconds after which the silence is suspicious and too long; None if they are unknown.
+        """Return the nanoseconds after which silence is suspicious, and those after which it is too long; None if unknown.
 
-        A server that computes one prompt after the other may be busy with the longest. A server that was seen to answer some requests while it
-        computes others owes a byte to the shortest.
+        A server that computes one prompt after the other may be busy with the longest prompt. So the limits for that
+        prompt are returned. A server that was seen to compute several requests at a time should answer the shortest
+        prompt first. So the limits for the shortest prompt are returned.
         """
         kinds = self._kinds()
         total = sum(kib * times for (_, kib), times in kinds.items())
@@ -500,10 +532,10 @@ class SilenceDetector:
 
 
 def _kib(size: int) -> int:
-    """Return the number of KiB, rounded up."""
+    """Return the size in KiB of `size` bytes, rounded up."""
     return (size >> 10) + 1
 
 
 def _prefill(size: int) -> float:
-    """Return the nanoseconds that a long prompt may take beyond what the past says."""
+    """Return the extra nanoseconds that are allowed for the prefill of a long prompt of `size` bytes (`FREE_KIB`)."""
     return max(0, _kib(size) - FREE_KIB) * KIB_SECONDS * SECOND

@@ -2,36 +2,39 @@
 
 Rules:
 
-1. Messages of a turn wait for its end, but at most `MAX_BATCHED_MESSAGES` of them. A message that is sent alone wakes
-   its receiver alone, and alternating between sending and deciding evicts both from the processor's caches. Batching
-   saves a quarter of the router's CPU time for a short request, and half of the server's.
-2. Where turns have only one message, it is sent at once. So the first message of a turn is sent at once, unless the
-   last turn with messages had several.
+1. Messages of a turn are kept until the end of the turn, at most `MAX_BATCHED_MESSAGES` of them. If each message were
+   sent at once, each would wake its receiver separately, and the code for sending and the code for decisions would
+   displace each other in the processor's caches. For a short request, batching saves a quarter of the router's CPU
+   time, and half of the external server's.
+2. A single message need not wait. So the first message of a turn is sent at once, unless the last turn with messages
+   had several messages.
 3. Other effects of a turn (reservations, counters, the next use of a connection) come after all messages.
-4. A callback that fails at the end of a turn is reported by the event loop, and the others still run. A message that is
-   sent at once fails in its caller, like a transport's `write`; the waiting messages are then still sent at the end.
+4. If a callback fails at the end of a turn, the event loop reports the error, and the other callbacks still run. If a
+   message that is sent at once fails, `send` raises the error, like a transport's `write`. The waiting messages are
+   still sent at the end of the turn.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
 
-# most messages that wait; they take a few milliseconds, even if their long prompts are tokenized on the event loop
+# Maximum number of messages that wait for the end of a turn. They wait a few milliseconds, even if the event loop
+# tokenizes long prompts meanwhile.
 MAX_BATCHED_MESSAGES = 16
 
 
 class WriteBatcher:
-    """The write batcher of one event loop."""
+    """Collects the messages and the other effects of each turn of one event loop, and performs them at its end."""
 
     def __init__(self) -> None:
         self._sending: deque[Callable[[], None]] = deque()
         self._afterwards: deque[Callable[[], None]] = deque()
         self._messages = 0  # number of messages in this turn
-        self._several = False  # True if the latest turn with messages had several
+        self._several = False  # True if the latest turn in which messages were sent had several of them
         self._due = False
 
     def send(self, send: Callable[[], None]) -> None:
-        """Call `send` before all callbacks of `afterwards`, in the order of the calls."""
+        """Call the function `send` now or at the end of the turn, but before all functions that were given to `afterwards`."""
         self._messages += 1
         if self._messages == 1 and not self._several:
             send()
@@ -44,7 +47,7 @@ class WriteBatcher:
             self._arm()
 
     def afterwards(self, keep: Callable[[], None]) -> None:
-        """Call `keep` once no message waits."""
+        """Call the function `keep` at the end of the turn, after all messages."""
         self._afterwards.append(keep)
         if not self._due:
             self._arm()

@@ -1,4 +1,4 @@
-"""Hosted endpoint: one request to an OpenAI-compatible service, and its answer on the way to the client.
+"""Hosted endpoint: sends a request to an OpenAI-compatible service, and passes the answer on to the client.
 
 Rules:
 
@@ -7,8 +7,9 @@ Rules:
    that contains only the usage is not passed on.
 2. A failure before the first byte of the answer raises `EndpointFailed`, and the caller may give the client another
    answer. A failure after the first byte ends the answer.
-3. A status of 400 or more is a failure of the first kind too. The client sent its request to its own cluster, so an
-   error about the endpoint's key or limits would mislead it. The text of such an error is shown only to operators.
+3. A status of 400 or more counts as a failure before the first byte. The client sent its request to its own cluster, so
+   an error about the endpoint's key or limits would mislead it. The text of such an error is shown only to
+   administrators.
 """
 
 import asyncio
@@ -30,10 +31,10 @@ from fleet.router.settings.overflow import OverflowSettings
 FIRST_REDIRECT = 300
 FIRST_ERROR = 400
 ENDPOINT_AT_FAULT = frozenset({401, 402, 403, 404, 408, 429})
-"""Statuses below 500 that show that the endpoint would reject the next request as well."""
+"""HTTP statuses below 500 after which the endpoint would probably reject the next request as well."""
 
 ROUTER_FIELDS = ("fleet", "priority", "request_id", "session_id")
-"""Fields that tell the router how to treat a request, and do not change its answer."""
+"""Fields of a body that only the router uses. They do not change the answer and are not sent to the endpoint."""
 
 MAX_EVENT_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 64 << 20
@@ -52,14 +53,14 @@ class HostedUsage(Struct, frozen=True, kw_only=True):
 
 
 class _UsageCarrier(Struct, frozen=True, kw_only=True):
-    """The fields of an answer or event that the router reads."""
+    """The fields of an answer, or of an event of a stream, that the router reads."""
 
     usage: HostedUsage | None = None
     choices: list[Any] = []
 
 
 class HostedAnswer(Struct, kw_only=True):
-    """Facts that are known about an answer so far; they remain when the answer breaks off."""
+    """Collects what is known about an endpoint's answer while it arrives. The caller can read it even if the answer broke off."""
 
     usage: HostedUsage | None = None
 
@@ -69,7 +70,7 @@ class EndpointFailed(Exception):
 
     Attributes:
         message: The cause, as clients may see it; it contains nothing about other tenants.
-        excerpt: The beginning of the endpoint's error text, for operators.
+        excerpt: The beginning of the endpoint's error text, for administrators.
         computed: True if the endpoint may have computed, and charged, an answer.
         at_fault: True if the endpoint should get no requests for a while.
     """
@@ -83,7 +84,7 @@ class EndpointFailed(Exception):
 
 
 def hosted_body(body: bytes, model: str, max_answer_tokens: int, *, streams: bool) -> bytes:
-    """Return the body for the endpoint (rule 1); `body` is one that the OpenAI API has accepted."""
+    """Return the body for the endpoint (rule 1). `body` is the client's body, which the router's OpenAI API has accepted."""
     fields: dict[str, Any] = msgspec.json.decode(body)
     for name in ROUTER_FIELDS:
         fields.pop(name, None)
@@ -97,7 +98,7 @@ def hosted_body(body: bytes, model: str, max_answer_tokens: int, *, streams: boo
 
 
 class HostedEndpoint:
-    """Client of one model's hosted endpoint."""
+    """Sends requests to the hosted endpoint of one model, and passes the answers on to the clients."""
 
     def __init__(self, settings: OverflowSettings, session: aiohttp.ClientSession) -> None:
         self._first_byte = settings.first_byte_seconds
@@ -126,10 +127,10 @@ class HostedEndpoint:
             api_key: Bearer token for the endpoint; empty: none.
             exchange: The client's request, to which the answer goes.
             headers: Headers of the answer to the client.
-            known: Receives the usage as soon as the endpoint reports it.
+            known: Object in which the usage is stored as soon as the endpoint reports it.
             streams: True if the client wants a stream.
             include_usage: True if the client wants the usage of a stream.
-            most_seconds: Time until the client's deadline; None: the client has no deadline.
+            most_seconds: Seconds until the client's deadline; None: the client has no deadline.
 
         Raises:
             EndpointFailed: The endpoint gave no answer, and nothing was sent to the client.
@@ -171,11 +172,11 @@ class HostedEndpoint:
 
 
 class _BadAnswer(Exception):
-    """The endpoint's answer does not follow the OpenAI API."""
+    """Error: the endpoint's answer does not follow the OpenAI API."""
 
 
 class _SilenceLimit(Struct, frozen=True):
-    """Limits the time until the next bytes of an answer arrive."""
+    """Limits the time until the next bytes of the endpoint's answer arrive."""
 
     timeout: asyncio.Timeout
     seconds: float
@@ -184,7 +185,7 @@ class _SilenceLimit(Struct, frozen=True):
         self.timeout.reschedule(asyncio.get_running_loop().time() + self.seconds)
 
     def suspend(self) -> None:
-        """Stop the limit while the client reads what was sent."""
+        """Stop the limit while the router waits for the client to read."""
         self.timeout.reschedule(None)
 
 
@@ -233,7 +234,7 @@ async def _stream(
 
 
 def _noted(data: bytes, known: HostedAnswer) -> bool:
-    """Record the usage of an event; return True if the event contains anything else."""
+    """Record the usage in an event, if any, in `known`; return True if the event contains anything besides a usage."""
     try:
         carrier = msgspec.json.decode(data, type=_UsageCarrier)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -245,7 +246,7 @@ def _noted(data: bytes, known: HostedAnswer) -> bool:
 
 
 async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
-    """Yield the events that each read completes, each with the empty line that ends it."""
+    """Yield a list of complete events for each read of the answer; each event includes the empty line at its end."""
     held = b""
     async for part in answer.content.iter_any():
         held += part

@@ -1,4 +1,4 @@
-"""Ledgers of a spending limit: in memory for one router, or in a file for the router processes of one machine.
+"""Ledgers of a spending limit: keep charges in memory for one router, or in a file for the router processes of one machine.
 
 Rules:
 
@@ -29,27 +29,31 @@ Result = TypeVar("Result")
 
 LOCK_SECONDS = 0.05
 TRY_SECONDS = 0.005
-FILE_BYTES = 4096  # size of the file; it stores 61 minutes with at most 32 bytes each
+FILE_BYTES = 4096  # size of the file in bytes; it stores the charges of 61 minutes, each in at most 32 bytes
 NEAR_LIMIT = 0.5
-"""Share of the limit.
+"""Share of the spending limit.
 
-Below it, the last known total decides whether there is room; above it, the file is read again.
+While the last known total is below this share, `has_room` does not read the file again.
 """
 
 
 class SpendingLedger(Protocol):
-    """Port that counts the charges of one hosted endpoint against its limit."""
+    """Port to a ledger, which counts the charges of one hosted endpoint and checks them against the spending limit."""
 
     async def reserve(self, estimate: int) -> int | None:
-        """Charge an estimate in nanodollars; return the minute of the charge, or None if the limit has no room."""
+        """Charge an estimate in nanodollars if the limit allows it.
+
+        Return the minute of the charge (since 1970). Return None if nothing was charged: the limit leaves too little,
+        or the ledger cannot be used now.
+        """
         ...
 
     def has_room(self, estimate: int) -> bool:
-        """Return whether the limit has room for an estimate in nanodollars now."""
+        """Return True if an estimate in nanodollars could be charged now."""
         ...
 
     async def settle(self, began: int, estimate: int, cost: int) -> None:
-        """Replace the estimate of a request that was charged in the minute `began` by its cost."""
+        """Replace the estimate that was charged in the minute `began` by the real cost; both in nanodollars."""
         ...
 
     def spent(self) -> int:
@@ -87,7 +91,7 @@ class MemoryLedger:
 
 
 class LedgerBusy(Exception):
-    """Another process holds the lock of a ledger file."""
+    """Error: another process holds the lock of a ledger file."""
 
 
 class FileLedger:
@@ -102,13 +106,13 @@ class FileLedger:
         self._limit = limit
         self._unix_seconds = unix_seconds
         self._path = path
-        # Settlements that are not in the file yet: minute, estimate and cost.
+        # Calls of `settle` that are not in the file yet: minute, estimate and cost.
         self._owed: list[tuple[int, int, int]] = []
         self._spent = 0  # charges of the last hour at the last reading, in nanodollars
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def close(self) -> None:
-        """Write the settlements that are not in the file yet if the lock is free, and close the file."""
+        """Close the file. If the lock is free, first write the settlements that are not in the file yet."""
         try:
             self._change(lambda _charges, _minute: None)
         except (LedgerBusy, OSError) as error:
@@ -137,7 +141,10 @@ class FileLedger:
         return self._spent
 
     async def _changed(self, change: Callable[[Charges, int], Result | None]) -> Result | None:
-        """Apply a change and return its result; return None if the file cannot be changed within `LOCK_SECONDS`."""
+        """Apply a change to the charges in the file and return its result.
+
+        Return None if the file cannot be used, or if another process holds its lock for `LOCK_SECONDS`.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + LOCK_SECONDS
         while True:
@@ -178,7 +185,7 @@ class FileLedger:
 
 @contextmanager
 def _locked(file: int) -> Iterator[None]:
-    """Hold the lock of a file.
+    """Lock a file until the end of the `with` block, without waiting for the lock.
 
     Raises:
         LedgerBusy: Another process holds the lock.

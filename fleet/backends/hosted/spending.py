@@ -1,15 +1,18 @@
-"""Spending limit of a hosted endpoint: the charges of the last hour, and whether one more request fits; without I/O.
+"""Spending limit of a hosted endpoint: computes from the charges of the last hour whether one more request fits.
+
+This module does no I/O.
 
 Rules:
 
 1. A charge belongs to the minute in which its request began. A request is admitted only if its estimate fits in
    addition to the charges of the present minute and of the 60 minutes before. So the charges of any 60 consecutive
    minutes stay within the limit.
-2. The estimate is charged before the request is sent. When the usage is known, the difference is given back in the same
-   minute. If the usage never becomes known, the estimate remains. So a process that dies has never spent more than it
-   has charged.
+2. The estimate is charged before the request is sent. When the usage is known, the difference to the real cost is
+   subtracted from the charge of the same minute. If the usage never becomes known, the estimate remains. So even if the
+   process is killed, the charges are never below the money that was spent.
 3. If the usage is above the estimate, because the endpoint counts the prompt differently, the difference is charged
-   too. Only in this way can an hour exceed the limit; further requests then wait longer.
+   too. This is the only case in which the charges of an hour can exceed the limit. New requests are then accepted
+   later.
 4. If the wall clock goes back, charges of later minutes count as charges of the present minute. So they are neither
    lost nor kept for longer than an hour.
 """
@@ -28,7 +31,7 @@ Charges = dict[int, int]
 
 
 class TokenPrices(Struct, frozen=True, kw_only=True):
-    """Prices of an endpoint in dollars per million tokens."""
+    """Prices of a hosted endpoint, in dollars per million tokens of the prompt and of the answer."""
 
     prompt: float
     answer: float
@@ -43,7 +46,7 @@ def minute_of(unix_seconds: float) -> int:
 
 
 def pruned(charges: Mapping[int, int], minute: int) -> Charges:
-    """Return the charges that still count in a minute (rules 1 and 4)."""
+    """Return the charges that still count against the limit in the present minute `minute` (rules 1 and 4)."""
     kept: Charges = {}
     for began, amount in charges.items():
         if began >= minute - WINDOW_MINUTES and amount > 0:
@@ -53,7 +56,7 @@ def pruned(charges: Mapping[int, int], minute: int) -> Charges:
 
 
 def reserve(charges: Charges, estimate: int, limit: int, minute: int) -> bool:
-    """Charge an estimate if it fits (rule 1); return whether it did."""
+    """Add an estimate to the charges of the present minute if it fits (rule 1); return True if it was added."""
     if sum(charges.values()) + estimate > limit:
         return False
     charges[minute] = charges.get(minute, 0) + estimate
@@ -61,8 +64,8 @@ def reserve(charges: Charges, estimate: int, limit: int, minute: int) -> bool:
 
 
 def settle(charges: Charges, began: int, estimate: int, cost: int, minute: int) -> None:
-    """Replace the estimate of a request that began in the minute `began` by its cost (rules 2 and 3)."""
+    """Replace the estimate of a request that began in the minute `began` by its real cost (rules 2 and 3)."""
     place = began if began in charges else minute
     if place != began and cost <= estimate:
-        return  # the minute of the charge does not count any more
+        return  # the minute of the charge does not count any more, so its charge need not be corrected
     charges[place] = max(0, charges.get(place, 0) + cost - estimate)

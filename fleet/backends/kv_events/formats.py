@@ -32,27 +32,31 @@ POSITIONAL: Mapping[str, Sequence[str]] = {
 
 
 class UnreadableEngineEvent(ValueError):
-    """A message does not follow the rules of this module; the text says which message and how."""
+    """A message of an engine breaks the rules of this module; the text names the message and the error."""
 
 
 class BlocksStored(Struct, frozen=True):
-    """Blocks of one chain that a cache contains from now on."""
+    """Event: the engine has stored these consecutive blocks of one chain in its cache."""
 
     hashes: list[EngineHash] = field(name="block_hashes")
     parent: EngineHash | None = field(name="parent_block_hash")
-    tokens: list[Any] = field(name="token_ids")  # integers, or pairs of integers if SGLang drafts by bigrams
+    # Token ids, or pairs of them if SGLang uses bigrams for speculative decoding.
+    tokens: list[Any] = field(name="token_ids")
     block_tokens: int = field(name="block_size")
     adapter_number: int | None = field(name="lora_id", default=None)
     medium: str | None = None
     adapter: str | None = field(name="lora_name", default=None)
-    extra_keys: list[list[Any] | None] | None = None  # for each block: other inputs of its hash (vLLM)
-    group: int | None = field(name="group_idx", default=None)  # the group of layers (vLLM)
-    attention: str | None = field(name="kv_cache_spec_kind", default=None)  # the kind of attention of that group
+    # For each block, the inputs of its hash besides tokens, such as a salt (vLLM).
+    extra_keys: list[list[Any] | None] | None = None
+    # The number of the group of layers that the blocks belong to (vLLM).
+    group: int | None = field(name="group_idx", default=None)
+    # The kind of attention in this group of layers.
+    attention: str | None = field(name="kv_cache_spec_kind", default=None)
     salt: str | None = field(name="cache_salt", default=None)  # the salt of the chain (SGLang)
 
 
 class BlocksRemoved(Struct, frozen=True):
-    """Blocks of which the cache has removed one copy each."""
+    """Event: the engine has removed one copy of each of these blocks from its cache."""
 
     hashes: list[EngineHash] = field(name="block_hashes")
     medium: str | None = None
@@ -60,7 +64,7 @@ class BlocksRemoved(Struct, frozen=True):
 
 
 class BlocksCleared(Struct, frozen=True):
-    """The cache was emptied."""
+    """Event: the engine has removed all blocks from its cache."""
 
 
 EngineEvent = BlocksStored | BlocksRemoved | BlocksCleared

@@ -3,14 +3,14 @@
 Rules:
 
 1. An engine that computes new blocks of a prompt must publish them. An engine is silent if it has served `ENOUGH`
-   prompts with new blocks and has published nothing for `patience` after the first of them. (The engine may have served
-   a prompt that is new to the router before, but not several such prompts in a row.)
-2. If an engine publishes only blocks of another size than the router uses, its events are useless, because their names
-   are never looked up.
+   prompts with new blocks, and has published nothing for the time `patience` after the first of them. (The engine may
+   already have cached one prompt that is new to the router, but hardly several such prompts in a row.)
+2. If an engine publishes only blocks of another size than the router uses, its events are useless, because the router
+   never looks up the hashes of such blocks.
 3. If an engine publishes only events of layers that do not keep whole chains, the events are skipped (rule 4 of
    `fleet.backends.kv_events.translator`).
-4. After an unreadable batch, everything known about the cache is dropped. The alert stays until a block is followed
-   again.
+4. After an unreadable batch, the router drops everything that it knows about the cache. The alert stays until the
+   translator knows a cached block again.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ from fleet.core.clock import Nanos
 
 
 class KvEventAlert(StrEnum):
-    """Why the router places requests as if a server cached nothing.
+    """Alerts: why the router cannot use a server's KV events and so assumes that the server caches nothing.
 
-    The values are public and stable: a metric label.
+    The values are public and stable, because a metric has them as a label.
     """
 
     SILENT = "silent"
@@ -39,7 +39,8 @@ ADVICE: Mapping[KvEventAlert, str] = {
     KvEventAlert.ATTENTION_REFUSED: "its layers keep no whole prompts (sliding windows, Mamba): take kv_events out here",
     KvEventAlert.UNREADABLE: "its KV events cannot be read: its version may be too new",
 }
-"""Advice for each alert of an external backend: `kv_events` and `block_tokens` are its settings in the router."""
+"""Advice to administrators for each alert of an external backend. `kv_events` and `block_tokens` are router
+settings."""
 
 REFUSED_ATTENTION = (
     SkipReason.SLIDING_WINDOW,
@@ -48,23 +49,23 @@ REFUSED_ATTENTION = (
     SkipReason.OTHER_ATTENTION,
 )
 
-ENOUGH = 3  # number of prompts (rule 1)
-NEVER = Nanos(1 << 62)  # the patience for engines whose silence is detected elsewhere
+ENOUGH = 3  # number of served prompts with new blocks, after which an engine that publishes nothing is silent (rule 1)
+NEVER = Nanos(1 << 62)  # a value of `patience` that never ends, for engines whose silence this module shall not detect
 
 
 class EventHealth:
-    """Checks one engine's KV events since the engine joined, and returns the alert that applies."""
+    """Decides from the KV events of one engine, since the engine joined, which alert applies."""
 
     def __init__(self, books: KvEventTranslator, heard: EventStreamCounters, patience: Nanos) -> None:
         self._books = books
         self._heard = heard
         self._patience = patience
-        self._owed = 0  # number of prompts with new blocks since the latest batch
+        self._owed = 0  # number of prompts with new blocks that were served since the latest batch of events
         self._owed_since = Nanos(0)
         self._batches_then = 0
 
     def filled(self, now: Nanos) -> None:
-        """Record that the engine has computed a prompt with a new block."""
+        """Record that the engine has computed a prompt with a new block, which it must publish."""
         if self._heard.batches != self._batches_then:
             self._owed, self._batches_then = 0, self._heard.batches
         if not self._owed:

@@ -3,17 +3,18 @@
 Rules:
 
 1. A new listener first requests all batches that the engine can still repeat, so that the cache of an idle engine is
-   known too. Blocks of older batches cannot be named, because the blocks before them in the chain are unknown.
-2. Batches are numbered. Missing batches are requested from the engine's replay endpoint. If that fails, everything
-   known is dropped (`KvCleared`), and the listener goes on with the next batch.
-3. If a number comes a second time with other content, another process of the engine publishes now, so everything known
-   is dropped. Consecutive numbers do not prove that the process is the same. Therefore a request for missing batches
-   also includes the batch before them, for comparison.
-4. An unreadable batch also drops everything known.
-5. A long replay arrives in pieces, because an engine's socket drops messages that its listener has not received yet,
-   also in the middle. Missing batches are requested again. If a gap remains, only the batches after the gap count.
-6. If a replay endpoint does not answer, it is not used at every gap, because each attempt would wait. It is tried again
-   after a pause, which doubles with each attempt without an answer.
+   known too. Blocks whose earlier blocks in the chain were stored by still older batches cannot be named.
+2. Batches are numbered. Missing batches are requested from the engine's replay endpoint. If that fails, all knowledge
+   of the engine's cache is dropped (`KvCleared`), and the listener goes on with the next batch.
+3. If a number comes a second time with other content, another process of the engine publishes now, so all knowledge is
+   dropped. Consecutive numbers do not prove that the process is the same. Therefore a request for missing batches also
+   includes the batch before them, to compare it with the one that was received.
+4. After an unreadable batch, all knowledge is dropped, too.
+5. A long replay may have gaps, because an engine's socket drops messages while too many wait for the listener. The
+   missing batches are requested again, as a further piece of the replay. If a gap remains, only the batches after the
+   gap are used.
+6. If a replay endpoint does not answer, it is not queried again at every gap, because each attempt costs a timeout. It
+   is queried again after a pause, which doubles with each attempt without an answer.
 7. The listener yields to the event loop regularly, even if messages arrive without a break.
 """
 
@@ -34,28 +35,32 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Longest time without a message in a replay; the publisher polls its replay socket every 0.1 s.
+# Maximum wait for the next message of a replay, in seconds. The publisher polls its replay socket every 0.1 s.
 REPLAY_TIMEOUT_SECONDS = 2.0
-REPLAY_SECONDS = 60.0  # longest time of a whole replay; a hundred thousand batches take less
-FIRST_PAUSE_SECONDS = 10.0  # pause after a replay without an answer; a gap in this time drops what is known at once
+REPLAY_SECONDS = 60.0  # time limit for a whole replay; a hundred thousand batches take less
+# Pause after a replay without an answer. A gap during the pause makes the listener drop everything known at once.
+FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 300.0
-RECEIVE_BATCHES = 100_000  # most batches that are buffered here: as many as the publisher keeps
+# maximum number of received batches that wait in the socket's buffer: as many as the publisher keeps
+RECEIVE_BATCHES = 100_000
 
 REMEMBERED_BATCHES = 1024
-BATCHES_A_TURN = 16  # batches between two yields to the event loop, because receiving waiting messages does not yield
-MOST_PIECES = 32  # most pieces of one replay; an engine's socket keeps a thousand batches, its buffer ten thousand
+# After this many batches the listener yields to the event loop; receiving messages that already wait does not yield.
+BATCHES_A_TURN = 16
+# maximum number of pieces of one replay; an engine's socket keeps a thousand batches, its buffer ten thousand
+MOST_PIECES = 32
 
 END_OF_REPLAY = b"\xff" * 8
 NUMBER_BYTES = 8
 
 
 class EventStreamCounters(Struct):
-    """Counters of the batches that arrived and of the faults that were found."""
+    """Counts the batches that arrived from one engine, and the faults in them."""
 
     batches: int = 0
     recovered: int = 0  # batches that came from the replay endpoint
-    gaps: int = 0  # gaps that could not be filled
-    restarts: int = 0  # restarts of the engine
+    gaps: int = 0  # gaps in the batch numbers that the replay endpoint could not fill
+    restarts: int = 0  # number of times that another process of the engine began to publish (rule 3)
     unreadable: int = 0  # batches that could not be read
     why: str = ""  # error text of the latest unreadable batch
 
@@ -68,10 +73,10 @@ async def read_events(
     Args:
         endpoint: The publisher's address in ZeroMQ's notation.
         replay_endpoint: Address at which the engine repeats published batches; empty: there is none.
-        books: The translator; it must be empty, and nothing else may use it.
-        heard: Counters to increment; None: nothing is counted.
+        books: The translator of this engine's events. It must be empty, and nothing else may change it.
+        heard: The counters to increment; None to count nothing.
     """
-    from zmq.asyncio import Context  # noqa: PLC0415 - comes with vLLM
+    from zmq.asyncio import Context  # noqa: PLC0415 - optional
     from zmq.constants import SUB  # noqa: PLC0415
 
     heard = heard or EventStreamCounters()
@@ -81,7 +86,7 @@ async def read_events(
     try:
         subscriber.connect(endpoint)
         subscriber.subscribe(b"")
-        expected: int | None = None  # the first batch may have any number
+        expected: int | None = None  # number of the next batch; None before the first one, which may have any number
         latest = _Latest()
         replay = _Replay(context, replay_endpoint)
         before = await replay.since(0)
@@ -101,7 +106,7 @@ async def read_events(
                 continue
             number = int.from_bytes(frames[1], "big")
             if latest.has(number, frames[2]):
-                continue  # the batch was published while the replay ran, or it came late
+                continue  # this batch was received before, from the replay or from the publisher
             events: list[KvEvent] = []
             if expected is not None and number < expected:
                 events.append(_restarted(books, heard))
@@ -133,7 +138,7 @@ async def read_events(
 
 
 class _Latest:
-    """Remembers hashes of the latest batches by number, to tell a repeated batch from that of a new process."""
+    """Remembers hashes of the latest batches, to find out whether a batch with a known number is a new one."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
@@ -160,7 +165,7 @@ def _taken(payload: bytes, books: KvEventTranslator, heard: EventStreamCounters)
 
 
 def _restarted(books: KvEventTranslator, heard: EventStreamCounters) -> KvEvent:
-    """Drop everything known, because another process of the engine publishes now."""
+    """Drop all knowledge of the engine's cache, because another process of the engine publishes now."""
     log.warning("kv event publisher restarted, starting over")
     heard.restarts += 1
     return books.clear()
@@ -175,16 +180,16 @@ def _void(books: KvEventTranslator, heard: EventStreamCounters, why: str) -> lis
 
 
 class _Replay:
-    """Client of an engine's replay endpoint; an empty address means that there is none."""
+    """Requests published batches again from an engine's replay endpoint; an empty address means that there is none."""
 
     def __init__(self, context: "Context", endpoint: str) -> None:
         self._context = context
         self._endpoint = endpoint
-        self._not_before = 0.0  # the next replay begins after this time of the event loop's clock
+        self._not_before = 0.0  # no replay is requested before this time of the event loop's clock
         self._pause_seconds = FIRST_PAUSE_SECONDS
 
     async def since(self, start: int) -> Mapping[int, bytes]:
-        """Return the batches from number `start` on that the engine can repeat; empty if none arrive in time."""
+        """Return the batches from number `start` on that the engine can repeat, by number. If none arrive, the result is empty."""
         batches: dict[int, bytes] = {}
         clock = asyncio.get_running_loop()
         if not self._endpoint or clock.time() < self._not_before:
@@ -200,18 +205,18 @@ class _Replay:
                 return {}
             self._pause_seconds = FIRST_PAUSE_SECONDS
             missing = next(number for number in count(min(batches)) if number not in batches)
-            # Stop if no more batches exist, or if the missing ones cannot be had.
+            # Stop if no more batches exist, or if the engine cannot repeat the first missing batch.
             if missing == start or (ended and missing > max(batches)):
                 break
             start = missing
         return _after_holes(batches)
 
     async def _piece(self, start: int, until: float) -> tuple[Mapping[int, bytes], bool]:
-        """Receive batches from number `start` on, until the given time of the event loop's clock.
+        """Receive batches from number `start` on, at most until the time `until` of the event loop's clock.
 
-        Also return True if the end of the replay arrived.
+        Return the batches by number, and True if the message that ends the replay has arrived.
         """
-        from zmq.constants import DEALER  # noqa: PLC0415 - comes with vLLM
+        from zmq.constants import DEALER  # noqa: PLC0415 - optional
 
         socket = self._context.socket(DEALER)
         socket.set_hwm(RECEIVE_BATCHES)
@@ -221,7 +226,7 @@ class _Replay:
             async with asyncio.timeout_at(min(until, clock.time() + REPLAY_TIMEOUT_SECONDS)) as patience:
                 socket.connect(self._endpoint)
                 await socket.send_multipart([b"", start.to_bytes(NUMBER_BYTES, "big")])
-                for received in range(1, RECEIVE_BATCHES + 1):  # the limit counts batches that arrive twice as well
+                for received in range(1, RECEIVE_BATCHES + 1):  # a batch that arrives twice counts twice
                     *_, number, payload = await socket.recv_multipart()  # SGLang sends the topic before the number
                     if number == END_OF_REPLAY:
                         return batches, True
@@ -233,7 +238,7 @@ class _Replay:
                         await asyncio.sleep(0)
         except TimeoutError:
             return batches, False
-        except ValueError:  # the message has only a single frame
+        except ValueError:  # a message of a single frame cannot be unpacked
             return {}, True
         finally:
             socket.close(linger=0)
@@ -241,7 +246,7 @@ class _Replay:
 
 
 def _after_holes(batches: Mapping[int, bytes]) -> Mapping[int, bytes]:
-    """Return the batches after the last gap in the numbers."""
+    """Return only the batches after the last gap in their numbers."""
     if not batches:
         return {}
     last = max(batches)

@@ -6,14 +6,14 @@ Rules:
    stored block from its parent, its tokens and the salt of its chain. The first block of the chain states the salt.
 2. A cache may contain equal blocks twice, under one engine hash or several. A block hash is removed when its last copy
    is removed.
-3. Only whole blocks in the engine's own memory are followed, and only if Fleet's block hashes can name them: by tokens,
-   the name of a LoRA adapter, and a salt. Blocks that also depend on images or embeddings are skipped, with all blocks
-   after them; `passed_over` counts them by reason.
+3. The translator only follows whole blocks in the engine's own memory whose contents depend on nothing but tokens, a
+   LoRA adapter's name and a salt, because Fleet's block hashes contain nothing else. Blocks that also depend on images
+   or embeddings are skipped, with all blocks after them; `passed_over` counts them by reason.
 4. If an engine groups its layers by kind of attention, the first group with full attention is followed. Groups that
-   keep only a part of a chain (sliding window, chunks) or a state (Mamba) are skipped. If only these groups have lost a
-   prefix, the router still believes that it is cached, and the engine computes it again.
-5. The number of followed blocks is limited by what the engine can hold. If there are more blocks, removals were lost,
-   and the translator starts over.
+   keep only a part of a chain (sliding window, chunks) or a state (Mamba) are skipped. If such a group loses a prefix
+   that the followed group still has, the router believes that the prefix is cached, but the engine computes it again.
+5. If more blocks are followed than the engine can hold, events of removed blocks were lost, and the translator starts
+   again with an empty cache.
 """
 
 import logging
@@ -46,19 +46,19 @@ OWN_MEMORY = frozenset({None, "GPU"})
 
 
 class SkipReason(StrEnum):
-    """Why a published block is not followed."""
+    """Reasons why the translator does not follow a published block."""
 
-    OTHER_BLOCK_SIZE = "other_block_size"  # the router cuts requests into blocks of another size
+    OTHER_BLOCK_SIZE = "other_block_size"  # the block's number of tokens differs from the router's block size
     PART_OF_A_BLOCK = "part_of_a_block"
     OTHER_TIER = "other_tier"
-    OTHER_GROUP = "other_group"  # blocks of another group with full attention
+    OTHER_GROUP = "other_group"  # the block belongs to a group with full attention that is not followed (rule 4)
     SLIDING_WINDOW = "sliding_window"
     CHUNKED_ATTENTION = "chunked_attention"
     MAMBA = "mamba"
-    OTHER_ATTENTION = "other_attention"  # an encoder's attention, or an unknown kind
-    NAMELESS_ADAPTER = "nameless_adapter"  # the adapter has only a number and no name
+    OTHER_ATTENTION = "other_attention"  # the kind of attention is that of an encoder, or is unknown
+    NAMELESS_ADAPTER = "nameless_adapter"  # the block's LoRA adapter has only a number and no name
     NOT_ONLY_TOKENS = "not_only_tokens"
-    UNKNOWN_PARENT = "unknown_parent"  # the parent was skipped, or stored before the router listened
+    UNKNOWN_PARENT = "unknown_parent"  # the previous block was skipped, or was stored before the router listened
 
 
 ATTENTION = {
@@ -69,15 +69,16 @@ ATTENTION = {
 }
 
 SaltOf = Callable[[str, str], bytes]
-"""Computes the salt of a chain from the name of its LoRA adapter and the salt that the engine reports; both may be
-empty.
+"""Function that computes the salt of a chain from the name of its LoRA adapter and the salt that the engine reports.
+
+Both may be empty.
 
 Raises:
     ValueError: No chain of a router can have such a salt."""
 
 
 def salt_of_router(adapter: str, told: str) -> bytes:
-    """Return the salt of a chain from the hex text that the router gave the engine; it already covers the adapter."""
+    """Return the salt of a chain, which the router gave the engine in hexadecimal. It already covers the LoRA adapter."""
     salt = bytes.fromhex(told)
     if len(salt) != (SALT_BYTES if told or adapter else 0):
         raise ValueError("this is not a router's salt")
@@ -90,7 +91,7 @@ class _CachedBlock(msgspec.Struct):
 
 
 class KvEventTranslator:
-    """Translates the events of one engine, beginning with an empty cache."""
+    """Translates the published cache events of one engine. The cache counts as empty at first."""
 
     def __init__(
         self,
@@ -100,12 +101,12 @@ class KvEventTranslator:
         capacity: int,
         salt_of: SaltOf = salt_of_router,
     ):
-        """Start with an empty cache.
+        """Create a translator that knows no blocks.
 
         Args:
-            block_tokens: Tokens in a block.
-            algorithm: Hash algorithm of the chain.
-            capacity: Blocks that the engine can hold.
+            block_tokens: Number of tokens in a block.
+            algorithm: Hash algorithm of the block hashes.
+            capacity: Number of blocks that the engine can hold (rule 5).
             salt_of: Computes the salt of a chain.
         """
         self._block_tokens = block_tokens
@@ -113,19 +114,20 @@ class KvEventTranslator:
         self._capacity = capacity
         self._salt_of = salt_of
         self._held: dict[EngineHash, _CachedBlock] = {}
-        # The number of engine hashes for each name: several if the engine distinguishes blocks that we do not.
+        # For each block hash, the number of engine hashes: several if the engine distinguishes blocks that are equal
+        # for Fleet.
         self._hashes: dict[BlockHash, int] = {}
-        self._main: int | None = None  # the group of layers that is followed
+        self._main: int | None = None  # number of the followed group of layers; None: the engine has no groups
         self._knows_main = False
         self.followed = 0  # number of followed blocks since the start
         self.passed_over: Counter[SkipReason] = Counter()  # number of skipped blocks since the start
-        self.published_block_tokens = 0  # tokens per block of the latest block with another size
+        self.published_block_tokens = 0  # number of tokens in the latest block that was skipped for its size
 
     def __len__(self) -> int:
         return len(self._held)
 
     def take(self, payload: bytes) -> list[KvEvent]:
-        """Return the events for one published batch, in order.
+        """Translate one published batch, and return its events with block hashes, in order.
 
         Raises:
             UnreadableEngineEvent: The batch follows no known format. The state is then incomplete and must be
@@ -177,7 +179,7 @@ class KvEventTranslator:
         return new
 
     def _unfit(self, event: BlocksStored) -> SkipReason | None:
-        """Return why the blocks of an event are not followed, independent of their place in a chain; None: they may be."""
+        """Return the reason why the blocks of an event are not followed. Return None if only an unknown chain can prevent it."""
         if event.medium not in OWN_MEMORY:
             return SkipReason.OTHER_TIER
         if event.attention not in FULL_ATTENTION and event.attention is not None:
@@ -211,7 +213,7 @@ class KvEventTranslator:
         except (OverflowError, TypeError, ValueError) as error:
             raise UnreadableEngineEvent(f"BlockStored: token_ids: {error}") from error
         if tokens.ndim != 1:
-            return SkipReason.NOT_ONLY_TOKENS  # SGLang's pairs of tokens
+            return SkipReason.NOT_ONLY_TOKENS  # SGLang's pairs of token ids (`BlocksStored.tokens`)
         if tokens.size != len(event.hashes) * self._block_tokens:
             raise UnreadableEngineEvent(
                 f"BlockStored: {len(event.hashes)} blocks of {self._block_tokens}, {tokens.size} tokens"
@@ -219,7 +221,10 @@ class KvEventTranslator:
         return block.extend(parent, tokens.tobytes(), self._block_tokens, algorithm=self._algorithm)
 
     def _parent(self, event: BlocksStored, first_keys: Sequence[Any]) -> BlockHash | SkipReason:
-        """Return the block hash of the previous block, or the root of the chain, or the reason why there is none."""
+        """Return the parent hash of an event's first block: the hash of the previous block, or the root of the chain.
+
+        If this hash is not known, return a reason instead.
+        """
         if event.parent is not None:
             held = self._held.get(event.parent)
             return SkipReason.UNKNOWN_PARENT if held is None else held.name
@@ -254,7 +259,7 @@ class KvEventTranslator:
 
 
 def _without_adapter(keys: list[Any] | None, adapter: str | None) -> list[Any]:
-    """Return a block's extra keys without the adapter's name, which vLLM puts first."""
+    """Return a block's extra keys without the LoRA adapter's name, which vLLM puts first in the list."""
     if not keys:
         return []
     return keys[1:] if adapter and keys[0] == adapter else keys

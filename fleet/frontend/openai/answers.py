@@ -27,7 +27,7 @@ from fleet.frontend.openai.requests import OpenAiRequest
 from fleet.net.http.exchange import sse_event
 
 DONE = b"data: [DONE]\n\n"
-UNKNOWN_MODEL_LENGTH = 2**31 - 1  # token limit to show where the model's length is unknown
+UNKNOWN_MODEL_LENGTH = 2**31 - 1  # token limit that is shown if the model's context length is unknown
 MIN_LOGPROB = -9999.0  # OpenAI's value for an impossible token, because JSON has no minus infinity
 
 Json = dict[str, object]
@@ -63,11 +63,11 @@ def rate_limit_headers(allowance: RateLimitStatus | None) -> tuple[tuple[str, st
 
 
 class ChoicePlace(Struct, frozen=True):
-    """Position of an answer in the list `choices` of its request, and what the events of a stream depend on."""
+    """States where an answer is in the list `choices`, and when its stream sends events."""
 
     index: int
-    alone: bool  # True for the only answer: its end also ends the stream
-    detailed: bool = False  # True if each step gives an event, even without text
+    alone: bool  # True if the request has only this answer, so its end also ends the stream
+    detailed: bool = False  # True if each engine step gives an event, even without text
 
 
 ALONE = ChoicePlace(0, alone=True)
@@ -92,7 +92,7 @@ class ChatFormatter:
         self._first = b'"role":"assistant",'
 
     def resume(self) -> None:
-        """Continue a stream whose first events the client already has: the role is not sent again."""
+        """Do not send the role again, because the client already has the first events of this stream."""
         self._first = b""
 
     @property
@@ -116,7 +116,7 @@ class ChatFormatter:
 
     def last_chunks(self, finished: Finished, token_ids: Sequence[int]) -> bytes:
         """Return the events that end the stream."""
-        # `_first` still holds the role if the answer had no text; then this event brings the role.
+        # If the answer had no text, the role was not sent yet, and this event contains it.
         rest = self._content(finished.text, b"null") if finished.text or self._first else b""
         final = b"".join(
             (b"data: ", self._chunk_head, b'},"logprobs":null,"finish_reason":', encode(finished.finish),
@@ -213,7 +213,8 @@ class ChatFormatter:
         return {
             "token": text,
             "logprob": max(logprob, MIN_LOGPROB),
-            "bytes": None if "\ufffd" in text else list(text.encode()),  # unknown for a part of a character
+            # None if the token is only a part of a character.
+            "bytes": None if "\ufffd" in text else list(text.encode()),
         }
 
 
@@ -227,7 +228,7 @@ class CompletionFormatter:
         self._token_text = token_text
         self._model = model
         self._place = place
-        self._offset = 0  # characters of the answer before the next token
+        self._offset = 0  # number of characters of the answer before the next token
         self._head = {
             "id": f"cmpl-{parsed.request.id}",
             "object": "text_completion",
@@ -238,7 +239,10 @@ class CompletionFormatter:
         self._chunk_tail = b"}]" + _null_usage(parsed)
 
     def resume(self) -> None:
-        """Do nothing: without log probabilities, which such streams cannot have, no event depends on earlier ones."""
+        """Do nothing.
+
+        Only log probabilities make events depend on earlier ones, and streams that can be resumed have none.
+        """
 
     @property
     def head(self) -> Json:

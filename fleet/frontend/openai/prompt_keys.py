@@ -5,10 +5,10 @@ Rules:
 1. With a tokenizer, a prompt is divided into blocks of token ids, as at the server. Without a tokenizer, or if the known
    template cannot render a message (tools, images), the client's bytes take the place of tokens, 4 bytes each. Prompts with
    the same beginning share blocks in both cases.
-2. A key stands for a block and everything before it. For servers with KV events, the keys come from `kvstore.block.chain`,
-   so that they equal the keys in the events. Keys of other servers are only compared by routers, so 64 bits are enough
-   (`fleet.router.native.twin.block_keys`). Routers with the same secret compute the same keys; without a secret each process
-   has different keys.
+2. A key stands for a block and all blocks before it in the prompt. For servers with KV events, the keys come from
+   `kvstore.block.chain`, so that they equal the keys in the events. Keys of other servers are only compared by routers,
+   so 64 bits are enough (`fleet.router.native.twin.block_keys`). Routers with the same secret compute the same keys;
+   without a secret each process has different keys.
 3. Prompts with different LoRA adapters or different salts (``cache_salt`` in vLLM and SGLang) share no block.
 4. An unreadable prompt is not rejected here, because its server reports the error better.
 """
@@ -35,9 +35,10 @@ from fleet.router.native.costs import block_keys
 from fleet.router.ports import TextCodec
 from kvstore.block import HashAlgorithm, adapter_salt, chain
 
-ALGORITHM = HashAlgorithm.XXH3_128  # the choice is free, because the hashes stay within this process
-RUNS = 5  # number of measurements of the tokenizer; the fastest one is used
-MAX_INLINE_TIME = 2 * MILLISECOND  # limit for tokenizing on the event loop, where other requests wait
+ALGORITHM = HashAlgorithm.XXH3_128  # any algorithm would do, because these hashes never leave the process
+RUNS = 5  # how often the tokenizer's speed is measured; the fastest run counts
+# Maximum time for which tokenizing may block the event loop; longer prompts are tokenized in a thread.
+MAX_INLINE_TIME = 2 * MILLISECOND
 
 PURPOSE = b"fleet.prompt_keys.v1"
 """Context of the key derivation from the secret. Other derivations from the same secret use other contexts, so that their
@@ -49,7 +50,7 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 class ConversationTurn(Struct):
-    """A message of the Responses or the Messages API; only the fields of plain text are read."""
+    """A message of the Responses or the Messages API, with only the fields that plain text needs."""
 
     role: str
     content: str | list[ContentPart]
@@ -61,7 +62,7 @@ _TURNS = msgspec.json.Decoder(str | list[ConversationTurn])
 
 
 class KeyedPrompt(Struct, frozen=True):
-    """A prompt with its block keys."""
+    """A prompt for an external backend, with its block keys."""
 
     model: ModelName
     tokens: TokenBytes
@@ -70,22 +71,26 @@ class KeyedPrompt(Struct, frozen=True):
 
 
 class SecretBlockKeys:
-    """Computes block keys by a secret that workers do not know. Threads may share it.
+    """Computes block keys with factors that are derived from a secret. Several threads may call one object.
 
-    The keys are computed with secret factors. Anyone who knew these factors could construct two prompts with equal keys.
+    The secret is kept from workers and clients, because the factors make it possible to construct two prompts with
+    equal keys.
     """
 
     def __init__(self, secret: str = "") -> None:
-        """Derive the root of the factors from the secret, or draw it at random if the secret is empty.
+        """Derive the root, from which all factors come, from the secret.
+
+        If the secret is empty, draw the root at random.
 
         Processes with the same secret compute equal keys.
         """
-        # SHA-512, because tenants' salts, which others see, may come from the same secret by SHA-256 (`kvstore.block.tenant_salt`).
-        # So no tenant can be named such that its salt equals the root.
+        # SHA-512, because workers know the tenants' salts, which may be derived from the same secret by SHA-256
+        # (`kvstore.block.tenant_salt`). With another hash function, no tenant's name can give a salt that equals the
+        # root.
         self._root = hmac.digest(secret.encode(), PURPOSE, "sha512") if secret else secrets.token_bytes(64)
         self.fingerprint = int.from_bytes(self._expanded("fingerprint", 8), "little") if secret else 0
-        """64 bits by which routers notice that their keys come from different secrets; 0 for a random root."""
-        self._factors: dict[int, bytes] = {}  # factors by block size in tokens
+        """64 bits by which routers notice that their secrets differ; 0 if the root is random."""
+        self._factors: dict[int, bytes] = {}  # the derived factors, by block size in tokens
 
     def __call__(self, tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:
         factors = self._factors.get(block_tokens)
@@ -135,7 +140,7 @@ class PromptReader:
             block_sizes: Block sizes of the model's workers, in tokens.
             codec: Tokenizer of the model; None if there is none.
             clock: Clock that measures the tokenizer's speed.
-            private: Computes keys for servers without KV events; None for servers with them (rule 2).
+            private: Computes the keys for servers without KV events; None if the servers have KV events (rule 2).
         """
         self.model = model
         self._block_sizes = tuple(dict.fromkeys(block_sizes))
@@ -145,7 +150,7 @@ class PromptReader:
         self.adapter: LoraAdapter | None = None
         self._uncached: Mapping[int, tuple[int, ...]] = dict.fromkeys(self._block_sizes, ())
         self.inline_bytes = 1 << 30
-        """Prompts with more bytes should be read in a thread."""
+        """Prompts of more bytes have to be read in a thread, because they would block the event loop too long."""
         if codec is not None:
             self.inline_bytes = max(
                 len(sample) * MAX_INLINE_TIME // _tokenizing_time(codec, sample, clock) for sample in _samples()
@@ -239,7 +244,10 @@ class PromptReader:
 
 
 def _samples() -> Iterator[str]:
-    """Yield texts of about 6 KiB. Their words hardly repeat, because a tokenizer caches words and would seem too fast."""
+    """Yield texts of about 6 KiB.
+
+    Their words hardly repeat: a tokenizer caches words, so repeated words would seem too fast.
+    """
     for run in range(RUNS):
         numbers = range(256 * run, 256 * (run + 1))
         yield " ".join(f"sample {number} of_words, {number * 7919:x}" for number in numbers)

@@ -52,7 +52,7 @@ class RelayTextBody(RelayBody, kw_only=True):
 
 
 class RelayRawBody(RelayBody, kw_only=True):
-    """Any other body. `Raw` fields hold JSON that is decoded later or not at all."""
+    """Body of any other request. `Raw` fields contain undecoded JSON, which is decoded later or not at all."""
 
     prompt: Raw = Raw()
     stream: Raw = Raw()
@@ -78,7 +78,7 @@ def read_body(content: bytes, path: str) -> RelayTextBody | RelayRawBody:
         try:
             return _TEXT.decode(content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            pass  # not one text, or invalid: decode it as any body
+            pass  # the body is invalid, or its prompt is not a single text: decode it as any other body
     return decode_body(_ANY, content)
 
 
@@ -115,7 +115,9 @@ def _salt_text(salt: Raw) -> str:
 
 
 def apply_fleet_options(arrived: Arrived, options: FleetOptions, began_at: Nanos) -> Arrived:
-    """Return the router's event with the options of the object ``fleet``; `began_at` is the instant at which the timeout began.
+    """Return the router's event, completed by the options of the object ``fleet``.
+
+    The timeout of the options is counted from the instant `began_at`.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it.
@@ -137,7 +139,11 @@ def apply_fleet_options(arrived: Arrived, options: FleetOptions, began_at: Nanos
 
 @lru_cache(maxsize=1024)
 def relay_sampling(max_tokens: int) -> Sampling:
-    """Return the sampling parameters for the router. The seed stops it from continuing the answer, whose tokens are unknown."""
+    """Return sampling parameters with a seed for the router.
+
+    The router does not continue answers with a seed on another worker. It cannot continue this one, because it does not
+    know the tokens.
+    """
     return Sampling(max_tokens=max(1, max_tokens), seed=0)
 
 
@@ -149,7 +155,10 @@ def forwarded_headers(head: HttpHead) -> bytes:
 
 
 def end_to_end_headers(head: HttpHead, also: frozenset[bytes] = frozenset()) -> bytes:
-    """Return all header lines except credentials and headers of the client's connection; keep the names in `also` anyway."""
+    """Return all header lines except credentials and headers of the client's connection.
+
+    Headers named in `also` are kept.
+    """
     dropped = _NOT_FORWARDED.difference(also).union(
         name.strip() for name in head.headers.get(b"connection", b"").lower().split(b",")
     )

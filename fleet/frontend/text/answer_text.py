@@ -90,7 +90,8 @@ class StopStrings:
     def add(self, text: str) -> tuple[str, bool]:
         """Add text; return the text that can be sent now, and whether a stop string has ended the answer."""
         text = self._held + text
-        first: tuple[int, int] | None = None  # (end, beginning) of the match that ends first
+        # End and beginning of the stop string that is complete first; None: none was found.
+        first: tuple[int, int] | None = None
         for string in self._strings:
             begin = text.find(string)
             if begin >= 0 and (first is None or (begin + len(string), begin) < first):

@@ -6,9 +6,9 @@ Rules:
    vLLM, `workers.engines.vllm.answer_parser` parses. Otherwise the router parses the text by a response template
    (`TemplateParsedAnswer`). `fleet.frontend.text.parsing_plan` decides who parses the answer of a request.
 2. If output is malformed, the answer is passed on as plain text from the malformed region on.
-3. A worker that continues the answer of another one parses it from the beginning. The result must begin with what the client
-   has, and this part is removed. If it begins differently, the request fails, so that no client gets a mixture of two
-   answers.
+3. If another worker continues an answer, it parses the answer from the beginning. Its result must begin with the part
+   that the client already has, and this part is removed. If the result begins differently, the request fails, so that
+   no client gets a mixture of two answers.
 """
 
 import importlib
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineParsedAnswer:
-    """Answer that the worker's engine parses; this class forwards the parsed parts."""
+    """Forwards the parts of an answer that the worker's engine has parsed."""
 
     def __init__(self, request_id: RequestId, *, is_single: bool = False) -> None:
         """Create an empty answer; `is_single` drops all tool calls except the first."""
@@ -40,14 +40,14 @@ class EngineParsedAnswer:
         self._calls: list[CallDelta] = []
         self.num_tokens = 0
         self.stopped = False  # True once a stop string has ended the answer
-        self.stop_string = ""  # always empty, because workers do not report which one it was
+        self.stop_string = ""  # always empty, because workers do not report which stop string ended the answer
 
     @property
     def has_calls(self) -> bool:
         return bool(self._calls)
 
     def resume(self, num_tokens: int, text: str, reasoning: str, calls: Sequence[CallDelta]) -> None:
-        """Set the part that the client already has of an answer that it resumes here."""
+        """Set the part of a resumed answer that the client already has."""
         self.num_tokens = num_tokens
         self._texts, self._reasoning, self._calls = [text], [reasoning], list(calls)
 
@@ -126,7 +126,7 @@ def _differs() -> RequestRejected:
 
 
 class TemplateParsedAnswer:
-    """Answer of a worker that does not parse; this class parses it by a response template."""
+    """Parses an answer by a response template, for workers whose engine does not parse answers."""
 
     def __init__(
         self,
@@ -215,15 +215,16 @@ class _Regions:
     def __init__(self, template: Any, prompt: str, tools: Sequence[Mapping[str, Any]]) -> None:
         parsing = importlib.import_module("transformers.utils.chat_parsing")
         if template.start_anchor_re.search(prompt) is None:
-            prompt = ""  # otherwise the parser takes the whole prompt as a part of the answer
+            prompt = ""  # without an anchor, the parser would take the whole prompt as a part of the answer
         self._fields = template.fields
         self._parser = parsing.ResponseParser(template, prefix=prompt, tools=tools)
         first, last = _delimiter_characters(template)
         self._pieces = re.compile(f"[^{last}]*[{last}]|[^{last}]+")
         self.find_delimiter = re.compile(f"[{first}]").search
-        self.plain: str | None = None  # field of text without a delimiter; None if only the parser can tell
+        # The region that text without a delimiter belongs to; None: only the parser can decide.
+        self.plain: str | None = None
         self.held: list[str] = []  # text of a tool call that was not given to the parser yet
-        self._unparsed = ""  # text that no event of the parser has covered yet
+        self._unparsed = ""  # text for which the parser has not returned an event yet
         self._call_text = ""  # text of the tool call that is not complete yet
         self._follows = False  # True if the next text directly follows another region (rule 3)
         self._malformed = False
@@ -234,7 +235,7 @@ class _Regions:
             self._follows |= event["type"] == "region_close"
 
     def add(self, text: str) -> None:
-        """Add text of the answer, and have it parsed."""
+        """Add text of the answer and parse it."""
         if self.held:
             text = "".join([*self.held, text])
             self.held = []
@@ -300,7 +301,7 @@ class _Regions:
         self.plain = field
 
     def _consume(self, field: str, delimiter: Any) -> None:
-        """Remove a delimiter from the beginning of the uncovered text, if it begins with one."""
+        """Remove a delimiter from the beginning of `_unparsed`, if there is one."""
         if delimiter is not None and (found := delimiter.match(self._unparsed)) is not None:
             if field == TOOL_CALLS:
                 self._call_text = found[0]
@@ -333,5 +334,5 @@ def _delimiter_characters(template: Any) -> tuple[str, str]:
 
 
 def call_id(request_id: RequestId, index: int) -> str:
-    """Return the id of a tool call for which the model wrote none; every process computes the same id."""
+    """Return the id for a tool call to which the model gave no id; every process computes the same id."""
     return f"call_{request_id}_{index}"

@@ -39,10 +39,10 @@ TOOL_CALL_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_coder": _XML_CALL,
     "qwen3_xml": _XML_CALL,
 }
-"""How a model writes tool calls, by vLLM's name of its tool call parser."""
+"""Response templates for tool calls, by vLLM's name of the tool call parser."""
 
 REASONING_FIELDS: Mapping[str, Mapping[str, Any]] = {"deepseek_r1": _THINK, "deepseek_v3": _THINK, "qwen3": _THINK}
-"""How a model writes reasoning, by vLLM's name of its reasoning parser."""
+"""Response templates for reasoning, by vLLM's name of the reasoning parser."""
 
 TURN_BEGINS = (
     r"<\|assistant\|>\n?|<\|im_start\|>assistant\n|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n|\[/INST\]"

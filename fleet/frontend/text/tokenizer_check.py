@@ -8,9 +8,9 @@ Rules:
 2. A worker whose token ids or block hashes differ is not used. With different token ids it would compute wrong prompts; with
    different block hashes the router could not find its cached blocks. A different template is only logged, because the
    router renders the prompts.
-3. An external server is asked to tokenize the sample texts if it can (``/tokenize`` of vLLM, SGLang and llama.cpp). A
-   different result is only reported, because such a server gets the clients' own bytes. The router then does not use token
-   ids to predict what this server caches.
+3. An external server gets a request to tokenize the sample texts if it can (``/tokenize`` of vLLM, SGLang and
+   llama.cpp). A different result is only reported, because such a server gets the clients' own bytes. The router then
+   does not use token ids to predict what this server caches.
 """
 
 import hashlib
@@ -77,7 +77,7 @@ def folder_tokenizer_digests(model_dir: str, block_tokens: int) -> TokenizerDige
 
 
 class TokenizerMatch(StrEnum):
-    """Result of the comparison with an external server. The values are labels of a public metric."""
+    """Result of the comparison with an external server's tokenizer. The values are labels of a public metric."""
 
     ALIKE = "alike"
     OTHERWISE = "otherwise"
@@ -94,7 +94,10 @@ class _Tokenised(Struct):
 
 
 def compare_tokens(codec: TextCodec, text: str, answer: bytes) -> TokenizerMatch:
-    """Compare a server's answer with this router's tokens. The first token may be missing: llama.cpp adds the special one later."""
+    """Compare a server's answer with this router's tokens.
+
+    The first token may be missing in the answer, because llama.cpp adds the special token at the beginning only later.
+    """
     try:
         theirs = msgspec.json.decode(answer, type=_Tokenised).tokens
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -6,7 +6,7 @@ Rules:
    it, so a client that sends long prompts and disconnects could fill the memory.
 2. A task that a thread has begun counts as running until it is done, even if its request was cancelled.
 3. Very long texts (some MiB of white space may take a second or more) never occupy all threads, and only a limited number of
-   them may wait. So a client that sends many of them delays only itself, and other long prompts overtake.
+   them may wait. So a client that sends many very long texts delays only itself, and other long prompts go first.
 4. Each very long text is tokenized in a new thread, which then ends. A tokenizer keeps scratch memory for each thread, about
    43 bytes for a byte of white space (320 MB for 7.5 MB), and only frees it when the thread ends.
 """
@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 from fleet.core.errors import Reason, RequestRejected
 
 THREADS = 2
-MAX_TASKS = 64  # limit for waiting and running tasks; half a GiB at the largest request size
-VERY_LONG_BYTES = 256 << 10  # longer texts are "very long"; about 60,000 tokens of prose, or 0.1 s
-MAX_VERY_LONG_TASKS = 16  # limit for waiting and running tasks with very long texts
+MAX_TASKS = 64  # maximum number of tasks that wait or run; their texts take half a GiB if all have the largest size
+VERY_LONG_BYTES = 256 << 10  # texts above this size are "very long": about 60,000 tokens of prose, tokenized in 0.1 s
+MAX_VERY_LONG_TASKS = 16  # maximum number of tasks with very long texts that wait or run
 RETRY_AFTER_MS = 1000
-TRIM_SECONDS = 1.0  # delay of `trim` after a very long text; thread and request free memory before
+TRIM_SECONDS = 1.0  # delay of `trim` after a very long text, until its thread and its request have freed their memory
 
 Result = TypeVar("Result")
 
@@ -33,7 +33,7 @@ class TokenizerThreads:
     """Runs tokenizing tasks in threads, for all frontends and models of one router process."""
 
     def __init__(self, trim: Callable[[], None] | None = None) -> None:
-        """Prepare the executor; threads start with the first task.
+        """Create the executor; its threads start with the first task.
 
         Args:
             trim: Function that returns freed memory to the system, called in a thread `TRIM_SECONDS` after a very long text.
@@ -43,7 +43,8 @@ class TokenizerThreads:
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
         self._very_long = _ThreadShare(THREADS - 1, MAX_VERY_LONG_TASKS)
         self._others = _ThreadShare(THREADS, MAX_TASKS)
-        self._lanes = (self._very_long, self._others)  # the order in which waiting tasks begin
+        # Tasks with very long texts begin first, but may not take all threads.
+        self._lanes = (self._very_long, self._others)
 
     def run(self, work: Callable[[], Result], size: int) -> "asyncio.Future[Result]":
         """Run a task in a thread. If the future is cancelled before a thread begins the task, the task is dropped.
@@ -95,7 +96,7 @@ class TokenizerThreads:
     def _done(self, lane: "_ThreadShare", future: "asyncio.Future[Any]", begun: "asyncio.Future[Any]") -> None:
         lane.running -= 1
         if begun.cancelled():
-            return  # `close` was called
+            return  # `close` has cancelled the task
         if lane is self._very_long and self._trim is not None and self._trim_due is None:
             self._trim_due = future.get_loop().call_later(TRIM_SECONDS, self._trim_now, self._trim)
         error = begun.exception()
@@ -112,7 +113,7 @@ class TokenizerThreads:
 
 
 class _ThreadShare:
-    """Tasks of one kind, very long or other, in the order of their arrival."""
+    """Keeps the waiting tasks of one kind (very long texts, or others) in order, and counts the running ones."""
 
     def __init__(self, threads: int, most: int) -> None:
         self.threads = threads  # limit for running tasks of this kind

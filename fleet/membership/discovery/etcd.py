@@ -2,14 +2,14 @@
 
 Rules:
 
-1. A key belongs to the lease under which it was last written. When an older process's lease ends, or when that process
-   deregisters (which only ends its lease), the key of its successor is not touched.
+1. A key belongs to the etcd lease under which it was last written. If a successor has written the key, it does not change
+   when the lease of the older process ends, or when that process deregisters (which only ends its lease).
 2. The key belongs to the incarnation that started last. A worker keeps its lease alive and checks each time that the
    key is still under this lease. If the key is missing, the worker writes it again. If the key is under another lease,
    the worker has been replaced.
 3. A router reads all keys, watches changes for a third of a lease, and reads all keys again. Every key that it reads is
-   valid, because etcd has removed the others. So a watch that brings nothing costs at most one such round, and a
-   compaction of etcd's history costs nothing.
+   valid, because etcd deletes the keys whose lease has ended. If a watch fails silently, changes are noticed at most a
+   third of a lease later. A compaction of etcd's history does no harm.
 4. An etcd member that is cut off from the others may have old data. Therefore reads are linearizable, and watches
    require that the member has a leader.
 """
@@ -35,18 +35,20 @@ from fleet.net.etcd import CALL_SECONDS, EtcdChannels, etcd_error_text
 
 log = logging.getLogger(__name__)
 
-ROUNDS = 3  # number of times per lease that all keys are read
+ROUNDS = 3  # number of times that all keys are read during one lease
 LEADER = (("hasleader", "true"),)
 
 
 class EtcdRegistrationKey(Struct, frozen=True):
-    """The lease under which this process has written a worker's key."""
+    """The etcd lease under which this process has written the key of a worker."""
 
     lease: int
 
 
 class EtcdDirectory:
-    """Directory of workers in etcd. Implements `Registry` and `Directory` of `fleet.membership.ports`.
+    """Publishes workers in etcd, and reads the published workers.
+
+    Implements `Registry` and `Directory` of `fleet.membership.ports`.
 
     It is an async context manager that owns its channels.
     """
@@ -160,7 +162,8 @@ class EtcdDirectory:
                 except TimeoutError:
                     return
                 if answer is grpc.aio.EOF or answer.canceled:
-                    return  # the history was compacted, or there is no leader; if this lasts, the next read fails
+                    # etcd's history was compacted, or etcd has no leader. If no leader is elected, the next read fails.
+                    return
                 for event in answer.events:
                     yield event
         finally:
@@ -170,12 +173,12 @@ class EtcdDirectory:
         return self._prefix + quote(worker_id, safe="").encode()
 
     def _named(self, key: bytes) -> WorkerId | None:
-        """Return the worker of a key; None if the key is not in the form of a worker's key."""
+        """Return the id of the worker to which a key belongs; None if it does not have the form of a worker's key."""
         worker_id = WorkerId(unquote(key[len(self._prefix) :], errors="replace"))
         return worker_id if self._key(worker_id) == key else None
 
     def _seen(self, pair: Any) -> RecordSeen | None:
-        """Return the record of a key; None if the value is no record, or the key does not fit the record."""
+        """Return the record in the value of a key; None if the value is no record of the key's worker."""
         try:
             record = msgspec.json.decode(pair.value, type=WorkerRecord)
         except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
@@ -209,6 +212,6 @@ async def _end_lease(channel: grpc.aio.Channel, lease: int) -> None:
 
 
 def _after(prefix: bytes) -> bytes:
-    """Return the first key after all keys with this prefix: the end of a range, as etcd expects it."""
+    """Return the end of the range of all keys with this prefix, as etcd expects it: the first key after the range."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"

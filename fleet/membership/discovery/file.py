@@ -4,12 +4,12 @@ Rules:
 
 1. A file is written under another name and then renamed, so that nobody reads a half-written file. A shared network
    folder needs no locks, no notifications and no synchronised clocks.
-2. Each file contains a number that grows with every renewal. A router starts a lease when it sees the number change; it
-   ignores file times.
+2. Each file contains a number that grows with every renewal. A router starts a lease when it sees that the number has
+   changed. It ignores the time stamps of files.
 3. The file belongs to the incarnation that started last. If an incarnation renews and finds the file of another one, it
    has been replaced.
-4. A file that is no valid record is ignored and logged once. A copy of a file under another name is ignored too,
-   because the copy and the original in turn would make a dead worker look renewed.
+4. A file that is no valid record is ignored and logged once. A copy of a file under another name is ignored too.
+   Otherwise the different numbers in the copy and the original would look like renewals of a dead worker.
 """
 
 import asyncio
@@ -32,18 +32,21 @@ from fleet.membership.ports import DirectoryUnreachable, RegistryUnreachable, St
 log = logging.getLogger(__name__)
 
 SUFFIX = ".worker.json"
-MAX_BYTES = 64 << 10  # largest file that is read; a record has a few hundred bytes
-LONGEST_NAME = 200  # longest file name before the suffix; file systems allow 255 bytes
+MAX_BYTES = 64 << 10  # maximum size of a file that is read; a record has a few hundred bytes
+LONGEST_NAME = 200  # maximum number of bytes of a file name before its suffix; file systems allow 255
 
 
 class DiscoveryFileEntry(WorkerRecord, frozen=True, kw_only=True):
-    """Content of a worker's file: its record, and the number of renewals so far."""
+    """Content of a worker's file: the record of the worker, and the number of renewals so far."""
 
     renewals: int
 
 
 class FileDirectory(StatelessDirectory):
-    """Directory of workers in a folder. Implements `Registry` and `Directory` of `fleet.membership.ports`."""
+    """Publishes workers in a folder, and reads the published workers.
+
+    Implements `Registry` and `Directory` of `fleet.membership.ports`.
+    """
 
     def __init__(self, settings: FileDiscovery) -> None:
         """Check that the folder exists; no file is read or written yet.
@@ -136,7 +139,7 @@ class FileDirectory(StatelessDirectory):
 
 
 def _entry(path: Path) -> DiscoveryFileEntry | None:
-    """Return the content of a file; None if there is no file or no valid content.
+    """Return the content of a worker's file, or None if the file does not exist or has no valid content.
 
     Pipes and other special files are not opened, because opening a pipe would block.
     """

@@ -9,9 +9,9 @@ Rules:
    clocks of nodes may differ.
 3. A router lists the Leases and then watches them. When the watch ends, expires (410) or brings nothing for
    `SILENCE_SECONDS`, the router lists them again.
-4. No object stays for ever. The worker's pod owns the Lease, and the Lease owns the EndpointSlice. A router deletes a
-   Lease that nobody renews, in the version that has ended (`lease_expiry.py`). If its worker lives after all, the
-   worker creates the Lease again.
+4. No object stays for ever. The worker's pod owns the Lease, and the Lease owns the EndpointSlice. If nobody renews a
+   Lease, a router deletes it, but only if it still has the version that has ended (`lease_expiry.py`). If the worker
+   still runs, it creates the Lease again.
 5. A worker's EndpointSlice has one endpoint. The worker writes it after it has taken its Lease, and deletes it together
    with the Lease. The worker counts as registered only when the EndpointSlice is written.
 6. A Lease of the same name that belongs to another cluster is not touched.
@@ -57,12 +57,13 @@ WARM = f"{GROUP}/warm-blocks"
 AGENT = MANAGER = "fleet-worker"
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,200}[a-z0-9])?")
 
-SILENCE_SECONDS = 30.0  # workers renew more often, so a watch without events for this time is broken
+SILENCE_SECONDS = 30.0  # a watch without events for this time is broken, because workers renew their Leases more often
 SWEEP_SECONDS = 1.0  # time between two checks for ended Leases
 EXPIRED = 410
-LONGEST_EVENT = 2 << 20  # longest line of a watch in bytes; with etcd, an object has at most 1.5 MiB
+LONGEST_EVENT = 2 << 20  # maximum length of a line of a watch in bytes; with etcd, an object has at most 1.5 MiB
 TRIES = 3  # number of attempts to write an object that others change at the same time
-MALFORMED = (KeyError, TypeError, ValueError, msgspec.DecodeError)  # errors that a malformed object causes
+# Exceptions that are raised while a malformed object is decoded.
+MALFORMED = (KeyError, TypeError, ValueError, msgspec.DecodeError)
 
 
 class LeaseWatchEvent(Struct, frozen=True):
@@ -73,7 +74,9 @@ class LeaseWatchEvent(Struct, frozen=True):
 
 
 class KubernetesDirectory:
-    """Directory of workers in Kubernetes. Implements `Registry` and `Directory` of `fleet.membership.ports`.
+    """Publishes workers as Kubernetes Leases, and reads the published workers.
+
+    Implements `Registry` and `Directory` of `fleet.membership.ports`.
 
     It is an async context manager that owns its connections.
     """
@@ -101,15 +104,17 @@ class KubernetesDirectory:
         self._pod = OwnPod(settings.pod, settings.pod_uid) if settings.pod else None
         self._unrenewed = LeaseExpiry()
         self._may_remove = True
-        self._held: dict[tuple[WorkerId, Incarnation], Manifest] = {}  # Leases as this process wrote them
-        self._sliced: dict[tuple[WorkerId, Incarnation], Manifest] = {}  # EndpointSlices as this process wrote them
+        # The Leases in the version that this process wrote last.
+        self._held: dict[tuple[WorkerId, Incarnation], Manifest] = {}
+        # The EndpointSlices in the version that this process wrote last.
+        self._sliced: dict[tuple[WorkerId, Incarnation], Manifest] = {}
         self._last_ms = 0
 
     async def __aenter__(self) -> Self:
         """Open the API client; it connects at its first call.
 
         Raises:
-            ConfigurationRefused: The settings do not say how to reach the API server.
+            ConfigurationRefused: The settings do not state how to reach the API server.
         """
         if self._pod is None and not self.settings.kubeconfig:
             self._pod = own_pod()
@@ -148,7 +153,7 @@ class KubernetesDirectory:
                     return
                 name = held["metadata"]["name"]
                 if await self._objects.delete_lease(name, held["metadata"]["resourceVersion"]):
-                    if sliced is not None:  # delete it here, because Kubernetes' garbage collection takes longer
+                    if sliced is not None:  # Kubernetes' garbage collection would delete the EndpointSlice later
                         await self._objects.delete_slice(name, sliced["metadata"]["resourceVersion"])
                     return
                 held = await self._objects.lease(name)
@@ -172,7 +177,10 @@ class KubernetesDirectory:
                     yield RecordMissing(worker_id=seen.record.worker_id) if event.type == "DELETED" else seen
 
     async def _events(self, answer: aiohttp.ClientResponse) -> AsyncGenerator[LeaseWatchEvent, None]:
-        """Yield the events of a watch until it ends, expires or is silent; meanwhile, delete ended Leases."""
+        """Yield the events of a watch until it ends, expires or stays silent.
+
+        Delete ended Leases while waiting for events.
+        """
         begun, silent = b"", 0.0
         while silent < SILENCE_SECONDS:
             try:
@@ -195,7 +203,10 @@ class KubernetesDirectory:
                 await self._remove(ended)
 
     def _look(self, lease: Manifest, *, gone: bool = False) -> RecordSeen | None:
-        """Return the record of a Lease and note its version for the expiry; None: it contains no valid record."""
+        """Return the record in a Lease; None if it contains no valid record.
+
+        Report the Lease's version to `LeaseExpiry`.
+        """
         if (seen := _seen(lease)) is not None:
             name = lease["metadata"]["name"]
             if gone:
@@ -219,7 +230,7 @@ class KubernetesDirectory:
             log.warning("leases of dead workers stay, the service account lacks the verb delete")
 
     async def _renew(self, record: WorkerRecord) -> bool:
-        """Renew the Lease of a worker; return False if there is no Lease to renew.
+        """Renew the Lease of a worker and return True. Return False if the worker has no Lease.
 
         Raises:
             WorkerSuperseded: Another process owns the Lease.
@@ -254,7 +265,8 @@ class KubernetesDirectory:
         """Create the Lease of a worker, or take it over from an earlier incarnation.
 
         Raises:
-            RegistryUnreachable: The Lease belongs to another cluster, or others change it all the time.
+            RegistryUnreachable: The Lease belongs to another cluster, or other processes changed it during `TRIES`
+                attempts.
         """
         name = _name(record.worker_id)
         for _ in range(TRIES):
@@ -276,7 +288,7 @@ class KubernetesDirectory:
         raise RegistryUnreachable(f"the lease {self._namespace}/{name} changes all the time")
 
     def _lease(self, record: WorkerRecord, found: Manifest | None) -> Manifest:
-        """Return a renewed Lease with the record, based on the Lease that was found; None: there was no Lease."""
+        """Return a renewed Lease that contains the record. It is based on the Lease that was found, or None without one."""
         now = self._now()
         before: Manifest = {} if found is None else found["spec"]
         taken = found is None or _incarnation(found) != record.incarnation
@@ -335,7 +347,7 @@ class KubernetesDirectory:
         return {REGISTRATION: "worker", CLUSTER: self.settings.cluster}
 
     def _now(self) -> str:
-        """Return the present time as `MicroTime`; it is later than the previous one even if the clock steps back."""
+        """Return the present time as `MicroTime`. It is later than the previous result, even if the clock has stepped back."""
         self._last_ms = max(self._last_ms + 1, self._now_unix_ms())
         return datetime.fromtimestamp(self._last_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
@@ -368,11 +380,11 @@ def _namespace(settings: KubernetesDiscovery) -> str:
 
 
 def parse_event(line: bytes) -> LeaseWatchEvent | None:
-    """Decode a line of a watch; return None if the watch has expired and must be started again.
+    """Decode a line of a watch. Return None if the watch has expired, so that the caller must list the Leases again.
 
     Raises:
-        DirectoryUnreachable: The watch failed for another reason. Pause before the next listing, which would add to the
-            server's load.
+        DirectoryUnreachable: The watch failed for another reason. The caller should pause before the next listing, to
+            spare the API server.
     """
     event = msgspec.json.decode(line, type=LeaseWatchEvent)
     if event.type != "ERROR":
@@ -407,7 +419,7 @@ def _said(error: Exception) -> str:
 
 
 def _name(worker_id: WorkerId) -> str:
-    """Return the name of a worker's Lease: the worker's id if it is a valid name, else a name made from its hash."""
+    """Return the name of a worker's Lease: the worker's id or, if that is not valid, a name with the id's hash."""
     if NAME.fullmatch(worker_id):
         return worker_id
     return f"worker-{hashlib.sha256(worker_id.encode()).hexdigest()[:32]}"

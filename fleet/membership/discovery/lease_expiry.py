@@ -2,9 +2,9 @@
 
 Rules:
 
-1. The duration of a Lease counts from the moment at which this process first saw its present version, by the clock of
-   this process. The clocks of two machines are never compared.
-2. The result contains the version. A deletion names this version, so a Lease that was renewed meanwhile is not deleted.
+1. The duration of a Lease counts from the instant at which this process first saw the Lease's present version, by the
+   clock of this process. The clocks of two machines are never compared.
+2. The result contains that version. A deletion names the version, so a Lease that was renewed meanwhile is not deleted.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from fleet.core.clock import Nanos
 
 
 class ExpiredLease(Struct, frozen=True):
-    """A Lease that has ended, with the version that was not renewed."""
+    """A Lease that has ended, and the version in which it was not renewed."""
 
     name: str
     version: str
@@ -27,13 +27,13 @@ class _ObservedVersion(Struct, frozen=True):
 
 
 class LeaseExpiry:
-    """Keeps the last seen version of each Lease in one directory, and when that version ends."""
+    """Finds the Leases of one directory that have ended. It remembers when it first saw the present version of each Lease."""
 
     def __init__(self) -> None:
         self._held: dict[str, _ObservedVersion] = {}
 
     def saw(self, name: str, version: str, lease: Nanos, now: Nanos) -> None:
-        """Record that a Lease exists in this version; a new version starts a new duration of `lease`."""
+        """Record that a Lease exists in this version. If the version is new, the duration `lease` begins now."""
         known = self._held.get(name)
         if known is None or known.version != version:
             self._held[name] = _ObservedVersion(version, Nanos(now + lease))
@@ -43,7 +43,7 @@ class LeaseExpiry:
         self._held.pop(name, None)
 
     def only(self, names: Iterable[str]) -> None:
-        """Record that no other Leases than these exist."""
+        """Record that only these Leases exist, and forget all others."""
         there = set(names)
         for name in [each for each in self._held if each not in there]:
             del self._held[name]

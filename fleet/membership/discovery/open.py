@@ -31,7 +31,7 @@ def open_directory(settings: Discovery, warm_blocks: Callable[[], int] | None = 
     """
     match settings:
         case FileDiscovery():
-            from fleet.membership.discovery.file import FileDirectory  # noqa: PLC0415 - each loads its own technology
+            from fleet.membership.discovery.file import FileDirectory  # noqa: PLC0415 - imported only if used
 
             return FileDirectory(settings)
         case EtcdDiscovery():

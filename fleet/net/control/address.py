@@ -4,11 +4,12 @@ Rules:
 
 1. A router without `control_listen` listens on a Unix socket that only its own user can reach. The path of the socket
    follows from the router's gRPC address, so another process of the same user finds it. Its folder is in TMPDIR if that
-   path is short enough, else in /tmp. A caller looks in both, and so finds every router with the same TMPDIR or none.
+   path is short enough, else in /tmp. A caller searches both folders, and so finds every router that has the same
+   TMPDIR or no TMPDIR.
 2. The folder belongs to the user alone. It is made with mode 0700; a link, another user's folder, or one that is open
    to others is refused. Another user can thus prevent a router from starting, but cannot intercept its callers.
-3. A socket on which a process listens is never replaced; one that a killed process left behind is. The next process that uses
-   the folder also removes the sockets of other killed processes.
+3. A socket on which a process listens is never replaced, but a socket that a killed process left behind is. The next
+   process that uses the folder also removes the sockets of other killed processes.
 4. A cluster of `fleet up` has its socket in its own private folder instead (`fleet.local.runs`).
 """
 
@@ -26,7 +27,8 @@ from kvstore.errors import StoreNotStarted
 from kvstore.net import unix_sockets as sockets
 from kvstore.net.addresses import unix_path
 
-LONGEST_PARENT = 40  # most characters of the parent folder, so that socket paths stay within Unix's limit of 107
+# maximum number of characters of the parent folder, so that socket paths stay within Unix's limit of 107
+LONGEST_PARENT = 40
 DEFAULT_PARENT = "/tmp"  # noqa: S108 - `private_folder` checks owner and mode of the folder in it
 ALTERNATIVES = "set control_listen to a unix:/path of your own, or to host:port with control_credentials"
 EVERY_HOST = ("0.0.0.0", "[::]")  # noqa: S104 - these hosts are compared with an address and never bound
@@ -102,9 +104,10 @@ def remove_stale_socket(address: str) -> None:
 
 @contextmanager
 def locked_folder(address: str) -> Iterator[None]:
-    """Lock the folder of a Unix socket until its process listens.
+    """Hold a lock on the folder of a Unix socket. The caller removes an old socket and starts to listen meanwhile.
 
-    Without the lock, another process could take the socket for one of a dead process, and remove it.
+    Without the lock, another process that starts at the same time could believe that the socket belongs to a dead
+    process, and remove it.
 
     Raises:
         ConfigurationRefused: The folder does not exist, or other processes keep it locked.
@@ -118,7 +121,10 @@ def locked_folder(address: str) -> Iterator[None]:
 
 @contextmanager
 def private_umask() -> Iterator[None]:
-    """Make files that are created within the context accessible to this user alone; the body must not await."""
+    """Make files that are created within the context accessible to this user alone.
+
+    The body must not await, because the setting holds for the whole process.
+    """
     before = os.umask(0o077)
     try:
         yield
@@ -138,7 +144,7 @@ def _remove_dead_sockets(folder: Path) -> None:
     """Remove the sockets of killed processes."""
     with locked_folder(f"unix:{folder}/any.sock"):
         for path in folder.glob("*.sock"):
-            with suppress(OSError):  # raised if its own process removes the socket meanwhile
+            with suppress(OSError):  # raised if the socket's own process removes it meanwhile
                 own = sockets.identity(str(path))
                 if stat.S_ISSOCK(path.lstat().st_mode) and _is_dead(path):
                     sockets.remove(str(path), own)

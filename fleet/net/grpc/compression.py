@@ -13,8 +13,10 @@ IDENTITY: Final = b"identity"
 _WINDOWS: Final = {b"gzip": 31, b"deflate": 15}  # zlib's window bits: 31 for a gzip header, 15 for a zlib header
 ENCODINGS: Final = (IDENTITY, *_WINDOWS)  # values of the header `grpc-encoding`
 
-MAX_RATIO: Final = 32  # largest size after decompression over the size before; text has 3 to 5, token ids have less
-ALWAYS_ALLOWED_BYTES: Final = 256 << 10  # allowed at any ratio, as a prompt of one repeated word: half a millisecond
+# maximum ratio of the size after decompression to the size before; text has 3 to 5, token ids have less
+MAX_RATIO: Final = 32
+# Up to this size any ratio is allowed, for prompts of one repeated word; it takes half a millisecond to decompress.
+ALWAYS_ALLOWED_BYTES: Final = 256 << 10
 
 
 class DecompressedTooLarge(Exception):

@@ -11,7 +11,7 @@ from fleet.core.errors import Reason, RequestRejected
 from fleet.net.status_codes import REASON_STATUSES
 from fleet.v1 import inference_pb2 as pb
 
-# Longest message: it is sent three times in metadata, and clients accept 8 KiB of metadata.
+# Maximum length of an error message: it is sent three times in metadata, and clients accept 8 KiB of metadata.
 MAX_MESSAGE_CHARACTERS = 500
 RETRY_AFTER_MS = 1000
 

@@ -11,8 +11,8 @@ iteration of the event loop leave in one write. `fleet.net.grpc.http2_call` has 
    `CONFIGURATION`.
 3. The received bytes of all calls are bounded by `max_held_bytes` plus `HELD_BYTES`, and the number of calls by
    `MAX_CALLS`. Long messages may use only half of `HELD_BYTES`, so they cannot shut out ordinary calls.
-4. When the server stops, or a connection gets old, clients are asked to open another connection. The calls of an old
-   connection finish; the calls of a stopping server get its grace period.
+4. When the server stops, or a connection gets old, clients are asked to open a new connection (GOAWAY). The calls of an
+   old connection finish; the calls of a stopping server get its grace period.
 5. A connection without calls may be closed at any time for a new connection (`ConnectionTable`).
 """
 
@@ -46,29 +46,31 @@ from fleet.net.settings import DEFAULT_GRPC_LIMITS, MIB, GrpcSettings
 from fleet.net.sockets import BACKLOG, configure_client_socket, split_listen_address
 from kvstore.net.listeners import stop_listening
 
-HELD_BYTES = 256 << 20  # bytes for ordinary calls, besides `max_held_bytes`: 4,096 messages of `ORDINARY_BODY_BYTES`
-MAX_CALLS = 32_768  # most calls that run at a time
+# Memory for messages of ordinary calls, besides `max_held_bytes`: 4,096 messages of `ORDINARY_BODY_BYTES`.
+HELD_BYTES = 256 << 20
+MAX_CALLS = 32_768  # maximum number of calls that run at a time
 MAX_QUEUED_BYTES = 8 << 10  # unsent bytes of one call above which its writer waits
 SILENCE_SECONDS = 5.0
 SWEEP_SECONDS = 1.0
 SHUTDOWN_NOTICE_SECONDS = 1.0  # time after the shutdown notice in which further calls of the client are still accepted
-FINAL_FLUSH_SECONDS = 1.0  # longest time for cancelled calls to end, and again for the last bytes to be sent
+FINAL_FLUSH_SECONDS = 1.0  # time limit for cancelled calls to end, and then again for the last bytes to be sent
 
 CONFIGURATION = ngh2.Configuration(
     auto_window_update=False,
     # Beyond these two limits the whole connection ends, with all calls of a gateway. Calls therefore have a lower limit.
     max_inbound_header_list_size=64 << 10,
     max_inbound_header_count=1024,
-    # Burst, and resets per second; high, because a gateway resets the calls of clients that have left.
+    # Maximum number of stream resets in a burst, and per second. The limit is high, because a gateway resets calls of
+    # clients that left.
     stream_reset_rate_limit=(10_000, 1_000),
 )
-# HTTP/2 settings by id: most concurrent streams, bytes of the window of a call, bytes of a head.
+# HTTP/2 settings by id: maximum number of concurrent streams, bytes of the window of a call, bytes of a head.
 SETTINGS = {0x3: 8192, 0x4: 256 << 10, 0x6: 16 << 10}
 WINDOW_BYTES = 4 << 20  # bytes of the window of a connection
 
 
 class _CallDetails:
-    """Method and metadata for the handler look-up. Implements `grpc.HandlerCallDetails`."""
+    """The method and the metadata of a call, by which its handler is found. Implements `grpc.HandlerCallDetails`."""
 
     def __init__(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> None:
         self.method = method
@@ -76,7 +78,7 @@ class _CallDetails:
 
 
 class Http2Server:
-    """Implements `fleet.net.grpc.client_servers.ClientServer`."""
+    """Serves gRPC calls over HTTP/2. Implements `fleet.net.grpc.client_servers.ClientServer`."""
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class Http2Server:
         self._handlers += handlers
 
     def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
-        """Ignore a call of generated code; its handlers are among the generic ones."""
+        """Do nothing. Generated code calls this method too, but its handlers are also added as generic handlers."""
 
     def add_insecure_port(self, listen: str) -> int:
         """Bind ``host:port``, all addresses of that host, or ``unix:/path``; return the port.
@@ -236,7 +238,8 @@ class Http2Server:
     async def _sweep_forever(self) -> Never:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            await asyncio.sleep(0)  # lets sockets be read first, because uvloop wakes sleeping tasks before that
+            # Yield once more, so that sockets are read first: uvloop wakes sleeping tasks before it reads sockets.
+            await asyncio.sleep(0)
             now = asyncio.get_running_loop().time()
             for connection in list(self.connections):
                 connection.check_limits(now)
@@ -245,14 +248,14 @@ class Http2Server:
 
 
 class Http2Connection(asyncio.Protocol):
-    """Connection of one client. Implements `fleet.net.grpc.http2_call.Http2ConnectionApi`."""
+    """Handles the connection of one client. Implements `fleet.net.grpc.http2_call.Http2ConnectionApi`."""
 
     def __init__(self, server: Http2Server) -> None:
         self.server = server
         self.loop = asyncio.get_running_loop()
         self.http = ngh2.Connection(ngh2.Role.SERVER, CONFIGURATION)
         self.calls: dict[int, CallContext] = {}
-        self.slot: ConnectionSlot[Http2Connection] | None = None  # None if the table was full
+        self.slot: ConnectionSlot[Http2Connection] | None = None  # the slot in the table; None: the table was full
         self._waiting: dict[CallContext, None] = {}  # calls whose writers wait for their callers to read
         self._ending: dict[CallContext, None] = {}  # answered calls whose callers have not ended their requests
         self.transport: asyncio.Transport
@@ -269,7 +272,7 @@ class Http2Connection(asyncio.Protocol):
         seconds = server.connection_seconds
         self._old_at = self._received_at + seconds * random.uniform(0.9, 1.1) if seconds else float("inf")
 
-    # From the event loop
+    # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -322,7 +325,7 @@ class Http2Connection(asyncio.Protocol):
         self.paused = False
         self.flush()
 
-    # From calls
+    # Called by the calls of this connection (`Http2ConnectionApi`)
 
     def peer(self) -> str:
         name = self.transport.get_extra_info("peername")
@@ -358,7 +361,7 @@ class Http2Connection(asyncio.Protocol):
                 self.http.reset_stream(call.stream, code)
             self.schedule_flush()
 
-    # From the server
+    # Called by the server
 
     def check_limits(self, now: float) -> None:
         """Enforce the time limits of the connection and its calls."""
@@ -387,7 +390,10 @@ class Http2Connection(asyncio.Protocol):
             call.check_limits(now)
 
     def displace(self, *, silent: bool) -> None:
-        """Close at once, because the table needs the slot; no calls are running. A `silent` client has sent nothing."""
+        """Close at once, because the table needs the slot.
+
+        No calls are running; a `silent` client has never sent a byte.
+        """
         if not silent and not self._goaway_sent:
             with contextlib.suppress(ngh2.NGH2Error):  # raised if the connection is ending already
                 self.http.send_goaway()
@@ -398,7 +404,7 @@ class Http2Connection(asyncio.Protocol):
             self.transport.close()
 
     def go_away(self, *, at_once: bool = False) -> None:
-        """Ask the client to open another connection; `at_once` refuses further calls immediately."""
+        """Ask the client to open a new connection; `at_once` refuses further calls on this one immediately."""
         if self._gone:
             return
         with contextlib.suppress(ngh2.NGH2Error):  # raised if the connection is ending already
@@ -440,7 +446,7 @@ class Http2Connection(asyncio.Protocol):
         for call in list(self._ending):
             if not self.http.queued_body_size(call.stream):
                 del self._ending[call]
-                self.reset(call, 0)  # the rest of the caller's messages is not needed
+                self.reset(call, 0)  # further messages of the caller are not needed
         for call in list(self._waiting):
             if not self.must_wait(call.stream):
                 del self._waiting[call]
@@ -518,7 +524,8 @@ def _bind_host(listen: str, *, shared: bool) -> list[socket.socket]:
                     each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if len(found) == 1 else 1)
                 each.bind((address[0], bound[0].getsockname()[1] if bound else address[1], *address[2:]))
                 if not shared:
-                    each.listen(BACKLOG)  # listens now, because two servers could bind, and one would fail only later
+                    # Begin to listen now: two servers can bind the same address, and one would fail only later.
+                    each.listen(BACKLOG)
             except OSError as error:
                 if each is not None:
                     each.close()

@@ -9,8 +9,8 @@ Rules:
    therefore wait.
 4. A message above the size limit is refused by its length prefix, before it arrives. An incomplete message is refused
    after a time limit.
-5. A compressed message is decompressed when its handler reads it (`fleet.net.grpc.compression`), so it takes no more
-   memory before.
+5. A compressed message is only decompressed when its handler reads it (`fleet.net.grpc.compression`), so a waiting
+   message takes no more memory than its received bytes.
 """
 
 import asyncio
@@ -36,14 +36,17 @@ from fleet.net.settings import ORDINARY_BODY_BYTES, GrpcSettings
 
 log = logging.getLogger(__name__)
 
-LONGEST_HEAD_BYTES = 16 << 10  # most bytes of the names and values of a head
+LONGEST_HEAD_BYTES = 16 << 10  # maximum total length of the names and values of a head
 
 REQUEST_SECONDS = 60.0
-"""Longest time for a message to arrive, from its first byte; for the only message of a call, from the start of the call."""
+"""Time limit for a message to arrive, counted from its first byte.
 
-UNREAD_STATUS_SECONDS = 30.0  # longest time for the caller to read the final messages and the status
+If a call has only one message, the time is counted from the start of the call.
+"""
+
+UNREAD_STATUS_SECONDS = 30.0  # time limit for the caller to read the final messages and the status
 UNREAD_MESSAGES = 4  # number of unread messages above which the caller's window stays closed
-MESSAGE_BYTES = 64  # memory of an unread message, besides its content
+MESSAGE_BYTES = 64  # memory that an unread message takes besides its content
 
 PREFIX = struct.Struct(">BI")
 RESPONSE_HEADERS = (
@@ -102,7 +105,10 @@ class Http2ConnectionApi(Protocol):
 
 
 class CallContext:
-    """Implements the used part of `grpc.aio.ServicerContext`; a streaming handler iterates over it to read its messages."""
+    """Serves one call. Implements the part of `grpc.aio.ServicerContext` that handlers use.
+
+    A streaming handler iterates over the object to read the caller's messages.
+    """
 
     def __init__(self, connection: Http2ConnectionApi, stream: int, headers: Sequence[Any], *, complete: bool) -> None:
         self.stream = stream
@@ -115,7 +121,8 @@ class CallContext:
         self._metadata: Sequence[tuple[str, str | bytes]] = ()
         self._request_complete = complete  # True if the caller has sent its whole request
         self._headers_sent = False
-        self._ended_at: float | None = None  # time at which the status was written, or the caller left
+        # Time at which the status was written or the caller disconnected; None: the call runs.
+        self._ended_at: float | None = None
         self._code = grpc.StatusCode.OK
         self._details = ""
         self._trailing: Sequence[tuple[str, str | bytes]] = ()
@@ -123,20 +130,21 @@ class CallContext:
         self._timer: asyncio.TimerHandle | None = None
         self._incoming = bytearray()
         self._incoming_since: float | None = None
-        self.messages: deque[tuple[int, bytes]] = deque()  # compression flag and content of each message
+        # The messages that were not read yet: compression flag and content.
+        self.messages: deque[tuple[int, bytes]] = deque()
         self._unacknowledged = 0  # number of received bytes for which the window was not opened again yet
         self._rejection: tuple[grpc.StatusCode, str, Sequence[tuple[str, str | bytes]]] | None = None
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
         self._written = 0  # number of bytes of all messages that were written so far
-        self._slow_reader: SlowReader | None = None  # made when a message first has to wait
+        self._slow_reader: SlowReader | None = None  # created when a message has to wait for the first time
         self._deserialize: Any = None
         self._serialize: Any = None
         self._held = 0
         self._head_bytes = sum(len(name) + len(value) for name, value in headers)
         self._hold(self._head_bytes)
 
-    # For services
+    # Called by services
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
         return self._metadata
@@ -199,7 +207,7 @@ class CallContext:
             raise StopAsyncIteration
         return message[0]
 
-    # From the connection
+    # Called by the connection
 
     def resume_writer(self) -> None:
         """Resume the writer, because the caller has read enough."""
@@ -342,7 +350,10 @@ class CallContext:
         self._incoming.clear()
 
     def _open_window(self) -> None:
-        """Open the window for read messages and for the rest of a started one, within `UNREAD_MESSAGES`."""
+        """Let the caller send more: as many bytes as were read, and the rest of a message that has begun.
+
+        While more than `UNREAD_MESSAGES` wait to be read, the window stays closed.
+        """
         if self._unacknowledged and len(self.messages) < UNREAD_MESSAGES:
             self._connection.acknowledge(self, self._unacknowledged)
             self._unacknowledged = 0

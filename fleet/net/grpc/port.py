@@ -26,8 +26,9 @@ from kvstore.net.socket_guard import SocketGuard
 LIVENESS = "liveness"
 """Name of the health service for liveness probes. The name is the convention of endpoint pickers."""
 
-HEALTH_SECONDS = 0.25  # seconds between two looks for changes of health, which watchers then get
-STOP_SECONDS = 2.0  # longest time for ending calls to send their last messages
+# Seconds between two checks whether a service's health has changed, so that watchers must be notified.
+HEALTH_SECONDS = 0.25
+STOP_SECONDS = 2.0  # time limit for calls that end to send their last messages
 
 
 class GrpcServerApi(Protocol):
@@ -87,7 +88,7 @@ async def open_port(
         finally:
             for watch in watches:
                 watch.cancel()
-            await healths.notify()  # tells watchers the last state
+            await healths.notify()  # sends watchers the last state
             await server.stop(STOP_SECONDS)
     if failure is not None:
         raise failure
@@ -97,7 +98,7 @@ def _bind(server: GrpcServerApi, listen: str, setting: str, bind: Callable[[Any,
     try:
         port = server.add_insecure_port(listen) if bind is None else bind(server, listen)
     except RuntimeError as error:
-        why = error.__cause__ or "in use, or no address of this machine"  # grpc.aio does not say why it cannot bind
+        why = error.__cause__ or "in use, or no address of this machine"  # grpc.aio does not report why it cannot bind
         raise ConfigurationRefused(f"{setting}: cannot listen on {listen}: {why}") from error
     return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
 
@@ -125,7 +126,10 @@ def _reflections(names: Sequence[str]) -> list[grpc.GenericRpcHandler]:
 
 
 class _HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # ships no types
-    """The standard health service. A service is SERVING while its function returns True."""
+    """Serves gRPC's standard health service.
+
+    It reports a service as SERVING while the service's function returns True.
+    """
 
     def __init__(self, services: Mapping[str, Callable[[], bool]]) -> None:
         super().__init__()

@@ -16,10 +16,13 @@ HIGH_WATER_BYTES = 64 << 10
 
 
 class BodyStream:
-    """Implements `fleet.net.http.exchange.ArrivingBody`."""
+    """Passes the bytes of one body from its connection to its consumer.
+
+    Implements `fleet.net.http.exchange.ArrivingBody`.
+    """
 
     def __init__(self, read: Callable[[], None]) -> None:
-        """Create an empty stream; `read` is called when a full stream has been read."""
+        """Create an empty stream. The function `read` is called when a full stream has been emptied by its consumer."""
         self._read = read
         self._pieces: deque[bytes] = deque()
         self._waiting_bytes = 0
@@ -27,12 +30,12 @@ class BodyStream:
         self._failure: RequestRejected | None = None
         self._arrival: asyncio.Future[None] | None = None
         self.full = False
-        """True while the connection should not read."""
+        """True from the moment at which more than `HIGH_WATER_BYTES` wait until the consumer has read them all."""
 
         self.received = 0
         """Number of bytes that were added so far."""
 
-    # From the connection
+    # Called by the connection
 
     def add(self, piece: bytes) -> None:
         """Add a piece of the body, which must not change later."""
@@ -52,7 +55,7 @@ class BodyStream:
         self._failure = refused
         self.end()
 
-    # From the consumer
+    # Called by the consumer
 
     def __aiter__(self) -> Self:
         return self

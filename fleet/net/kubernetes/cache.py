@@ -1,9 +1,9 @@
-"""Object cache: the newest known version of each object of one kind on the API server. Pure.
+"""Object cache: the newest known version of each object of one kind on the API server. Without I/O.
 
 Rules:
 
-1. The answer to a write is stored at once, so that no later decision uses the object from before it. A watch event with
-   an older version changes nothing.
+1. The answer to a write is stored at once, so that no later decision uses the object as it was before the write. A
+   watch event with an older version changes nothing.
 2. An object that this process deleted is removed at once. Watch events about it before its deletion event change nothing.
 3. Only a difference in a stored field is a change. A renewed Lease, or a new resourceVersion alone, is not a change.
 """
@@ -19,7 +19,10 @@ Place = tuple[str, str]
 
 class Cache(Generic[View]):
     def __init__(self, deployment_of: Callable[[View], str]) -> None:
-        """Start empty. `deployment_of` returns the name of the deployment to which an object belongs; empty: none."""
+        """Create an empty cache.
+
+        `deployment_of` returns the name of the deployment that an object belongs to (empty: none).
+        """
         self._deployment_of = deployment_of
         self._objects: dict[Place, View] = {}
         self._by_deployment: dict[Place, dict[str, View]] = {}
@@ -91,7 +94,7 @@ class Cache(Generic[View]):
         return changed
 
     def clear(self) -> list[View]:
-        """Remove all objects because the server no longer has their kind; return these objects."""
+        """Remove all objects, because the server no longer has their kind. Return the removed objects."""
         gone = list(self._objects.values())
         self._objects, self._by_deployment, self._removed = {}, {}, {}
         return gone

@@ -49,7 +49,7 @@ CALL_SECONDS = 30.0
 WATCH_SECONDS = 300
 WATCH_GRACE_SECONDS = 15
 NEVER_BORN = "1"
-"""A version that no object has: the store's first revision belongs to the empty store."""
+"""A resource version that no object has, because the first revision of etcd is that of the empty store."""
 
 GATES_SINCE = (1, 30)
 """The Kubernetes release in which scheduling gates became stable."""
@@ -57,11 +57,11 @@ GATES_SINCE = (1, 30)
 PAGE = 500
 MOST_CONNECTIONS = 64
 LONGEST_EVENT = 8 << 20
-"""Longest line of a watch in bytes; etcd stores objects of at most 1.5 MiB."""
+"""Maximum length of a line of a watch in bytes; etcd stores objects of at most 1.5 MiB."""
 
 NAMES_ONLY = "application/json;as=PartialObjectMetadata{list};g=meta.k8s.io;v=v1,application/json"
 NAMED_ONLY: tuple[type[NamedObject], ...] = (NamedObject, ChildObject)
-"""Views for which the server is asked for metadata only."""
+"""Views for which only metadata is requested from the server."""
 
 Decoded = TypeVar("Decoded")
 
@@ -95,7 +95,7 @@ class _Resources(Struct, frozen=True):
 
 
 class ApiServerClient:
-    """Implements `fleet.net.kubernetes.ports.KubernetesApi`."""
+    """Makes calls to one API server. Implements `fleet.net.kubernetes.ports.KubernetesApi`."""
 
     def __init__(self, client: ApiClient, manager: str = MANAGER) -> None:
         self._client = client
@@ -119,7 +119,7 @@ class ApiServerClient:
         )
 
     async def _release(self) -> tuple[int, int]:
-        """Return the major and the minor version of the server; zeros if it does not say them."""
+        """Return the major and the minor version of the server; zeros if it does not report them."""
         try:
             told = _decoded(await self._call("GET", "/version"), _Version)
         except (ObjectMissing, RequestDenied):
@@ -252,7 +252,7 @@ class ApiServerClient:
         accept: str = "application/json",
         media: str = "application/json",
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield the answer to one request, and release it in every case.
+        """Send one request and yield its answer; release the connection in every case.
 
         Raises:
             KubernetesError: The server answered with an error, or not in time.

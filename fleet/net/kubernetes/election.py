@@ -1,4 +1,4 @@
-"""Leader election: which of several candidates acts, by one Lease. Pure.
+"""Leader election: which of several candidates acts, by one Lease. Without I/O.
 
 Rules:
 
@@ -22,7 +22,7 @@ from fleet.core.clock import Nanos
 
 class ElectionStep(StrEnum):
     CREATE = "create"
-    """There is no Lease: create one with this candidate as its holder."""
+    """The Lease does not exist, so the candidate creates it with itself as the holder."""
 
     TAKE = "take"
     RENEW = "renew"
@@ -30,7 +30,7 @@ class ElectionStep(StrEnum):
 
 
 class ObservedLease(Struct, frozen=True, kw_only=True):
-    """The Lease as it was read."""
+    """State of the Lease when it was last read from the API server."""
 
     holder: str
     """Identity of the holder; empty: the Lease was given back."""
@@ -40,7 +40,7 @@ class ObservedLease(Struct, frozen=True, kw_only=True):
 
 
 class Election:
-    """State of one candidate in the election."""
+    """Decides for one candidate what to do with the Lease, and whether the candidate acts as the leader."""
 
     def __init__(self, identity: str, renew_within: Nanos) -> None:
         """Start as a follower.
@@ -64,7 +64,8 @@ class Election:
                 self._held_since = max(self._ours[1], self._held_since or self._ours[1])
             self._ours = found.version, now
             return ElectionStep.RENEW
-        self._held_since = self._ours = None  # another candidate has taken the Lease, or it was given back
+        # a candidate with a different identity has taken the Lease, or the Lease was given back
+        self._held_since = self._ours = None
         if not found.holder:
             return ElectionStep.TAKE
         if self._seen != (found.holder, found.version):

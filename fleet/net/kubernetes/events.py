@@ -1,4 +1,4 @@
-"""Kubernetes events, which `kubectl describe` and `kubectl get events` show. Pure.
+"""Kubernetes events, which `kubectl describe` and `kubectl get events` show. Without I/O.
 
 An event is recorded once: its name is derived from its content and its generation. A process that was killed, and tries
 to record the same event again, therefore finds that it exists.
@@ -19,7 +19,7 @@ MOST_CHARACTERS = 1000
 
 
 class KubernetesEvent(Struct, frozen=True, kw_only=True):
-    """A change of an object, in a text for people."""
+    """A change of an object, described in a text for people."""
 
     reason: str
     note: str

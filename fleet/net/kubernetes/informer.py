@@ -6,8 +6,8 @@ Rules:
    again only if the server does not remember that version any more.
 2. After a failure there is a pause, which doubles each time up to LONGEST_SECONDS, or is as long as the server demands.
    After a watch that received something, the next pause is short again.
-3. A difference from an earlier version is news; the content of a first list is not. The callback `heard` is told whether
-   an object is news, because the age of some objects counts from their last news.
+3. A difference from an earlier version is news; the content of the first list is not. The callback `heard` gets this
+   information, because the age of some objects (Leases) is counted from their last news.
 4. A failure of an informer never ends the operator, and no change is lost. No decision uses the cache before it has been
    filled once.
 """
@@ -90,7 +90,7 @@ class Informer(Generic[View]):
                 pause = max(self._next_pause(), error.after_seconds or 0.0)
             except KubernetesError as error:
                 self._failures += 1
-                # Further tries may succeed: a missing kind may appear later, and a forbidden one may be allowed.
+                # Later attempts may succeed: a missing kind may be installed, and a forbidden one allowed.
                 pause = self._next_pause()
                 if pause == SHORTEST_SECONDS:
                     log.warning("watch failed", extra={"kind": self._kind.name, "cause": str(error)})

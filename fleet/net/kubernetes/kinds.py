@@ -1,4 +1,4 @@
-"""Kinds of Kubernetes objects that Fleet reads and writes, and their API paths. Pure."""
+"""Kinds of Kubernetes objects that Fleet reads and writes, and their API paths. Without I/O."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ class ApiKind(Struct, frozen=True):
     """One kind in one version of its API."""
 
     group: str
-    """Empty: the core group of Kubernetes."""
+    """The API group; empty for the core group of Kubernetes."""
 
     version: str
     plural: str

@@ -81,7 +81,7 @@ class LeaseLeader:
         *,
         controller: str = "",
     ) -> None:
-        """Prepare a candidate.
+        """Create a candidate, which takes part in the election when `run` is called.
 
         Args:
             cluster: The API server.
@@ -90,14 +90,14 @@ class LeaseLeader:
             identity: The candidate's name; candidates with the same name lead together.
             clock: Monotonic clock for the election.
             wall: Wall clock for the times in objects.
-            controller: Name under which Events report the election; empty: there are none.
+            controller: Name under which Events report changes of the leader; empty: no Events are written.
         """
         self.changed = asyncio.Event()
         """Set when this candidate begins to act. Also set when the Lease is another object than before, because Kubernetes
         removes the objects that the former Lease owned. The task that waits for the event clears it."""
 
         self.waits = False
-        """True if another candidate held the Lease when it was last read."""
+        """True if a different candidate held the Lease when it was last read."""
 
         self._cluster = cluster
         self._settings = settings
@@ -109,7 +109,7 @@ class LeaseLeader:
         self._owner_uid: str | None = None
         self._controller = controller
         self._lease_uid = ""  # uid of the Lease that this candidate wrote last
-        self._transitions = 0  # number of changes of the leader, as that Lease counts them
+        self._transitions = 0  # the number of changes of the leader in that Lease
         self._led = False
 
     def leads(self) -> bool:
@@ -207,7 +207,7 @@ class LeaseLeader:
         return await self._cluster.replace(kinds.LEASE, KubernetesLease, self._namespace, self._settings.name, manifest)
 
     def tell(self) -> bool:
-        """Set `changed` if this candidate has begun to act; return whether it has begun or stopped since the last call."""
+        """Set `changed` if this candidate has begun to lead; return True if it has begun or stopped leading."""
         leads = self.leads()
         if leads == self._led:
             return False
@@ -246,5 +246,5 @@ def _found(lease: KubernetesLease) -> ObservedLease:
 
 
 def rfc3339(now: datetime) -> str:
-    """Return a time as conditions spell it, in whole seconds."""
+    """Return a time as the conditions of Kubernetes objects contain it (RFC 3339), in whole seconds."""
     return now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,9 +1,9 @@
-"""Nesting limit: leaves the deepest levels out of JSON that is nested too deeply to be decoded. Pure.
+"""Nesting limit: leaves the deepest levels out of JSON that is nested too deeply to be decoded. Without I/O.
 
 An API server accepts ten thousand levels in fields without a schema, the decoder here a thousand, and later code fewer.
 An object in one namespace must not keep the operator from reading the objects of others, so everything deeper than
 DEEPEST is left out. No built-in kind of Kubernetes has that many levels. If the operator makes a child object from such
-an object, the server refuses the child and says why.
+an object, the server refuses the child and reports the reason.
 """
 
 import re

@@ -10,7 +10,7 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class OwnPod(Struct, frozen=True):
-    """Name and uid of a pod."""
+    """Name and uid of the pod in which this process runs."""
 
     name: str
     uid: str

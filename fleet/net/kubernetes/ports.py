@@ -36,7 +36,7 @@ class ObjectConflict(KubernetesError):
 
 
 class NameTaken(ObjectConflict):
-    """The object that should be created exists already. Read it."""
+    """An object with the name of the new one exists already. Read that object."""
 
 
 class ObjectMissing(KubernetesError):
@@ -56,7 +56,7 @@ class RequestDenied(KubernetesError):
 
 
 class ObjectList(Struct, Generic[View], frozen=True):
-    """All objects of a kind."""
+    """The answer to a list call: all objects of a kind, and the version for a watch."""
 
     items: tuple[View, ...]
     version: str
@@ -70,13 +70,13 @@ class WatchEvent(Struct, Generic[View], frozen=True):
     """The version from which the next watch continues after the stream has ended."""
 
     item: View | None = None
-    """The changed object; None: the event is a bookmark, which only tells a newer version."""
+    """The changed object; None: the event is a bookmark, which contains only a newer version for the next watch."""
 
     gone: bool = False
 
 
 class KubernetesApi(Protocol):
-    """Calls of one API server. Every call has a deadline, and raises only KubernetesError."""
+    """Port to one API server. Every call has a deadline, and raises only KubernetesError."""
 
     async def served(self) -> OptionalKinds: ...
 

@@ -1,4 +1,4 @@
-"""Status errors: what an API server's error status means, and which part of its text may be repeated. Pure.
+"""Status errors: what an API server's error status means, and which part of its text may be repeated. Without I/O.
 
 Rules:
 
@@ -88,7 +88,7 @@ class ApiStatus(Struct, frozen=True):
 
 
 def refuse(status: ApiStatus, after_seconds: float | None = None) -> NoReturn:
-    """Raise the error that a status means for the caller.
+    """Raise the exception that corresponds to an error status.
 
     Raises:
         KubernetesError: Always; its subclass depends on the status.

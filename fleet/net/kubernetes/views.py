@@ -1,4 +1,4 @@
-"""Views of Kubernetes objects: Structs with only the fields that decisions need. Pure.
+"""Views of Kubernetes objects: Structs with only the fields that decisions need. Without I/O.
 
 All other fields are skipped while an object is decoded, so that a cache of a thousand pods takes a few megabytes, and
 events leave no other memory in use.
@@ -37,7 +37,7 @@ class OwnerReference(_View, frozen=True):
 
 
 class FieldOwnership(Struct, frozen=True):
-    """Digest of which managers own which fields of a child object (`metadata.managedFields`)."""
+    """Summary of `metadata.managedFields` of a child object: digests of the fields that the operator and others own."""
 
     ours: str = ""
     """Digest of the fields that the operator's last apply owns. It changes when another manager changes or removes one."""
@@ -71,7 +71,10 @@ class ObjectMetadata(_View, frozen=True):
     """Known for child objects only (`ChildMetadata`)."""
 
     def __post_init__(self) -> None:
-        """Drop annotations that no decision needs, because kubectl stores the whole object in one of them."""
+        """Drop the annotations that no decision needs.
+
+        They may be long: kubectl stores the whole object in one of them.
+        """
         if self.annotations:
             kept = {name: text for name, text in self.annotations.items() if name.startswith(READ_ANNOTATIONS)}
             msgspec.structs.force_setattr(self, "annotations", kept)
@@ -88,7 +91,7 @@ class ObjectMetadata(_View, frozen=True):
 
     @property
     def order(self) -> int:
-        """Number that orders this version of the object among all changes on one server.
+        """A number that grows with each change on the API server, for comparing two versions of an object.
 
         ResourceVersions are defined as numbers since Kubernetes 1.35, and were numbers before.
         """
@@ -115,7 +118,7 @@ class NamedObject(_View, frozen=True):
     metadata: ObjectMetadata
 
     def essence(self) -> Self:
-        """Return the object without the fields whose change does not count as a change of the object."""
+        """Return the object without the fields whose changes are ignored."""
         return msgspec.structs.replace(self, metadata=_unversioned(self.metadata))
 
 

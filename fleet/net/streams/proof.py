@@ -3,7 +3,7 @@
 Rules:
 
 1. The caller sends a nonce and the listener answers with its own. Then the caller proves the secret over the kind of
-   the stream and both nonces, and the listener proves it over the same words (`kvstore.security.authentication`,
+   the stream and both nonces, and the listener proves it over the same bytes (`kvstore.security.authentication`,
    rules 1 and 2).
 2. Before both proofs, no other message is sent or read. A listener that cannot prove the secret gets no message.
 3. A peer that does not take part gets an error message: it may run an older version or lack the secret.
@@ -21,14 +21,14 @@ TO_WORKERS, BETWEEN_ROUTERS = b"fleet.v1 router to worker", b"fleet.v1 router to
 VERIFIED, REFUSED = b"\x01", b"\x00"
 
 MAX_HANDSHAKE_BYTES = 4096
-"""The longest payload before the proof; a plain hello has some hundred bytes."""
+"""Maximum number of bytes of a payload before the proof; the first message of a stream has some hundred bytes."""
 
 
 class ProofFailed(ConnectionError):
-    """The other end did not prove the secret.
+    """The peer did not prove the secret.
 
     Attributes:
-        answer: Payload that tells this to the other end; empty if the other end does not take part in a handshake.
+        answer: Payload that reports this to the peer; empty if the peer does not take part in a handshake.
     """
 
     def __init__(self, message: str, answer: bytes = b"") -> None:
@@ -37,7 +37,7 @@ class ProofFailed(ConnectionError):
 
 
 class ProofVerifier:
-    """The listener's end of one handshake."""
+    """Performs the listener's side of one handshake."""
 
     def __init__(self, identity: StreamIdentity, kind: bytes) -> None:
         """Prepare for the handshake of one caller. The identity must have a key."""
@@ -70,10 +70,10 @@ class ProofVerifier:
 
 
 class Prover:
-    """The caller's end of one handshake."""
+    """Performs the caller's side of one handshake."""
 
     def __init__(self, identity: StreamIdentity, kind: bytes) -> None:
-        """Start a handshake; the caller sends `opening` first. `ProofVerifier` has the arguments."""
+        """Start a handshake, in which the caller sends `opening` first. The arguments are those of `ProofVerifier`."""
         assert identity.key is not None
         self._key: AuthenticationKey = identity.key
         self._field = identity.field

@@ -1,8 +1,8 @@
 """Assumed cache: what a worker without KV events is believed to hold, from the prompts that it was sent.
 
-Prompts are kept as they were sent. The least recently sent prompt is forgotten first: when there is no more room, or when
-its time is over. A prompt that continues an earlier one, like the next turn of a conversation, replaces it. Blocks that prompts share
-stay as long as one of these prompts stays.
+Whole prompts are kept, in the order in which they were sent. The least recently sent prompt is forgotten first: when the cache is full, or
+when the time for which the prompt is believed to be cached is over. A prompt that continues an earlier one, like the next turn of a
+conversation, replaces the earlier one. A block that several prompts share is kept as long as one of these prompts.
 """
 
 from collections import OrderedDict
@@ -11,24 +11,25 @@ from itertools import islice
 from fleet.core.clock import Nanos
 from fleet.router.kv_index.radix_tree import Chain, ChainHolder, Keys, RadixTree
 
-MAX_LISTED_FACTOR = 8  # most keys of all prompts, over the capacity; shared blocks are listed with each prompt
+# Limit for the block keys of all prompts, as a multiple of the capacity; a shared block counts once for each of its prompts.
+MAX_LISTED_FACTOR = 8
 
 
 class AssumedCache:
-    """The assumed cache of one worker."""
+    """Keeps the prompts that one worker is assumed to have cached, up to the capacity of its cache."""
 
     def __init__(self, chains: RadixTree, bit: int, capacity_blocks: int) -> None:
         """Start empty.
 
         Args:
-            chains: The assumed prompts of all workers of the table.
+            chains: The radix tree with the assumed prompts of all workers of the model.
             bit: The worker's bit in `chains`.
             capacity_blocks: Blocks that the worker's cache holds.
         """
         self._chains = chains
         self.capacity = capacity_blocks
         self._held = ChainHolder(bit)
-        # The assumed prompts by their last block key, the least recently sent first.
+        # The assumed prompts by their last block key. The least recently sent one is first.
         self._sent: OrderedDict[int, Chain] = OrderedDict()
         self.listed = 0
 
@@ -37,7 +38,7 @@ class AssumedCache:
         return self._held.blocks
 
     def sent(self, keys: Keys, until: Nanos) -> None:
-        """Add a prompt as far as there is room; it stays at least as long as the prompt that it continues."""
+        """Add a prompt, cut to the capacity. It is believed until `until`, or longer if the prompt that it continues was believed longer."""
         keys = keys[: self.capacity]
         if not keys:
             return
@@ -57,7 +58,7 @@ class AssumedCache:
             self._forget_first()
 
     def add_earlier(self, keys: Keys, until: Nanos) -> None:
-        """Add a prompt that was sent some time ago, unless it is known. It counts as sent now when the oldest prompts are forgotten."""
+        """Add a prompt that was sent some time ago, unless it is known already. For the order of forgetting, it counts as sent now."""
         if keys and keys[: self.capacity][-1] not in self._sent:
             self.sent(keys, until)
 
@@ -66,7 +67,7 @@ class AssumedCache:
         return list(islice(reversed(self._sent.values()), count))
 
     def expire(self, now: Nanos) -> None:
-        """Forget the prompts whose validity has ended."""
+        """Forget the prompts whose time of being believed is over."""
         while self._sent and next(iter(self._sent.values())).until <= now:
             self._forget_first()
 

@@ -2,24 +2,25 @@
 
 Rules:
 
-1. A router announces to its peers each prompt of which a worker has to compute `MIN_ANNOUNCED_TOKENS` or more, and announces the end of
-   the request. In between, the common blocks of a similar prompt count as coming on that worker, like those of own requests. So requests
-   that begin alike meet on one worker, whichever routers they use. Shorter prompts would cause too many announcements,
-   and computing them twice costs little.
-2. Such a prompt is announced by the keys of some blocks, its *marks*: the first 16 blocks, then eight for each doubling of the length,
-   and the last block. That is less than 160 keys for any length, and less than 60 for up to 512 blocks. The common part of two prompts is
-   then known to eight parts in nine, and exactly if one prompt is announced whole and the other is equal.
-3. A worker that does not report its prefix cache is assumed to hold what any router has sent to it
-   (`fleet.router.kv_index.assumed_cache`). All prompts for such workers are announced, block by block (64 tokens or more) up to
-   `MAX_ANNOUNCED_KEYS`. Only time and lack of room end the assumption, and not the end of the router that announced the prompt,
-   because the worker still has its cache. The block keys of prompts for external backends follow from a secret; routers without a
-   common secret announce nothing of them.
-4. Both kinds are limited: `MAX_ANNOUNCED_PROMPTS` unfinished prompts of a router, first come first served, and the latest
-   `MAX_SENT_PROMPTS` sent prompts for each announcement. Further prompts are known only to the router that placed them; nothing else
-   depends on that.
-5. The announcements by rule 1 of a router that leaves are forgotten. A router that is reached later gets them too, and the latest
-   `MAX_SENT_PROMPTS` assumptions by rule 3 with their ages. It keeps those about a worker that it does not know until that worker joins.
-6. A single router announces nothing.
+1. A router announces to its peers each prompt of which a worker has to compute `MIN_ANNOUNCED_TOKENS` or more, and later the end of the
+   request. Between these two announcements, the peers expect the blocks of the prompt on that worker, as they do for prompts of their own.
+   So requests with the same beginning are placed on one worker, whichever routers they use. Shorter prompts would cause too many
+   announcements, and computing them twice costs little.
+2. Such a prompt is announced by the keys of some blocks, its *marks*: the first 16 blocks, then eight for each doubling of the length, and
+   the last block. That is less than 160 keys for any length, and less than 60 for up to 512 blocks. From the marks, a router knows at least
+   eight ninths of the blocks that two prompts have in common, and all of them if the prompts are equal.
+3. A worker that does not report its prefix cache is assumed to hold what any router has sent to it (`fleet.router.kv_index.assumed_cache`).
+   All prompts for such workers are announced, with the keys of their first `MAX_ANNOUNCED_KEYS` blocks (of 64 tokens or more). The
+   assumption ends when its time is over or when the assumed cache is full. It does not end when the router that announced the prompt
+   leaves, because the worker still has its cache. The block keys of prompts for external backends are computed with a secret; routers
+   without a common secret do not announce these prompts.
+4. Both kinds of announcements are limited: `MAX_ANNOUNCED_PROMPTS` unfinished prompts of a router, first come first served, and the latest
+   `MAX_SENT_PROMPTS` sent prompts for each announcement. Prompts beyond these limits are known only to the router that placed them, which
+   is harmless.
+5. When a router leaves, its peers forget its announcements by rule 1. A router that connects later gets the earlier announcements of
+   unfinished prompts (rule 1), and the latest `MAX_SENT_PROMPTS` assumptions by rule 3 with their ages. It keeps the assumptions about a
+   worker that it does not know yet until that worker joins.
+6. A router without peers announces nothing.
 """
 
 from bisect import bisect_right
@@ -31,30 +32,34 @@ from msgspec import Struct
 from fleet.core.ids import WorkerId
 from fleet.router.kv_index.radix_tree import Chain, ChainHolder, Keys, RadixTree
 
-MIN_ANNOUNCED_TOKENS = 512  # about 30 ms of a large GPU; announcing to and hearing from three peers takes about 10 us
-MAX_ANNOUNCED_KEYS = 512  # most block keys of a prompt that is announced by rule 3: 4 KB, for at least 32,768 tokens
-MAX_ANNOUNCED_PROMPTS = 10_000  # for one router; the marks of each take about 2 KB in its peers
+# A large GPU computes so many tokens in about 30 ms; an announcement costs routers with three peers about 10 us.
+MIN_ANNOUNCED_TOKENS = 512
+# maximum number of block keys of a prompt that is announced by rule 3: 4 KB, for at least 32,768 tokens
+MAX_ANNOUNCED_KEYS = 512
+# Maximum number of unfinished prompts that one router announces; the marks of each take about 2 KB in every peer.
+MAX_ANNOUNCED_PROMPTS = 10_000
 MAX_SENT_PROMPTS = 1000
 
 _GRID = (*range(1, 17), *((8 + part) << octave for octave in range(1, 17) for part in range(1, 9)))
-"""Numbers of blocks after which there is a mark."""
+"""Numbers of leading blocks after which there is a mark: 1 to 16, then eight numbers for each doubling."""
 
 _marked = [itemgetter(*(number - 1 for number in _GRID[:count])) for count in range(17, len(_GRID) + 1)]
 
 
 class PlacedPrompt(Struct, frozen=True, kw_only=True):
-    """A prompt that a worker was sent."""
+    """A prompt that a router has sent to a worker, as it is announced to peers."""
 
     worker_id: WorkerId
     number: int = 0
     """The router's number of an unfinished prompt (rule 1). 0: the prompt is assumed to be cached since it was sent (rule 3)."""
 
-    keys: tuple[int, ...]  # the keys of its marks, or of all blocks if it is assumed to be cached
-    age_ms: int = 0  # milliseconds since it was sent, if it is assumed to be cached
+    # Block keys of the prompt's marks (rule 2), or of all its blocks if the prompt is assumed to be cached.
+    keys: tuple[int, ...]
+    age_ms: int = 0  # milliseconds since the prompt was sent, if the prompt is assumed to be cached
 
 
 class PromptAnnouncements:
-    """The prompts that a router announces to its peers."""
+    """Collects the prompts that a router has to announce to its peers."""
 
     def __init__(self) -> None:
         self._numbers = 0
@@ -65,7 +70,10 @@ class PromptAnnouncements:
         self._sent: deque[tuple[WorkerId, Keys]] = deque(maxlen=MAX_SENT_PROMPTS)
 
     def placed(self, worker_id: WorkerId, keys: Keys) -> int | None:
-        """Record a prompt that a worker has to compute; return its number for `over`, or None if there are too many."""
+        """Record a prompt that a worker has to compute.
+
+        Return its number, which `over` takes; None: there are too many prompts.
+        """
         if len(self._placed) >= MAX_ANNOUNCED_PROMPTS:
             return None
         self._numbers = number = self._numbers + 1
@@ -85,7 +93,7 @@ class PromptAnnouncements:
         self._sent.append((worker_id, keys))
 
     def news(self) -> tuple[list[PlacedPrompt], list[int]]:
-        """Return the prompts placed since the last call, and the numbers of those that are over."""
+        """Return the prompts to announce since the last call, and the numbers of announced prompts whose requests have ended since then."""
         news = [self._told(number) for number in self._untold]
         news += [
             PlacedPrompt(worker_id=worker_id, keys=tuple(keys[:MAX_ANNOUNCED_KEYS])) for worker_id, keys in self._sent
@@ -96,7 +104,7 @@ class PromptAnnouncements:
         return news, over
 
     def latest(self) -> list[PlacedPrompt]:
-        """Return the unfinished prompts that were announced before. A prompt that ends before its first announcement is never announced."""
+        """Return the unfinished prompts that were already announced, for a peer that connects later."""
         return [self._told(number) for number in self._placed if number not in self._untold]
 
     def _told(self, number: int) -> PlacedPrompt:
@@ -105,13 +113,13 @@ class PromptAnnouncements:
 
 
 class PeerPrompts:
-    """Keeps the announced prompts on one worker, by router and number."""
+    """Keeps the announced prompts on one worker, by the router that announced them and the number that it gave them."""
 
     def __init__(self, chains: RadixTree, bit: int) -> None:
         """Start without prompts.
 
         Args:
-            chains: The marks of announced prompts on all workers of the table.
+            chains: The radix tree with the marks of the announced prompts on all workers of the model.
             bit: The worker's bit in `chains`.
         """
         self._chains = chains
@@ -123,7 +131,7 @@ class PeerPrompts:
         self._told[peer, number] = self._chains.add(self._holder, keys)
 
     def remove(self, peer: str, number: int) -> None:
-        """Forget a prompt; do nothing if it is unknown, because the worker may have left and joined again."""
+        """Forget a prompt. Do nothing if it is unknown: the worker may have left and joined again since it was added."""
         if (chain := self._told.pop((peer, number), None)) is not None:
             self._chains.remove(chain)
 
@@ -138,7 +146,7 @@ class PeerPrompts:
 
 
 def marks(keys: Keys) -> tuple[int, ...]:
-    """Return the keys of a prompt's marks: two prompts have as many first marks in common as they have common marked blocks."""
+    """Return the block keys of a prompt's marks (rule 2), in the order of the blocks."""
     total = len(keys)
     if total <= 16:
         return tuple(keys)
@@ -148,11 +156,13 @@ def marks(keys: Keys) -> tuple[int, ...]:
 
 
 def with_peer_prompts(booked: list[tuple[int, int]], peer_prompts: RadixTree, keys: Keys) -> list[tuple[int, int]]:
-    """Return where leading blocks end, by holder bits, with the announced prompts included.
+    """Add the prompts that peer routers have announced to a list of the leading blocks on each worker.
+
+    The list and the result have the form of `fleet.router.kv_index.prefix_index.runs`.
 
     Args:
-        booked: The result without them, as `fleet.router.kv_index.prefix_index.runs` returns it.
-        peer_prompts: The marks of announced prompts.
+        booked: The leading blocks without the announced prompts.
+        peer_prompts: The radix tree with the marks of the announced prompts.
         keys: Block keys of all full blocks of the prompt.
     """
     marked = marks(keys)

@@ -11,23 +11,23 @@ Rules:
 4. A holder is never believed to hold more blocks than its capacity: further blocks are not added (and are counted
    in `overflowed`). So the memory of the index is bounded by the sum of all capacities, and is freed when all holders leave.
 
-The index is a dict of integers and one set of integers for each holder, without an object for each block. If a block has one holder,
-its set shares the integer object with the dict. Removing a holder costs what that holder holds.
+The index is a dict of integers and one set of integers for each holder, without an object for each block. If a block has one holder, its
+set shares the integer object with the dict. The time to remove a holder is proportional to the number of its blocks.
 
 The worker registry (`fleet.router.state.worker_registry`) enters what workers report (`fleet.backends.workers.streams`), what store nodes
-report (`fleet.backends.workers.store_watch`), and what external servers report (`fleet.backends.kv_events.stream`). Those three modules
-also find gaps between sequence numbers, and replace what was known.
+report (`fleet.backends.workers.store_watch`), and what external servers report (`fleet.backends.kv_events.stream`). These three modules
+also detect gaps between sequence numbers. After a gap they replace all that the index holds of the sender.
 
 Rules of cache accuracy, which compares the predicted cached tokens with those that workers report:
 
 5. The comparison is between the prompt tokens that placement expected to be cached and those that were cached, once for each request,
    on the worker that computed its prompt. Both are whole blocks and exclude the last token, which every engine computes.
-6. The smaller number agrees, because a cached prefix begins at the start. Precision is the agreed share of the predicted tokens, recall
-   the agreed share of the reported tokens. The hit-rate error is the excess of the prediction (negative: its shortfall) over all prompt
-   tokens.
-7. For each worker the latest `WINDOW` comparisons count in which something was predicted or reported. When at least `ENOUGH` of them
-   have a precision or recall below `DRIFTS`, the cache is said to drift; it no longer drifts when both are above `RECOVERED`. Each
-   change is reported once.
+6. The smaller of the two numbers counts as agreed, because both count tokens from the start of the prompt. Precision is the agreed tokens
+   divided by the predicted ones, and recall the agreed tokens divided by the reported ones. The hit-rate error is the predicted minus the
+   reported tokens, divided by all prompt tokens.
+7. For each worker, the tokens of the latest `WINDOW` comparisons are summed; comparisons with nothing predicted and nothing reported are
+   left out. If there are at least `ENOUGH` comparisons and the precision or the recall of the sums is below `DRIFTS`, the cache is said to
+   drift. It no longer drifts when both are at least `RECOVERED`. Each change is reported once.
 """
 
 import struct
@@ -50,17 +50,19 @@ Holder = NewType("Holder", str)
 
 
 class StoreNamespace(NamedTuple):
-    """Identifies the blocks of one layout in one store."""
+    """Identifies the blocks in one store that belong to one fingerprint."""
 
     store_id: StoreId
     fingerprint: str
 
 
-SAMPLED_BLOCKS = 256  # most blocks that estimate the worth of a holder; a share is then wrong by less than 0.07 in 95 %
-WORTH_BISECTING = 64  # number of keys; up to this many are looked up one by one as fast as they are bisected
-KEY_BYTES = 8  # bytes of the block hash; the store compares all of them, since a collision would do harm there
+# Size of the sample in `lost_blocks`; the share that it estimates has an error below 0.07 in 95 % of all cases.
+SAMPLED_BLOCKS = 256
+WORTH_BISECTING = 64  # number of keys above which bisecting is faster than looking up the keys one by one
+# Bytes of a block hash in a block key; stores compare the whole hash, because a collision would do harm there.
+KEY_BYTES = 8
 
-# Cache accuracy (rule 7)
+# Cache accuracy (rule 7):
 WINDOW = 64  # number of latest comparisons that count for each worker
 ENOUGH = 16  # number of comparisons that are needed before a cache can drift
 DRIFTS = 0.8  # a cache drifts below this precision or recall; one evicted block in ten is still normal
@@ -81,23 +83,23 @@ def keys_of(hashes: Sequence[BlockHash]) -> tuple[int, ...]:
 
 
 def runs(masks: Mapping[int, int], keys: Sequence[int]) -> list[tuple[int, int]]:
-    """Return where leading blocks end: numbers of blocks, with the bits of the holders that have exactly so many (rule 3).
+    """Return pairs of a number of leading blocks and the bits of the holders with exactly this number, in ascending order (rule 3).
 
-    If nobody holds a block, nobody's leading blocks go beyond it. So bisecting for such a block, which finds the end of the longest
-    run if there are no holes, always bounds the part that is then checked key by key.
+    Leading blocks never go beyond a block that has no holder. So a long prompt is first cut at such a block, which is found by bisecting.
+    Only the blocks before the cut are checked one by one.
     """
     if not keys or keys[0] not in masks:
         return []
     if len(keys) > WORTH_BISECTING:
         keys = keys[
             : bisect_left(keys, True, key=lambda key: key not in masks)
-        ]  # held keys come before keys that are not held
+        ]  # cut at a key without a holder; leading blocks cannot go beyond it
     holders = list(map(masks.get, keys, repeat(0)))
     if 0 in holders:
         del holders[holders.index(0) :]
     held = len(holders)
     first = holders[0]
-    if holders.count(first) == held:  # all holders of the first block hold equally many
+    if holders.count(first) == held:  # all holders of the first block have the same number of leading blocks
         return [(held, first)]
     running = list(accumulate(holders, and_))
     running.append(0)
@@ -109,14 +111,14 @@ def runs(masks: Mapping[int, int], keys: Sequence[int]) -> list[tuple[int, int]]
 
 
 class PrefixIndex:
-    """Maps block keys to their holders. An unknown holder is a programming error; an unknown block is not."""
+    """Maps block keys to their holders. A holder must be added before it is used; block keys need not be known."""
 
     def __init__(self) -> None:
         self._masks: dict[int, int] = {}
         self.held: dict[Holder, set[int]] = {}
         self._bits: dict[Holder, int] = {}
         self._capacities: dict[Holder, int] = {}
-        self.holders: dict[int, Holder] = {}  # by bit
+        self.holders: dict[int, Holder] = {}  # the holders by their bits
         self._free_bits: list[int] = []
         self.overflowed = 0
 
@@ -132,15 +134,16 @@ class PrefixIndex:
         return len(self.held[holder])
 
     def lost_blocks(self, holder: Holder, alike: int, elsewhere: float) -> float:
-        """Return about how many blocks would have to be computed again without a holder.
+        """Estimate how many blocks would have to be computed again if the cache of a holder were lost.
 
-        A sample of its blocks is looked at, so that the call is cheap however many it holds. Block keys are hashes, so the order of a set
-        of them is as good as chance.
+        Only a sample of the holder's blocks is looked up, so the cost does not grow with their number. Block keys are hashes, so the first
+        blocks of the holder's set are a random sample.
 
         Args:
             holder: The holder.
-            alike: Bits of the holders from which a block can be used as well as from this one; such a block is not lost.
-            elsewhere: Share of a block that counts as lost if only other holders have it, which takes time to load.
+            alike: Bits of the holders that can replace this one; a block that one of them has is not lost.
+            elsewhere: The part of a block, from 0 to 1, that counts as lost if only holders outside `alike` have it, because loading takes
+                time.
         """
         held, others = self.held[holder], ~self._bits[holder]
         if not held:
@@ -167,7 +170,7 @@ class PrefixIndex:
             self._free_bits.append(bit)
         else:
             self._free_bits.clear()
-            self._masks = {}  # a dict keeps its table when it shrinks; a new dict has none
+            self._masks = {}  # a dict keeps the memory of its table when entries are removed; a new dict releases it
 
     def stored(self, holder: Holder, keys: Iterable[int]) -> None:
         bit, held, masks = self._bits[holder], self.held[holder], self._masks
@@ -200,11 +203,11 @@ class PrefixIndex:
         return self._bits[holder]
 
     def runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the leading blocks of a prompt by the bits of holders (`runs`)."""
+        """Return how many leading blocks of a prompt each holder has, in the form of the function `runs`."""
         return runs(self._masks, keys)
 
     def longest(self, keys: Sequence[int]) -> dict[Holder, int]:
-        """Return the leading blocks by holder (rule 3), for holders of at least the first block."""
+        """Return the number of leading blocks of each holder that has at least the first block of a prompt (rule 3)."""
         depths: dict[Holder, int] = {}
         for depth, bits in self.runs(keys):
             self._credit(bits, depth, depths)
@@ -221,7 +224,7 @@ class PrefixIndex:
         self._masks.update([(key, rest) for key in keys if (rest := take(key) & others)])
 
     def check(self) -> None:
-        """Assert that both views of the same facts agree."""
+        """Assert that the map from keys to holders and the sets of keys by holder agree."""
         assert len(set(self._bits.values())) == len(self._bits)
         assert not set(self._free_bits) & set(self.holders)
         assert {bit: holder for holder, bit in self._bits.items()} == self.holders
@@ -238,14 +241,14 @@ class PrefixIndex:
 
 
 class Knowledge(StrEnum):
-    """How the router knows what a worker has cached. Public: a metric label."""
+    """How the router knows what a worker has cached. The values are public, because they are labels of metrics."""
 
-    EXACT = "exact"  # the worker reports it
+    EXACT = "exact"  # the worker reports what it caches
     APPROXIMATE = "approximate"  # the worker is assumed to hold what it was sent
 
 
 class CacheComparison(Struct, frozen=True):
-    """Tokens of one prompt, or the sums of several."""
+    """Compares the predicted with the reported cached tokens of one prompt, or of several prompts as sums (rule 6)."""
 
     prompt: int = 0
     predicted: int = 0
@@ -277,7 +280,7 @@ _NOTHING = CacheComparison()
 
 
 def compare(prompt_tokens: int, predicted_tokens: int, reported_tokens: int, block_tokens: int) -> CacheComparison:
-    """Compare the tokens of one prompt (rule 5)."""
+    """Compare the predicted with the reported cached tokens of one prompt (rule 5)."""
     most = max(0, prompt_tokens - 1) // block_tokens * block_tokens
     predicted, reported = max(0, min(predicted_tokens, most)), min(reported_tokens, most)
     return CacheComparison(prompt_tokens, predicted, reported, min(predicted, reported))
@@ -296,7 +299,7 @@ class CacheAccuracy:
         return len(self._window)
 
     def note(self, compared: CacheComparison) -> bool:
-        """Add a comparison; return whether `drifting` has changed."""
+        """Add the comparison of one prompt. Return True if the value of `drifting` has changed."""
         if not compared.predicted and not compared.reported:
             return False
         window, recent = self._window, self.recent
@@ -315,6 +318,6 @@ class CacheAccuracy:
         return changed
 
     def check(self) -> None:
-        """Assert that the sums are those of the comparisons in the window."""
+        """Assert that `recent` is the sum of the comparisons in the window."""
         assert sum(self._window, start=CacheComparison()) == self.recent
         assert len(self._window) <= WINDOW

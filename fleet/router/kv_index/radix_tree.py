@@ -4,15 +4,15 @@ Rules:
 
 1. A *chain* is the sequence of block keys of a prompt, held as a whole by one holder. A key covers its block and everything
    before it, so chains with a common key have everything before it in common.
-2. Chains are paths in a tree of *nodes*: runs of blocks that belong to the same chains. A chain that branches off in the middle of a
-   node splits it. Most prompts are a shared beginning and an end of their own: two nodes, whatever their length. Queries and changes cost
-   as much as there are nodes.
-3. A node goes when its last chain goes, so there are never more nodes than blocks. Nodes that no chain distinguishes any more are
-   joined when a chain is added that passes through many of them, so an old split costs nothing for ever.
-4. Each node counts how chains continue from it, not how many pass through it. Adding or removing a chain changes only the nodes that no
-   other chain of its holder passes through, and the node before them, however deep the tree is.
-5. If the keys of two prompts collide, which somebody may provoke, numbers are wrong by some blocks and nothing else breaks: a chain that
-   meets a node of another path is recorded up to that point.
+2. Chains are paths in a tree of *nodes*: runs of blocks that belong to the same chains. A chain that branches off in the middle of a node
+   splits it. Most prompts are a shared beginning and an end of their own: two nodes, whatever their length. The time for a query or a
+   change is proportional to the number of nodes on its path.
+3. A node is removed with its last chain, so there are never more nodes than blocks. After that, neighbouring nodes may belong to exactly
+   the same chains. They are joined when an added chain passes through many of them, so an old split does not cost time for ever.
+4. Each node counts, by holder, the chains that end in it and its child nodes, but not the chains that pass through it. Adding or removing a
+   chain changes only the nodes that no other chain of its holder passes through, and the node before them, however deep the tree is.
+5. If the keys of two prompts collide, which an attacker may provoke, some numbers of blocks are slightly wrong, but nothing else fails: a
+   chain that meets a node of another path is recorded only up to that node.
 """
 
 from bisect import bisect_left
@@ -25,40 +25,40 @@ from fleet.core.clock import Nanos
 
 Keys = Sequence[int]
 
-JOIN_ABOVE = 16  # nodes that could be one; fewer cost less to follow than to join and split again
+JOIN_ABOVE = 16  # number of nodes on a path that could be one node, above which they are joined
 
 
 class ChainHolder:
-    """A holder of chains."""
+    """Identifies one holder of chains by its bit, and counts its blocks."""
 
     __slots__ = ("bit", "blocks")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
-        self.blocks = 0  # unique blocks that it holds
+        self.blocks = 0  # unique blocks of all chains of this holder
 
 
 class Chain(Struct, eq=False):
-    """One chain of a holder. Made by `RadixTree.add`."""
+    """One chain of a holder; `RadixTree.add` makes it."""
 
     holder: ChainHolder
     keys: Keys
-    last: "RadixNode | None" = None  # the node where it ends; None: it has no blocks
-    until: Nanos = Nanos(0)  # end of validity, for holders that keep chains for a time
+    last: "RadixNode | None" = None  # the node in which the chain ends; None: the chain has no blocks
+    until: Nanos = Nanos(0)  # instant until which the chain is kept, for holders that keep chains for a limited time
 
 
 class RadixNode(Struct, eq=False):
-    """Consecutive blocks with the same holders."""
+    """Consecutive blocks that belong to the same chains (rule 2)."""
 
-    parent: "RadixNode | None"  # the parent
-    start: int  # number of blocks before it
-    keys: Keys  # its own keys
-    mask: int  # bits of the holders
-    chain: Chain | None  # the chain that it was made for, if that ends here
+    parent: "RadixNode | None"  # the node before this one; None: this node begins with the first block
+    start: int  # number of blocks before this node
+    keys: Keys  # block keys of this node
+    mask: int  # bits of the holders of these blocks
+    chain: Chain | None  # the chain for which the node was made, if that chain ends here
     continuations: dict[ChainHolder, int] | None = (
-        None  # by holder, the chains that end here and the child nodes; None: only `chain`
+        None  # for each holder, its chains that end here plus its child nodes; None: only `chain` ends here
     )
-    count: int = 1  # chains that end here and child nodes, of all holders
+    count: int = 1  # number of all chains that end here, plus child nodes
 
     @property
     def end(self) -> int:
@@ -66,10 +66,10 @@ class RadixNode(Struct, eq=False):
 
 
 class RadixTree:
-    """All chains of some holders; each holder has a bit."""
+    """Keeps the chains of several holders in one tree, and finds how many leading blocks of a prompt each holder has."""
 
     def __init__(self) -> None:
-        self.nodes: dict[int, RadixNode] = {}  # by first key
+        self.nodes: dict[int, RadixNode] = {}  # all nodes by their first block key
         self._blocks = 0
 
     def __len__(self) -> int:
@@ -77,11 +77,11 @@ class RadixTree:
         return self._blocks
 
     def add(self, holder: ChainHolder, keys: Keys) -> Chain:
-        """Add a chain; a chain with the same keys as another one is a separate chain."""
+        """Add a chain, and return it. A chain with the same keys as another one is a chain of its own."""
         chain = Chain(holder, keys)
         nodes, depth, total = self.nodes, 0, len(keys)
         parent: RadixNode | None = None
-        whole = 0  # nodes passed so far that have a single continuation
+        whole = 0  # number of nodes on the path that have a single continuation
         while depth < total:
             node = nodes.get(keys[depth])
             if node is None:
@@ -90,15 +90,16 @@ class RadixTree:
                 holder.blocks += total - depth
                 break
             if node.parent is not parent:
-                break  # rule 5
+                break  # block keys collide (rule 5)
             if parent is not None and parent.count == 1:
                 whole += 1
             depth += len(node.keys)
-            if depth > total or node.keys[-1] != keys[depth - 1]:  # the chain does not have all blocks of the node
+            # The added chain has only the first blocks of the node.
+            if depth > total or node.keys[-1] != keys[depth - 1]:
                 common = _common_blocks(node, keys)
                 depth = node.start + common
                 if (node := self._split(node, common)) is None:
-                    break  # rule 5
+                    break  # block keys collide (rule 5)
             parent = node
         if chain.last is None:
             chain.last = parent
@@ -110,7 +111,7 @@ class RadixTree:
         return chain
 
     def extendable_chain(self, holder: ChainHolder, keys: Keys) -> Chain | None:
-        """Return the holder's chain that `keys` continues, if no other chain shares its end."""
+        """Return the chain of this holder that `keys` continues; None if there is none, or if its last node is used by another chain."""
         nodes, total = self.nodes, len(keys)
         last: RadixNode | None = None
         depth = 0
@@ -124,7 +125,7 @@ class RadixTree:
         return last.chain
 
     def extend(self, chain: Chain, keys: Keys) -> None:
-        """Replace the keys of a chain that `extendable_chain` returned; nobody shares its end, so nobody has the new blocks."""
+        """Replace the keys of a chain that `extendable_chain` returned. Only this chain uses its last node, so that node just becomes longer."""
         last = chain.last
         assert last is not None
         more = len(keys) - last.end
@@ -134,16 +135,16 @@ class RadixTree:
         chain.keys = keys
 
     def remove(self, chain: Chain) -> None:
-        """Remove a chain that was added, once."""
+        """Remove a chain that `add` returned. A chain must not be removed twice."""
         holder, node = chain.holder, chain.last
         if node is not None and node.chain is chain:
-            node.chain = None  # break the reference cycle
-            if node.continuations is None:  # the node goes with the chain
+            node.chain = None  # without this, chain and node would keep each other alive
+            if node.continuations is None:  # the chain is the only one in this node, so the node is removed with it
                 del self.nodes[node.keys[0]]
                 self._blocks -= len(node.keys)
                 holder.blocks -= len(node.keys)
                 node = node.parent
-        fewer = True  # the node loses a chain or a child
+        fewer = True  # the node has lost a chain or a child node
         while node is not None:
             continuations = _continuations(node)
             if fewer:
@@ -160,11 +161,11 @@ class RadixTree:
             node = node.parent
 
     def has_first_block(self, key: int) -> bool:
-        """Return whether a node begins with this block."""
+        """Return whether a node begins with this block key."""
         return key in self.nodes
 
     def runs(self, keys: Keys) -> list[tuple[int, int]]:
-        """Return where the leading blocks of a prompt end, by holder bits (`fleet.router.kv_index.prefix_index.runs`)."""
+        """Return how many leading blocks of a prompt each holder has (in the form of `fleet.router.kv_index.prefix_index.runs`)."""
         if not keys or keys[0] not in self.nodes:
             return []
         nodes, total = self.nodes, len(keys)
@@ -177,7 +178,7 @@ class RadixTree:
                     found.append((depth, gone))
                 mask = node.mask
             end = depth + len(node.keys)
-            if end > total or node.keys[-1] != keys[end - 1]:  # the chain does not have all blocks of the node
+            if end > total or node.keys[-1] != keys[end - 1]:  # the prompt has only the first blocks of the node
                 depth += _common_blocks(node, keys)
                 break
             parent = node
@@ -187,7 +188,7 @@ class RadixTree:
         return found
 
     def _split(self, node: RadixNode, length: int) -> RadixNode | None:
-        """Split a node; return the new first part, so that chains still end in the same node. None: keys collide."""
+        """Split a node and return its new first part; None if keys collide. The object `node` becomes the last part, so chains still end in it."""
         has_first_block = node.keys[0]
         if node.keys[length] in self.nodes:
             return None
@@ -201,14 +202,14 @@ class RadixTree:
         return first
 
     def _join(self, node: RadixNode) -> None:
-        """Merge nodes on the path from the root to a node: each node with a single child is merged with that child."""
+        """Merge nodes on the path from the root to `node`: each node with a single continuation is merged with its child."""
         last: RadixNode | None = node
         while last is not None:
             parts, parent = [last], last.parent
             while parent is not None and parent.count == 1:
                 parts.append(parent)
                 parent = parent.parent
-            if len(parts) > 1:  # the last node stays, so that chains still end in the same node
+            if len(parts) > 1:  # the last node is kept, because chains end in it
                 for part in parts:
                     del self.nodes[part.keys[0]]
                 last.start, last.parent = parts[-1].start, parent
@@ -217,7 +218,7 @@ class RadixTree:
             last = parent
 
     def check(self, chains: Sequence[Chain]) -> None:
-        """Assert that these are all chains, and that all derived values follow from them."""
+        """Assert that `chains` are all chains of the tree, and that all derived values follow from them."""
         ends: dict[int, dict[int, int]] = {}
         through: dict[int, set[int]] = {}
         nodes: dict[int, RadixNode] = {}
@@ -258,7 +259,7 @@ class RadixTree:
 
 
 def _continuations(node: RadixNode) -> dict[ChainHolder, int]:
-    """Return the counts of a node by holder, made if they do not exist yet."""
+    """Return the counts of a node by holder. Create them if the node does not have them yet."""
     if node.continuations is None:
         assert node.chain is not None
         node.continuations = {node.chain.holder: 1}
@@ -266,7 +267,7 @@ def _continuations(node: RadixNode) -> dict[ChainHolder, int]:
 
 
 def _count_chain(first: RadixNode, holder: ChainHolder) -> None:
-    """Count one more chain of a holder that continues from a node or ends there."""
+    """Count one more chain of a holder that ends in a node, or one more child node of that holder."""
     node: RadixNode | None = first
     while node is not None:
         continuations = _continuations(node)
@@ -280,7 +281,7 @@ def _count_chain(first: RadixNode, holder: ChainHolder) -> None:
 
 
 def _common_blocks(node: RadixNode, keys: Keys) -> int:
-    """Return how many blocks of a node a prompt has that has its first block."""
+    """Return how many blocks of a node are also in a prompt that has the first block of the node."""
     own, start = node.keys, node.start
     end = min(len(own), len(keys) - start)
     if own[end - 1] == keys[start + end - 1]:

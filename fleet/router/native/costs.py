@@ -1,4 +1,4 @@
-"""Costs of candidates and keys of blocks: native if it was built (`costs.c`), numpy otherwise, with bit-identical results."""
+"""Costs of candidates and keys of blocks: computed by the C extension (`costs.c`) if it was built, or else by numpy with identical results."""
 
 try:
     from fleet.router.native._costs import (
@@ -13,7 +13,7 @@ try:
 
     BUILT = True
     """True if the native module is used."""
-except ImportError:  # the extension was not built
+except ImportError:  # the C extension was not built
     from fleet.router.native.twin import (
         all_have_room,
         block_keys,

@@ -1,4 +1,4 @@
-"""Numpy twin of `costs.c`: the same operations with the same rounding, so the same choices."""
+"""Numpy twin of `costs.c`: the same operations with the same rounding, so that both make the same choices."""
 
 import numpy as np
 
@@ -40,22 +40,22 @@ def fleet_costs(
     prefill: bool,
     /,
 ) -> None:
-    """Compute the cost of `fleet.router.placement.policies.fleet` for each candidate, without the session.
+    """Compute the cost of each candidate by `fleet.router.placement.policies.fleet`, without the term for the session.
 
     Args:
-        columns: The candidates' table.
-        out: The array for the costs.
+        columns: The table of the candidates, with the rows of `fleet.router.policy`.
+        out: The array to which the costs are written.
         prompt_tokens: Tokens of the prompt.
         engine: Credit for a block in the engine.
         store: Credit for a block in the store's memory.
         lower: Credit for a block in a lower tier of the store.
         request: Weight of a running request.
         decode: Weight of a block that live requests hold.
-        spread: How fast a hit loses its worth on a full batch.
-        others: Weight of the wait of later requests.
-        stall: Weight of a running request that is delayed.
+        spread: How fast a cached block loses its worth on a full batch (item 6 of that module).
+        others: Weight of the delay of later requests (item 4).
+        stall: Weight of a running request that the prefill delays (item 4).
         warm: True if a worker may hold a part of the prompt.
-        even: True if all speeds are 1.
+        even: True if the speeds of all workers are 1.
         prefill: True if only the prompt is to be computed.
     """
     np.add(columns[BACKLOG_TOKENS], prompt_tokens, out=out)
@@ -92,10 +92,10 @@ def fleet_lowest(
     prefill: bool,
     /,
 ) -> list[int]:
-    """Return `lowest` of `fleet_costs`, for callers that need no more of the costs.
+    """Return the result of `lowest` for the costs of `fleet_costs`, for callers that do not need the costs themselves.
 
     Raises:
-        ValueError: There is no cost, or one is not finite.
+        ValueError: There is no candidate, or a cost is not finite.
     """
     costs = np.empty(columns.shape[1])
     weights = (engine, store, lower, request, decode, spread, others, stall)
@@ -106,7 +106,7 @@ def fleet_lowest(
 def credit_of(
     columns: Floats, engine: float, store: float, lower: float, spread: float, even: bool
 ) -> tuple[Floats, Floats]:
-    """Return the saved work of each worker in blocks of prefill on its hardware, and the part of its backlog that is the same work."""
+    """Return for each worker the saved blocks of prefill, and the blocks of its backlog for which the request would wait anyway (items 2, 3)."""
     credit: Floats = engine * columns[ENGINE_BLOCKS]
     coming = columns[COMING_BLOCKS]
     shared: Floats = np.minimum(coming, columns[BACKLOG_TOKENS] / columns[BLOCK_TOKENS])
@@ -130,7 +130,7 @@ def credit_of(
 
 
 def price_of(columns: Floats, others: float, stall: float, prefill: bool) -> Floats:
-    """Return what a block computed on each worker costs other requests, in blocks."""
+    """Return, for each worker, what computing one block on it costs other requests, in blocks of prefill (the price of item 4)."""
     count = columns.shape[1]
     busy = int(np.count_nonzero(columns[BACKLOG_TOKENS] > 0))
     price: Floats = np.full(count, others * (busy / (count + 1 - busy)))
@@ -138,7 +138,7 @@ def price_of(columns: Floats, others: float, stall: float, prefill: bool) -> Flo
 
 
 def lowest(costs: Floats, /) -> list[int]:
-    """Return the places of the lowest cost, in order.
+    """Return the columns of all candidates with the lowest cost, in order.
 
     Raises:
         ValueError: There is no cost, or one is not finite.
@@ -155,12 +155,12 @@ def all_have_room(columns: Floats, /) -> bool:
 
 
 def spread(runs: list[tuple[int, int]], row_at: Rows, column: Floats, /) -> None:
-    """Write the leading blocks of each worker to a column.
+    """Write the number of leading blocks of each worker to one row of the table.
 
     Args:
-        runs: Numbers of blocks, and the bits of the holders with so many (`fleet.router.kv_index.prefix_index.runs`).
-        row_at: Row of each worker by bit position; -1, or a missing entry at the end: another holder's bit.
-        column: The array for the numbers.
+        runs: Pairs of a number of leading blocks and the bits of its holders (`fleet.router.kv_index.prefix_index.runs`).
+        row_at: The worker's position in the table for each bit position; -1 or no entry: the bit belongs to another holder.
+        column: The array to which the numbers are written, with an element for each worker.
     """
     for depth, mask in runs:
         packed = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), dtype=np.uint8)
@@ -170,7 +170,7 @@ def spread(runs: list[tuple[int, int]], row_at: Rows, column: Floats, /) -> None
 
 
 def spread_live(runs: list[tuple[int, int]], row_at: Rows, columns: Floats, /) -> None:
-    """Write the leading blocks that live requests hold on each worker: they need not be held twice, and are there or coming.
+    """Write how many leading blocks live requests hold on each worker, and correct the numbers of new and of coming blocks.
 
     Args:
         runs: As for `spread`.
@@ -189,10 +189,11 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def block_keys(tokens: bytes | memoryview, size: int, factors: bytes, /) -> tuple[int, ...]:
-    """Return 64-bit keys for the full blocks of a prompt; each key covers everything before its block.
+    """Return a 64-bit key for each full block of a prompt. The key covers the block and all tokens before it.
 
-    The sum of a block is the sum of its tokens times the factor of each place, modulo 2**64; with random odd factors different blocks have
-    different sums. It is mixed with the block's position and added to the key before it.
+    Each token is multiplied with the factor of its place in the block, and the products are summed modulo 2**64. With random odd factors,
+    different blocks almost always have different sums. The sum is mixed with the block's position, and added to the key of the block
+    before.
 
     Args:
         tokens: The prompt, 4 bytes for each token.

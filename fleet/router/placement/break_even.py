@@ -1,29 +1,30 @@
-"""Prefill break-even: from how many uncached tokens another worker should compute the prompt; learned instead of a constant.
+"""Prefill break-even: from how many uncached tokens on another worker should compute the prompt. The number is learned.
 
-`fleet.router.placement.decision` uses it if the setting `learn_remote_prefill` is on, and `remote_prefill_min_tokens` otherwise.
+`fleet.router.placement.decision` uses the learned number if the setting `learn_remote_prefill` is on. Otherwise it uses
+`remote_prefill_min_tokens`, the constant of the rules below.
 
 Rules:
 
-1. A prompt of n uncached tokens that the decode worker computes itself delays each of its r requests by n × s seconds.
-   A handoff delays one request by h seconds. Both are equal at n = h / (s × r).
+1. A prompt of n uncached tokens that the decode worker computes itself delays each of its r requests by n × s seconds. A handoff delays one
+   request by h seconds. Both delays are equal at n = h / (s × r).
 2. h is learned from handoffs: the time from the prefill worker's end to the decode worker's first token. s is the recent time per
    prompt token on the decode worker or, if it has computed none, on the workers of its pool that have.
-3. Until `MIN_SAMPLES` handoffs have been measured, prompts from `MIN_TOKENS` on are handed over, because with a constant that is
-   too high nothing would be measured. External requests (`Arrived.external`) teach nothing, so the constant applies to them
-   until then. While s is unknown the constant applies as well. After that the estimate stays between `MIN_TOKENS` and `MAX_TOKENS`, so
-   that both ways go on being measured.
+3. Until `MIN_SAMPLES` handoffs have been measured, prompts of `MIN_TOKENS` or more uncached tokens are handed over, because with a constant
+   that is too high no handoff would ever be measured. The timing of external requests (`Arrived.external`) is not measured, so during that
+   time the constant applies to them. While s is unknown the constant applies to all requests. The learned number is always between
+   `MIN_TOKENS` and `MAX_TOKENS`, so that prompts go both ways and both delays can be measured.
 """
 
 from fleet.core.clock import SECOND, Nanos
 
 MIN_SAMPLES = 8
-WEIGHT = 0.1  # weight of the newest handoff, with which mostly the last ten count
-MIN_TOKENS = 64  # with fewer tokens, a handoff moves only one or two blocks
+WEIGHT = 0.1  # weight of the newest handoff in the average; so mostly the last ten handoffs count
+MIN_TOKENS = 64  # a handoff of fewer tokens would move only one or two blocks
 MAX_TOKENS = 16_384
 
 
 class PrefillBreakEven:
-    """The handoff times that one router has measured."""
+    """Learns from the handoffs of one router from which length on another worker should compute a prompt."""
 
     def __init__(self) -> None:
         self.samples = 0
@@ -35,19 +36,19 @@ class PrefillBreakEven:
         return self.samples >= MIN_SAMPLES
 
     def handed_over(self, taken: Nanos) -> None:
-        """Learn the duration of one handoff."""
+        """Learn from the duration of one handoff."""
         seconds = taken / SECOND
         self.samples += 1
         weight = max(WEIGHT, 1 / self.samples)
         self.handoff_seconds += weight * (seconds - self.handoff_seconds)
 
     def min_tokens(self, token_seconds: float, requests: int, constant: int) -> int:
-        """Return the number of uncached tokens from which on a handoff is cheaper.
+        """Return the number of uncached tokens from which on a handoff is cheaper than a prefill on the decode worker.
 
         Args:
-            token_seconds: Seconds per prompt token; 0: unknown.
+            token_seconds: Seconds per prompt token on the decode worker; 0: unknown.
             requests: Requests on the decode worker.
-            constant: The value to use until enough was measured.
+            constant: The configured number, used while too little is known.
         """
         if not self.measured:
             return min(constant, MIN_TOKENS)
@@ -55,7 +56,7 @@ class PrefillBreakEven:
         return constant if even is None else even
 
     def even_tokens(self, token_seconds: float, requests: int) -> int | None:
-        """Return where a handoff and a prefill on the decode worker cost the same; None if too little was measured."""
+        """Return the number of tokens at which a handoff and a prefill on the decode worker cost the same; None if too little was measured."""
         if not self.measured or token_seconds == 0:
             return None
         even = self.handoff_seconds / (token_seconds * max(1, requests))

@@ -2,21 +2,22 @@
 
 Rules:
 
-1. The decode worker is chosen first, as if it had to do everything: the policy takes it from the eligible workers
+1. The decode worker is chosen first, as if it also had to compute the prompt: the policy chooses among the eligible workers
    (`fleet.router.placement.candidate_table`). The default policy's cost is counted in blocks of prefill (`policies.fleet`).
-2. The `split` rule alone decides whether another worker computes the prompt. Unless the client demands one or the other, that takes
-   `remote_prefill_min_tokens` uncached tokens, or as many as the router has learned (`fleet.router.placement.break_even`).
-3. The same policy chooses the prefill worker among those that pair with the decode worker, without the decode part of the cost,
-   because a prefill worker holds blocks only while it computes. A prefill pool consists of workers with the role PREFILL. A worker
-   with the role BOTH computes prompts for a DECODE worker, but for another BOTH only when the client demands it: that would move
-   work for nothing.
+2. The `split` rule alone decides whether another worker computes the prompt. Unless the client demands one way, another worker computes
+   prompts from `remote_prefill_min_tokens` uncached tokens on, or from the number that the router has learned
+   (`fleet.router.placement.break_even`).
+3. The same policy chooses the prefill worker among those that pair with the decode worker, without the decode part of the cost, because a
+   prefill worker holds blocks only while it computes. A prefill pool consists of workers with the role PREFILL. A worker with the role BOTH
+   computes prompts for a worker with the role DECODE. It does so for another worker with the role BOTH only when the client demands it,
+   because both can do the same work.
 4. Two workers pair when their blocks hold the same values (equal fingerprints), they are of one generation, and they share a KV
-   path: one store, which takes any layout and number of ranks, or the direct path, where these must be equal too. The store
-   comes first unless the settings prefer the direct path.
+   path: one store, which takes any layout and number of ranks, or the direct path, for which layout and number of ranks must be equal. The
+   store comes first unless the settings prefer the direct path.
 5. A decision keeps the data that it was made on. When an explanation is requested, the same functions compute the cost terms of all
    candidates from this data.
-6. A demand that no worker can ever satisfy leads to a rejection with a field and a cause; one that cannot be satisfied *now* leads to
-   a wait (`fleet.router.placement.wait_or_reject`).
+6. If the client's demand can be satisfied by no worker, the request is rejected with a field and a cause. If the workers that can satisfy
+   it are at their limits, the request waits (`fleet.router.placement.wait_or_reject`).
 """
 
 from collections.abc import Mapping
@@ -56,21 +57,21 @@ from fleet.router.settings.router import RouterSettings
 
 
 class PlacementReason(StrEnum):
-    """Why a request went to one worker or to a pair. It is recorded with each decision and counted in metrics."""
+    """The reason why a request went to one worker or to a pair. It is recorded with each decision, and metrics count it."""
 
-    # One worker.
+    # The request went to one worker:
     SHORT_UNCACHED_PROMPT = "short_uncached_prompt"
     NO_PREFILL_WORKER = "no_prefill_worker"
     NO_COMPATIBLE_PAIR = "no_compatible_pair"
     PREFILL_WORKERS_BUSY = "prefill_workers_busy"
-    PREFILL_LOST = "prefill_lost"  # all remaining prefill workers have failed this request before
-    # A pair.
+    PREFILL_LOST = "prefill_lost"  # every prefill worker that is left has failed this request before
+    # The request went to a pair:
     PROMPT_LONG_UNCACHED = "prompt_long_uncached"
-    # Either.
+    # The request went to one worker or to a pair:
     ASKED_BY_CLIENT = "asked_by_client"
 
 
-# Every decision needs these; module variables are ten times as fast as enum attributes.
+# Every decision needs these names; module variables are ten times as fast as enum attributes.
 _WHOLE, _AUTO, _SHORT = Phase.AGGREGATED, Placement.AUTO, PlacementReason.SHORT_UNCACHED_PROMPT
 _TOGETHER, _ALONE = Placement.AGGREGATED, PlacementReason.NO_PREFILL_WORKER
 
@@ -84,7 +85,7 @@ class CostTerms(Struct, frozen=True, kw_only=True):
 
 
 class DecisionExplanation(Struct, frozen=True, kw_only=True):
-    """A decision with its explanation. Without `prefill` the decode worker does everything."""
+    """A decision with the costs that led to it. Without `prefill`, the decode worker also computes the prompt."""
 
     decode: WorkerId
     prefill: WorkerId | None = None
@@ -93,16 +94,16 @@ class DecisionExplanation(Struct, frozen=True, kw_only=True):
     policy: str  # the policy that chose the decode worker
     prefill_policy: str = ""
     uncached_tokens: int  # tokens that the decode worker would have to compute itself
-    min_tokens: int  # uncached tokens from which on another worker computes the prompt
-    prefill_tokens: int  # tokens that are to be computed
+    min_tokens: int  # the number of uncached tokens from which on another worker would compute the prompt
+    prefill_tokens: int  # prompt tokens that the chosen prefill or decode worker has to compute
     candidates: tuple[CostTerms, ...]
     prefill_candidates: tuple[CostTerms, ...] = ()
     unfit: tuple[tuple[WorkerId, IneligibleReason], ...] = ()
 
 
-# Many decisions are kept for explanations. They are in no reference cycle, so the garbage collector need not visit them.
+# Many decisions are kept for explanations. Decisions are in no reference cycles, so the garbage collector need not track them.
 class Decision(Struct, frozen=True, kw_only=True, gc=False):
-    """The chosen workers, and the data that the choice was made on. Without `prefill` the decode worker does everything."""
+    """The chosen workers, and the data on which they were chosen. Without `prefill`, the decode worker also computes the prompt."""
 
     decode: WorkerId
     prefill: WorkerId | None = None
@@ -113,7 +114,7 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
     prefill_tokens: int
     request: PlacementRequest
     candidate_table: CandidateTable
-    rows: Rows  # rows of the candidates
+    rows: Rows  # rows of the candidates in `candidate_table`
     policy: PlacementPolicy
     prefill_rows: Rows | None = None
     prefill_policy: PlacementPolicy | None = None
@@ -141,7 +142,7 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
         )
 
     def next_best(self, most: int) -> tuple[WorkerId, ...]:
-        """Return other workers that could answer, the best first."""
+        """Return at most `most` other workers that could answer the request, the one with the lowest cost first."""
         terms = _terms(self.policy, self.request, self.candidate_table.candidates(self.rows), Phase.AGGREGATED)
         others = sorted((each for each in terms if each.worker_id != self.decode), key=lambda each: each.cost)
         return tuple(each.worker_id for each in others[:most])
@@ -155,15 +156,15 @@ def decide(
     rng: RandomSource,
     break_even: PrefillBreakEven | None = None,
 ) -> Decision | WaitForRoom | Rejection:
-    """Place one request on the workers of its model, which may be in any state.
+    """Choose the workers for one request, or return why it has to wait or is rejected.
 
     Args:
-        request: The request.
-        candidate_table: The workers.
+        request: The properties of the request.
+        candidate_table: All workers of the model, in any state.
         policy: Chooses among the candidates.
         settings: The router's settings.
         rng: The source of randomness for ties.
-        break_even: The learned break-even of prefill, if it is to be used.
+        break_even: The learned prefill break-even; None: the setting `remote_prefill_min_tokens` is used.
     """
     topology, columns = candidate_table.topology, candidate_table.columns
     rows = eligible(request, candidate_table)
@@ -238,9 +239,10 @@ def decide_decode(
     settings: RouterSettings,
     rng: RandomSource,
 ) -> WorkerId | None:
-    """Return another decode worker for the blocks of `prefill` when the chosen one has gone; None if there is none.
+    """Return another decode worker for blocks that `prefill` has computed, because the chosen one has gone; None if there is none.
 
-    Limits do not apply here: the work is under way, and waiting would only keep its blocks occupied.
+    A worker at its limit may be chosen if no other has room: the prompt is already computed, and waiting would only keep its blocks
+    occupied.
     """
     topology, columns = candidate_table.topology, candidate_table.columns
     able = capable(request, topology, candidate_table.answering, request.answer_tokens)
@@ -262,10 +264,10 @@ def decide_decode(
 
 
 class PrefillPoolState(StrEnum):
-    """The prefill workers that could serve a decode worker if they were compatible and free."""
+    """State of the prefill workers that could compute prompts for a decode worker, if they were compatible and had room."""
 
     ALIVE = "alive"
-    ALL_FAILED = "all_failed"  # all failed this request
+    ALL_FAILED = "all_failed"  # all prefill workers have failed this request before
     EMPTY = "empty"
 
 
@@ -275,15 +277,15 @@ _EMPTY = PrefillPoolState.EMPTY
 def split(
     placement: Placement, uncached: int, min_tokens: int, *, pool: PrefillPoolState, paired: bool, free: bool
 ) -> tuple[bool, PlacementReason]:
-    """Return whether another worker computes the prompt, and why; the first rule that applies decides.
+    """Return whether another worker computes the prompt, and the reason. The first condition that applies decides.
 
     Args:
-        placement: The client's demand.
+        placement: How the client wants the request to be placed.
         uncached: Prompt tokens that the decode worker would compute; blocks in its store count as cached.
-        min_tokens: Uncached tokens from which on a handoff pays.
-        pool: Whether there are prefill workers at all.
-        paired: Whether one of them is compatible with the decode worker.
-        free: Whether one of the compatible ones has room.
+        min_tokens: The number of uncached tokens from which on a handoff is worthwhile.
+        pool: Whether there are prefill workers, compatible or not.
+        paired: Whether at least one prefill worker is compatible with the decode worker.
+        free: Whether at least one compatible prefill worker has room.
     """
     if placement is not _AUTO:
         return placement is Placement.DISAGGREGATED, PlacementReason.ASKED_BY_CLIENT
@@ -310,10 +312,10 @@ def _pool(candidate_table: CandidateTable, rows: Rows) -> PrefillPoolState:
 
 
 def _uncached(request: PlacementRequest, candidate_table: CandidateTable, row: int) -> tuple[int, int]:
-    """Return the prompt tokens that a worker does not hold, and those that it would have to compute.
+    """Return the number of prompt tokens that a worker does not hold, and the number that it would have to compute.
 
-    Both are at least one, because the last token yields the first answer. Coming blocks count as cached for the work, but not for the
-    question whether there is something to hand over: on a decode worker they may come from that very handoff.
+    Both numbers are at least one, because engines always compute the last prompt token. Blocks that live requests will soon compute on the
+    worker are not held yet, but need not be computed again: only the second number leaves them out.
     """
     tokens = request.prompt_tokens
     if not candidate_table.warm:

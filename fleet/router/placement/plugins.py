@@ -4,9 +4,10 @@ Rules:
 
 1. Entry points of the groups `fleet.policies`, `fleet.filters`, `fleet.scorers` and `fleet.pickers` name Structs whose fields are
    their parameters (`fleet.router.policy`). A built-in name keeps its meaning.
-2. A plug-in decides in a thread of its own and on copies. If it exceeds its budget, raises, or names no candidate, the default
-   policy decides, and that is counted. A plug-in that is late is not asked again before it has finished.
-3. A plug-in has the same budget for explaining its costs, because the whole router waits for that too. Without a finite
+2. A plug-in decides in a thread of its own, on a copy of the data. If it exceeds its time budget, raises an exception or names no
+   candidate, the default policy decides, and the failure is counted. A plug-in that exceeds its budget is not called
+   again before its call has ended.
+3. A plug-in has the same time budget for explaining its costs, because the whole router waits for that too. If it does not give a finite
    number for each candidate, the explanation has no cost terms.
 """
 
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def policy_catalogue() -> PolicyCatalog:
-    """Return the built-in plug-ins and those of other packages.
+    """Return the catalog of all plug-ins: the built-in ones and those of other packages.
 
     Raises:
         ConfigurationRefused: A plug-in cannot be loaded.
@@ -90,22 +91,22 @@ def _is_ours(settings: RouterSettings, known: PolicyCatalog) -> bool:
 
 
 class GuardedPolicy:
-    """Asks a plug-in policy within a time budget; when the plug-in fails, a built-in policy decides (rule 2)."""
+    """Calls a plug-in policy within a time budget. If the plug-in fails, a built-in policy decides (rule 2)."""
 
     def __init__(self, guarded: PlacementPolicy, fallback: PlacementPolicy, budget_seconds: float):
-        """Guard a policy.
+        """Start the thread of the plug-in.
 
         Args:
-            guarded: The plug-in.
+            guarded: The plug-in policy.
             fallback: The policy that decides in its place.
-            budget_seconds: Time for one decision. Python wakes the waiting thread within about 5 ms of that.
+            budget_seconds: Seconds for one decision. The waiting thread may wake up to about 5 ms later.
         """
         self._guarded = guarded
         self._fallback = fallback
         self._budget = budget_seconds
         self._calls: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[tuple[Any, Exception | None]]]] = SimpleQueue()
         self._busy = threading.Event()
-        self.fallbacks: dict[str, int] = {}  # number of decisions of the fallback, by cause
+        self.fallbacks: dict[str, int] = {}  # number of decisions that the fallback made, by cause
         threading.Thread(target=self._work, name="policy", daemon=True).start()
 
     @property
@@ -116,7 +117,7 @@ class GuardedPolicy:
         self, request: PlacementRequest, candidates: Candidates, phase: Phase, rng: RandomSource, /
     ) -> tuple[int, PlacementPolicy]:
         copied = candidates.copy()
-        # a copy, because a late plug-in must not draw from the router's source
+        # the plug-in gets its own random source, because a late plug-in must not draw numbers from the router's source
         own_rng = Random(rng.randrange(1 << 63))
         chosen, cause = self._ask(lambda: self._guarded.choose(request, copied, phase, own_rng)[0], self._budget)
         if not cause and not (isinstance(chosen, (int, np.integer)) and 0 <= chosen < len(candidates)):
@@ -136,7 +137,7 @@ class GuardedPolicy:
         return {} if cause else found
 
     def _ask(self, call: Callable[[], Any], seconds: float) -> tuple[Any, str]:
-        """Return the result of a call, and the cause if there is none: "busy", "late" or "raised"."""
+        """Return the result of a call and an empty text; or None and the cause of the failure: "busy", "late" or "raised"."""
         if self._busy.is_set():
             return None, "busy"
         answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
@@ -153,14 +154,14 @@ class GuardedPolicy:
             call, answers = self._calls.get()
             try:
                 answer: tuple[Any, Exception | None] = call(), None
-            except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; it is counted
+            except Exception as error:  # noqa: BLE001 - a plug-in may raise any exception; the failure is counted
                 answer = None, error
             self._busy.clear()
             answers.put(answer)
 
 
 def _numbers(costs: Mapping[str, Floats], count: int) -> dict[str, Floats]:
-    """Return costs by name as arrays with a number for each candidate.
+    """Return the costs by name, as arrays with one number for each candidate.
 
     Raises:
         ValueError: A number is missing or not finite.

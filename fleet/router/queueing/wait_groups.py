@@ -2,15 +2,16 @@
 
 Rules:
 
-1. Requests are in one wait group when every worker that can serve one of them can serve the others. So when one is tried without
-   success, all of them are.
+1. Requests are in one wait group when every worker that can serve one of them can serve the others. So when one of them was tried without
+   success, the others need not be tried.
 2. A rejected group waits for certain workers, none of which has room. Groups that wait for the same workers share a `BlockedOn`. It is
-   closed until something changes at one of these workers (`changed`), and again for all its groups as soon as one of them has to
-   wait on for exactly these workers. When other workers may be able to help (`all_changed`), no group is blocked any more.
-3. A group that was not tried since it came up, or since something may have changed for it, is *untried*. It is tried once, and is then
-   blocked, if the workers that it waits for are known. So all first tries together cost no more than the requests that came.
-4. A `BlockedOn` is never forgotten: its workers have requests, or leave before these end, and either is a change. A group whose workers
-   are not known is never blocked, and is tried whenever anything changes.
+   closed until something changes at one of these workers (`changed`): then its groups are tried again. As soon as one of them is rejected
+   for exactly the same workers, it is closed again for all its groups. When other workers may be able to serve the groups (`all_changed`),
+   no group is blocked any more.
+3. A group is *untried* if it was not tried since it was formed, or since other workers may be able to serve it. It is tried once, and is
+   then blocked if the workers that it waits for are known. So there are never more first tries than requests that arrived.
+4. No group stays blocked for ever: its workers have requests, and when these end, or when the worker leaves, that is a change. A group that
+   waits for unknown workers is never blocked, and is tried whenever anything changes.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -19,7 +20,7 @@ from fleet.core.ids import WorkerId
 from fleet.router.sessions import SessionKey
 
 BusyWorkers = frozenset[WorkerId]
-"""Ids of the workers without room for a request; empty if they are not known."""
+"""The workers that could serve a request but have no room; empty if they are not known."""
 UNKNOWN_WORKERS: BusyWorkers = frozenset()
 
 HasRoom = Callable[[WorkerId], bool]
@@ -27,20 +28,21 @@ HasRoom = Callable[[WorkerId], bool]
 
 
 class BlockedOn:
-    """The workers that some wait groups wait for; while `closed`, nothing has changed at any of them (rule 2)."""
+    """The workers that one or more wait groups wait for. While `closed` is true, nothing has changed at any of these workers (rule 2)."""
 
     __slots__ = ("busy", "changed", "closed", "groups", "lost")
 
     def __init__(self, busy: BusyWorkers) -> None:
         self.busy = busy
         self.closed = False
-        self.changed: set[WorkerId] = set()  # workers that have changed since the groups were blocked
-        self.lost = False  # a worker has gone: a request that waited for no other is to be rejected
+        self.changed: set[WorkerId] = set()  # workers that have changed since `closed` was last true
+        # True if one of the workers has gone: its groups are tried again, because requests that only it could serve are to be rejected.
+        self.lost = False
         self.groups = 0  # number of wait groups that share this object
 
 
 class WaitGroup:
-    """Queued requests that the same set of workers can serve."""
+    """Queued requests that the same set of workers can serve. They are tried as one."""
 
     __slots__ = ("blocked_on", "rejected_in", "session", "turn", "value", "waiting")
 
@@ -49,30 +51,30 @@ class WaitGroup:
         self.session = session
         self.blocked_on = blocked_on
         self.waiting = 0
-        self.turn = 0  # the latest `WaitGroups.turn` in which it was tried
-        self.rejected_in = 0  # the latest search that rejected it; 0: it is untried
+        self.turn = 0  # the last turn (`WaitGroups.turn`) in which the group was tried
+        self.rejected_in = 0  # the number of the last search that rejected the group; 0: the group is untried
 
 
 class WaitGroups:
-    """All wait groups of one model."""
+    """Keeps all wait groups of one model."""
 
     def __init__(self) -> None:
         self._by_value: dict[Hashable, WaitGroup] = {}
         self.blockages: dict[BusyWorkers, BlockedOn] = {}
-        self._unblocked = BlockedOn(UNKNOWN_WORKERS)  # never closed
+        self._unblocked = BlockedOn(UNKNOWN_WORKERS)  # for groups that are not blocked; never closed
         self._by_session: dict[SessionKey, set[WaitGroup]] = {}
         self.open = 0  # number of groups that are not blocked
-        self.turn = 1  # used by `QueueSearch`
-        self.had_turn = 0  # number of groups that were tried in this turn
+        self.turn = 1  # number of the present turn of `QueueSearch`
+        self.had_turn = 0  # number of groups that were tried in the present turn
         self.searches = 1
         self.untried = 0  # number of untried groups
 
     def join(self, value: Hashable, session: SessionKey | None = None) -> WaitGroup:
-        """Add a request to the group of this value, and return the group.
+        """Add a request to the group with this value, and return the group.
 
         Args:
             value: Requests with equal values are in one group.
-            session: A session that is bound to its worker; it is a part of the value.
+            session: The session, if only the worker to which it is bound may serve the request. It is also a part of `value`.
         """
         if (group := self._by_value.get(value)) is None:
             group = self._by_value[value] = WaitGroup(value, session, self._unblocked)
@@ -85,7 +87,7 @@ class WaitGroups:
         return group
 
     def remove(self, group: WaitGroup) -> None:
-        """Remove a group without requests."""
+        """Remove a group that has no more requests."""
         del self._by_value[group.value]
         self.untried -= not group.rejected_in
         self._leave(group.blocked_on)
@@ -95,7 +97,7 @@ class WaitGroups:
                 del self._by_session[group.session]
 
     def mark_rejected(self, group: WaitGroup, busy: BusyWorkers) -> None:
-        """Record that a request of a group was tried and still waits for these workers."""
+        """Record that a request of this group was tried and has to wait for these workers."""
         self.untried -= not group.rejected_in
         group.rejected_in = self.searches
         if group.blocked_on.busy != busy:
@@ -104,7 +106,7 @@ class WaitGroups:
             self._close(group.blocked_on)
 
     def session_moved(self, session: SessionKey) -> bool:
-        """Mark the groups of a session as untried; return whether there are any."""
+        """Mark the groups of a session as untried. Return whether there are any."""
         groups = self._by_session.get(session, set())
         for group in groups:
             self._move(group, self._unblocked)
@@ -113,7 +115,10 @@ class WaitGroups:
         return bool(groups)
 
     def still_blocked(self, group: WaitGroup, has_room: HasRoom) -> bool:
-        """Return True if none of a group's workers has room although some have changed; the group is then blocked again."""
+        """Return True if a group stays blocked.
+
+        If its workers have changed, but none of them has room or has gone, the group is blocked again.
+        """
         blocked_on = group.blocked_on
         if (
             not blocked_on.closed
@@ -144,7 +149,7 @@ class WaitGroups:
             del self.blockages[blocked_on.busy]
 
     def changed(self, worker_id: WorkerId, *, gone: bool = False) -> None:
-        """Record that a worker may have room again, or (`gone`) that it takes no more requests."""
+        """Record that a worker may have room again, or that it takes no more requests (`gone`)."""
         for blocked_on in self.blockages.values():
             if worker_id in blocked_on.busy:
                 blocked_on.changed.add(worker_id)
@@ -169,7 +174,7 @@ class WaitGroups:
         return iter(self._by_value.values())
 
     def check(self) -> None:
-        """Assert that the wait groups agree with the workers that they are blocked on."""
+        """Assert that the counts of groups and blocked groups are consistent."""
         blockages = [self._unblocked, *self.blockages.values()]
         assert all(group.waiting > 0 for group in self)
         assert all(

@@ -12,7 +12,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 def endpoint_of(host: str, port: int) -> str:
-    """Return an address and a port in the form that gateways accept.
+    """Return an address and a port as one text, in the form that gateways accept.
 
     Raises:
         ValueError: The host is a name, or the port is out of range.
@@ -24,7 +24,7 @@ def endpoint_of(host: str, port: int) -> str:
 
 
 def endpoint_in(text: str) -> str:
-    """Return an ``ip:port`` in the form of `endpoint_of`; IPv6 with or without brackets, short or long.
+    """Return an ``ip:port`` in the form of `endpoint_of`. An IPv6 address may be given with or without brackets, and in any notation.
 
     Raises:
         ValueError: The text is no ``ip:port``.
@@ -122,7 +122,7 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def own_endpoint(self) -> str:
-        """`router_endpoint` in the form that gateways accept; empty: none."""
+        """`router_endpoint` in the form that gateways accept; empty if it is not set."""
         try:
             return endpoint_in(self.router_endpoint)
         except ValueError:

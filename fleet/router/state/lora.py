@@ -2,12 +2,12 @@
 
 Rules:
 
-1. The workers that list an adapter serve it: they have it loaded, or they load it with the first request. If one name has several
-   revisions, the revision counts that joined first among workers that do not drain. So a new revision takes over when the last worker
-   of the old one drains. Only workers with exactly this revision serve it.
-2. A request goes to a worker that has its adapter loaded, or is loading it for an earlier request. If there is none, or their batches
-   are full, it goes to a worker with a free slot. If there is none, it goes to any worker that can have the adapter, which then drops
-   another one. Among these workers the policy chooses.
+1. The workers that list an adapter serve it: they have it loaded, or they load it with the first request. If workers list several revisions
+   under one name, the revision of the worker that joined first counts; workers that drain are left out. So a new revision takes over when
+   the last worker of the old one drains. Only workers with exactly this revision serve it.
+2. A request goes to a worker that has its adapter loaded, or is loading it for an earlier request. If there is no such worker, or their
+   batches are full, the request goes to a worker with a free slot. If no slot is free, it goes to any worker that can load the adapter, and
+   this worker unloads another adapter. Among these workers the policy chooses.
 3. The blocks of an adapter have a salt of their own (`fleet.frontend.generation.resolve_model`), so no cache ever mixes them.
 """
 
@@ -23,7 +23,7 @@ from fleet.router.policy import MAX_RUNNING, REQUESTS, Flags, Floats
 
 
 class LoraWorker(Protocol):
-    """The properties of a worker that the choice by LoRA adapter needs."""
+    """Port: the properties of a worker that the choice by LoRA adapter needs."""
 
     @property
     def description(self) -> WorkerDescription: ...
@@ -33,14 +33,14 @@ class LoraWorker(Protocol):
 
     @property
     def adapters_reserved(self) -> Mapping[str, int]:
-        """Reserved requests by adapter."""
+        """Number of reserved requests by LoRA adapter."""
         ...
 
 
 def lora_groups(
     adapter: LoraAdapter, topology: PoolTopology, workers: Iterable[LoraWorker], columns: Floats
 ) -> Sequence[Flags]:
-    """Return groups of workers, the best first; the first group with a worker that can take the request counts."""
+    """Return groups of workers, the best group first. The first group in which a worker can take the request is used."""
     able = topology.with_adapter(adapter)
     loaded: Flags = np.zeros(len(topology), dtype=np.bool_)
     free: Flags = np.zeros(len(topology), dtype=np.bool_)
@@ -56,7 +56,7 @@ def lora_groups(
 
 
 def listed_loras(descriptions: Iterable[WorkerDescription]) -> dict[ModelName, tuple[ModelName, LoraAdapter]]:
-    """Return the LoRA adapters of some workers by name, each with its base model; the first worker counts (rule 1)."""
+    """Return the LoRA adapters of some workers by name, each with the name of its base model. The first worker counts (rule 1)."""
     found: dict[ModelName, tuple[ModelName, LoraAdapter]] = {}
     for each in descriptions:
         for adapter in each.adapters:

@@ -50,7 +50,7 @@ class AnswerBlocks:
     def __init__(self) -> None:
         self.blocks: list[AnswerBlock] = []
         self._open: AnswerBlock | None = None
-        self._call = -1  # index of the latest tool call in the answer
+        self._call = -1  # index of the latest tool call in the answer; -1: there is none yet
 
     def add(self, delta: Delta) -> Iterator[BlockChange]:
         """Add the next part of the answer; yield the changes of blocks."""

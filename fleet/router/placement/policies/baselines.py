@@ -1,4 +1,4 @@
-"""Baseline policies that know little about the workers, to compare other policies with."""
+"""Baseline policies that know little about the workers. Other policies are compared with them."""
 
 from bisect import bisect_left
 from math import ceil, isfinite
@@ -11,58 +11,58 @@ from fleet.core.roles import Phase
 from fleet.router.placement.policies.pipeline import InTurn, Pipeline, TwoChoices
 from fleet.router.policy import Candidates, Flags, Floats, PlacementRequest, RandomSource
 
-# points of each worker on the ring, with which the workers' shares of the keys differ by about an eighth
+# Number of points of each worker on the hash ring. With so many, the workers' shares of the keys differ by about an eighth.
 RING_POINTS = 64
 
 
 class RequestsScorer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Scorer whose cost is the number of reserved requests."""
+    """Scorer whose cost is the number of requests that are reserved on a worker."""
 
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:  # noqa: ARG002
         return candidates.requests.copy()
 
 
 class RoundRobin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Picks the workers in turn."""
+    """Policy that picks the workers in turn."""
 
     def policy(self) -> Pipeline:
         return Pipeline("round_robin", picker=InTurn())
 
 
 class Uniform(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Picks a random worker; all are equally likely."""
+    """Policy that picks a random worker; all workers are equally likely."""
 
     def policy(self) -> Pipeline:
         return Pipeline("random")
 
 
 class PowerOfTwo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Picks two workers at random, and takes the one with fewer requests."""
+    """Policy that draws two workers at random, and takes the one with fewer requests."""
 
     def policy(self) -> Pipeline:
         return Pipeline("p2c", scorers=[("requests", 1.0, RequestsScorer())], picker=TwoChoices())
 
 
 class LeastLoaded(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Picks the worker with the fewest requests."""
+    """Policy that picks the worker with the fewest requests."""
 
     def policy(self) -> Pipeline:
         return Pipeline("least_loaded", scorers=[("requests", 1.0, RequestsScorer())])
 
 
 class BoundedRing:
-    """Consistent hashing with bounded loads (V. Mirrokni, M. Thorup, M. Zadimoghaddam, SODA 2018).
+    """Picker by consistent hashing with bounded loads (V. Mirrokni, M. Thorup, M. Zadimoghaddam, SODA 2018).
 
-    It takes the first worker clockwise from the key with fewer than `ceil(load_factor · (requests + 1) / workers)` requests. The key is
-    the session, else the prompt's first block, else a random number.
+    From the place of the key on the ring it goes clockwise, and takes the first worker with fewer than `ceil(load_factor · (requests + 1) /
+    workers)` requests. The key is the session; without a session, the prompt's first block; without a full block, a random number.
     """
 
     def __init__(self, load_factor: float):
         self._load_factor = load_factor
-        # all workers, also those that are no candidates, so that the ring is seldom rebuilt
+        # All workers are on the ring, also those that are not candidates, so that the ring must seldom be built again.
         self._members: tuple[str, ...] = ()
         self._points: list[int] = []
-        self._owners: list[int] = []  # owner of each point of the ring, as an index in `_members`
+        self._owners: list[int] = []  # the worker of each point of the ring, as an index in `_members`
 
     def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
         members = tuple(candidates.everybody)
@@ -92,7 +92,7 @@ class BoundedRing:
 
 
 class ConsistentHash(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The same worker for the same session or prompt beginning, as long as its load is within bounds."""
+    """Policy that sends a session, or prompts with the same first block, to one worker as long as the worker's load is bounded."""
 
     load_factor: float = 1.25
 
@@ -105,7 +105,7 @@ class ConsistentHash(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class SessionFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keeps the worker of this session's last request."""
+    """Filter that keeps only the worker of the session's last request."""
 
     def keep(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
         if request.bound is None:
@@ -114,7 +114,7 @@ class SessionFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Sticky(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A session stays on its worker while that has room; a new one goes to the worker with the fewest requests."""
+    """Policy that leaves a session on its worker while that has room. A new session goes to the worker with the fewest requests."""
 
     def policy(self) -> Pipeline:
         return Pipeline("sticky", filters=[SessionFilter()], scorers=[("requests", 1.0, RequestsScorer())])

@@ -31,7 +31,8 @@ from fleet.router.policy import PlacementPolicy
 from fleet.router.settings.router import RouterSettings
 
 DEFAULT = "fleet"
-LARGEST = 1e24  # largest parameter: products of several parameters and of a prompt's tokens stay finite
+# Maximum value of a parameter: even products of several parameters and the tokens of a prompt are then finite.
+LARGEST = 1e24
 
 BUILT_IN = PolicyCatalog(
     policies={
@@ -76,11 +77,11 @@ def parameters(settings: RouterSettings) -> dict[str, Any]:
 
 
 def check_numbers(value: Any, name: str = "") -> None:
-    """Refuse numbers in parameters that could make a cost infinite or NaN, which no router survives.
+    """Refuse parameters with numbers that could make a cost infinite or NaN, because the router would crash on such a cost.
 
     Args:
-        value: The parameters, or a value in them.
-        name: The path of the value.
+        value: All parameters, or a single value in them.
+        name: The path of the value, for the message.
 
     Raises:
         ValueError: A number is too large or not finite; the message begins with its path.
@@ -100,11 +101,11 @@ def check_numbers(value: Any, name: str = "") -> None:
 
 
 def policy(name: str, parameters: Mapping[str, Any], catalogue: PolicyCatalog = BUILT_IN) -> PlacementPolicy:
-    """Return a new policy.
+    """Make a new policy from its name and its parameters.
 
     Args:
         name: The name of a policy in the catalog.
-        parameters: The policy's fields as an operator wrote them.
+        parameters: The fields of the policy, as they are written in the settings.
         catalogue: The known policies and parts.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Composed policy: filters, weighted scorers and a picker that are chosen in the settings, built-in or from entry points."""
+"""Composed policy: filters, weighted scorers and a picker that the settings choose among built-in parts and entry points."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ Kind = TypeVar("Kind")
 
 
 class PolicyCatalog(Struct, frozen=True, kw_only=True):
-    """Plug-ins by name: Structs whose fields are their parameters."""
+    """The known plug-ins by name: Structs whose fields are their parameters."""
 
     policies: Mapping[str, type[PolicyPlugin]] = {}
     filters: Mapping[str, type[Filter]] = {}
@@ -23,7 +23,7 @@ class PolicyCatalog(Struct, frozen=True, kw_only=True):
 
 
 class PolicyPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One filter, scorer or picker."""
+    """The name, weight and parameters of a filter, scorer or picker."""
 
     name: str
     weight: float = 1.0
@@ -44,7 +44,7 @@ class Composed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.of(PolicyCatalog())
 
     def of(self, catalogue: PolicyCatalog) -> Pipeline:
-        """Return the policy with parts from a catalog.
+        """Return this policy, made of parts from a catalog.
 
         Raises:
             ConfigurationRefused: There is no such part, or it does not take these parameters.

@@ -1,28 +1,30 @@
-"""Fleet's default policy: what a request takes from a worker, in blocks of prefill.
+"""Fleet's default policy. Its cost is the work that a request causes on a worker, in blocks of prefill.
 
     cost = max(0, prefill - credit)  +  work × its price  +  decode blocks × their weight  +  running requests × their weight
            -  session
 
 1. *prefill* is (backlog + prompt tokens) / block.
-2. *credit* is for the prompt's leading blocks that need not be computed, by where they are: 1 in the engine, 0.75 in the store's
-   memory, 0.5 in a tier below. The difference to 1 is the transfer, in blocks of prefill. If blocks from the store have
-   to be converted, that cost is subtracted too.
-3. Blocks that live requests hold on the worker, or will soon compute there, count like the engine's before its cache reports
-   them, so that siblings that arrive together find each other. The backlog of these very blocks does not count for a request
-   that needs them: waiting for them replaces computing them.
-4. *work* is the number of blocks that the request has to compute there: prompt less credit. So far the cost is the request's own
-   wait. Other requests wait for the work too, and its *price* says for how long. Later requests are delayed by the share of workers that
-   compute prompts now, busy / (workers + 1 - busy). Requests that run on the worker are delayed by a step for each. An idle cluster
-   computes a prompt again to save a moment; a busy one waits for the worker that holds it. Without a price every request would be placed
-   where its own first token comes soonest, and together the requests would compute shared prefixes several times (ADR 0014).
-5. *decode blocks* are the unique blocks that live requests hold there, this one's included. An answer near its expected end
-   counts less.
-6. On a full batch a hit is worth less, by `spread` times the waiting share of the batch. So a hot prefix spreads to
-   another worker before its requests wait for one.
-7. A worker of another speed takes proportionally more or less time for its blocks. A block is only fetched for what that saves
-   against computing it there.
+2. *credit* is for the prompt's leading blocks that need not be computed. A block counts 1 if it is in the engine, 0.75 if it is in the
+   store's memory, and 0.5 if it is in a tier below. The difference to 1 is the cost of the transfer, in blocks of prefill. If blocks from
+   the store have to be converted, the cost of the conversion is subtracted too.
+3. Blocks that live requests hold on the worker or will soon compute there count like blocks in the engine, even before the worker reports
+   them. So siblings that arrive together go to the same worker. For a request that needs these blocks, they are also left out of the
+   backlog, because it does not have to compute them.
+4. *work* is the number of blocks that the request has to compute on the worker: prompt minus credit. The terms up to here measure the
+   request's own wait. Other requests wait for the work too, and the *price* of a block says for how long. Later requests are delayed by the
+   share of workers that compute prompts now, busy / (workers + 1 - busy). Requests that run on the worker are delayed by the steps that
+   compute the block. With this price, an idle cluster rather computes a prompt again than waits a moment, and a busy cluster rather waits
+   for the worker that holds the prompt. Without a price, every request would be placed where its own first token comes soonest, and
+   together the requests would compute shared prefixes several times (ADR 0014).
+5. *decode blocks* are the unique blocks that live requests hold on the worker, including those of this request. An answer near its expected
+   end counts less.
+6. On a worker with a full batch, a cached block is worth less: the loss is `spread` times the number of waiting requests, divided by the
+   batch size. So a hot prefix spreads to another worker before its requests wait for one.
+7. All blocks are converted by the speed of the worker. The credit of a fetched block is what the fetch saves compared with computing the
+   block on this worker.
 8. The worker of this session's last request is preferred by `session_blocks`.
-9. With a goal for the first token, workers that should keep it go first, judged by the recent time per prompt token there.
+9. If there is a goal for the first token, workers that will probably keep it are preferred. This is predicted from the recent time per
+   prompt token on the worker.
 
 Items 1, 2 and 5 are NVIDIA Dynamo's cost function (lib/kv-router, 1.6), except for the weight of decoding. The price comes from
 queueing theory: work x that joins a queue with work u makes later requests wait λ / (1 - ρ) · x · (u + x / 2) in total, which
@@ -58,7 +60,11 @@ _PREFILL = Phase.PREFILL  # a module variable is ten times as fast as the enum a
 
 
 class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Scorer that computes the cost formula of this module (items 1 to 8)."""
+    """Scorer that computes the cost formula of this module (items 1 to 8).
+
+    In the default policy, the fields that `RouterSettings` also has get their values from there
+    (`fleet.router.placement.policies.built_in.parameters`). Their defaults below apply to pipelines that name this scorer.
+    """
 
     engine_hit_credit: float = 1.0
     """Credit for a block in the engine's own cache, in blocks of prefill."""
@@ -107,7 +113,7 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def _weights(
         self, request: PlacementRequest, candidates: Candidates, phase: Phase
     ) -> tuple[int, float, float, float, float, float, float, float, float, bool, bool, bool]:
-        """Return what the costs depend on besides the table, in the order of `fleet.router.native.twin.fleet_costs`."""
+        """Return the arguments of `fleet.router.native.twin.fleet_costs` after the table, in their order."""
         return (
             request.prompt_tokens,
             self.engine_hit_credit,
@@ -155,9 +161,9 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class HeadroomFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keeps workers whose first token should come in time; without measurements a worker counts as fast enough."""
+    """Filter that keeps workers whose first token should come in time. A worker without measurements counts as fast enough."""
 
-    ttft_goal_seconds: float = 0.0  # 0: only a request's own deadline counts
+    ttft_goal_seconds: float = 0.0  # seconds; 0: only the request's own deadline counts
 
     def keep(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Flags | None:  # noqa: ARG002
         if self.ttft_goal_seconds == 0 and request.seconds_left is None:
@@ -171,7 +177,7 @@ class HeadroomFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Fleet(FleetCost, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The default policy: takes the worker with the lowest `FleetCost`, among workers that should keep the goal for the first token."""
+    """The default policy: takes the worker with the lowest `FleetCost` among those that will probably keep the goal for the first token."""
 
     ttft_goal_seconds: float = 0.0
     """Goal for the first token; 0: only a request's own deadline counts."""

@@ -1,15 +1,17 @@
-"""Price scorer: what a request costs its operator on each worker, in joules or dollars.
+"""Price scorer: what a request costs on each worker, in joules or dollars.
 
     cost = (tokens to compute × a prompt token's price  +  tokens to generate × an answer token's)  /  the cheapest prompt token's  /  block
 
-1. Prices are for one token on a kind of worker: joules (`joules_per_token` of a simulated pool, `fleet hardware estimate`) or
-   dollars. They are given by the beginning of a worker's name, and the longest match counts: names begin with the name of the pool.
-2. Costs are in blocks of prefill on the cheapest worker, like those of other scorers. With weight 1, a worker on which a request costs
-   ten blocks more has to be ten blocks less busy. So the cheap workers fill up first, and the expensive ones serve what would wait.
-3. Answers count with their longest length, but at most with `answer_tokens`, because clients rarely say how long they will be.
+1. Prices are for one token on a kind of worker: joules (`joules_per_token` of a simulated pool, `fleet hardware estimate`) or dollars.
+   Prices are given for beginnings of worker names, because a worker's name begins with the name of its pool. The longest beginning that
+   matches counts.
+2. Like the costs of other scorers, these costs are in blocks of prefill; here on the cheapest worker. With weight 1, a worker on which a
+   request costs ten blocks more has to be ten blocks less busy. So the cheap workers fill up first, and the expensive ones serve what would
+   wait.
+3. An answer counts with its length limit, but at most with `answer_tokens` tokens, because clients rarely say how long an answer will be.
 4. A worker without a price costs as much as the most expensive one.
 
-The scorer chooses among workers that are switched on. Only a component that can switch workers off can save their idle power.
+The scorer only compares workers that are switched on. Only a component that can switch workers off can save their idle power.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Policy pipeline: filters, then weighted scorers, then a picker. All policies have this shape."""
+"""Policy pipeline: filters, then weighted scorers, then a picker. All built-in policies have this form."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from fleet.router.policy import (
     Scorer,
 )
 
-_STEPS = 1 << 53  # number of different random floats between 0 and 1
+_STEPS = 1 << 53  # number of different random numbers between 0 and 1 that `Softmax` can draw
 
 
 class Pipeline:
@@ -37,13 +37,13 @@ class Pipeline:
         scorers: Sequence[tuple[str, float, Scorer]] = (),
         picker: Picker | None = None,
     ):
-        """Combine the parts.
+        """Combine the parts of a policy.
 
         Args:
             name: The policy's name in settings.
-            filters: Filters in order; each gets the candidates that the one before has kept.
-            scorers: Name, weight and scorer of each.
-            picker: The picker; by default the lowest cost, with ties drawn.
+            filters: The filters in order. Each gets the candidates that the filter before it has kept.
+            scorers: For each scorer its name, its weight and the scorer.
+            picker: The picker; None: the lowest cost, where ties are drawn at random.
         """
         self.name = name
         self._filters = tuple(filters)
@@ -51,7 +51,7 @@ class Pipeline:
         self._picker: Picker = picker or Lowest()
         self._total = self._sum
         self._ranking: RankingScorer | None = (
-            None  # a scorer that finds the lowest cost directly, if nothing else is needed
+            None  # the only scorer, if it can find the lowest cost directly and the policy needs nothing else
         )
         if len(self.scorers) == 1 and self.scorers[0][1] == 1:
             scorer = self.scorers[0][2]
@@ -94,26 +94,27 @@ class Pipeline:
 
 
 def lowest(costs: Floats, rng: RandomSource) -> int:
-    """Return the place of the lowest cost; exact ties are drawn uniformly, so that equal workers get equal shares."""
+    """Return the position of the lowest cost. Exact ties are drawn with equal chances, so that equal workers get equal shares."""
     return drawn(native.lowest(costs), rng)
 
 
 def drawn(places: list[int], rng: RandomSource) -> int:
-    """Return one of the places, drawn uniformly."""
+    """Draw one of the positions; all have the same chance."""
     return places[0] if len(places) == 1 else places[rng.randrange(len(places))]
 
 
 class Lowest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The lowest cost; ties are drawn."""
+    """Picker that takes the lowest cost. Ties are drawn at random."""
 
     def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
         return lowest(costs, rng)
 
 
 class Softmax(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Lower costs are more likely: p ∝ exp(-(cost - lowest) / ((highest - lowest) · temperature)), the rule of NVIDIA Dynamo.
+    """Picker that prefers low costs, like NVIDIA Dynamo: p ∝ exp(-(cost - lowest) / ((highest - lowest) · temperature)).
 
-    Costs are normalised over the candidates, so that a temperature has the same meaning for any unit; 0 is the same as `Lowest`.
+    The costs are divided by their range over the candidates, so that a temperature has the same meaning for any unit of cost. With
+    temperature 0 this is the same as `Lowest`.
     """
 
     temperature: float = 0.0
@@ -129,7 +130,7 @@ class Softmax(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         low, high = min(values), max(values)
         if low == high:
             return rng.randrange(len(values))
-        if (scale := (high - low) * self.temperature) == 0:  # the product underflows
+        if (scale := (high - low) * self.temperature) == 0:  # the product is too small for a float
             return lowest(costs, rng)
         sums = list(accumulate(math.exp((low - value) / scale) for value in values))
         drawn = sums[-1] * rng.randrange(_STEPS) / _STEPS
@@ -137,18 +138,18 @@ class Softmax(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class InTurn:
-    """Workers in turn, whatever they cost: the worker that has waited longest is next.
+    """Picker that takes workers in turn, whatever they cost: the worker that was not chosen for the longest time is next.
 
-    It remembers workers instead of places, so that a join or a leave neither repeats nor skips a worker.
+    It remembers the names of workers and not their positions, so that no worker is repeated or skipped when another one joins or leaves.
     """
 
     def __init__(self) -> None:
-        self._turns: dict[str, int] = {}  # the turn in which each was last chosen
+        self._turns: dict[str, int] = {}  # for each worker, the number of the turn in which it was last chosen
         self._turn = 0
 
     def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
         turns = self._turns
-        if len(turns) > 2 * len(candidates) + 64:  # forget workers that have left
+        if len(turns) > 2 * len(candidates) + 64:  # forget workers that have left, but not at every choice
             known = set(candidates.worker_ids)
             self._turns = turns = {name: turn for name, turn in turns.items() if name in known}
         names = candidates.worker_ids
@@ -159,7 +160,7 @@ class InTurn:
 
 
 class TwoChoices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cheaper of two candidates drawn at random (Mitzenmacher, "The Power of Two Choices", IEEE TPDS 2001)."""
+    """Picker that draws two candidates at random and takes the cheaper one (Mitzenmacher, "The Power of Two Choices", IEEE TPDS 2001)."""
 
     def pick(self, costs: Floats, request: PlacementRequest, candidates: Candidates, rng: RandomSource, /) -> int:  # noqa: ARG002
         count = len(costs)

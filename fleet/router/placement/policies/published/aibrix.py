@@ -16,7 +16,7 @@ from fleet.router.policy import Candidates, Floats, PlacementRequest, RandomSour
 
 
 class PrefixMatch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A picker that follows these rules and ignores the costs of scorers."""
+    """Picker that follows the rules of this module and ignores the costs of scorers."""
 
     imbalance: int = 8
     deviations: float = 1.0
@@ -35,7 +35,7 @@ class PrefixMatch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Aibrix(PrefixMatch, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AIBrix's prefix-cache rule: the longest match among workers that have not many more requests than the others."""
+    """AIBrix's prefix-cache policy: the longest match among workers that do not have many more requests than the others."""
 
     def policy(self) -> Pipeline:
         return Pipeline("aibrix", picker=self)

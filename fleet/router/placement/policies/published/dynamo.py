@@ -12,8 +12,8 @@ Source: lib/kv-router/src/scheduling/selector/default.rs.
 The choice is by temperature (`Softmax`). Dynamo's prefill workers are scored the same without the decode term. The store's memory
 counts as host memory, and tiers below it as disk.
 
-Two things differ: the decode worker of a pair is chosen as if it did everything, while Dynamo goes by its load alone; and answers
-count as they grow, which is an option in Dynamo.
+There are two differences. Here the decode worker of a pair is chosen as if it also computed the prompt; Dynamo chooses it by its load
+alone. Here the blocks of an answer count as the answer grows; in Dynamo this is an option.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from fleet.router.policy import Candidates, Floats, PlacementRequest
 
 
 class DynamoCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The formula above with its published defaults."""
+    """Scorer with the cost formula of this module and Dynamo's default parameters."""
 
     overlap_score_credit: float = 1.0
     overlap_score_credit_decay: float = 0.0
@@ -61,7 +61,7 @@ class DynamoCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Dynamo(DynamoCost, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """NVIDIA Dynamo's cost function and choice by temperature, with its defaults."""
+    """Policy with NVIDIA Dynamo's cost function and its choice by temperature, with Dynamo's defaults."""
 
     router_temperature: float = 0.0
 

@@ -2,8 +2,9 @@
 
     cost = weight × (prompt blocks - hits)  +  distinct blocks of requests in flight  +  recent
 
-*recent* is the sum of the blocks that a worker did not hold when it was picked, times 0.97 for every later pick of any worker. So a
-worker that has just been given much is spared before its load shows it. The weight is 20 for prefill workers and 2 for decode workers.
+*recent* is the sum of the blocks that a worker had to compute for the requests that it got. The sum is multiplied with 0.97 whenever any
+worker gets a request. So a worker that has just got much work is avoided even before its load shows this work. The weight is 20 for prefill
+workers and 2 for decode workers.
 """
 
 from collections.abc import Mapping
@@ -15,13 +16,13 @@ from fleet.core.roles import Phase
 from fleet.router.placement.policies.pipeline import lowest
 from fleet.router.policy import Candidates, Floats, PlacementPolicy, PlacementRequest, RandomSource
 
-FADES = 0.97  # factor for each pick; half is left after 23 picks
+FADES = 0.97  # factor for each choice; after 23 choices half of the value is left
 PREFILL_WEIGHT = 20.0
-NOTHING = 1e-3  # blocks; smaller values are forgotten
+NOTHING = 1e-3  # in blocks; smaller values are forgotten
 
 
 class RecentMisses:
-    """The rule with its memory. A policy of its own, since it changes with every choice."""
+    """Policy that follows the formula of this module. It is no scorer, because it has to remember each choice."""
 
     name = "infera"
 
@@ -56,7 +57,7 @@ class RecentMisses:
 
 
 class Infera(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AMD Infera's cost: missed blocks, blocks in flight, and what was missed lately."""
+    """AMD Infera's policy: blocks to compute, blocks of running requests, and the blocks that were to be computed lately."""
 
     weight: float = 1.0
 

@@ -4,8 +4,8 @@
     kv      1 - share of the KV cache in use; weight 2
     prefix  leading blocks of the prompt in the engine / blocks of the prompt; weight 3
 
-The highest weighted sum wins, and ties are shuffled. Here they are costs, weight × (1 - score), which order the candidates alike.
-Requests beyond the batch count as waiting.
+llm-d takes the worker with the highest weighted sum of scores, and draws ties. Here each score becomes a cost, weight × (1 - score), which
+orders the candidates in the same way. Requests beyond the batch count as waiting.
 """
 
 import numpy as np
@@ -43,7 +43,7 @@ class LlmDPrefix(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LlmD(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """llm-d's default scorers: queue, KV utilisation and prefix, with its default weights."""
+    """llm-d's default policy: the scorers for queue, KV utilisation and prefix, with its default weights."""
 
     queue: float = 2.0
     kv: float = 2.0

@@ -21,7 +21,7 @@ from fleet.router.policy import Candidates, Floats, PlacementRequest
 
 
 class MooncakeTime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The TTFT of the algorithm in seconds."""
+    """Scorer whose cost is the TTFT of the algorithm, in seconds."""
 
     balancing_threshold: float = 4.0
     prefill_seconds_per_token: float = 1e-4
@@ -47,7 +47,7 @@ class MooncakeTime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Mooncake(MooncakeTime, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Mooncake's conductor: the least time to the first token; it fetches the longest match where that is much longer."""
+    """Mooncake's policy: the lowest predicted time to the first token. The longest match is fetched if it is much longer than the own one."""
 
     def policy(self) -> Pipeline:
         return Pipeline("mooncake", scorers=[("ttft", 1.0, self)])

@@ -17,9 +17,9 @@ Then follow the paper's two adjustments of an exploiting choice, in its order:
    with that prefix go to the cheapest of its workers, also where another one has a longer match. This ends when the copy has had
    no request for a window.
 
-Before exploring comes the paper's third rule: a worker whose load is decoding by more than `decode_share` has computing to spare, and the
-request goes there. The paper gives neither a formula for that ratio nor the bound, and its code has no such rule: by default it never
-applies.
+The paper has a third rule, which is checked before exploring. If decoding is more than `decode_share` of a worker's load, the worker has
+capacity for prefill, and the request goes to it. The paper gives neither a formula for this share nor a bound, and its code has no such
+rule. So by default the rule never applies here.
 
 The window, `imbalance`, the 50 requests and the halves are those of the code (WukLab/preble, global_scheduler_with_time.py).
 
@@ -48,11 +48,11 @@ from fleet.router.placement.policies.pipeline import lowest
 from fleet.router.placement.policies.published.preble_window import RequestWindow
 from fleet.router.policy import Candidates, Floats, PlacementPolicy, PlacementRequest, RandomSource, Rows
 
-BALANCED_AFTER = 50  # requests for each worker
+BALANCED_AFTER = 50  # average number of requests for each worker from which on rule 1 applies
 
 
 class PrebleTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The parameters of the rule."""
+    """The parameters of Preble's rule: seconds for tokens, and the bounds."""
 
     window_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 180.0
     imbalance: Annotated[float, Meta(ge=1)] = 1.5
@@ -63,7 +63,7 @@ class PrebleTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ExploitExplore:
-    """The rule with its window. It is a policy of its own, because it changes with every choice."""
+    """Policy that follows Preble's rule on its window of requests. It is no scorer, because it has to remember each choice."""
 
     name = "preble"
 
@@ -86,7 +86,7 @@ class ExploitExplore:
         return place, self
 
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Mapping[str, Floats]:  # noqa: ARG002
-        """Return the terms of exploring; the other rules decide by cases, so there are no terms to add up."""
+        """Return the terms of the cost for exploring. The other rules choose without a sum, so they have no terms."""
         matched = _matched(request, candidates)
         if _exploits(request, matched) or self._decoding(candidates) is not None:
             return {}
@@ -108,7 +108,7 @@ class ExploitExplore:
         return copy
 
     def _owners(self, key: int, candidates: Candidates, matched: Floats) -> Rows:
-        """Return the places of workers with the longest match, and of workers with a copy made on purpose."""
+        """Return the positions of the workers with the longest match, and those of the workers that hold a copy by rule 2."""
         owning = matched == matched.max()
         for place, worker_id in enumerate(candidates.worker_ids):
             prefix = self.window.prefix(worker_id, key)
@@ -118,7 +118,7 @@ class ExploitExplore:
         return owners
 
     def _unbalanced(self, loads: Floats, place: int) -> bool:
-        """Return whether a worker is the most loaded one, and by too much."""
+        """Return whether this worker is the most loaded one, and its load is too high by rule 1."""
         return bool(
             self.window.given >= BALANCED_AFTER * len(loads)
             and loads[place] == loads.max()
@@ -126,7 +126,7 @@ class ExploitExplore:
         )
 
     def _decoding(self, candidates: Candidates) -> int | None:
-        """Return the place of the worker with the largest decoding share, if that is above the bound."""
+        """Return the position of the worker with the largest share of decoding in its load; None if no share is above the bound."""
         if self._times.decode_share >= 1:
             return None
         recent = [self.window.recent.get(worker_id) for worker_id in candidates.worker_ids]
@@ -143,7 +143,7 @@ class ExploitExplore:
     def _parts(
         self, request: PlacementRequest, candidates: Candidates, matched: Floats, places: Sequence[int]
     ) -> Mapping[str, Floats]:
-        """Return the terms of algorithm 2 for some of the candidates."""
+        """Return the terms of algorithm 2 (load, evicted, prefill) for some of the candidates, in seconds."""
         names = candidates.worker_ids
         matched = matched[places]
         missed = request.prompt_tokens - matched
@@ -183,7 +183,7 @@ class ExploitExplore:
 
 
 def _matched(request: PlacementRequest, candidates: Candidates) -> Floats:
-    """Return the leading tokens of the prompt that each worker holds."""
+    """Return how many leading tokens of the prompt each worker holds."""
     matched: Floats = np.minimum(candidates.engine_blocks * candidates.block_tokens, request.prompt_tokens)
     return matched
 
@@ -193,7 +193,7 @@ def _exploits(request: PlacementRequest, matched: Floats) -> bool:
 
 
 class Preble(PrebleTimes, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Preble's E2: the worker that holds most of the prompt, else the least load, eviction and prefill in seconds."""
+    """Preble's policy (E2): the worker that holds most of the prompt, or else the one with the least load, eviction and prefill in seconds."""
 
     def policy(self) -> ExploitExplore:
         return ExploitExplore(self)

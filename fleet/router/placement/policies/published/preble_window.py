@@ -1,10 +1,11 @@
-"""Request window of Preble's rule: the requests of the last minutes, by worker and by prefix.
+"""Request window of Preble's policy: the requests of the last minutes, by worker and by prefix.
 
-1. A request counts for its worker as long as the window lasts; beyond `MAX_REQUESTS` the oldest ones go earlier.
-2. A prefix is identified by the key of its first block. The first prompt with it that a worker computes is the node that later ones
-   share; what each of them adds is a leaf that nobody shares.
-3. A worker's nodes are kept in the order of their use: the first ones are the next that it evicts.
-4. A worker's prefixes are forgotten with the last of its requests: nobody shared them in the window, so nothing is lost.
+1. A request counts for its worker until it is older than the window. If there are more than `MAX_REQUESTS`, the oldest ones are forgotten
+   earlier.
+2. A prefix is identified by the key of its first block. The first prompt with this prefix that a worker computes becomes a node, which
+   later prompts with the prefix share. The rest of each later prompt becomes a node of its own, which no other prompt shares.
+3. The nodes of a worker are kept in the order of their last use. The worker evicts the first ones first.
+4. A prefix on a worker is forgotten with its last request in the window.
 """
 
 from collections import deque
@@ -16,17 +17,17 @@ from msgspec import Struct
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import WorkerId
 
-MAX_REQUESTS = 100_000  # about 400 bytes each
-MAX_EVICTED = 64  # nodes, in one estimate
+MAX_REQUESTS = 100_000  # maximum number of requests in the window; each takes about 400 bytes
+MAX_EVICTED = 64  # maximum number of nodes that one estimate of evictions looks at
 
 
 class WindowTokens:
-    """Prompt tokens to compute before first answers, of earlier requests and the own one. They are whole numbers, so sums are exact."""
+    """Sums, for each half of the window, the prompt tokens that were to be computed before the first tokens of requests."""
 
     __slots__ = ("earlier", "earlier_requests", "later", "later_requests")
 
     def __init__(self) -> None:
-        self.earlier = self.later = 0.0  # sums of each half of the window
+        self.earlier = self.later = 0.0  # sum of the earlier and of the later half of the window
         self.earlier_requests = self.later_requests = 0
 
     def doubled(self) -> bool:
@@ -37,47 +38,48 @@ class WindowTokens:
 
 
 class CachedPrefix:
-    """One prefix on a worker, as long as requests of the window have it."""
+    """A prefix that one worker holds. It exists as long as requests of the window have it."""
 
     __slots__ = ("is_copy", "requests", "tokens")
 
     def __init__(self) -> None:
         self.requests = 0
-        self.is_copy = False  # a copy that was made on purpose
+        self.is_copy = False  # True if the prefix is here because of rule 2 of `preble`
         self.tokens = WindowTokens()
 
 
 class WindowRequest(Struct, frozen=True, kw_only=True):
-    """One request of the window."""
+    """One request in the window."""
 
     at: Nanos
     worker_id: WorkerId
-    key: int  # key of the prompt's first block; 0: there is none
-    prefill: float  # seconds
-    decode: float  # seconds
-    waited: float  # tokens
-    tokens: WindowTokens  # the sums that include these tokens
+    key: int  # block key of the prompt's first block; 0: there is none
+    prefill: float  # seconds of prefill
+    decode: float  # seconds of decoding
+    waited: float  # tokens to compute before the first token of this request
+    tokens: WindowTokens  # the object whose sums include these tokens
 
 
 class WorkerWindow:
-    """The requests of one worker in the window, and what its cache should hold of them."""
+    """Keeps the requests of one worker in the window, and what its cache should hold of their prompts."""
 
     __slots__ = ("decode", "held", "nodes", "prefill", "prefixes", "requests")
 
     def __init__(self) -> None:
         self.requests = 0
-        self.prefill = 0.0  # seconds
-        self.decode = 0.0  # seconds
-        self.prefixes: dict[int, CachedPrefix] = {}  # by key
-        self.nodes: dict[int, float] = {}  # tokens by key if others may share the node, by a negative number otherwise
-        self.held = 0.0  # tokens of all nodes
+        self.prefill = 0.0  # seconds of prefill of all requests
+        self.decode = 0.0  # seconds of decoding of all requests
+        self.prefixes: dict[int, CachedPrefix] = {}  # the prefixes by the key of their first block
+        # Number of tokens of each node, by the key of its first block. A node that no other prompt can share has a negative key.
+        self.nodes: dict[int, float] = {}
+        self.held = 0.0  # tokens of all nodes together
 
     @property
     def seconds(self) -> float:
         return self.prefill + self.decode
 
     def uses(self, key: int) -> bool:
-        """Return whether the worker has the node with this key, and mark it as used."""
+        """Mark the node with this key as used. Return False if the worker does not have the node."""
         tokens = self.nodes.pop(key, None)
         if tokens is None:
             return False
@@ -85,7 +87,7 @@ class WorkerWindow:
         return True
 
     def keep(self, node: int, tokens: float, capacity: float) -> None:
-        """Add a computed node and evict the oldest ones that no longer fit."""
+        """Add a computed node, and evict the oldest nodes that no longer fit."""
         self.held += tokens - self.nodes.pop(node, 0.0)
         self.nodes[node] = tokens
         while self.held > capacity and len(self.nodes) > 1:
@@ -93,21 +95,21 @@ class WorkerWindow:
 
 
 class RequestWindow:
-    """All requests of the last seconds, in an earlier and a later half."""
+    """Keeps the requests of the window for all workers, in an earlier and a later half."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
         self._earlier: deque[WindowRequest] = deque()
         self._later: deque[WindowRequest] = deque()
         self.recent: dict[WorkerId, WorkerWindow] = {}
-        self.given = 0  # requests since the start
+        self.given = 0  # number of requests since the start
 
     def prefix(self, worker_id: WorkerId, key: int) -> CachedPrefix | None:
         recent = self.recent.get(worker_id)
         return None if recent is None else recent.prefixes.get(key)
 
     def note_copy(self, key: int, source: WorkerId, copy: WorkerId) -> None:
-        """Reset the source's queue measurement, and mark the copy; the request that makes the copy is noted next."""
+        """Start the measurement at the source of a prefix anew, and mark the next request of the other worker as a copy."""
         self.recent[source].prefixes[key].tokens = WindowTokens()
         self.recent.setdefault(copy, WorkerWindow()).prefixes.setdefault(key, CachedPrefix()).is_copy = True
 
@@ -126,18 +128,18 @@ class RequestWindow:
         """Count a request.
 
         Args:
-            now: The instant.
-            worker_id: The worker.
-            key: The key of its first block; 0: there is none.
-            missed: Tokens to compute.
-            ahead: Tokens of other requests to compute before.
+            now: The present instant.
+            worker_id: The worker that gets the request.
+            key: The block key of the prompt's first block; 0: there is none.
+            missed: Prompt tokens of the request that the worker has to compute.
+            ahead: Prompt tokens of other requests that the worker computes before.
             prefill: Seconds of prefill on the worker.
             decode: Seconds of decoding on the worker.
             capacity: Tokens that the worker's cache holds.
         """
         recent = self.recent.setdefault(worker_id, WorkerWindow())
         prefix = recent.prefixes.setdefault(key, CachedPrefix()) if key else CachedPrefix()
-        waited = ahead + max(1.0, missed)  # the last token is always computed, because it yields the first answer
+        waited = ahead + max(1.0, missed)  # engines always compute the last prompt token
         tokens = prefix.tokens
         given = WindowRequest(
             at=now, worker_id=worker_id, key=key, prefill=prefill, decode=decode, waited=waited, tokens=tokens
@@ -155,11 +157,12 @@ class RequestWindow:
             recent.keep(node, missed, capacity)
 
     def evicted(self, worker_id: WorkerId, tokens: float, capacity: float) -> Iterator[tuple[float, float]]:
-        """Yield the tokens of each node that new tokens would evict, and the share of the worker's requests that had it."""
+        """Yield, for each node that new tokens would evict, its tokens and the share of the worker's requests that use it."""
         recent = self.recent.get(worker_id)
         if recent is None:
             return
-        oldest = self.given - len(self._earlier) - len(self._later)  # the number of the last request outside the window
+        # Number of the newest request that is outside the window.
+        oldest = self.given - len(self._earlier) - len(self._later)
         short = recent.held + tokens - capacity
         for node, held in islice(recent.nodes.items(), MAX_EVICTED):
             if short <= 0:
@@ -173,7 +176,7 @@ class RequestWindow:
             short -= held
 
     def fade(self, now: Nanos) -> None:
-        """Forget requests that are older than the window, or too many."""
+        """Forget requests that are older than the window, and the oldest ones if there are too many."""
         half = now - self._seconds / 2 * SECOND
         oldest = now - self._seconds * SECOND
         while self._later and self._later[0].at < half:

@@ -4,8 +4,8 @@
     else, if the longest match is more than `match_threshold` of the prompt: the worker that has it
     else:                                                                     the worker with the smallest tree
 
-A *tree* is what the router itself has sent to a worker; here it is counted in blocks that were new there. Copies of the rule in
-SGLang and vllm-router have other defaults: a threshold of 0.3, 64 requests and a factor of 1.5.
+The *tree* of a worker is what the router itself has sent to it. Here its size is the number of blocks that the worker did not hold when
+they were sent. Copies of the rule in SGLang and vllm-router have other defaults: a threshold of 0.3, 64 requests and a factor of 1.5.
 """
 
 from math import isfinite
@@ -16,11 +16,11 @@ from msgspec import Struct
 from fleet.router.placement.policies.pipeline import Pipeline, lowest
 from fleet.router.policy import Candidates, Floats, PlacementRequest, RandomSource
 
-MAX_TREE_BLOCKS = 10_000  # SMG's cap on a tree; larger trees count as equal
+MAX_TREE_BLOCKS = 10_000  # SMG limits the size of a tree; larger trees count as equal
 
 
 class CacheAware:
-    """The rule with the sizes of the trees."""
+    """Picker that follows the rule of this module, and remembers the sizes of the trees."""
 
     def __init__(self, match_threshold: float, balance_abs: int, balance_rel: float):
         self._match_threshold = match_threshold
@@ -33,7 +33,7 @@ class CacheAware:
         prompt = float(np.ceil(request.prompt_tokens / candidates.block_tokens[place]))
         worker_id = candidates.worker_ids[place]
         new = prompt - float(candidates.engine_blocks[place])
-        if len(self._trees) > 2 * len(candidates) + 64:  # forget workers that have left
+        if len(self._trees) > 2 * len(candidates) + 64:  # forget workers that have left, but seldom
             known = set(candidates.worker_ids)
             self._trees = {name: size for name, size in self._trees.items() if name in known}
         self._trees[worker_id] = min(MAX_TREE_BLOCKS, self._trees.get(worker_id, 0.0) + max(0.0, new))
@@ -51,7 +51,7 @@ class CacheAware:
 
 
 class Smg(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """SMG's cache-aware rule: the longest match while requests are balanced, else the fewest requests."""
+    """SMG's cache-aware policy: the longest match while the numbers of requests are balanced, otherwise the fewest requests."""
 
     match_threshold: float = 0.5
     balance_abs: int = 32

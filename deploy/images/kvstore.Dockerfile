@@ -14,7 +14,7 @@ COPY kvstore kvstore
 COPY operators operators
 COPY workers workers
 RUN python -m venv /opt/fleet \
- && /opt/fleet/bin/python -m pip install --no-cache-dir --disable-pip-version-check --prefer-binary -c constraints.txt -c constraints-kube.txt '.[codecs,redis,s3]'
+ && /opt/fleet/bin/python -m pip install --no-cache-dir --disable-pip-version-check --prefer-binary -c constraints.txt -c constraints-kube.txt '.[codecs,redis,s3,tracing]'
 # With its dependencies NIXL would bring CUDA's libraries, which a node without GPUs has no use for.
 RUN /opt/fleet/bin/python -m pip install --no-cache-dir --disable-pip-version-check --no-deps -c constraints.txt nixl nixl-cu12
 RUN /opt/fleet/bin/python -I -c 'import fleet.router.native._costs, kvstore.native._chain, kvstore.native._checksum, kvstore.native._kernels, kvstore.native._table'

@@ -14,7 +14,7 @@ COPY kvstore kvstore
 COPY operators operators
 COPY workers workers
 RUN python -m venv /opt/fleet \
- && /opt/fleet/bin/python -m pip install --no-cache-dir --disable-pip-version-check --prefer-binary -c constraints.txt -c constraints-kube.txt '.[etcd,kubernetes,kv-events,redis]'
+ && /opt/fleet/bin/python -m pip install --no-cache-dir --disable-pip-version-check --prefer-binary -c constraints.txt -c constraints-kube.txt '.[etcd,kubernetes,kv-events,redis,tracing]'
 RUN /opt/fleet/bin/python -I -c 'import fleet.router.native._costs, kvstore.native._chain, kvstore.native._checksum, kvstore.native._kernels, kvstore.native._table'
 
 FROM ${BASE}

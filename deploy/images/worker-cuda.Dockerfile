@@ -17,7 +17,7 @@ FROM ${BASE}
 COPY constraints.txt constraints-kube.txt deploy/images/missing_constraints.py /tmp/lock/
 COPY --from=build /wheels /tmp/wheels
 RUN python3 /tmp/lock/missing_constraints.py /tmp/lock/constraints.txt /tmp/lock/constraints-kube.txt > /tmp/lock/beside.txt \
- && python3 -m pip install --no-cache-dir --disable-pip-version-check --prefer-binary -c /tmp/lock/beside.txt "$(echo /tmp/wheels/*.whl)[codecs,etcd,kubernetes,nixl,redis,s3]" \
+ && python3 -m pip install --no-cache-dir --disable-pip-version-check --prefer-binary -c /tmp/lock/beside.txt "$(echo /tmp/wheels/*.whl)[codecs,etcd,kubernetes,nixl,redis,s3,tracing]" \
  && python3 -I -c 'import fleet.router.native._costs, kvstore.native._chain, kvstore.native._checksum, kvstore.native._kernels, kvstore.native._table, vllm' \
  && rm -rf /tmp/lock /tmp/wheels
 ENV HOME=/tmp PYTHONUNBUFFERED=1

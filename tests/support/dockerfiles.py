@@ -1,9 +1,11 @@
 """Reader of Dockerfiles, and a runner of their steps without a container runtime.
 
-The runner sees this machine's root through an overlay in place of the base image: what a step writes is the layer.
+The runner sees this machine's root through an overlay in place of the base image: what a step writes is the layer. What a stage copies from
+another one, and does not touch afterwards, is mounted read-only instead, because a worker's packages are gigabytes in memory.
 """
 
 import fnmatch
+import json
 import re
 import shlex
 import shutil
@@ -30,6 +32,18 @@ mount -t tmpfs scratch tmp
 chmod o+x root   # where this machine's Python may be, which the image's own user has to reach
 {steps}
 """
+BASE = """
+mkdir -p opt/base {folder}/{name}/base-upper {folder}/{name}/base-work
+mount -t overlay base -o lowerdir={environment},upperdir={folder}/{name}/base-upper,workdir={folder}/{name}/base-work opt/base
+"""
+
+
+class PythonBase(msgspec.Struct, frozen=True):
+    """A virtual environment that stands for the packages of a base image, at /opt/base in all stages."""
+
+    environment: Path
+    prepare: str
+    """A command that runs before the steps of the last stage."""
 
 
 class Instruction(msgspec.Struct, frozen=True):
@@ -73,15 +87,15 @@ def ignored(path: str) -> bool:
     return out
 
 
-def run_steps(path: Path, folder: Path, last: str, seconds: float, *, stage: str = "") -> str:
-    """Run the steps of a Dockerfile up to a stage, then a command in it as its user, and return what that prints.
+def run_steps(path: Path, folder: Path, last: str, seconds: float, base: PythonBase | None = None) -> str:
+    """Run all steps of a Dockerfile, then a command in its last stage as its user, and return what that prints.
 
     Args:
         path: The Dockerfile.
         folder: An empty folder, on which the layers are mounted in memory for as long as the steps run.
-        last: The command.
+        last: The command; `{command}` in it stands for what a container of the image runs.
         seconds: Time limit of everything.
-        stage: Name of the last stage that is run; empty: the final one.
+        base: The packages of the base image; None: those of this machine.
 
     Raises:
         AssertionError: A step failed; the message ends with its output.
@@ -90,10 +104,7 @@ def run_steps(path: Path, folder: Path, last: str, seconds: float, *, stage: str
     _copy_context(path, context)
     made = folder / "made"
     made.mkdir()
-    every = stages(path)
-    names = [name for name, _ in every]
-    wanted = every[: names.index(stage) + 1]
-    found = [_stage(name or "final", steps, made, context, last if name == stage else "") for name, steps in wanted]
+    found = [_stage(name or "final", steps, made, context, "" if name else last, base) for name, steps in stages(path)]
     script = STEPS.format(folder=made, stages="\n".join(found))
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
@@ -120,20 +131,31 @@ def _copy_context(path: Path, context: Path) -> None:
                         shutil.copyfile(ROOT / source, target)
 
 
-def _stage(name: str, steps: list[Instruction], folder: Path, context: Path, last: str) -> str:
+def _stage(name: str, steps: list[Instruction], folder: Path, context: Path, last: str, base: PythonBase | None) -> str:
     """Return the shell commands of one stage; `last`: a command for its end."""
     lines, workdir, variables, user = [], "/", {"PATH": "$PATH"}, "0:0"
-    for each in steps:
+    process: dict[str, list[str]] = {}
+    if base is not None:
+        variables = {"PATH": "/opt/base/bin:$PATH"}
+        lines.append(BASE.format(folder=folder, name=name, environment=base.environment))
+        if last:
+            lines.append(_in_root(base.prepare, "/", variables, user))
+    for at, each in enumerate(steps):
         match each.name:
             case "WORKDIR":
                 workdir = each.text
                 lines.append(f"mkdir -p .{workdir}")
             case "COPY":
                 *sources, target = each.text.split()
-                whence = str(context)
+                into = f".{target}" if target.startswith("/") else f".{workdir}/{target}"
                 if sources[0].startswith("--from="):
                     whence = f"{folder}/{sources.pop(0).removeprefix('--from=')}/root"
-                into = f".{target}" if target.startswith("/") else f".{workdir}/{target}"
+                    if not any(target in later.text for later in steps[at + 1 :] if later.name == "RUN"):
+                        [source] = sources
+                        lines += [f"mkdir -p {into}", f"mount --bind -o ro {whence}{source} {into}"]
+                        continue
+                else:
+                    whence = str(context)
                 for source in sources:
                     place = f"{into}/{Path(source).name}" if target.endswith("/") else into
                     lines += [f"mkdir -p $(dirname {place})", f"cp -a {whence}/{source.lstrip('/')} {place}"]
@@ -143,8 +165,11 @@ def _stage(name: str, steps: list[Instruction], folder: Path, context: Path, las
                 lines.append(_in_root(each.text, workdir, variables, user))
             case "USER":
                 user = each.text
+            case "ENTRYPOINT" | "CMD":
+                process[each.name] = json.loads(each.text)
     if last:
-        lines += ['echo "=== last"', _in_root(last, workdir, variables, user)]
+        command = shlex.join([*process.get("ENTRYPOINT", ()), *process.get("CMD", ())])
+        lines += ['echo "=== last"', _in_root(last.replace("{command}", command), workdir, variables, user)]
     return STAGE.format(folder=folder, name=name, steps="\n".join(lines))
 
 

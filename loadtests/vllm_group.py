@@ -183,6 +183,6 @@ async def main(ways: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(WAYS) + "; all of them where none is named")
     sys.exit(asyncio.run(main(parser.parse_args().ways or list(WAYS))))

@@ -1,8 +1,8 @@
 """Client programs against Fleet, unchanged, and the calls of the OpenAI client against plain vLLM in the same run.
 
-    python -m loadtests.clients [--engine vllm|simulated] [--clients NAME,...] [--url URL] [--json FILE] [--cache DIR]
+    python -m loadtests.clients [--engine vllm|simulated] [--clients all|quick|NAME,...] [--url URL] [--json FILE] [--cache DIR]
 
-With the engine vllm, plain vLLM runs after Fleet, and every call of the OpenAI client that it serves has to be served by Fleet too, or be
+Without --clients, all run; `quick` leaves out those whose packages take longer than two minutes to install. With the engine vllm, plain vLLM runs after Fleet, and every call of the OpenAI client that it serves has to be served by Fleet too, or be
 refused by the name of a field; otherwise the exit status is 1. Other programs are installed once, into environments in a cache folder.
 """
 
@@ -21,30 +21,39 @@ from fleet.config import default_cache_dir
 from loadtests.clients.openai_calls import run_calls
 from loadtests.clients.programs.registry import PROGRAMS, run_program
 from loadtests.clients.results import CallResult, ClientResult, missing_here, summed
-from loadtests.clients.servers import MODEL, fleet_up, model_folder, vllm_serve
+from loadtests.clients.servers import MODEL, ServerAddresses, fleet_up, model_folder, vllm_serve
 from loadtests.environments import SystemUnavailable
 from workers.engines.vllm.launch import version
 
 OPENAI = "openai"
 KNOWN = (OPENAI, *PROGRAMS)
+GROUPS = {"all": KNOWN, "quick": tuple(name for name in KNOWN if name not in PROGRAMS or not PROGRAMS[name].slow)}
 DONE, FAILED, MISUSED = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--engine", choices=("vllm", "simulated"), help="of fleet up; vllm by default if it is installed"
     )
-    parser.add_argument("--clients", default=OPENAI, help=f"of {', '.join(KNOWN)}; or all; by default {OPENAI}")
+    parser.add_argument("--clients", default="all", help=f"all (default), quick, or some of {', '.join(KNOWN)}")
     parser.add_argument("--url", help="base URL of a running server, ending in /v1, instead of fleet up")
     parser.add_argument("--model", default=MODEL, help="model of the server at --url")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here as well")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="where the environments of programs are kept")
     arguments = parser.parse_args(argv)
-    names = KNOWN if arguments.clients == "all" else arguments.clients.split(",")
+    names = GROUPS.get(arguments.clients) or arguments.clients.split(",")
     if unknown := [name for name in names if name not in KNOWN]:
         print(f"loadtests.clients: {', '.join(unknown)}: not one of {', '.join(KNOWN)}", file=sys.stderr)
         return MISUSED
+    if arguments.url is not None:
+        apart = [name for name in names if name in PROGRAMS and PROGRAMS[name].api != "http"]
+        if apart and arguments.clients not in GROUPS:
+            print(f"loadtests.clients: {', '.join(apart)}: calls no HTTP API; leave out --url", file=sys.stderr)
+            return MISUSED
+        names = [name for name in names if name not in apart]
     engine = arguments.engine or ("vllm" if importlib.util.find_spec("vllm") else "simulated")
     cache = arguments.cache or default_cache_dir() / "clients"
     with tempfile.TemporaryDirectory(prefix="fleet-clients-") as scratch:
@@ -66,10 +75,10 @@ def _run(
 ) -> tuple[list[ClientResult], dict[str, str]]:
     """Run all clients; return their results, and the OpenAI calls that only plain vLLM serves."""
     own: list[CallResult] = []
-    with _server(url, folder, engine) as address:
+    with _server(url, folder, engine) as addresses:
         if OPENAI in names:
-            own = run_calls(address, model)
-        programs = [_program(name, address, model, cache, folder) for name in names if name in PROGRAMS]
+            own = run_calls(addresses.http, model)
+        programs = [_program(name, addresses, model, cache, folder) for name in names if name in PROGRAMS]
     beside: ClientResult | None = None
     theirs: list[CallResult] = []
     if own and engine == "vllm" and url is None:
@@ -81,18 +90,20 @@ def _run(
 
 
 @contextmanager
-def _server(url: str | None, folder: Path, engine: str) -> Iterator[str]:
+def _server(url: str | None, folder: Path, engine: str) -> Iterator[ServerAddresses]:
     if url is not None:
-        yield url
+        yield ServerAddresses(url)
         return
-    with fleet_up(folder, engine) as address:
-        yield address
+    with fleet_up(folder, engine) as addresses:
+        yield addresses
 
 
-def _program(name: str, url: str, model: str, cache: Path, folder: Path) -> ClientResult:
-    pinned = PROGRAMS[name][0].version
+def _program(name: str, addresses: ServerAddresses, model: str, cache: Path, folder: Path) -> ClientResult:
+    program = PROGRAMS[name]
+    pinned = program.distribution.version
+    address = getattr(addresses, program.api)
     try:
-        results = run_program(name, url, model, folder / MODEL, cache, folder / name)
+        results = run_program(name, address, model, folder / MODEL, cache, folder / name)
     except SystemUnavailable as error:
         return ClientResult(name=name, version=pinned, passed=0, failed=1, why={"install": str(error)})
     return summed(name, pinned, results)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+from msgspec import Struct
+
 from fleet.local.process_group import end_group
 from fleet.local.tiny_model import build_tiny_model
 from loadtests.environments import SystemUnavailable
@@ -29,6 +31,14 @@ VLLM_ENVIRONMENT = {
 }
 
 
+class ServerAddresses(Struct, frozen=True):
+    """Where the APIs of a server are; an API that the server does not have is empty."""
+
+    http: str  # base URL, ends in /v1
+    grpc: str = ""  # host:port
+    kserve: str = ""  # host:port
+
+
 def model_folder(folder: Path) -> Path:
     """Return a folder named as the model, with the built-in model and its weights."""
     built = build_tiny_model(folder / "built")
@@ -39,18 +49,19 @@ def model_folder(folder: Path) -> Path:
 
 
 @contextmanager
-def fleet_up(folder: Path, engine: str) -> Iterator[str]:
-    """Run a cluster of one prefill and one decode worker; yield the base URL of its API.
+def fleet_up(folder: Path, engine: str) -> Iterator[ServerAddresses]:
+    """Run a cluster of one prefill and one decode worker; yield the addresses of its APIs.
 
     Raises:
         SystemUnavailable: It did not start; the message has the end of its log.
     """
     ready = folder / "ready.json"
     command = [sys.executable, "-m", "fleet.cli.main", "up", "--engine", engine, "--ready-file", str(ready)]
-    command += ["--http-port", "0", "--grpc-port", "0"]
+    command += ["--http-port", "0", "--grpc-port", "0", "--kserve-port", "0"]
     with _process(command, folder / "fleet.log") as process:
         _wait(process, ready.exists, folder / "fleet.log")
-        yield f"{json.loads(ready.read_text())['http']}/v1"
+        started = json.loads(ready.read_text())
+        yield ServerAddresses(f"{started['http']}/v1", started["grpc"], started["kserve"])
 
 
 @contextmanager

@@ -122,7 +122,9 @@ CROSSED_GPUS = ("h100", "h200", "b200", "b300")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.hardware.fit", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m loadtests.hardware.fit", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--operators", action="store_true", help="fit the tables of matrix products as well")
     parser.add_argument(

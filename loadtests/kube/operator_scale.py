@@ -5,7 +5,10 @@ has four roles of one replica: two pairs of prefill and decode. The test measure
 operator's CPU and memory, and its writes of child objects, status and events. Then it measures a change of all deployments, and a
 scale change of one child object on the idle operator.
 
-The API server is written in Python, too, and takes most of the time; the operator's own need is its CPU time.
+The memory is the highest of this process, less that of the modules that the operator does not load (the clients and the API server of the tests).
+The records of requests are counted in a process of their own for the same reason.
+
+The API server is written in Python, too, and takes most of the time. So the report has the CPU time of both.
 
 With `--before DIR` another checkout of Fleet is measured in turn with this one, `--rounds` times, and the medians of both are printed.
 """
@@ -13,6 +16,7 @@ With `--before DIR` another checkout of Fleet is measured in turn with this one,
 import argparse
 import asyncio
 import collections
+import concurrent.futures
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -22,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,7 @@ from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.client import open_api_client
 from fleet.net.kubernetes.leader import LeaseLeader, LeaseSettings
 from fleet.net.kubernetes.views import CustomObject
+from loadtests.kube.memory import highest_mib
 from operators.controller.control_secrets import ControlSecrets
 from operators.observed.observe import conditions_of
 from operators.probes.evidence import Probe, ProbeCompletion
@@ -48,6 +54,7 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 900
 SCALINGS = 10
 ANSWER_SECONDS = 0.05
+ASK_CPU = "processor time"
 
 
 class DelayedProbes:
@@ -67,10 +74,13 @@ def serve(pipe: multiprocessing.connection.Connection) -> None:
     nodes.pause = 0.2
     with an_api_server(beside=nodes.run) as server:
         pipe.send(server.url)
-        pipe.recv()
+        while pipe.recv() == ASK_CPU:
+            pipe.send(cpu())
 
 
-async def measure(server: RunningApiServer, count: int, folder: Path) -> dict[str, Any]:
+async def measure(
+    server: RunningApiServer, server_cpu: Callable[[], float], count: int, folder: Path
+) -> dict[str, Any]:
     lease = LeaseSettings(namespace="default")
     settings = OperatorSettings(images=IMAGES, identity="measured", lease=lease, namespaces=("default",))
     stop = asyncio.Event()
@@ -94,14 +104,48 @@ async def measure(server: RunningApiServer, count: int, folder: Path) -> dict[st
             tasks.create_task(operator.run(stop))
             found: dict[str, Any] = {"deployments": count, "roles": len(ROLES)}
             for name, spec in (("made", {}), ("changed", {"routing": {"policy": "round_robin"}})):
-                clients.asked = 0
-                found[name] = await change(server, operator, count, spec) | {"probes": clients.asked}
+                clients.asked, before = 0, server_cpu()
+                found[name] = await change(server, operator, count, spec)
+                found[name] |= {"probes": clients.asked, "server_cpu_seconds": round(server_cpu() - before, 1)}
             found["scale_change_ms"] = round(
                 1000 * statistics.median([await scale(server, at) for at in range(min(count, SCALINGS))])
             )
-            found["memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+            found["memory_mib"] = highest_mib() - await asyncio.to_thread(modules_mib)
             stop.set()
     return found
+
+
+def modules_mib() -> int:
+    """Return the memory of the modules that this load test has beside those of an operator's process."""
+    sizes = []
+    for module in ("operators.process", __spec__.name):
+        script = f"import {module}; from loadtests.kube.memory import highest_mib; print(highest_mib())"
+        done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+        sizes.append(int(done.stdout))
+    return sizes[1] - sizes[0]
+
+
+def counted(url: str) -> tuple[collections.Counter[str], ...]:
+    """Return the operator's writes by sort, by child and by status."""
+    requests = RunningApiServer(url).requests()
+    writes = collections.Counter(
+        "status"
+        if "/status" in each["resource"]
+        else each["resource"]
+        if each["resource"] in ("events", "leases")
+        else "children"
+        for each in requests
+        if each["agent"].startswith("fleet-operator") and each["verb"] in ("create", "update", "patch", "delete")
+    )
+    per_child = collections.Counter(
+        str((each["resource"], each["name"]))
+        for each in requests
+        if each["agent"].startswith("fleet-operator") and each["verb"] == "patch" and "/status" not in each["resource"]
+    )
+    per_status = collections.Counter(
+        each["name"] for each in requests if each["resource"] == "disaggdeployments/status"
+    )
+    return writes, per_child, per_status
 
 
 async def change(server: RunningApiServer, operator: Operator, count: int, spec: dict[str, Any]) -> dict[str, Any]:
@@ -113,23 +157,8 @@ async def change(server: RunningApiServer, operator: Operator, count: int, spec:
         while not all(ready(operator, name, generation) for name, generation in generations.items()):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     seconds = time.monotonic() - began
-    writes = collections.Counter(
-        "status"
-        if "/status" in each["resource"]
-        else each["resource"]
-        if each["resource"] in ("events", "leases")
-        else "children"
-        for each in server.requests()
-        if each["agent"].startswith("fleet-operator") and each["verb"] in ("create", "update", "patch", "delete")
-    )
-    per_child = collections.Counter(
-        (each["resource"], each["name"])
-        for each in server.requests()
-        if each["agent"].startswith("fleet-operator") and each["verb"] == "patch" and "/status" not in each["resource"]
-    )
-    per_status = collections.Counter(
-        each["name"] for each in server.requests() if each["resource"] == "disaggdeployments/status"
-    )
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as counter:
+        writes, per_child, per_status = await asyncio.get_running_loop().run_in_executor(counter, counted, server.url)
     return {
         "seconds": round(seconds, 1),
         "operator_cpu_seconds": round(cpu() - before, 1),
@@ -215,11 +244,27 @@ def flat(found: dict[str, Any], path: str = "") -> dict[str, float]:
     return figures
 
 
+def exceeded(found: dict[str, Any], most_mib: int) -> Iterator[str]:
+    """Yield the limits that the figures exceed."""
+    if found["memory_mib"] > most_mib:
+        yield f"the operator needs {found['memory_mib']} MiB, of {most_mib}"
+    for name in ("made", "changed"):
+        for what, most in (("child", 1), ("status", 2)):
+            if (writes := found[name][f"most_writes_of_a_{what}"]) > most:
+                yield f"{name}: {writes} writes of a {what}, of {most}"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("--deployments", type=int, default=200)
     parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout, to compare with")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each with --before (%(default)s)")
+    parser.add_argument(
+        "--most-mib",
+        type=int,
+        default=0,
+        help="fail above this memory, or with more writes than allowed; 0: only measure",
+    )
     arguments = parser.parse_args()
     if arguments.before:
         print(json.dumps(compare(arguments.before.resolve(), arguments.deployments, arguments.rounds), indent=2))
@@ -227,11 +272,20 @@ def main() -> None:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,))
     process.start()
+
+    def server_cpu() -> float:
+        ours.send(ASK_CPU)
+        seconds: float = ours.recv()
+        return seconds
+
     try:
         server = RunningApiServer(ours.recv())
         install(server)
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(asyncio.run(measure(server, arguments.deployments, Path(folder))), indent=2))
+            found = asyncio.run(measure(server, server_cpu, arguments.deployments, Path(folder)))
+        print(json.dumps(found, indent=2))
+        if arguments.most_mib and (broken := list(exceeded(found, arguments.most_mib))):
+            sys.exit("\n".join(broken))
     finally:
         ours.send("end")
         process.join(30)

@@ -112,7 +112,9 @@ def _measure(plan: BenchmarkPlan, peers: ComparedSystems, only: Sequence[str]) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     configure(parser)
     return run(parser.parse_args(argv))
 

@@ -357,7 +357,9 @@ def _in_time(deadline: float, otherwise: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--rounds", type=int, default=7, metavar="N", help="after one to warm up; at least 3 (default: 7)"
     )

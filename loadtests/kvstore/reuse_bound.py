@@ -204,7 +204,7 @@ def _shorten(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How much of a trace's reuse can be foreseen.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="How much of a trace's reuse can be foreseen.")
     parser.add_argument("trace", type=Path)
     parser.add_argument("--capacity-blocks", default="1827,3655,9140,18279", metavar="N[,N...]")
     arguments = parser.parse_args()

@@ -101,7 +101,9 @@ def rounds(planned: list[PlannedPool], rate: float, workers: int, count: int, se
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=60, metavar="N", help="rounds of each case (default: 60)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 """Benchmark of Fleet's router beside other routers and the cheapest possible relay: interleaved rounds, medians, one table.
 
-    python -m loadtests.router [--targets NAME[:POLICY],...] [--scenarios NAME,...] [--rounds N] [--quick] [--json FILE] [--before DIR]
+    python -m loadtests.router [--targets NAME[+tls][:POLICY],...] [--scenarios NAME,...] [--rounds N] [--quick] [--json FILE] [--before DIR]
 
 The main figure is the CPU time of the router process with all its threads and children, because rates and latencies depend on what
 else runs on the machine. The router runs on the first core, workers and client on the others. Compared systems are installed once
@@ -36,9 +36,13 @@ MISUSED = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--targets", default=DEFAULT_TARGETS, help=f"of {', '.join(KNOWN)}; by default {DEFAULT_TARGETS}"
+        "--targets",
+        default=DEFAULT_TARGETS,
+        help=f"of {', '.join(KNOWN)}, with +tls for TLS at the client's port; by default {DEFAULT_TARGETS}",
     )
     parser.add_argument(
         "--scenarios", default=",".join(ALL_SCENARIOS), help=f"of {', '.join(ALL_SCENARIOS)}; all by default"

@@ -169,7 +169,12 @@ def _round(
 ) -> MeasuredRound:
     meter = _Meter(router, ports)
     window = round_of(
-        router.ports, following, scenario.seconds, meter, delayed_acknowledgements=scenario.delayed_acknowledgements
+        router.ports,
+        following,
+        scenario.seconds,
+        meter,
+        delayed_acknowledgements=scenario.delayed_acknowledgements,
+        tls=router.tls,
     )
     server = router.server
     if window.failures:

@@ -75,7 +75,7 @@ def _row(target: RouterTarget, rounds: int, setting: BenchmarkSetting, seed: int
     chance = random.Random(seed)
     figures = []
     try:
-        with running_on(setting.cores.others), _cluster(setting.folder, setting.cores) as (address, router):
+        with running_on(setting.cores.others), cluster(setting.folder, setting.cores) as (address, router):
             for number in range(rounds + 1):
                 prompts = [[chance.randrange(64, 4000) for _ in range(PROMPT_TOKENS)] for _ in range(STREAMS)]
                 window = uvloop.run(_round(address, prompts, tokens, router))
@@ -88,17 +88,21 @@ def _row(target: RouterTarget, rounds: int, setting: BenchmarkSetting, seed: int
 
 
 @contextmanager
-def _cluster(folder: Path, cores: Cores) -> Iterator[tuple[str, int]]:
-    """Run `fleet up` with the router on its own core; yield its gRPC address and process id."""
-    topology, ready = folder / "topology.toml", folder / "ready.json"
-    topology.write_text(TOPOLOGY)
-    command = [sys.executable, "-m", "fleet.cli.main", "up", "--config", str(topology)]
+def cluster(folder: Path, cores: Cores, topology: str = TOPOLOGY) -> Iterator[tuple[str, int]]:
+    """Run `fleet up` with the router on its own core; yield its gRPC address and the router's process id.
+
+    Raises:
+        SystemUnavailable: The cluster was not ready in time; the message ends with its last words.
+    """
+    file, ready = folder / "topology.toml", folder / "ready.json"
+    file.write_text(topology)
+    command = [sys.executable, "-m", "fleet.cli.main", "up", "--config", str(file)]
     command += ["--http-port", "0", "--grpc-port", "0", "--ready-file", str(ready), "--log-dir", str(folder)]
-    with started("fleet-up", command, folder, cores.others, environment()) as cluster:
+    with started("fleet-up", command, folder, cores.others, environment()) as running:
         deadline = time.monotonic() + START_SECONDS
         while not ready.exists():
-            if not cluster.alive or time.monotonic() > deadline:
-                raise SystemUnavailable(f"fleet up was not ready within {START_SECONDS:.0f} s: {cluster.last_words()}")
+            if not running.alive or time.monotonic() > deadline:
+                raise SystemUnavailable(f"fleet up was not ready within {START_SECONDS:.0f} s: {running.last_words()}")
             time.sleep(0.1)
         known = json.loads(ready.read_text())
         router = psutil.Process(known["pids"]["router"])

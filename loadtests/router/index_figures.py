@@ -131,7 +131,7 @@ def replay(index: MeasuredIndex, work: Sequence[IndexOperation], workers: int, c
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("--trace", type=Path, required=True, help="of a format of `fleet kv replay`")
     parser.add_argument("--requests", type=int, default=1500, help="from its beginning")
     parser.add_argument("--workers", type=int, default=64)

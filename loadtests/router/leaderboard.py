@@ -236,7 +236,9 @@ def _names(option: str, told: str, known: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--policies", default=",".join(POLICIES), help="all by default")
     parser.add_argument("--workloads", default="", help=f"of {', '.join(MADE)} and the traces; all by default")
     parser.add_argument("--workers", default=",".join(map(str, WORKERS)), help="how many; default: %(default)s")

@@ -107,7 +107,9 @@ def _row(case: SpeedCase, outcomes: Sequence[RunOutcome]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.sim.speed", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m loadtests.sim.speed", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of all cases in turn (default: 5)")
     parser.add_argument("--requests", type=int, default=0, metavar="N", help="of a run, at most (default: all)")
     parser.add_argument("--cases", default="", metavar="NAMES", help="all by default")

@@ -43,7 +43,9 @@ STUDIES: dict[str, tuple[str, Callable[[Effort], StudyReport]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.studies", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m loadtests.studies", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("name", nargs="?", choices=STUDIES, metavar="NAME", help=f"of {', '.join(STUDIES)}")
     parser.add_argument("--list", action="store_true", help="say what there is")
     parser.add_argument("--json", metavar="FILE", help="write tables and findings there; - for standard output")

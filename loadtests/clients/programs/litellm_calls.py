@@ -1,10 +1,10 @@
 """Calls of LiteLLM's SDK: python litellm_calls.py URL MODEL MODEL_FOLDER SCRATCH, in LiteLLM's environment."""
 
-import json
 import sys
 from collections.abc import Callable
 
 import litellm
+from reporting import report_calls
 
 
 def main(url: str, model: str) -> None:
@@ -22,12 +22,7 @@ def main(url: str, model: str) -> None:
             is not None
         ),
     }
-    for name, call in calls.items():
-        try:
-            ok, why = bool(call()), ""
-        except Exception as error:  # noqa: BLE001 - supervisor: the other calls go on
-            ok, why = False, f"{type(error).__name__}: {error}"[:300]
-        print(json.dumps({"call": name, "ok": ok, "why": why}), flush=True)
+    report_calls(calls)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Calls of LlamaIndex's OpenAI-like model: python llama_index_calls.py URL MODEL MODEL_FOLDER SCRATCH, in its environment."""
 
-import json
 import sys
 from collections.abc import Callable
 
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
+from reporting import report_calls
 
 
 def main(url: str, model: str) -> None:
@@ -18,12 +18,7 @@ def main(url: str, model: str) -> None:
         "complete": lambda: text.complete("Once").text is not None,
         "stream_complete": lambda: list(text.stream_complete("Once")),
     }
-    for name, call in calls.items():
-        try:
-            ok, why = bool(call()), ""
-        except Exception as error:  # noqa: BLE001 - supervisor: the other calls go on
-            ok, why = False, f"{type(error).__name__}: {error}"[:300]
-        print(json.dumps({"call": name, "ok": ok, "why": why}), flush=True)
+    report_calls(calls)
 
 
 if __name__ == "__main__":

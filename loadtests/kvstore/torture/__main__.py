@@ -323,7 +323,7 @@ def _settings(path: Path | None) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="of harm; start and end come on top")
     parser.add_argument("--json", action="store_true", help="one object on standard output")
     parser.add_argument("--seed", type=int, help="of a run to repeat; a random one by default")

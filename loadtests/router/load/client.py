@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -140,6 +141,7 @@ def round_of(
     meter: CpuMeter,
     *,
     delayed_acknowledgements: bool = False,
+    tls: ssl.SSLContext | None = None,
 ) -> LoadWindow:
     """Send requests until none is left or the time is over, and wait for the missing answers.
 
@@ -149,27 +151,40 @@ def round_of(
         seconds: Time after which no connection sends any more.
         meter: Started when all connections are open and nothing was sent, stopped after the last answer.
         delayed_acknowledgements: Whether the system may delay TCP acknowledgements.
+        tls: With what to connect; None: without TLS. Handshakes are over when the round begins.
 
     Raises:
         SystemUnavailable: The server does not answer, or hardly ever.
     """
-    return uvloop.run(_round_of(ports, following, seconds, meter, delayed_acknowledgements=delayed_acknowledgements))
+    options = DialOptions(delayed_acknowledgements=delayed_acknowledgements, tls=tls)
+    return uvloop.run(_round_of(ports, following, seconds, meter, options))
+
+
+class DialOptions(Struct, frozen=True, kw_only=True):
+    """How connections are opened."""
+
+    delayed_acknowledgements: bool
+    tls: ssl.SSLContext | None
 
 
 class _Dialler:
     """Opens the connections of a round; the exit stack closes them."""
 
-    def __init__(self, opened: ExitStack, *, delayed_acknowledgements: bool):
+    def __init__(self, opened: ExitStack, options: DialOptions):
         self.until = Until()
         self._opened = opened
-        self._delayed_acknowledgements = delayed_acknowledgements
+        self._options = options
 
     async def connect(self, port: int, following: Next) -> LoadConnection:
         sock = socket.create_connection(("127.0.0.1", port), START_SECONDS)
         sock.setblocking(False)
-        acknowledging = None if self._delayed_acknowledgements else sock
+        acknowledging = None if self._options.delayed_acknowledgements else sock
+        tls = self._options.tls
         _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: LoadConnection(following, self.until, acknowledging), sock=sock
+            lambda: LoadConnection(following, self.until, acknowledging),
+            sock=sock,
+            ssl=tls,
+            server_hostname=None if tls is None else "127.0.0.1",
         )
         self._opened.callback(connection.close)
         return connection
@@ -188,10 +203,10 @@ class _Dialler:
 
 
 async def _round_of(
-    ports: Sequence[int], following: Sequence[Next], seconds: float, meter: CpuMeter, *, delayed_acknowledgements: bool
+    ports: Sequence[int], following: Sequence[Next], seconds: float, meter: CpuMeter, options: DialOptions
 ) -> LoadWindow:
     with ExitStack() as opened:  # all must be closed, or the event loop may wait for ever
-        dialler = _Dialler(opened, delayed_acknowledgements=delayed_acknowledgements)
+        dialler = _Dialler(opened, options)
         return await _asked(dialler, ports, following, seconds, meter)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import select
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -160,7 +161,9 @@ def started_module(
         process.stdout.close()
 
 
-def wait_until_it_answers(server: ProcessTree, port: int, request: tuple[str, bytes], seconds: float) -> None:
+def wait_until_it_answers(
+    server: ProcessTree, port: int, request: tuple[str, bytes], seconds: float, *, tls: ssl.SSLContext | None = None
+) -> None:
     """Wait until a server answers a streamed request completely.
 
     Args:
@@ -168,6 +171,7 @@ def wait_until_it_answers(server: ProcessTree, port: int, request: tuple[str, by
         port: Its port.
         request: Path and body of the request.
         seconds: Longest wait.
+        tls: With what to connect; None: without TLS.
 
     Raises:
         SystemUnavailable: It ended, or did not answer in time; the message contains the end of its log.
@@ -176,7 +180,7 @@ def wait_until_it_answers(server: ProcessTree, port: int, request: tuple[str, by
     complaint = "nobody listens"
     while time.monotonic() < deadline and server.alive:
         try:
-            status, answer = ask(port, *request)
+            status, answer = ask(port, *request, tls=tls)
         except (OSError, http.client.HTTPException) as error:
             complaint = str(error)
         else:
@@ -188,9 +192,11 @@ def wait_until_it_answers(server: ProcessTree, port: int, request: tuple[str, by
     raise SystemUnavailable(f"{server.name} {what}: {server.last_words()}")
 
 
-def ask(port: int, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+def ask(port: int, path: str, body: bytes | None = None, *, tls: ssl.SSLContext | None = None) -> tuple[int, bytes]:
     """Send a request and return status and body of the answer; without a body it is a GET."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    if tls is not None:
+        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=tls)
     try:
         headers = {} if body is None else {"content-type": "application/json"}
         connection.request("GET" if body is None else "POST", path, body, headers)

@@ -1,16 +1,17 @@
 """Floor of the benchmark: a relay that forwards bytes and sends requests to workers in turn, without parsing anything.
 
-    python -m loadtests.router.systems.relay WORKER_PORT...     prints its port, one JSON line, when it is ready
+    python -m loadtests.router.systems.relay WORKER_PORT... [--tls CERTIFICATE KEY]    prints its port, one JSON line, when it is ready
 
 Bytes that a client sends after an answer has begun are taken as its next request. This is true only for clients that wait for each
 answer, like the client of this benchmark. So the relay is a floor to measure against, not a router.
 """
 
+import argparse
 import asyncio
 import gc
 import json
 import os
-import sys
+import ssl
 from collections.abc import Iterator
 from itertools import cycle
 from typing import cast
@@ -107,10 +108,10 @@ class RelayDestination:
         self.idle: list[RelayUpstream] = []
 
 
-async def _serve(ports: list[int]) -> None:
+async def _serve(ports: list[int], tls: ssl.SSLContext | None) -> None:
     loop = asyncio.get_running_loop()
     turns = cycle([RelayDestination(port) for port in ports])
-    server = await loop.create_server(lambda: RelayClient(turns, loop), "127.0.0.1", 0, backlog=1024)
+    server = await loop.create_server(lambda: RelayClient(turns, loop), "127.0.0.1", 0, backlog=1024, ssl=tls)
     gc.freeze()
     print(json.dumps({"port": server.sockets[0].getsockname()[1]}), flush=True)
     await loop.create_future()  # until it is killed
@@ -118,7 +119,15 @@ async def _serve(ports: list[int]) -> None:
 
 def main() -> None:
     die_with_parent(os.getppid())
-    uvloop.run(_serve([int(port) for port in sys.argv[1:]]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ports", type=int, nargs="+", metavar="WORKER_PORT")
+    parser.add_argument("--tls", nargs=2, metavar=("CERTIFICATE", "KEY"), help="serve over TLS")
+    arguments = parser.parse_args()
+    tls = None
+    if arguments.tls:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(*arguments.tls)
+    uvloop.run(_serve(arguments.ports, tls))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
 """Targets: how each router is started in front of workers that speak the OpenAI API.
 
 A target has the form `name` or `name:policy` on the command line; without a policy, it places requests by the workers' caches.
+With `+tls` after the name, it serves the client over TLS with a certificate of the run, and speaks to workers as before.
 Dynamo brings its own workers (its mocker), because its frontend speaks to no others.
 """
 
 import importlib.metadata
 import json
 import os
+import ssl
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import msgspec
+import trustme
 from msgspec import Struct
 
 from fleet.core.errors import ConfigurationRefused
@@ -24,8 +27,18 @@ from loadtests.router.systems import relay
 from loadtests.router.systems.processes import Cores, ProcessTree, started, started_module, wait_until_it_answers
 
 START_SECONDS = 90.0
+TLS = "+tls"
 DYNAMO_AT_ONCE = 1000.0  # factor of the speed of its simulated engine
 DYNAMO_PACED = 0.007  # seconds per token at speed 1
+
+
+class ServerCertificate(Struct, frozen=True, kw_only=True):
+    """A certificate for 127.0.0.1."""
+
+    certificate: Path  # PEM
+    key: Path  # PEM
+    trusted: ssl.SSLContext
+    """With what a client connects that trusts the certificate's authority."""
 
 
 class BenchmarkSetting(Struct, frozen=True, kw_only=True):
@@ -54,6 +67,9 @@ class BenchmarkSetting(Struct, frozen=True, kw_only=True):
     before: Path | None = None
     """Another checkout of Fleet for the target `fleet-before`, or None."""
 
+    served: ServerCertificate | None = None
+    """Certificate with which the router serves the client; None: without TLS. It comes from the target's name."""
+
 
 class RunningRouter(Struct, frozen=True, kw_only=True):
     """A router that is ready."""
@@ -67,6 +83,9 @@ class RunningRouter(Struct, frozen=True, kw_only=True):
     own_workers: bool = False
     """True if the target brings its own workers, whose counters are unknown."""
 
+    tls: ssl.SSLContext | None = None
+    """With what the client connects; None: without TLS."""
+
 
 Start = Callable[[BenchmarkSetting, str], AbstractContextManager[RunningRouter]]
 """Runs the router with a policy (empty: its own cache-aware one) as long as the context is open; may raise `SystemUnavailable`."""
@@ -74,14 +93,37 @@ Start = Callable[[BenchmarkSetting, str], AbstractContextManager[RunningRouter]]
 
 class RouterTarget(Struct, frozen=True, kw_only=True):
     name: str
-    """Name as on the command line, with the policy."""
+    """Name as on the command line, with `+tls` and the policy."""
 
     policy: str
     version: str
     start: Start
+    tls: bool = False
 
-    def running(self, setting: BenchmarkSetting) -> AbstractContextManager[RunningRouter]:
-        return self.start(setting, self.policy)
+    @contextmanager
+    def running(self, setting: BenchmarkSetting) -> Iterator[RunningRouter]:
+        """Run the router as long as the context is open; the files of a router with TLS have a folder of their own.
+
+        Raises:
+            SystemUnavailable: It does not start.
+        """
+        if not self.tls:
+            with self.start(setting, self.policy) as running:
+                yield running
+            return
+        folder = setting.folder / "tls"
+        folder.mkdir(exist_ok=True)
+        authority = trustme.CA()
+        issued = authority.issue_cert("127.0.0.1")
+        served = ServerCertificate(
+            certificate=folder / f"{self.name}.pem",
+            key=folder / f"{self.name}.key",
+            trusted=ssl.create_default_context(cadata=authority.cert_pem.bytes().decode()),
+        )
+        served.certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+        served.key.write_bytes(issued.private_key_pem.bytes())
+        with self.start(msgspec.structs.replace(setting, folder=folder, served=served), self.policy) as running:
+            yield msgspec.structs.replace(running, tls=served.trusted)
 
 
 def targets(names: Sequence[str]) -> list[RouterTarget]:
@@ -94,11 +136,14 @@ def targets(names: Sequence[str]) -> list[RouterTarget]:
 
 
 def _target(full_name: str) -> RouterTarget:
-    name, _, policy = full_name.partition(":")
+    base, _, policy = full_name.partition(":")
+    name = base.removesuffix(TLS)
     if (known := KNOWN.get(name)) is None:
         raise ConfigurationRefused(f"--targets: {name} is not one of {', '.join(KNOWN)}")
     version, start = known
-    return RouterTarget(name=full_name, policy=policy, version=version, start=start)
+    if name == DIRECT != base:
+        raise ConfigurationRefused(f"--targets: the workers of {base} serve without TLS")
+    return RouterTarget(name=full_name, policy=policy, version=version, start=start, tls=name != base)
 
 
 @contextmanager
@@ -109,8 +154,10 @@ def _direct(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]: 
 
 @contextmanager
 def _relay(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:  # noqa: ARG001 - it has no policy
-    ports = [str(port) for port in setting.workers]
-    with started_module(relay.__name__, ports, setting.folder, setting.cores.router) as (server, ready):
+    arguments = [str(port) for port in setting.workers]
+    if (served := setting.served) is not None:
+        arguments += ["--tls", str(served.certificate), str(served.key)]
+    with started_module(relay.__name__, arguments, setting.folder, setting.cores.router) as (server, ready):
         yield RunningRouter(ports=(ready["port"],), server=server)
 
 
@@ -137,6 +184,11 @@ def _fleet_of(
     port = free_port()
     lines = [f'http_listen = "127.0.0.1:{port}"', 'grpc_listen = "127.0.0.1:0"']
     lines += [f"policy = {json.dumps(policy)}"] if policy else []
+    if (served := setting.served) is not None:
+        lines += [
+            f"tls.certificate = {json.dumps(str(served.certificate))}",
+            f"tls.key = {json.dumps(str(served.key))}",
+        ]
     for number, worker in enumerate(setting.workers):
         lines += [
             "",
@@ -161,11 +213,18 @@ def _peer(name: str, distribution: SystemDistribution, command_of: peers.Command
         python = python_of(distribution, setting.cache)
         port = free_port()
         urls = [f"http://127.0.0.1:{worker}" for worker in setting.workers]
-        command = command_of(python, port, urls, policy or default)
+        command = [*command_of(python, port, urls, policy or default), *_tls_options(setting)]
         with _serving(name, policy, command, port, setting, {}) as running:
             yield running
 
     return start
+
+
+def _tls_options(setting: BenchmarkSetting) -> Sequence[str]:
+    """Return the options for TLS, which all compared systems have in common."""
+    if (served := setting.served) is None:
+        return ()
+    return "--tls-cert-path", str(served.certificate), "--tls-key-path", str(served.key)
 
 
 @contextmanager
@@ -178,7 +237,7 @@ def _dynamo(setting: BenchmarkSetting, policy: str) -> Iterator[RunningRouter]:
     simulated = peers.dynamo_workers(
         python, setting.model_dir, MODEL, speed, len(setting.workers), setting.cache_blocks
     )
-    command = peers.dynamo_command(python, port, policy or "kv")
+    command = [*peers.dynamo_command(python, port, policy or "kv"), *_tls_options(setting)]
     with (
         started("dynamo-mocker", simulated, setting.folder, setting.cores.others, more),
         _serving("dynamo", policy, command, port, setting, more) as running,
@@ -194,7 +253,9 @@ def _serving(
     full_name = f"{name}:{policy}" if policy else name
     body = {"model": MODEL, "stream": True, "max_tokens": 1, "temperature": 0, "prompt": "Are you there?"}
     with started(full_name, command, setting.folder, setting.cores.router, more) as server:
-        wait_until_it_answers(server, port, (PATH, json.dumps(body).encode()), START_SECONDS)
+        request = PATH, json.dumps(body).encode()
+        trusted = None if setting.served is None else setting.served.trusted
+        wait_until_it_answers(server, port, request, START_SECONDS, tls=trusted)
         yield RunningRouter(ports=(port,), server=server)
 
 

@@ -11,6 +11,7 @@ import time
 import msgspec
 import pytest
 
+from fleet.core.errors import ConfigurationRefused
 from loadtests.environments import SystemUnavailable
 from loadtests.kvstore.nodes import ROOT, environment
 from loadtests.router.load import client
@@ -18,7 +19,14 @@ from loadtests.router.load.client import round_of
 from loadtests.router.load.prompts import MODEL, PATH, request
 from loadtests.router.mock_workers import workers
 from loadtests.router.systems import relay
-from loadtests.router.systems.processes import ask, started, started_module, wait_until_it_answers
+from loadtests.router.systems.processes import (
+    ask,
+    cores_of_this_process,
+    started,
+    started_module,
+    wait_until_it_answers,
+)
+from loadtests.router.systems.targets import BenchmarkSetting, targets
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -139,6 +147,29 @@ def test_the_relay_takes_workers_in_turn_and_changes_no_byte(serve, tmp_path):
         assert (window.requests, window.failures) == (8, 0)
         assert [counters(port)["requests"] for port in ports] == [4, 4]
         assert ask(ready["port"], PATH, BODY) == direct
+
+
+@pytest.mark.parametrize("name", ["relay+tls", "fleet+tls"])
+def test_target_with_tls_serves_over_tls_alone(serve, tmp_path, model_dir, name):
+    setting = BenchmarkSetting(
+        workers=tuple(serve(workers=2)),
+        model_dir=model_dir,
+        folder=tmp_path,
+        cache=tmp_path,
+        cores=cores_of_this_process(),
+    )
+    (_, target) = targets([name])
+    with target.running(setting) as router:
+        window = round_of(router.ports, [one(request("word", 1))], 10, NoMeter(), tls=router.tls)
+        with pytest.raises(SystemUnavailable):
+            round_of(router.ports, [one(request("word", 1))], 10, NoMeter())
+
+    assert (window.requests, window.failures) == (1, 0)
+
+
+def test_workers_without_tls_are_refused_as_a_target_with_it():
+    with pytest.raises(ConfigurationRefused, match=r"direct\+tls serve without TLS"):
+        targets(["direct+tls"])
 
 
 def test_benchmark_client_gives_up_on_a_rejecting_router(serve):

@@ -3,7 +3,9 @@
 import sys
 
 import pytest
+from msgspec import structs
 
+from loadtests.clients.__main__ import MISUSED, main
 from loadtests.clients.programs import registry
 from loadtests.clients.results import CallOutcome, CallResult, missing_here, summed
 
@@ -43,12 +45,17 @@ print(json.dumps({"call": "y", "ok": False, "why": "no"}))
 
 @pytest.mark.parametrize(
     ("script", "expected"),
-    [(LINES, [("x", "passed"), ("y", "failed")]), ("raise SystemExit('broken')", [("program", "failed")])],
+    [
+        (LINES, [("x", "passed"), ("y", "failed")]),
+        ("raise SystemExit('broken')", [("program", "failed")]),
+        ("print('nothing')", [("program", "failed")]),
+    ],
 )
 def test_lines_of_a_program_are_its_calls(tmp_path, monkeypatch, script, expected):
     (tmp_path / "calls.py").write_text(script)
     monkeypatch.setattr(registry, "FOLDER", tmp_path)
-    monkeypatch.setattr(registry, "PROGRAMS", {"one": (registry.PROGRAMS["litellm"][0], "calls.py")})
+    program = structs.replace(registry.PROGRAMS["litellm"], script="calls.py")
+    monkeypatch.setattr(registry, "PROGRAMS", {"one": program})
     monkeypatch.setattr(registry, "python_of", lambda distribution, cache: sys.executable)
 
     results = registry.run_program("one", "http://x/v1", "m", tmp_path, tmp_path, tmp_path / "scratch")
@@ -57,6 +64,29 @@ def test_lines_of_a_program_are_its_calls(tmp_path, monkeypatch, script, expecte
 
 
 def test_every_program_has_its_script_and_pinned_packages():
-    for distribution, script in registry.PROGRAMS.values():
-        assert (registry.FOLDER / script).is_file()
-        assert all("==" in package for step in distribution.steps for packages in step for package in packages)
+    for program in registry.PROGRAMS.values():
+        assert (registry.FOLDER / program.script).is_file()
+        steps = program.distribution.steps
+        assert all("==" in package for step in steps for packages in step for package in packages)
+
+
+@pytest.mark.parametrize("clients", ["grpc-reflection", "openai,tritonclient"])
+def test_program_without_http_is_refused_with_a_url(capsys, clients):
+    assert main(["--url", "http://127.0.0.1:1/v1", "--clients", clients]) == MISUSED
+
+    assert f"{clients.split(',')[-1]}: calls no HTTP API; leave out --url" in capsys.readouterr().err
+
+
+def test_unknown_client_is_refused_with_the_known_ones(capsys):
+    assert main(["--clients", "openai,nobody"]) == MISUSED
+
+    assert "nobody: not one of openai, anthropic, " in capsys.readouterr().err
+
+
+def test_page_of_clients_has_each_program_with_its_version():
+    page = (registry.FOLDER.parents[2] / "docs" / "howto" / "clients.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+
+    for name, program in registry.PROGRAMS.items():
+        (row,) = [row for row in rows if f"`{name}`" in row.split("|")[1] and row.count("|") == 6]
+        assert row.split("|")[2].strip() == program.distribution.version

@@ -1,4 +1,4 @@
-# One line each: make up | test | kube-test | check | audit | sbom | fuzz | proto | chart | images | bench | install | clean.   ENGINE=simulated needs no vLLM; CHECK=1 compares tokens.
+# One line each: make up | test | kube-test | check | audit | sbom | fuzz | proto | chart | docs | images | bench | install | clean.   ENGINE=simulated needs no vLLM; CHECK=1 compares tokens.
 ENGINE ?= vllm
 HTTP_PORT ?= 8000
 FUZZ_SECONDS ?= 600
@@ -44,13 +44,13 @@ endef
 # A package that an install was broken off in may look as if it were there, but nobody has written down of which files it consists.
 HALF_MADE := find .venv/lib/python3*/site-packages -maxdepth 1 -name '*.dist-info' ! -exec test -e {}/RECORD \; -exec rm -r {} +
 
-.PHONY: up test kube-test check audit sbom fuzz proto chart images bench install lock clean
+.PHONY: up test kube-test check audit sbom fuzz proto chart docs images bench install lock clean
 .DEFAULT_GOAL := up
 
 up: $(INSTALLED)
 	@$(BIN)/fleet up --engine $(ENGINE) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) $(if $(filter 1,$(CHECK)),--check,--demo "$(DEMO)")
 
-test: $(INSTALLED)
+test: $(INSTALLED) $(KUBE)
 	@$(BIN)/pytest -n 2 --no-loadscope-reorder $(if $(filter simulated,$(ENGINE)),-m "not vllm") $(TESTS)
 
 kube-test: $(KUBE)
@@ -66,7 +66,10 @@ check: $(KUBE)
 	$(PROTOC) --python_out="$$fresh" --grpc_python_out="$$fresh" --mypy_out="quiet:$$fresh" --mypy_grpc_out="quiet:$$fresh" $(PROTOS); \
 	for file in $$(cd "$$fresh" && find . -type f); do \
 	  diff -q "$$fresh/$$file" "$$file" >/dev/null || { echo "$$file is not what proto/ gives: run 'make proto'"; exit 1; }; done
-	@echo "generated code is fresh"
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; for page in fleet.app.settings operators.chart.metrics; do \
+	$(BIN)/python -m $${page}_reference "$$fresh/page.md"; page="$${page##*.}"; \
+	  diff "$$fresh/page.md" "docs/$$page.md" || { echo "docs/$$page.md is not what the code gives: run 'make docs'"; exit 1; }; done
+	@echo "generated code and pages are fresh"
 
 # Fails if a pinned version has a known vulnerability, and also if no advisory service could be asked.   AUDIT="--service pypi" asks another one.
 audit: $(DEV)
@@ -87,9 +90,14 @@ chart: $(DEV)
 	@$(BIN)/python -m operators.chart.generate deploy/helm/fleet
 	@$(BIN)/python -m fleet.app.settings_reference docs/settings.md
 
-# Needs a container runtime: make images RUNTIME=podman REGISTRY=registry.example.org/llm IMAGES="router operator"; PIN=1: only looks up digests of bases
+docs: $(KUBE)
+	@$(BIN)/python -m fleet.app.settings_reference docs/settings.md
+	@$(BIN)/python -m operators.chart.metrics_reference docs/metrics.md
+
+# Needs a container runtime: make images RUNTIME=podman REGISTRY=registry.example.org/llm IMAGES="router operator"
+# PIN=1: only looks up digests of bases, at their registry or at MIRROR=URL, without a container runtime
 images: $(BIN)/python
-	@$(BIN)/python deploy/images/build.py --runtime $(RUNTIME) --registry "$(REGISTRY)" $(if $(filter 1,$(PIN)),--pin) $(IMAGES)
+	@$(BIN)/python deploy/images/build.py --runtime $(RUNTIME) --registry "$(REGISTRY)" $(if $(filter 1,$(PIN)),--pin --mirror "$(MIRROR)") $(IMAGES)
 
 proto: $(DEV)
 	@$(PROTOC) --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PROTOS)

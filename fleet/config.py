@@ -5,13 +5,15 @@ Rules:
 1. A settings Struct is defined next to the code that uses it, and documents each field.
 2. A file is TOML (`.toml`) or JSON (any other suffix) of exactly one Struct. An unknown key, a wrong type or a value
    out of range raises `ConfigurationRefused` with the file, the path of the key and the cause, in one line.
-3. The environment only says where caches go. It is passed on to child processes.
+3. The environment only says where caches go, and which authorities gRPC knows. It is passed on to child processes.
+4. Command-line options are in `fleet.cli`; those of `fleet up` override the file (`fleet.cli.up`).
 """
 
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.resources import files
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,9 +21,17 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from fleet.core.errors import ConfigurationRefused, split_validation_error, with_allowed_values
+from fleet.core.errors import (
+    ConfigurationRefused,
+    did_you_mean,
+    known_fields,
+    split_validation_error,
+    with_allowed_values,
+)
 
 Settings = TypeVar("Settings", bound=Struct)
+
+_NO_SHA256 = "Expected `str` matching regex '^[0-9a-f]{64}$'"
 
 
 def load(path: Path, kind: type[Settings], changes: Mapping[str, Any] | None = None) -> Settings:
@@ -60,10 +70,13 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> Any:
     try:
-        content = path.read_bytes()
-        return tomllib.loads(content.decode()) if path.suffix == ".toml" else msgspec.json.decode(content)
+        content = path.read_bytes().decode()
+        return tomllib.loads(content) if path.suffix == ".toml" else msgspec.json.decode(content)
     except OSError as error:
         raise ConfigurationRefused(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        kind = "TOML" if path.suffix == ".toml" else "JSON"
+        raise ConfigurationRefused(f"{path}: is not a text in UTF-8, and so no {kind} file") from error
     except (ValueError, msgspec.DecodeError, RecursionError) as error:  # RecursionError: thousands of brackets
         raise ConfigurationRefused(f"{path}: {_one_line(str(error))}") from error
 
@@ -186,6 +199,12 @@ def default_cache_dir() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "fleet"
 
 
+def grpc_authorities() -> str:
+    """Return the file of the authorities that gRPC trusts unless it is given others."""
+    named = os.environ.get("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH")  # noqa: TID251 - this is the loader
+    return named or str(files("grpc") / "_cython" / "_credentials" / "roots.pem")
+
+
 def child_environment() -> dict[str, str]:
     """Return environment variables for child processes: those of this process, and unbuffered output."""
     return {**os.environ, "PYTHONUNBUFFERED": "1"}  # noqa: TID251 - this is the loader
@@ -214,8 +233,25 @@ def _with_path(error: msgspec.ValidationError, kind: Any) -> str:
     cause = with_allowed_values(cause, kind, path)
     path = path.removeprefix(".")
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", cause):
-        return f"{path}.{unknown[1]}: is not a known key" if path else f"{unknown[1]}: is not a known key"
-    return _one_line(f"{path}: {cause}" if path else cause)
+        known = known_fields(kind, f".{path}" if path else "")
+        meant = did_you_mean(unknown[1], known) or ("" if path else _in_sections(unknown[1], kind, known))
+        return f"{path}.{unknown[1]}: is not a known key{meant}" if path else f"{unknown[1]}: is not a known key{meant}"
+    cause = cause.replace(_NO_SHA256, "must have 64 of the digits 0-9 and a-f, as sha256sum prints")
+    return _one_line(_place_in(path, cause, kind) if path else cause)
+
+
+def _in_sections(key: str, kind: Any, sections: Sequence[str]) -> str:
+    """Return a question that proposes the key in each section that has it; empty if none has."""
+    found = [repr(f"{section}.{key}") for section in sections if key in known_fields(kind, f".{section}")]
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def _place_in(path: str, cause: str, kind: Any) -> str:
+    """Put a path before a cause, which may itself begin with the name of that section and a field."""
+    section, _, field = cause.partition(": ")[0].partition(".")
+    if section == path.rpartition(".")[2] and field in known_fields(kind, f".{path}"):
+        return path.removesuffix(section) + cause
+    return f"{path}: {cause}"
 
 
 def _one_line(text: str) -> str:

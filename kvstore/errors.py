@@ -1,23 +1,38 @@
-"""Errors of store nodes and their clients, one class for each reaction of the caller."""
+"""Errors of store nodes and their clients.
+
+Errors to which the caller has to react differently have different classes.
+"""
 
 from kvstore.namespace import KvNamespace
 
 
 def reason(error: Exception) -> str:
-    """Return the cause of an error in words; for an operating-system error, without its number and path."""
+    """Return the message of an error. The message of an operating-system error is given without its number and path."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 class StoreError(Exception):
-    """Base class: a store node cannot be used."""
+    """Base class of all errors of store nodes and their clients."""
 
 
 class StoreUnreachable(StoreError):
-    """The node did not answer in time, or is not there. Continue without it and retry later."""
+    """The node did not answer in time, or no process listens at its address.
+
+    The caller continues without the node and retries later.
+    """
+
+
+class IncompatibleVersion(StoreUnreachable):
+    """Node and client speak no common version of the protocol. The message says which of the two has to be upgraded.
+
+    Until the upgrade, the caller continues without the node.
+    """
 
 
 class LayoutMismatch(StoreError):
-    """Node and client would store the same blocks in different layouts. No bytes were moved. Correct the configuration.
+    """Node and client would store the same blocks in different layouts. No bytes were moved.
+
+    The administrator has to correct the configuration.
 
     Attributes:
         field: The first field of `KvNamespace` that differs.
@@ -38,16 +53,16 @@ class StoreNotStarted(StoreError):
 class NodeEnded(StoreError):
     """A node that runs in this process has ended by itself.
 
-    End the process, so that its supervisor starts another one.
+    The host program has to end too, so that its supervisor starts it again.
     """
 
 
 class BadCredentials(StoreNotStarted):
-    """A credentials file of a node or a client cannot be used. Correct the configuration."""
+    """A credentials file of a node or a client cannot be used. The administrator has to correct the configuration."""
 
 
 class InvalidArgument(StoreError):
-    """The request is invalid, and every node will refuse it.
+    """The request is invalid. Any other node would refuse it too.
 
     Attributes:
         field: Name of the invalid field of the request.
@@ -59,14 +74,20 @@ class InvalidArgument(StoreError):
 
 
 class NamespaceUnknown(StoreError):
-    """No client has opened this namespace since the node started. Send Hello again, then repeat the call."""
+    """The node does not know this namespace, because no client has opened it since the node started.
+
+    The client has to repeat the handshake (the call `Hello`) and then the failed call.
+    """
 
     def __init__(self, digest: bytes):
         super().__init__(f"namespace {digest.hex()} is not open here")
 
 
 class Restarted(StoreError):
-    """The node has restarted since the handshake. Send Hello again, then repeat the call."""
+    """The node has restarted since the client's handshake.
+
+    The client has to repeat the handshake (the call `Hello`) and then the failed call.
+    """
 
 
 class NamespaceInUse(StoreError):
@@ -85,12 +106,18 @@ class NamespaceInUse(StoreError):
 
 
 class Exhausted(StoreError):
-    """A limit of the node is reached. Retry later, or raise the setting that the message names."""
+    """A limit of the node is reached. The caller may retry later.
+
+    The administrator may raise the setting that the message names.
+    """
 
 
 class TierFailed(StoreError):
-    """A tier could not read or write. Its blocks count as misses until it works again."""
+    """A tier could not read or write. Requests for its blocks count as misses until the tier works again."""
 
 
 class UndecodableBlock(StoreError):
-    """Bytes from a backing tier cannot be decoded: damaged, of another block, or encrypted with an unknown secret."""
+    """Bytes from a backing tier cannot be decoded.
+
+    They are damaged, belong to another block, or are encrypted with an unknown secret.
+    """

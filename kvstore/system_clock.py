@@ -8,12 +8,17 @@ from kvstore.clock import Nanos
 
 
 class MonotonicClock:
-    """Clock that never goes back and is equal in all processes of a host."""
+    """Clock that never goes back and shows the same time in all processes of a host."""
 
-    # The system's function itself, without a wrapper: it is called several times for each request.
+    # `now` is the system's function itself. A Python function around it would be slow, and each request calls it often.
     now = staticmethod(cast("Callable[[], Nanos]", time.monotonic_ns))  # noqa: TID251 - this is the Clock
 
 
 def unix_seconds() -> int:
-    """Return the calendar time in seconds, for comparison between hosts; it may jump."""
+    """Return the calendar time in seconds, for comparison between hosts. It may jump forwards or backwards."""
     return int(time.time())  # noqa: TID251 - this is the clock
+
+
+def unix_nanoseconds() -> int:
+    """Return the calendar time in nanoseconds. It may jump forwards or backwards."""
+    return time.time_ns()

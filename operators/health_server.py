@@ -1,4 +1,7 @@
-"""Health server of the operator: /healthz, /readyz and /metrics. It accepts no commands."""
+"""Health server of the operator: answers /healthz, /readyz and /metrics over HTTP.
+
+It has no endpoint that changes anything.
+"""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -6,6 +9,8 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+
+from kvstore.security.metrics_access import CHALLENGE, MetricsGuard
 
 STOP_SECONDS = 2.0
 
@@ -17,15 +22,19 @@ async def open_health_server(
     unread: Callable[[], Sequence[str]],
     lost: Callable[[], Sequence[str]],
     registry: CollectorRegistry,
+    guard: MetricsGuard,
 ) -> AsyncIterator[str]:
-    """Answer requests while the context is open.
+    """Serve health and metrics while the context is open.
 
     Args:
         host: The host to listen at.
-        port: The port; 0: any.
-        unread: The kinds that have not been read yet. Standbys read them too, so they are ready.
-        lost: These, and kinds that cannot be followed now, because the server or the kind is missing.
-        registry: The metrics of /metrics.
+        port: The port; 0 means any free port.
+        unread: Returns the kinds whose objects have not been read yet from the API server. A process that does not lead
+            reads them too, and so becomes ready.
+        lost: Returns the unread kinds, and the kinds whose changes cannot be watched now, because the API server is not
+            reachable or does not have the kind. The process is ready when this list is empty.
+        registry: The metrics that /metrics shows.
+        guard: Decides who may read the metrics.
 
     Yields:
         The bound address, host:port.
@@ -45,6 +54,8 @@ async def open_health_server(
         return web.Response(status=503, text=f"cannot be followed at the API server now: {what}\n")
 
     async def metrics(request: web.Request) -> web.Response:
+        if refusal := guard.refusal(request.headers.get("Authorization", "")):
+            return web.Response(status=401, text=f"{refusal}\n", headers=dict([CHALLENGE]))
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 

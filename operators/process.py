@@ -1,4 +1,4 @@
-"""Operator process: puts the API client, leader election, loops and health server together."""
+"""Operator process: creates the API client, the leader election, the operator's loops and the health server."""
 
 import asyncio
 import logging
@@ -13,6 +13,7 @@ from fleet.net.kubernetes.client import open_api_client
 from fleet.net.kubernetes.leader import LeaseLeader
 from fleet.net.kubernetes.ports import KubernetesError, WallClock
 from kvstore.net.addresses import host_port
+from kvstore.security.metrics_access import MetricsGuard
 from operators.controller.control_secrets import ControlSecrets
 from operators.controller.events import CONTROLLER
 from operators.health_server import open_health_server
@@ -38,17 +39,17 @@ async def serve_operator(
     announce: Callable[[Mapping[str, str]], None],
     stop: asyncio.Event,
 ) -> None:
-    """Serve until asked to stop.
+    """Run the operator until `stop` is set.
 
     Args:
         settings: Settings of the operator.
-        routers: Asks routers which workers they know; None: they are not asked.
-        clients: Sends probes; None: none are sent.
+        routers: Asks routers which workers they know, or None if routers are not asked.
+        clients: Sends probes, or None if no probes are sent.
         clock: Monotonic clock for durations.
-        wall: Wall clock for times in objects.
+        wall: Wall clock for times in Kubernetes objects.
         registry: Metrics of the process; the operator's metrics are added.
-        announce: Called with the endpoints once they answer.
-        stop: Set to end the operator.
+        announce: Called once with the bound address when the health server accepts connections.
+        stop: The caller sets this event to end the operator.
 
     Raises:
         ConfigurationRefused: The address is in use, or the API server's address is not configured.
@@ -58,6 +59,7 @@ async def serve_operator(
         host, port = host_port(settings.listen)
     except ValueError as error:
         raise ConfigurationRefused(f"listen: {error}") from error
+    guard = MetricsGuard.of(settings.metrics_access, settings.listen)
     metrics = OperatorMetrics(registry)
     try:
         async with open_api_client(settings.kubeconfig, f"{AGENT}/{settings.identity}") as cluster:
@@ -74,7 +76,7 @@ async def serve_operator(
                 ready=operator.by_readiness,
             )
             registry.register(gauges)
-            async with open_health_server(host, port, operator.unread, operator.lost, registry) as address:
+            async with open_health_server(host, port, operator.unread, operator.lost, registry, guard) as address:
                 announce({"http": address})
                 await operator.run(stop)
     except OSError as error:
@@ -84,7 +86,7 @@ async def serve_operator(
 
 
 def _namespace(settings: OperatorSettings) -> str:
-    """Return the namespace of the Lease.
+    """Return the namespace of the Lease for the leader election.
 
     Raises:
         ConfigurationRefused: No namespace is configured, and this process does not run in a pod.

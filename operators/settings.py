@@ -6,6 +6,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from fleet.net.kubernetes.leader import LeaseSettings
+from kvstore.security.metrics_access import MetricsAccess
 from operators.manifests.pods import Images
 from operators.rbac import OWN_SECRET
 
@@ -52,6 +53,9 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     listen: str = "0.0.0.0:8080"
     """host:port of /healthz, /readyz and /metrics."""
+
+    metrics_access: MetricsAccess = MetricsAccess()
+    """Access to /metrics."""
 
     kubeconfig: str = ""
     """A file that says how to reach the API server; empty: the pod's service account."""

@@ -1,42 +1,58 @@
-"""Metrics of the operator; those of the planner are in `operators.planner.metrics`. All labels have a fixed number of values."""
+"""Metrics of the operator; the planner's metrics are in `operators.planner.metrics`.
 
-from collections.abc import Callable, Iterator, Mapping
+Each label of these metrics has a fixed set of values.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, disable_created_metrics
+from prometheus_client.core import Metric
 
-BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+from kvstore.metric_definitions import CounterDefinition, GaugeDefinition, HistogramDefinition, MetricDefinition
+
+BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+    *(30.0, 60.0, 120.0, 300.0, 600.0),
+)
+
+RECONCILES = CounterDefinition(
+    "fleet_operator_reconciles", "Reconciles of one deployment, by outcome", ("outcome",), "reconciles"
+)
+WRITES = CounterDefinition("fleet_operator_writes", "Writes to the API server, by purpose", ("write",), "writes")
+SECONDS = HistogramDefinition("fleet_operator_reconcile_seconds", "Duration of one reconcile", bounds=BUCKETS)
+LEADS = GaugeDefinition("fleet_operator_leads", "Whether this operator leads", unit="0 or 1")
+QUEUE = GaugeDefinition("fleet_operator_queue", "Deployments that wait for a reconcile", unit="deployments")
+WATCH_RESTARTS = GaugeDefinition("fleet_operator_watch_restarts", "Restarts of lists and watches", unit="restarts")
+OBJECTS = GaugeDefinition("fleet_operator_objects", "Objects in the caches, by kind", ("kind",), "objects")
+DEPLOYMENTS = GaugeDefinition("fleet_operator_deployments", "DisaggDeployments, by Ready", ("ready",), "deployments")
+METRICS: Sequence[MetricDefinition] = (
+    *(RECONCILES, WRITES, SECONDS, LEADS, QUEUE, WATCH_RESTARTS, OBJECTS, DEPLOYMENTS),
+)
 
 
 class ReconcileOutcome(StrEnum):
-    """Outcome of one reconcile of a deployment."""
+    """Outcomes that one reconcile of a deployment can have."""
 
     SETTLED = "settled"
     ACTED = "acted"
     REFUSED = "refused"
-    """The API server refused a part of it."""
+    """The API server refused one or more of the writes."""
 
     FAILED = "failed"
     """The API server failed, so the reconcile could not finish."""
 
     CRASHED = "crashed"
-    """The operator has a fault."""
+    """The reconcile ended with an unexpected error, which is a fault in the operator."""
 
 
 class OperatorMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         disable_created_metrics()
         self.registry = registry
-        self._looks = Counter(
-            "fleet_operator_reconciles", "Reconciles of one deployment, by outcome", ["outcome"], registry=registry
-        )
-        self._writes = Counter(
-            "fleet_operator_writes", "Writes to the API server, by purpose", ["write"], registry=registry
-        )
-        self._seconds = Histogram(
-            "fleet_operator_reconcile_seconds", "Duration of one reconcile", buckets=BUCKETS, registry=registry
-        )
+        self._looks = RECONCILES.instrument(registry)
+        self._writes = WRITES.instrument(registry)
+        self._seconds = SECONDS.instrument(registry)
         for outcome in ReconcileOutcome:
             self._looks.labels(outcome)
 
@@ -49,7 +65,7 @@ class OperatorMetrics:
 
 
 class OperatorGauges:
-    """Values at the moment of a scrape. Register it with a `CollectorRegistry`."""
+    """Reads the operator's gauges at each scrape. The caller has to register it in a `CollectorRegistry`."""
 
     def __init__(
         self,
@@ -67,15 +83,9 @@ class OperatorGauges:
         self._ready = ready
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics, as prometheus_client expects."""
-        yield GaugeMetricFamily("fleet_operator_leads", "Whether this operator leads", float(self._leads()))
-        yield GaugeMetricFamily("fleet_operator_queue", "Deployments that wait for a reconcile", self._waiting())
-        yield GaugeMetricFamily("fleet_operator_watch_restarts", "Restarts of lists and watches", self._restarts())
-        objects = GaugeMetricFamily("fleet_operator_objects", "Objects in the caches, by kind", labels=["kind"])
-        for kind, count in self._objects().items():
-            objects.add_metric([kind], count)
-        yield objects
-        deployments = GaugeMetricFamily("fleet_operator_deployments", "DisaggDeployments, by Ready", labels=["ready"])
-        for status, count in self._ready().items():
-            deployments.add_metric([status], count)
-        yield deployments
+        """Yield the metrics; prometheus_client calls this method at each scrape."""
+        yield LEADS.value(float(self._leads()))
+        yield QUEUE.value(self._waiting())
+        yield WATCH_RESTARTS.value(self._restarts())
+        yield OBJECTS.samples({(kind,): count for kind, count in self._objects().items()})
+        yield DEPLOYMENTS.samples({(status,): count for status, count in self._ready().items()})

@@ -1,9 +1,9 @@
-"""Acceptance check: decides which attempts a worker refuses before anything is started."""
+"""Acceptance check: decides which attempts a worker refuses before the engine gets them."""
 
 from collections.abc import Iterable
 
 from fleet.core.errors import Reason
-from fleet.core.requests import TOKEN_BYTES, Sampling, engine_fields, state_fields
+from fleet.core.requests import IMAGES, TOKEN_BYTES, Sampling, engine_fields, state_fields
 from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.work import Handoff, Rejected, Start
 from kvstore.block import SALT_BYTES
@@ -18,9 +18,10 @@ TAKES: dict[Role, frozenset[Phase]] = {
 
 
 def refusal(start: Start, role: Role, facts: EngineFacts) -> Rejected | None:
-    """Return why this worker refuses the attempt `start`; None if it accepts the attempt."""
+    """Return the rejection of the attempt `start`, or None if this worker accepts the attempt."""
     return (
         _unfit_phase(start, role)
+        or _unfit_task(start, facts)
         or _unfit_prompt(start, facts)
         or _unfit_adapter(start, facts)
         or _unparsed(start, facts)
@@ -30,7 +31,7 @@ def refusal(start: Start, role: Role, facts: EngineFacts) -> Rejected | None:
 
 
 def field_beyond_vocabulary(sampling: Sampling, vocab_size: int) -> str | None:
-    """Return the sampling field that names a token outside the vocabulary, which could harm an engine; None if there is none."""
+    """Return the sampling field that names a token outside the vocabulary, which could make an engine fail; or None."""
     named: dict[str, Iterable[int]] = {
         "logit_bias": (token for token, _ in sampling.logit_bias),
         "allowed_token_ids": sampling.allowed_token_ids,
@@ -44,6 +45,23 @@ def _unfit_phase(start: Start, role: Role) -> Rejected | None:
         return None
     takes = " and ".join(sorted(TAKES[role]))
     return _invalid(start, "phase", f"this is a {role} worker, it takes {takes} work and not {start.phase}")
+
+
+def _unfit_task(start: Start, facts: EngineFacts) -> Rejected | None:
+    if start.pooling is None and facts.pooling is None:
+        return None
+    if start.pooling is None:
+        assert facts.pooling is not None
+        return _invalid(start, "pooling", f"is required; this worker's model has the task {facts.pooling.task}")
+    if facts.pooling is None:
+        return _invalid(start, "pooling", "this worker's model generates tokens, and has no vectors")
+    if start.pooling.task is not facts.pooling.task:
+        return _invalid(start, "pooling.task", f"is {start.pooling.task}, and this worker's is {facts.pooling.task}")
+    if start.phase is not Phase.AGGREGATED:
+        return _invalid(start, "phase", f"a vector is the work of one worker, and this is {start.phase} work")
+    if start.pooling.first_tokens > start.num_tokens:
+        return _invalid(start, "pooling.first_tokens", f"{start.pooling.first_tokens} is more than the whole prompt")
+    return None
 
 
 def _unfit_prompt(start: Start, facts: EngineFacts) -> Rejected | None:
@@ -62,10 +80,16 @@ def _unfit_prompt(start: Start, facts: EngineFacts) -> Rejected | None:
             return _invalid(
                 start, f"sampling.{field}", f"this worker's engine ({facts.name}) does not obey it; leave it out"
             )
+    if start.images and IMAGES not in facts.sampling_fields:
+        return _invalid(start, "images", f"this worker's engine ({facts.name}) takes none")
+    if start.images and start.phase is not Phase.AGGREGATED:
+        return _invalid(start, "images", f"need one worker for all, and this is {start.phase} work")
     if start.sampling.prompt_logprobs is not None and start.phase is not Phase.AGGREGATED:
         return _invalid(start, "sampling.prompt_logprobs", f"needs one worker for all, and this is {start.phase} work")
     prompt = len(start.tokens) // TOKEN_BYTES
     answer = 1 if start.phase is Phase.PREFILL else start.sampling.max_tokens
+    if start.pooling is not None:
+        answer = 0  # a request for a vector generates no tokens, so only its prompt has to fit into the context
     if prompt + answer > facts.max_model_len:
         return Rejected(
             request_id=start.request_id,
@@ -136,7 +160,10 @@ def _unfit_kv(start: Start, facts: EngineFacts) -> Rejected | None:
 
 
 def _other_values(start: Start, handoff: Handoff, facts: EngineFacts) -> Rejected:
-    """Return the rejection of a handoff with other blocks; name the first differing field if both fingerprints are known."""
+    """Return the rejection of a handoff whose blocks this worker cannot use, because their fingerprint differs.
+
+    If both fingerprints are known, the message names the first field in which they differ.
+    """
     if handoff.kv is not None and facts.kv is not None:
         agreement = negotiate(writer=handoff.kv, reader=facts.kv)
         if isinstance(agreement, Incompatible):

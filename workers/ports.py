@@ -8,18 +8,18 @@ from msgspec import Struct
 
 from fleet.core.clock import Nanos
 from fleet.core.ids import ModelName, RequestId, StoreId
-from fleet.core.requests import AnswerParsers, TokenBytes
+from fleet.core.requests import AnswerParsers, PoolingModel, TokenBytes
 from fleet.core.roles import KvPath
 from fleet.core.work import KvEvent, LoadReport, LoraAdapter, Progress, Rejected, Start, WorkerMessage
 from kvstore.block import BlockHash
 from kvstore.layouts.fingerprint import Fingerprint
 
 KvLayout = Literal["HND", "NHD"]
-"""Order of heads (H), tokens (N) and elements (D) within a layer's KV of one block."""
+"""Order of the axes heads (H), tokens (N) and elements (D) in one layer's KV of a block."""
 
 
 class PinChain(Struct, frozen=True, kw_only=True):
-    """Pin the part of a chain that the store has; this replaces the session's former pin."""
+    """Requests a pin of the leading blocks of a chain that the store has. It replaces the session's earlier pin."""
 
     session: str
     tokens: TokenBytes
@@ -28,7 +28,7 @@ class PinChain(Struct, frozen=True, kw_only=True):
 
 
 class UnpinChain(Struct, frozen=True, kw_only=True):
-    """End a session's pin, because the session has gone on."""
+    """Requests the end of a session's pin, because the session has gone on with another request."""
 
     session: str
 
@@ -47,36 +47,42 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     max_model_len: int
     kv_blocks: int
     max_running: int
-    fingerprint: str  # digest of the KV namespace
+    fingerprint: str  # digest of the namespace, so workers with equal fingerprints can share blocks
     kv_paths: tuple[KvPath, ...]
-    store_id: StoreId | None = None  # id of the KV store node to which the engine writes; None: there is none now
-    kv: Fingerprint | None = None  # the meaning and the layout of the engine's blocks; None: unknown
+    # Id of the KV store node to which the engine writes; None: there is no node, or it has not answered.
+    store_id: StoreId | None = None
+    kv: Fingerprint | None = None  # the meaning and the layout of the engine's blocks; None: it is not known
     keeps_forms: bool = False  # True if the engine supports structured output
-    sampling_fields: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that the engine supports
-    continued_fields: tuple[str, ...] = ()  # `fleet.core.requests.STATE_FIELDS` whose state the engine rebuilds
+    sampling_fields: tuple[
+        str, ...
+    ] = ()  # the `ENGINE_FIELDS` that the engine supports, and `IMAGES` (`fleet.core.requests`)
+    # The fields of `fleet.core.requests.STATE_FIELDS` whose state the engine rebuilds when it continues an answer.
+    continued_fields: tuple[str, ...] = ()
     adapters: tuple[LoraAdapter, ...] = ()  # LoRA adapters that the engine can load
     adapter_slots: int = 0  # number of LoRA adapters that can be loaded at a time; 0: all of them
-    parsers: AnswerParsers | None = None  # parsers of the engine's answers; None: there are none
+    # Names of the parsers of the engine's answers; None: the answers are not parsed.
+    parsers: AnswerParsers | None = None
+    pooling: PoolingModel | None = None  # description of a pooling model; None: the model generates tokens
 
 
 def facts_with_store(facts: EngineFacts, kv_paths: Sequence[KvPath], store_id: StoreId | None) -> EngineFacts:
-    """Return the facts of an engine whose store node is the given one; None: no node has answered yet.
+    """Return the description of an engine with the store node `store_id`.
 
     Args:
-        facts: Facts of the engine, with any store or none.
+        facts: Description of the engine, with or without a store.
         kv_paths: KV paths of the engine when its store answers.
-        store_id: Id of the node. If it is None, the KV path through the store is left out.
+        store_id: Id of the node; None if no node has answered. The KV path through the store is then left out.
     """
     open_paths = tuple(path for path in kv_paths if path is not KvPath.STORE or store_id is not None)
     return msgspec.structs.replace(facts, store_id=store_id, kv_paths=open_paths)
 
 
 EngineOutput = Sequence[Progress | Rejected]
-"""Output of one decode step, for all requests that the step advanced."""
+"""Outputs of one engine step: one for each request for which the step generated tokens, or that has ended."""
 
 
 class Pulse(Struct, frozen=True, kw_only=True):
-    """The progress of one scheduler of an engine, for the watchdog."""
+    """Tells the progress of one scheduler of an engine; the watchdog compares pulses."""
 
     steps: int
     """Number of steps that the scheduler has begun. It begins a step when the previous one has ended, or at most one step earlier.
@@ -89,25 +95,26 @@ class Pulse(Struct, frozen=True, kw_only=True):
     """True if the scheduler has work that its steps should advance."""
 
     novel: bool = False
-    """True if some of that work is of a kind that it has not done before and that may take far longer than a usual step.
-    """
+    """True if the scheduler has work of a kind that the engine has not done before, and that may take far longer than a
+    usual step."""
 
     fetch_limit: Nanos = Nanos(0)
-    """Time limit of the KV transfers from other engines for which this work waits, because a step may wait for them too;
-    0: the work waits for no transfer."""
+    """Time limit of the KV transfers from other engines for which the scheduler's work waits, because its step may wait
+    for them too; 0 if the work waits for no transfer."""
 
 
 class Engine(Protocol):
-    """One running engine. `open_engine`, an async context manager, starts and stops it.
+    """Port of a running engine. `open_engine`, an async context manager, starts and stops it.
 
-    `fleet.app.worker` finds it by the entry point of the group `workers.engines` that the setting `engine` names.
+    `fleet.app.worker` finds `open_engine` by the setting `engine`, which names an entry point of the group
+    `workers.engines`.
 
     An engine never blocks the event loop. After `submit` a request ends in exactly one `Progress` with a `finish`, or
-    one `Rejected`. After `cancel` it ends as well, with `Finish.CANCELLED` unless it ended before, and the engine
-    computes no further step for it. When the engine itself ends, `outputs()` raises `EngineDied`.
+    one `Rejected`. A request also ends after `cancel`, with `Finish.CANCELLED` unless it has ended already, and the
+    engine computes no more steps for it. When the engine itself ends, `outputs()` raises `EngineDied`.
 
-    The first `Progress` with tokens has the KV report (`kv`), so that the report is known however the request ends. The
-    finish has the report again, and these later values are valid.
+    The first `Progress` with tokens has the KV report (`kv`), so that the report is known even if the request fails
+    later. The `Progress` with the finish has the report again; if the two differ, the later one is right.
     """
 
     @property
@@ -120,7 +127,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, start: Start) -> None:
-        """Queue an attempt; if it is invalid, `outputs()` yields a `Rejected` for it.
+        """Queue an attempt. If the attempt is invalid, `outputs()` yields a `Rejected`.
 
         For prefill, the final `Progress` carries the first token and a `Handoff`; the server fills in its
         `prefill_worker`. For decode, `start.handoff` names the blocks to fetch; blocks that cannot be fetched are
@@ -129,21 +136,21 @@ class Engine(Protocol):
         ...
 
     def cancel(self, request_id: RequestId) -> None:
-        """Stop a request; unknown ids are ignored, because the request may just have ended."""
+        """Cancel a request. Do nothing if its id is unknown, because the request may just have ended."""
         ...
 
     def outputs(self) -> AsyncIterator[EngineOutput]:
-        """Yield one item for each decode step, in order; there is one consumer."""
+        """Yield the outputs of each step, in order. Only one caller may read them."""
         ...
 
     def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
-        """Yield changes of the prefix cache, starting from an empty cache; there is one consumer."""
+        """Yield the changes of the prefix cache, beginning with an empty cache. Only one caller may read them."""
         ...
 
     def load(self) -> LoadReport: ...
 
     def pulses(self) -> Sequence[Pulse]:
-        """Return the progress of each scheduler, always in the same order. The server calls it ten times a second.
+        """Return the progress of each scheduler, always in the same order. The server calls this ten times a second.
 
         An empty result means that the engine does not show its steps, so a hang stays unnoticed.
         """
@@ -152,7 +159,7 @@ class Engine(Protocol):
     def traced(self) -> bool:
         """Return whether a debugger is attached to one of the engine's processes.
 
-        The call is slow, so it is made only when a hang is suspected.
+        The call is slow, so the server makes it only when it suspects that the engine hangs.
         """
         ...
 
@@ -171,54 +178,66 @@ class Engine(Protocol):
 
 @runtime_checkable
 class BlockSaver(Protocol):
-    """An engine that writes blocks to the store on request; other engines write each block once, when it is full."""
+    """An engine that can write blocks of its cache to the store on request.
+
+    Other engines write a block only once, when it becomes full.
+    """
 
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
-        """Write the given blocks that the engine has and the store lacks, within a time from now; return their number.
+        """Write those blocks that the engine has and the store does not have; return how many were written.
 
-        Failures of the store raise no exception.
+        The call ends after the time `within`. A failure of the store raises no exception.
         """
         ...
 
 
 class EngineDied(Exception):
-    """The engine ended by itself. The worker process has to end too, so that its supervisor starts another one."""
+    """Raised when the engine has ended by itself.
+
+    The worker process then has to end too, so that its supervisor starts another one.
+    """
 
 
 class EngineHung(EngineDied):
-    """The engine made no progress on its work and was killed; otherwise like `EngineDied`."""
+    """Raised when the engine made no progress on its work and was killed.
+
+    The worker process has to end, as with `EngineDied`.
+    """
 
 
 class Outlet(Protocol):
-    """The sending side of one router's stream."""
+    """Port of the sending side of one router's stream."""
 
     @property
     def full(self) -> bool:
-        """True if the router has not read earlier messages yet; `RouterSession.flow` is called after it has read them."""
+        """True if the send buffer is full, because the router reads too slowly.
+
+        `RouterSession.flow` is called when the buffer has room again.
+        """
         ...
 
     def put(self, message: WorkerMessage) -> None:
-        """Send a message. The call never waits, and never calls the session."""
+        """Send a message. The call returns at once, and it never calls the session back."""
         ...
 
     def end(self, why: str) -> None:
-        """End the stream after the sent messages, and tell the router the cause; an empty text means a normal end."""
+        """End the stream after the sent messages, and send the router the cause; an empty text means a normal end."""
         ...
 
 
 class PinKeeper(Protocol):
-    """Asks the store to pin the chains of waiting sessions."""
+    """Port that asks the store to pin the chains of paused sessions."""
 
     def keep(self, asked: Iterable[PinChain | UnpinChain]) -> None:
-        """Pin and unpin in the background. Failures only mean that blocks may be missing later."""
+        """Pin and unpin in the background. If this fails, blocks may be missing later and have to be computed again."""
         ...
 
 
 class Evacuator(Protocol):
-    """Copies warm blocks to where other workers can read them."""
+    """Port that copies warm blocks to where other workers can read them."""
 
     async def evacuate(self, prompts: Sequence[RecentPrompt], cached: Sequence[BlockHash], deadline: Nanos) -> None:
-        """Copy blocks until all were copied or no more can be copied; return at the deadline at the latest.
+        """Copy blocks. Return when all are copied or no more can be copied, and at the latest at the deadline.
 
         Args:
             prompts: The recent prompts; the last one is the newest.
@@ -229,4 +248,7 @@ class Evacuator(Protocol):
 
 
 class WorkerReplaced(Exception):
-    """The worker process has to end, because another process has its id; its supervisor decides what happens next."""
+    """Raised when another process has registered under this worker's id.
+
+    The worker process has to end, and its supervisor decides what happens next.
+    """

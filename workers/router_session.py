@@ -1,18 +1,18 @@
-"""Router session: one router's stream on the worker's side, with the messages that wait to be sent."""
+"""Router session: handles one router's stream in the worker, and keeps the messages that wait to be sent."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from fleet.core.work import Cancel, KvEvent, KvEvents, Start, WorkerDescription, WorkerMessage
+from fleet.core.work import Cancel, KeepTrace, KvEvent, KvEvents, Start, WorkerDescription, WorkerMessage
 from workers.messages import AttemptRequested, CancelRequested, StreamId
 from workers.ports import Outlet
 
 
 class RouterSession:
-    """Receives a router's messages, and sends messages to the router in order. While the outlet is full, they wait in a queue.
+    """Receives a router's messages, and sends it messages in order; they wait in a queue while the outlet is full.
 
-    The introduction (the worker's description and its cache) may be large and does not count. After it, at most `limit`
-    messages wait. If there is another one, the stream is closed, so that a router that does not read uses no more memory.
+    At most `limit` messages wait. If one more has to wait, the stream is closed, so that a router that does not read
+    uses no more memory. The introduction (the worker's description and its cache) may be large and does not count.
     """
 
     def __init__(
@@ -24,11 +24,14 @@ class RouterSession:
         cache: Sequence[tuple[KvEvent, ...]],
         limit: int,
         absorb: Callable[[AttemptRequested | CancelRequested], None],
+        keep_trace: Callable[[bytes], None] | None = None,
     ) -> None:
-        """Start with the introduction; nothing is sent before `flow`."""
+        """Start with the introduction; nothing is sent until `flow` is called."""
         self.stream = stream
         self._outlet = outlet
         self._absorb = absorb
+        # Function for a router's request to keep a trace; None if this worker does not trace.
+        self._keep_trace = keep_trace
         self._limit = limit
         self._introduction: deque[WorkerMessage] = deque([description])
         self.waiting: deque[WorkerMessage] = deque()
@@ -38,13 +41,16 @@ class RouterSession:
         for events in cache:
             self._introduction.append(self._numbered(events))
 
-    def receive(self, message: Start | Cancel) -> None:
-        """Pass a router's message to the worker's machine. Replies are sent later, by `offer`."""
+    def receive(self, message: Start | Cancel | KeepTrace) -> None:
+        """Pass a router's message to the worker's machine; the machine's answers are sent later, through `offer`."""
         match message:
             case Start():
                 self._absorb(AttemptRequested(stream=self.stream, start=message))
             case Cancel():
                 self._absorb(CancelRequested(stream=self.stream, request_id=message.request_id))
+            case KeepTrace(trace_id=trace_id):
+                if self._keep_trace is not None:
+                    self._keep_trace(trace_id)
 
     def offer(self, message: WorkerMessage) -> bool:
         """Send a message in order; return False if the queue is full, so that the stream has to be closed."""
@@ -57,11 +63,14 @@ class RouterSession:
         return True
 
     def offer_changes(self, events: tuple[KvEvent, ...]) -> bool:
-        """Send changes of the cache with sequence numbers of this stream."""
+        """Send changes of the cache, numbered in the order of this stream."""
         return self.offer(self._numbered(events))
 
     def flow(self) -> None:
-        """Send waiting messages until the outlet is full. The owner of the outlet calls this again when it has room."""
+        """Send waiting messages until the outlet is full.
+
+        The owner of the outlet calls this when the outlet has room again.
+        """
         while (queue := self._introduction or self.waiting) and not self._outlet.full:
             self._outlet.put(queue.popleft())
         if self._finished and not queue and not self._ended:
@@ -69,7 +78,7 @@ class RouterSession:
             self._outlet.end("")
 
     def finish(self) -> None:
-        """End the stream after the waiting messages."""
+        """End the stream once the waiting messages are sent."""
         self._finished = True
         self.flow()
 

@@ -1,9 +1,9 @@
 """Worker server: the async shell that connects an engine, the worker machine and the streams of routers.
 
 A request flows in this order: routers -> `RouterSession.receive` -> machine -> engine -> `outputs()` -> machine ->
-`RouterSession.offer` -> routers. One task reads `outputs()`; no other task is in between. Changes of the engine's cache are
-sent to every router, and a newly connected router first gets the whole cache. When the worker drains, a separate task
-evacuates its warm blocks.
+`RouterSession.offer` -> routers. A single task reads `outputs()` and carries each output as far as the sessions, so no
+output waits for another task. Changes of the engine's cache are sent to every router. A router that connects first gets
+the list of all cached blocks. When the worker drains, a separate task evacuates its warm blocks.
 """
 
 import asyncio
@@ -11,13 +11,14 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from itertools import count
-from typing import Never, assert_never
+from typing import Never, Protocol, assert_never
 
 import msgspec
 
 from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.core.ids import Incarnation
 from fleet.core.work import LoadReport, Progress, Rejected, TokenizerDigests, WorkerDescription
+from kvstore.protocol.versions import own_protocols
 from workers.cache_view import CacheView
 from workers.machine import GRACE, LifePhase, WorkerMachine
 from workers.messages import (
@@ -51,12 +52,24 @@ from workers.watchdog import EngineHealth, Watchdog
 log = logging.getLogger(__name__)
 
 END_SECONDS = 10.0
-"""Time within which a worker whose engine hangs ends; it is enough to close its ports and its store. After this time the
-process counts as hanging too."""
+"""Time within which a worker whose engine hangs ends; this is enough to close its ports and its store. If the process
+still runs after this time, it is no longer reported as live."""
+
+
+class WorkerObserver(Protocol):
+    """Sees every event and command of a worker's machine. Its methods must return at once, and must not raise."""
+
+    def __call__(self, now: Nanos, event: WorkerEvent, commands: Sequence[WorkerCommand], /) -> None:
+        """Take notice of an event and the commands that follow from it; the commands are performed afterwards."""
+        ...
+
+    def keep_trace(self, trace_id: bytes) -> None:
+        """Export the spans of this trace, because a router has requested them."""
+        ...
 
 
 class WorkerServer:
-    """One worker. `run` it, and `open` a session for each router."""
+    """Runs one worker: the owner calls `run`, and `open` for each router that connects."""
 
     def __init__(
         self,
@@ -70,6 +83,7 @@ class WorkerServer:
         evacuator: Evacuator | None = None,
         store_goes: bool = False,
         start_seconds: float = 0.0,
+        observer: WorkerObserver | None = None,
     ) -> None:
         """Create a worker that is still starting.
 
@@ -78,11 +92,12 @@ class WorkerServer:
             engine: The running engine.
             clock: The clock of deadlines.
             incarnation: The incarnation of this process.
-            keeper: The port that pins the chains of waiting sessions.
-            tokenizer_digests: The worker's result of the tokenizer check.
-            evacuator: The port that copies warm blocks when the worker drains.
+            keeper: Pins the chains of paused sessions in the store.
+            tokenizer_digests: Digests by which routers check that they and the worker have the same tokenizer.
+            evacuator: Copies warm blocks when the worker drains.
             store_goes: True if the store's memory ends with this process.
-            start_seconds: Time from the start of this process until now; 0: unknown.
+            start_seconds: Time from the start of this process until now; 0 if it is not known.
+            observer: Sees the events and commands of the machine, to trace attempts.
         """
         facts = self._facts = engine.facts
         self.description = WorkerDescription(
@@ -111,6 +126,8 @@ class WorkerServer:
             generation=settings.generation,
             start_seconds=start_seconds,
             parsers=facts.parsers,
+            pooling=facts.pooling,
+            protocols=own_protocols(),
         )
         self._settings = settings
         self.engine = engine
@@ -122,6 +139,7 @@ class WorkerServer:
             evacuates=evacuator is not None,
             store_goes=store_goes,
         )
+        self._observer = observer
         self._evacuator = evacuator
         self._prompts = RecentPrompts()
         self._keeper = keeper
@@ -142,6 +160,11 @@ class WorkerServer:
         return self._machine.phase
 
     @property
+    def routers(self) -> int:
+        """Number of connected routers."""
+        return len(self._sessions)
+
+    @property
     def held(self) -> int:
         """Number of requests that the engine has not ended."""
         return self._machine.held
@@ -158,11 +181,11 @@ class WorkerServer:
 
     @property
     def warm_blocks(self) -> int:
-        """Number of blocks in the engine's cache, which is the cost of losing this worker."""
+        """Number of blocks in the engine's cache; it measures what is lost if this worker is removed."""
         return len(self._cache)
 
     async def run(self) -> None:
-        """Serve until drained.
+        """Serve until the worker has drained.
 
         Raises:
             EngineHung: The engine made no progress and was killed.
@@ -185,7 +208,7 @@ class WorkerServer:
             if (died := group.subgroup(EngineDied)) is None:
                 raise
             if (hung := group.subgroup(EngineHung)) is not None:
-                # Raised instead of the other failures, which are consequences of the hang.
+                # If the engine hung, this error is raised, and not the failures that have followed from the hang.
                 raise EngineHung(f"{self.description.engine}: {hung.exceptions[0]}") from group
             raise EngineDied(f"{self.description.engine}: {died.exceptions[0]}") from group
         finally:
@@ -196,7 +219,10 @@ class WorkerServer:
                     session.cut("the worker ends")
 
     def open(self, router_id: str, outlet: Outlet) -> RouterSession:
-        """Open a router's stream and send the introduction to its outlet; call `close` when the stream has ended."""
+        """Open a session for a router, and put the introduction into its outlet.
+
+        The caller calls `close` when the stream has ended.
+        """
         stream = StreamId(next(self._streams))
         session = RouterSession(
             stream,
@@ -205,6 +231,7 @@ class WorkerServer:
             cache=self._cache.dump(),
             limit=self._settings.stream_buffer,
             absorb=self._absorb,
+            keep_trace=None if self._observer is None else self._observer.keep_trace,
         )
         self._sessions[stream] = session
         session.offer(self.engine.load())
@@ -214,13 +241,13 @@ class WorkerServer:
         return session
 
     def close(self, session: RouterSession) -> None:
-        """Handle the end of a router's stream: cancel its requests."""
+        """End the session of a router whose stream has ended, and cancel its requests."""
         self._sessions.pop(session.stream, None)
         self._absorb(RouterGone(stream=session.stream))
         log.info("router disconnected", extra={"stream": session.stream})
 
     async def drain(self, timeout: Nanos) -> int:  # noqa: ASYNC109 - the machine watches this deadline
-        """Accept no more requests, and let running ones finish within `timeout`; return the number of unfinished requests."""
+        """Reject new requests, and let running ones finish; return how many have not finished within `timeout`."""
         self._absorb(DrainRequested(deadline=Nanos(self._clock.now() + timeout)))
         async with asyncio.timeout((timeout + GRACE) / SECOND + 1):
             await self._gone.wait()
@@ -244,7 +271,7 @@ class WorkerServer:
         raise EngineDied("its cache events ended")
 
     async def _keep_time(self) -> Never:
-        """Pass the time to the machine, watch the engine, and report the load on change and at every heartbeat."""
+        """Send ticks to the machine, watch the engine, and report the load: when it changes, and at every heartbeat."""
         interval = self._settings.load_interval_ms
         heartbeat = self._settings.heartbeat_ms * MILLISECOND
         reported: LoadReport | None = None
@@ -263,7 +290,7 @@ class WorkerServer:
             await asyncio.sleep(interval / 1000)
 
     def _describe_anew(self, facts: EngineFacts) -> None:
-        """Send all routers a second description, because the engine has joined its store."""
+        """Send all routers the description again, because the engine has joined its store since."""
         self._facts = facts
         self.description = msgspec.structs.replace(self.description, store_id=facts.store_id, kv_paths=facts.kv_paths)
         log.info("worker description changed", extra={"store": facts.store_id, "kv_paths": facts.kv_paths})
@@ -273,7 +300,7 @@ class WorkerServer:
                 self._cut(session)
 
     def _watch_engine(self) -> None:
-        """Ask the watchdog about the engine.
+        """Check with the watchdog whether the engine hangs.
 
         Raises:
             EngineHung: The engine hangs. The routers' streams were closed, and the engine was killed.
@@ -285,7 +312,7 @@ class WorkerServer:
             if before is not EngineHealth.HEALTHY:
                 log.info("engine makes progress again", extra={"worker": self.description.worker_id})
             return
-        # `traced` examines all processes of the engine, so it is not called at every tick.
+        # `traced` looks at all processes of the engine, which takes time, so it is called only if a hang is suspected.
         if (self._health is EngineHealth.HUNG or before is EngineHealth.HEALTHY) and self.engine.traced():
             self._watchdog.excuse()
             self._health = EngineHealth.HEALTHY
@@ -301,7 +328,7 @@ class WorkerServer:
             )
 
     async def _evacuate(self) -> Never:
-        """Evacuate warm blocks each time the machine asks for it, beside running work."""
+        """Evacuate warm blocks each time the machine commands it, while requests still run."""
         while True:
             await self._evacuation_asked.wait()
             self._evacuation_asked.clear()
@@ -313,12 +340,12 @@ class WorkerServer:
                     await self._evacuator.evacuate(self._prompts.all(), self._cache.names(), deadline)
             except TimeoutError:
                 log.warning("evacuation ran out of time")
-            except Exception:  # supervisor: blocks that were not copied are only computed again
+            except Exception:  # supervisor: blocks that were not copied only have to be computed again
                 log.exception("evacuation failed")
             self._absorb(EvacuationEnded())
 
     def _with_worker_id(self, outputs: Sequence[Progress | Rejected]) -> Sequence[Progress | Rejected]:
-        """Add the worker's id to handoffs, which engines do not know."""
+        """Add this worker's id to the handoffs among the outputs, because engines do not know the id."""
         if not any(isinstance(output, Progress) and output.handoff is not None for output in outputs):
             return outputs
         return [
@@ -332,8 +359,12 @@ class WorkerServer:
         ]
 
     def _absorb(self, event: WorkerEvent) -> None:
-        """Pass an event to the machine, and perform its commands."""
-        self._perform(self._machine.handle(event, self._clock.now()))
+        """Pass an event to the machine, and perform the commands that it returns."""
+        now = self._clock.now()
+        commands = self._machine.handle(event, now)
+        if self._observer is not None:
+            self._observer(now, event, commands)
+        self._perform(commands)
 
     def _cut(self, session: RouterSession) -> None:
         self._perform(self._overflowed(session))
@@ -381,8 +412,12 @@ class WorkerServer:
         self._gone.set()
 
     def _overflowed(self, session: RouterSession) -> list[WorkerCommand]:
-        """Close the stream of a router that reads too slowly; return the resulting commands."""
+        """Close the stream of a router that reads too slowly; return the commands that follow from it."""
         log.warning("router reads too slowly, stream cut", extra={"stream": session.stream})
         self._sessions.pop(session.stream, None)
         session.cut("the router does not read fast enough")
-        return self._machine.handle(RouterGone(stream=session.stream), self._clock.now())
+        now, gone = self._clock.now(), RouterGone(stream=session.stream)
+        commands = self._machine.handle(gone, now)
+        if self._observer is not None:
+            self._observer(now, gone, commands)
+        return commands

@@ -1,5 +1,6 @@
-"""Settings of a worker process, field by field; `fleet.config` loads them."""
+"""Settings of a worker process: the structs with their fields and defaults; `fleet.config` loads them."""
 
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
@@ -7,11 +8,14 @@ from msgspec import Meta, Struct, field
 from fleet.core.discovery import Discovery
 from fleet.core.hub import HubSettings
 from fleet.core.ids import ModelName, WorkerId
+from fleet.core.requests import MAX_VECTOR_NUMBERS
 from fleet.core.roles import KvPath, Role
 from fleet.hardware.latency.linear import EngineLatency
 from kvstore.net.addresses import host_port, unix_path
 from kvstore.security.credentials import Credentials
+from kvstore.security.metrics_access import MetricsAccess, MetricsTls
 from kvstore.service.settings import StoreSettings
+from kvstore.tracing.settings import TracingSettings
 from workers.ports import KvLayout
 from workers.watchdog import WatchdogSettings
 
@@ -37,6 +41,11 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     keeps_forms: bool = True
     """True if the engine supports structured output: JSON schemas, regular expressions and grammars. It then loads the
     model's tokenizer as well, and compiles what clients write. If off, such requests are refused."""
+
+    direct_checksums: Literal["auto", "on", "off"] = "auto"
+    """Checksums of the blocks that move between engines by the KV path direct. The prefill engine sends them with the
+    handoff; the decode engine computes blocks that arrived with another checksum, and counts them. auto: on for CPU
+    engines; off for accelerators, whose blocks would have to be copied to host memory for it."""
 
     extra_args: dict[str, Any] = {}
     """Any other argument of vLLM's `AsyncEngineArgs`; it overrides the fields above."""
@@ -80,16 +89,19 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The most tokens in one step, answers and prompts together; long prompts take several steps (chunked prefill)."""
 
     load_timeout_ms: Positive = 2000
-    """Longest wait of a request for blocks from the store or a prefill engine; then they are computed."""
+    """Maximum wait of a request for blocks from the store or a prefill engine; then they are computed."""
 
     publish_timeout_ms: Positive = 2000
-    """Longest time for which the end of a prefill waits until its blocks are in the store."""
+    """Maximum time for which the end of a prefill waits until its blocks are in the store."""
 
     adapter_load_ms: Annotated[float, Meta(ge=0)] = 50.0
     """The time to load a LoRA adapter: tens of megabytes from a nearby file system."""
 
     start_ms: Annotated[float, Meta(ge=0)] = 0.0
     """The time that the engine takes to start, like real engines that load weights. `speedup` does not divide it."""
+
+    vector_size: Annotated[int, Meta(ge=1, le=MAX_VECTOR_NUMBERS)] = 64
+    """Dimensions of the embeddings of a worker with the task embed."""
 
     hang_file: str = ""
     """A fault for tests: while a file with this path exists, the engine hangs in its next step. Empty: never."""
@@ -107,6 +119,15 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(f"eos_token_ids: {self.eos_token_ids} are not all within the vocabulary")
         if len(set(self.eos_token_ids)) >= self.vocab_size:
             raise ValueError("eos_token_ids: no other token is left in the vocabulary")
+
+
+class ModelTask(StrEnum):
+    """Task of a worker's model."""
+
+    AUTO = "auto"
+    GENERATE = "generate"
+    EMBED = "embed"
+    CLASSIFY = "classify"
 
 
 class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -130,7 +151,7 @@ class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Two ports of the first rank's host, at which the engine's own ranks find each other; empty: any free ports."""
 
     join_timeout_ms: Positive = 600_000
-    """Longest wait of the leader for all ranks; nodes may have to be created, and images fetched."""
+    """Maximum wait of the leader for all ranks; nodes may have to be created, and images fetched."""
 
     silence_ms: Annotated[int, Meta(ge=100)] = 15_000
     """A rank that sends nothing for this time counts as lost, and the whole group ends, to be started anew."""
@@ -145,6 +166,9 @@ class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise ValueError(f"{name}: {error}") from None
         if len(self.engine_ports) not in {0, 2} or len(set(self.engine_ports)) != len(self.engine_ports):
             raise ValueError("engine_ports: give two different ports, or none")
+
+
+POOLING_TASKS = (ModelTask.EMBED, ModelTask.CLASSIFY)
 
 
 class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -177,6 +201,11 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The parser of reasoning, by vLLM's name, such as qwen3 or deepseek_r1. auto: the one that the chat template shows.
     Empty: none, and reasoning is a part of the text."""
 
+    task: ModelTask = ModelTask.AUTO
+    """The task of the model: generate (tokens), embed (vectors, for /v1/embeddings), or classify (a number for each class; with
+    one class it scores pairs of texts, for /v1/rerank and /v1/score). auto: as vLLM reads it from the model folder; the
+    simulated engine generates. A worker that does not generate has the role both, no KV paths and no store."""
+
     listen: str = "127.0.0.1:0"
     """Address at which routers connect: host:port (port 0: any free port) or unix:path."""
 
@@ -196,6 +225,16 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     because the routers' secret is a proof inside the cluster. Without either, and without `insecure`, the worker
     refuses to listen over TCP, because any caller could end it (`Drain`). Health and reflection need no proof."""
 
+    metrics_listen: str = ""
+    """host:port of /metrics, for monitoring that reaches workers; routers export what workers report in any case. Empty:
+    there is none. Further ranks of a group answer with no more than the metrics of this port's certificate."""
+
+    metrics_access: MetricsAccess = MetricsAccess()
+    """Access to the metrics of `metrics_listen`."""
+
+    metrics_tls: MetricsTls = MetricsTls()
+    """TLS of `metrics_listen`."""
+
     advertise: str = ""
     """The address that routers dial, if it differs from `listen` (0.0.0.0, address translation)."""
 
@@ -208,7 +247,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     secret, or a certificate. They also protect `control_listen` if `control_credentials` are empty."""
 
     name_wait_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
-    """Longest wait for the end of another process with the same `worker_id`; then the worker ends with an error. A router
+    """Maximum wait for the end of another process with the same `worker_id`; then the worker ends with an error. A router
     notices the end of a process within 10 s (its lease), so a minute is enough for a predecessor, and a second worker
     with the same name is soon noticed."""
 
@@ -228,7 +267,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Credentials by which a store node on another host accepts this worker."""
 
     hold_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 120
-    """Longest time for which the store pins the blocks of a session after one of its requests has ended. The node's
+    """Maximum time for which the store pins the blocks of a session after one of its requests has ended. The node's
     `max_hold_seconds` applies if it is shorter, and all its pins together keep `max_held_share` of its memory. 0: no
     pins. In the public trace of coding agents, nine in ten pauses are shorter than 129 s."""
 
@@ -268,7 +307,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Requests that may wait for a place in the batch; more are refused with QUEUE_FULL."""
 
     stream_buffer: Annotated[int, Meta(ge=16)] = 1024
-    """Most messages that wait for a slow router; a further one closes its stream. At 400 steps a second, this is 2.5 s."""
+    """Maximum number of messages that wait for a slow router; a further one closes its stream. At 400 steps a second, this is 2.5 s."""
 
     load_interval_ms: Annotated[int, Meta(ge=10, le=500)] = 100
     """The load is reported on change, at most this often; deadlines, also a drain's, are checked as often."""
@@ -278,6 +317,9 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     watchdog: WatchdogSettings = WatchdogSettings()
     """Settings of the watchdog, which decides when an engine without progress counts as hung."""
+
+    tracing: TracingSettings = TracingSettings()
+    """Traces of the attempts. Which of them are traced is decided by the routers; only where they go is set here."""
 
     drain_timeout_ms: Annotated[int, Meta(ge=0)] = 30_000
     """Time in which running requests may finish after SIGTERM. Kubernetes kills a pod after 30 s by default."""
@@ -313,11 +355,13 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("adapters: each needs a name of its own that is not the model's")
         if self.heartbeat_ms < self.load_interval_ms:
             raise ValueError("heartbeat_ms: must not be below load_interval_ms")
+        if self.task in POOLING_TASKS:
+            self.check_pooling(self.task)
         self._check_control()
 
     @property
     def control_proof(self) -> Credentials:
-        """The credentials for `control_listen`: `control_credentials`, or `registry_credentials` if these are empty."""
+        """The credentials that protect `control_listen`: `control_credentials`, or if empty, `registry_credentials`."""
         return self.registry_credentials if self.control_credentials == Credentials() else self.control_credentials
 
     @property
@@ -327,10 +371,32 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return self.store
         return next(filter(unix_path, self.embedded_store.listen), "")
 
-    def _check_control(self) -> None:
-        """Refuse a control port that demands no proof, also on loopback, which all users of the machine reach.
+    def check_pooling(self, task: str) -> None:
+        """Refuse settings that make no sense for a worker whose model computes vectors, such as a store.
 
-        A further rank of a group serves only health there, which needs no proof.
+        Raises:
+            ValueError: The setting hands blocks over or stores them; the message names it.
+        """
+        if self.role is not Role.BOTH:
+            raise ValueError(
+                f"role: {self.role} is for models that generate; a worker with the task {task} has role both"
+            )
+        for name, value in (
+            ("kv_paths", self.kv_paths),
+            ("store", self.store),
+            ("embedded_store", self.embedded_store),
+        ):
+            if value:
+                raise ValueError(
+                    f"{name}: a worker with the task {task} neither hands blocks over nor stores them; leave it out"
+                )
+        if self.adapters:
+            raise ValueError(f"adapters: a worker with the task {task} takes no LoRA adapters; leave them out")
+
+    def _check_control(self) -> None:
+        """Refuse a control port over TCP without a proof, even on loopback, because all users of the machine reach it.
+
+        A rank above 0 of a worker group serves only health on this port, which needs no proof.
         """
         proof = self.control_proof
         asks = proof.secret_file or (proof.certificate and proof.authority) or proof.insecure

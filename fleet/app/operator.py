@@ -9,21 +9,21 @@ from operators.settings import OperatorSettings
 
 
 async def run_operator(settings: OperatorSettings, announce: Announce) -> None:
-    """Run the operator, or a standby of it, until a stop signal.
+    """Run the Kubernetes operator until a stop signal. While another operator leads, this one only waits.
 
     Raises:
-        ConfigurationRefused: An address is in use, or the settings do not say how to reach the API server.
+        ConfigurationRefused: An address is in use, or the settings do not state how to reach the API server.
     """
     try:
         from operators.observed.router_registrations import RouterRegistrations  # noqa: PLC0415 - optional
-        from operators.probes.served import ServedProbes  # noqa: PLC0415 - optional
+        from operators.probes.http_probes import HttpProbeSender  # noqa: PLC0415 - optional
         from operators.process import serve_operator  # noqa: PLC0415 - optional
     except ImportError as error:
         raise missing_package("operator", "kubernetes", "kubernetes") from error
 
     async with stop_signal() as stop:
         routers = RouterRegistrations() if settings.ask_routers else None
-        clients = ServedProbes(settings.probe.keys, settings.probe.deadline_seconds)
+        clients = HttpProbeSender(settings.probe.keys, settings.probe.deadline_seconds)
         await serve_operator(settings, routers, clients, SystemClock(), utc_now, CollectorRegistry(), announce, stop)
 
 

@@ -1,14 +1,13 @@
-"""Planner process: builds the rule, the demand source, the connector and the election, and plans until a stop signal."""
+"""Planner process: builds the scaling rule, demand source, connector and leader election, and plans until a stop signal."""
 
 import asyncio
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, closing, contextmanager
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 
 from msgspec import structs
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from fleet.app.planner_engines import pool_engine
 from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
@@ -17,7 +16,9 @@ from fleet.config import load
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock, unix_milliseconds
+from fleet.net.certificate_watch import certificate_watch, metrics_port_certificates
 from fleet.net.control.access import load_control_access
+from fleet.net.metrics_port import metrics_port
 from fleet.planner.aggregate import DemandAggregator
 from fleet.planner.connectors.open import connector_of
 from fleet.planner.control.metrics import PlannerMetrics
@@ -43,7 +44,7 @@ from fleet.planner.sources.ports import DemandSource
 from fleet.planner.sources.prometheus import PrometheusDemandSource
 from fleet.planner.sources.routers import RouterDemandSource, source_names
 from fleet.recording.planner_decisions import PlannerRecorder
-from kvstore.net.addresses import host_port
+from kvstore.security.certificates import CertificateFiles, CertificateWatch
 
 
 async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
@@ -57,6 +58,8 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
     identity = settings.identity or f"{socket.gethostname()}-{os.getpid()}"
     rule, demand = scaling_rule(settings), demand_source(settings, clock)
     access = load_control_access("control_credentials", settings.control_credentials)
+    scraped = metrics_port_certificates(settings.metrics_tls)
+    watch = _certificate_watch(settings, scraped)
     history = PlanHistory(Path(settings.history) if settings.history else None)
     async with (
         cancelled_by_signals(),
@@ -80,23 +83,37 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
         )
         registry = CollectorRegistry()
         registry.register(PlannerMetrics(loop))
-        with _metrics_port(settings.metrics_listen, registry) as metrics:
+        registry.register(watch)
+        with metrics_port(settings.metrics_listen, settings.metrics_access, registry, scraped) as metrics:
             async with (
                 open_planner_port(settings.listen, access, OnlyPlanner(loop)) as listening,
                 asyncio.TaskGroup() as tasks,
             ):
-                running = [tasks.create_task(each) for each in (election.run(), demand.run(), loop.run())]
+                running = [tasks.create_task(each) for each in (election.run(), demand.run(), loop.run(), watch.run())]
                 announce({"control": listening} | ({"metrics": metrics} if metrics else {}))
                 await stop.wait()
                 for task in running:
                     task.cancel()
 
 
-def priced_settings(settings: PlannerSettings) -> PlannerSettings:
-    """Return the settings with the prices of their price book.
+def _certificate_watch(settings: PlannerSettings, scraped: CertificateFiles | None) -> CertificateWatch:
+    """Return an object that watches all certificates of the settings. `scraped` is the certificate of the port for metrics.
 
     Raises:
-        ConfigurationRefused: The book cannot be read, has no such region, or no price for a GPU; or a budget is below the floors.
+        ConfigurationRefused: A file cannot be used.
+    """
+    sections = {"control_credentials": settings.control_credentials}
+    if isinstance(settings.source, RouterDemandSettings):
+        sections["source.credentials"] = settings.source.credentials
+    return certificate_watch(sections, scraped)
+
+
+def priced_settings(settings: PlannerSettings) -> PlannerSettings:
+    """Return the settings with the GPU prices from the price book that they name.
+
+    Raises:
+        ConfigurationRefused: The price book cannot be read, or lacks the region or the price of a GPU; or the budget is
+            too small for the least replicas of the pools.
     """
     if not settings.prices:
         return settings
@@ -108,7 +125,7 @@ def priced_settings(settings: PlannerSettings) -> PlannerSettings:
 
 
 def _recorder(settings: PlannerSettings, held: AsyncExitStack) -> PlannerRecorder | None:
-    """Begin the recording of the settings, which ends with `held`.
+    """Begin the recording that the settings demand, or return None. The recording ends when the exit stack `held` closes.
 
     Raises:
         ConfigurationRefused: The file cannot be written.
@@ -119,10 +136,10 @@ def _recorder(settings: PlannerSettings, held: AsyncExitStack) -> PlannerRecorde
 
 
 def scaling_rule(settings: PlannerSettings) -> ScalingRule:
-    """Build the rule of the settings.
+    """Build the scaling rule that the settings name.
 
     Raises:
-        ConfigurationRefused: Bounds contradict each other, or an engine's model or GPU is not known.
+        ConfigurationRefused: The bounds of pools contradict each other, or an engine's model or GPU is not known.
     """
     if isinstance(settings.rule, LoadRuleSettings):
         return LoadRule(settings.rule, settings.pools, settings.budget)
@@ -134,7 +151,7 @@ def scaling_rule(settings: PlannerSettings) -> ScalingRule:
 
 
 def demand_source(settings: PlannerSettings, clock: Clock) -> DemandSource:
-    """Build the demand source of the settings; nothing is dialled yet.
+    """Build the demand source that the settings name, without connecting to it yet.
 
     Raises:
         ConfigurationRefused: A credentials file cannot be used.
@@ -154,25 +171,6 @@ def demand_source(settings: PlannerSettings, clock: Clock) -> DemandSource:
         case PrometheusDemandSettings():
             aggregator = DemandAggregator(settings.model, [source.url], pools, clock.now(), stale_after)
             return PrometheusDemandSource(source, aggregator, clock)
-
-
-@contextmanager
-def _metrics_port(listen: str, registry: CollectorRegistry) -> Iterator[str]:
-    """Serve /metrics in a thread; yield the address, or nothing without one."""
-    if not listen:
-        yield ""
-        return
-    try:
-        host, port = host_port(listen)
-        server, thread = start_http_server(port, host, registry)
-    except (ValueError, OSError) as error:
-        raise ConfigurationRefused(f"metrics_listen: {listen}: {error}") from error
-    try:
-        with closing(server.socket):
-            yield f"{host}:{server.server_port}"
-            server.shutdown()
-    finally:
-        thread.join(1.0)
 
 
 SERVICE = ServiceDefinition(PlannerSettings, run_planner)

@@ -5,9 +5,10 @@ import gc
 import logging
 import resource
 import secrets
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +24,17 @@ from fleet.backends.workers.streams import WorkerStreams
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused, missing_package
 from fleet.core.ids import Incarnation, ModelName
-from fleet.core.system_clock import SystemClock, unix_seconds, utc_now
+from fleet.core.system_clock import SystemClock, unix_nanoseconds, unix_seconds, utc_now
 from fleet.core.telemetry import RouterProcessMetrics
+from fleet.frontend.access_log import AccessLog
 from fleet.frontend.answer_journal import AnswerJournal
 from fleet.frontend.control.demand import DemandWatch
 from fleet.frontend.control.port import open_control_port
 from fleet.frontend.generation import Generation
 from fleet.frontend.grpc.service import GrpcFrontend
+from fleet.frontend.images.fetcher import ImageFetcher
 from fleet.frontend.metrics.demand import DemandMetrics
+from fleet.frontend.metrics.images import ImageMetrics
 from fleet.frontend.metrics.relay import RelayMetrics
 from fleet.frontend.metrics.router import RouterMetrics, TenantMetrics
 from fleet.frontend.openai.prompt_keys import PromptReader, SecretBlockKeys
@@ -44,23 +48,33 @@ from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.gateway.selected_requests import SelectionAwareWorkers
 from fleet.gateway.selection import SERVICE as SELECTION_SERVICE
 from fleet.gateway.selection import SelectionService
+from fleet.membership.compatibility import IncompatiblePeers
 from fleet.membership.discovery.open import open_directory
 from fleet.membership.registry import SERVICE as REGISTRY_SERVICE
 from fleet.membership.registry import GrpcRegistry
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
+from fleet.net.certificate_watch import certificate_watch
 from fleet.net.client_tls import ServerCertificates
 from fleet.net.control.access import ControlAccess, load_control_access
 from fleet.net.settings import MIB
 from fleet.peers.routers import PeerLimits, PeerRouters
+from fleet.recording.access_records import AccessRecordFile
+from fleet.recording.rotated_file import RotatedFile
 from fleet.router.machine import RouterMachine
-from fleet.router.observer import ObservedMachine
+from fleet.router.observer import ObservedMachine, Observer, Observers
 from fleet.router.placement.plugins import open_policy
-from fleet.router.ports import TextCodec
+from fleet.router.ports import TextCodec, Workers
 from fleet.router.server import RouterServer
 from fleet.router.settings.router import OpenAiWorkerSettings, RouterSettings
 from fleet.router.tenants import Tenants
-from kvstore.security.channels import load
+from fleet.tracing.process import new_span_ids, open_tracing
+from kvstore.errors import BadCredentials
+from kvstore.net.addresses import is_local
+from kvstore.security.certificates import CertificateWatch
+from kvstore.security.channels import LoadedCredentials, load
+from kvstore.security.metrics_access import MetricsGuard
+from kvstore.tracing.exporter import TraceExporter
 
 if TYPE_CHECKING:
     from fleet.backends.hosted.overflow import HostedOverflow
@@ -72,12 +86,14 @@ if TYPE_CHECKING:
     from fleet.peers.redis_tenants import RedisRateLimits
     from fleet.recording.flight_recorder import FlightRecorder
     from fleet.router.settings.endpoint_picker import EndpointPickerSettings
+    from fleet.tracing.request_traces import RequestTraces
 
 log = logging.getLogger(__name__)
 
-# file descriptors that clients cannot take: for worker streams, health and control ports, peer routers, and files
+# number of file descriptors that client connections must not use: for worker streams, other ports, peer routers and files
 RESERVED_DESCRIPTORS = 512
-# new objects between two collections, which take 1 to 2 ms; with Python's default of 700 a router spends 5 % of its time on them
+# Number of new objects after which Python collects garbage. A collection takes 1 to 2 ms. With Python's default of 700
+# objects, a router would spend 5 % of its time on collections.
 GC_THRESHOLD = 5_000
 
 
@@ -95,12 +111,20 @@ async def run_router(settings: RouterSettings, announce: Announce) -> None:
         shared = _Shared.build(settings)
         backends = _Backends.build(settings, shared)
         async with _overflow(settings, shared) as overflow:
-            core = _Core.build(settings, shared, backends, overflow)
-            limits = _shared_limits(settings, shared)
-            peers = _peers(settings, shared, backends, core)
-            parts = _Parts(shared=shared, backends=backends, core=core, limits=limits, peers=peers)
-            with core.recorder or nullcontext(), closing(shared.threads):
-                await _serve(settings, parts, announce)
+            with open_tracing(settings.tracing, "fleet-router", settings.router_id) as exporter:
+                traces = None if exporter is None else _traces(settings, shared, backends, exporter)
+                core = _Core.build(settings, shared, backends, overflow, traces)
+                limits = _shared_limits(settings, shared)
+                peers = _peers(settings, shared, backends, core)
+                parts = _Parts(shared=shared, backends=backends, core=core, limits=limits, peers=peers)
+                fetcher = shared.image_fetcher
+                with (
+                    core.recorder or nullcontext(),
+                    core.records or nullcontext(),
+                    closing(shared.threads),
+                    nullcontext() if fetcher is None else closing(fetcher),
+                ):
+                    await _serve(settings, parts, announce)
 
 
 def within_descriptors(settings: RouterSettings, limit: int) -> RouterSettings:
@@ -129,20 +153,24 @@ def within_descriptors(settings: RouterSettings, limit: int) -> RouterSettings:
 
 
 class _Shared(Struct, frozen=True, kw_only=True):
-    """Objects that several parts of the process use."""
+    """Objects that several parts of the router process share, such as clock, metrics and certificates."""
 
     clock: SystemClock
     metrics: RouterProcessMetrics
     tenants: Tenants
     threads: TokenizerThreads
     secret_keys: SecretBlockKeys
+    image_fetcher: ImageFetcher | None  # None: images at URLs are refused
     control_access: ControlAccess
+    store_access: LoadedCredentials
     journal: AnswerJournal
-    certificates: ServerCertificates | None  # certificates of the ports for clients; None if these do not speak TLS
+    incompatible: IncompatiblePeers
+    certificates: ServerCertificates | None  # certificates of the ports for clients; None: these ports do not speak TLS
+    certificate_watch: CertificateWatch
 
     @classmethod
     def build(cls, settings: RouterSettings) -> "_Shared":
-        """Build the objects.
+        """Build the shared objects from the settings.
 
         Raises:
             ConfigurationRefused: A credentials file or certificate is invalid.
@@ -151,25 +179,56 @@ class _Shared(Struct, frozen=True, kw_only=True):
         metrics, tenants = RouterProcessMetrics(CollectorRegistry()), Tenants(settings.tenants, clock.now())
         metrics.registry.register(TenantMetrics(tenants.usage))
         certificates = ServerCertificates(settings.tls, unix_seconds) if settings.tls.certificate else None
-        if certificates is not None:
-            metrics.follow_certificate(certificates.ends_at)
+        watch = _certificate_watch(settings, certificates)
+        metrics.registry.register(watch)
+        fetcher = ImageFetcher(settings.images) if settings.images.fetch_urls else None
+        if fetcher is not None:
+            metrics.registry.register(ImageMetrics(fetcher))
         return cls(
             clock=clock,
             metrics=metrics,
             tenants=tenants,
             threads=TokenizerThreads(trim_heaps),
             secret_keys=SecretBlockKeys(settings.prompt_secret or settings.tenant_secret),
+            image_fetcher=fetcher,
             control_access=load_control_access("control_credentials", settings.control_credentials),
+            store_access=_store_access(settings),
             journal=AnswerJournal(settings.resume.journal_mib * MIB, settings.resume.journal_seconds, clock),
+            incompatible=IncompatiblePeers(clock),
             certificates=certificates,
+            certificate_watch=watch,
         )
 
 
+def _store_access(settings: RouterSettings) -> LoadedCredentials:
+    """Read the credentials with which the router connects to store nodes.
+
+    Raises:
+        ConfigurationRefused: A file cannot be used.
+    """
+    try:
+        return load(settings.store_credentials, field="store_credentials")
+    except BadCredentials as error:
+        raise ConfigurationRefused(str(error)) from error
+
+
+def _certificate_watch(settings: RouterSettings, clients: ServerCertificates | None) -> CertificateWatch:
+    """Return an object that watches all certificates of the settings. `clients` are the certificates of the ports for clients.
+
+    Raises:
+        ConfigurationRefused: A file cannot be used.
+    """
+    names = ("control_credentials", "worker_credentials", "replicas_credentials", "store_credentials")
+    return certificate_watch(
+        {name: getattr(settings, name) for name in names}, None if clients is None else clients.files
+    )
+
+
 class _Backends(Struct, frozen=True, kw_only=True):
-    """Everything that the router sends attempts to, and the registry of workers."""
+    """The backends to which the router sends attempts, and the registry of workers."""
 
     registry: RegistryServer
-    codecs: dict[ModelName, TextCodec]  # tokenizers and templates of the models that own workers serve
+    codecs: dict[ModelName, TextCodec]  # tokenizers and templates of the models that Fleet's own workers serve
     external_codecs: dict[ModelName, TextCodec]
     check: TokenizerCheck
     own: WorkerStreams
@@ -179,13 +238,15 @@ class _Backends(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def build(cls, settings: RouterSettings, shared: _Shared) -> "_Backends":
-        """Build the backends; nothing is dialled yet.
+        """Build the backends, without connecting to any of them yet.
 
         Raises:
             ConfigurationRefused: A model folder or a credentials file is invalid.
         """
         registry = RegistryServer(MembershipSettings(), shared.clock)
-        own = WorkerStreams(settings, registry.membership(), reachability=registry.hear)
+        own = WorkerStreams(
+            settings, registry.membership(), reachability=registry.hear, incompatible=shared.incompatible
+        )
         external_codecs = _external_codecs(settings)
         external = ExternalBackends(
             settings.openai_workers, settings.connect_timeout_seconds, shared.clock, external_codecs
@@ -206,7 +267,7 @@ class _Backends(Struct, frozen=True, kw_only=True):
 
 
 def _external_codecs(settings: RouterSettings) -> dict[ModelName, TextCodec]:
-    """Load the tokenizers that the settings name for external backends; those of one model share one.
+    """Load the tokenizers that the settings name for external backends; the servers of one model share one tokenizer.
 
     Raises:
         ConfigurationRefused: A `tokenizer` is not a model folder.
@@ -225,10 +286,11 @@ def _external_codecs(settings: RouterSettings) -> dict[ModelName, TextCodec]:
 
 @asynccontextmanager
 async def _overflow(settings: RouterSettings, shared: _Shared) -> "AsyncIterator[HostedOverflow | None]":
-    """Open the hosted endpoints; None if there are none.
+    """Open the hosted endpoints. The `with` block gets None if the settings name no hosted endpoint.
 
     Raises:
-        ConfigurationRefused: A model is not one of Fleet's own workers, or a key or ledger file cannot be used.
+        ConfigurationRefused: `overflow` names a model that no worker of Fleet serves, or a key or ledger file cannot be
+            used.
     """
     if not settings.overflow:
         yield None
@@ -238,7 +300,7 @@ async def _overflow(settings: RouterSettings, shared: _Shared) -> "AsyncIterator
             served = ", ".join(settings.models) or "none"
             raise ConfigurationRefused(f"overflow.{model}: `models` has no such model; there are: {served}")
     from fleet.backends.hosted.overflow import open_overflow  # noqa: PLC0415 - few routers have hosted endpoints
-    from fleet.frontend.metrics.overflow import OverflowMetrics  # noqa: PLC0415 - likewise
+    from fleet.frontend.metrics.overflow import OverflowMetrics  # noqa: PLC0415 - few routers have hosted endpoints
 
     async with open_overflow(
         settings.overflow,
@@ -253,10 +315,11 @@ async def _overflow(settings: RouterSettings, shared: _Shared) -> "AsyncIterator
 
 
 class _Core(Struct, frozen=True, kw_only=True):
-    """The router, and the services that submit requests to it."""
+    """The router itself, and the services that submit requests to it."""
 
     server: RouterServer
     recorder: "FlightRecorder | None"
+    records: RotatedFile | None  # the file of access records; None: no records are written
     generation: Generation
     relay: Relay | None
     selection: SelectionService
@@ -265,25 +328,33 @@ class _Core(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def build(
-        cls, settings: RouterSettings, shared: _Shared, backends: _Backends, overflow: "HostedOverflow | None"
+        cls,
+        settings: RouterSettings,
+        shared: _Shared,
+        backends: _Backends,
+        overflow: "HostedOverflow | None",
+        traces: "RequestTraces | None",
     ) -> "_Core":
-        """Build the router; nothing runs yet.
+        """Build the router and the services, without starting any task.
 
         Raises:
             ConfigurationRefused: The settings name a package that is not installed, or the recording cannot be written.
         """
         predictions = _predictions(settings)
-        machine, recorder = _machine(settings, shared, predictions)
+        machine, recorder = _machine(settings, shared, [each for each in (predictions, traces) if each is not None])
+        if traces is not None:
+            traces.machine = machine
         if predictions is not None:
             predictions.machine = machine
             shared.metrics.registry.register(predictions)
-        server = RouterServer(machine, backends.selection_aware, shared.clock)
+        server = RouterServer(machine, _workers(backends, traces), shared.clock)
         shared.metrics.registry.register(
             RouterMetrics(
                 server.status,
                 tasks=lambda: len(asyncio.all_tasks()),
                 refused=backends.check.refused,
                 directory=lambda: backends.registry.directory_reachable,
+                incompatible=shared.incompatible.present,
             )
         )
         demand = DemandWatch(
@@ -295,6 +366,7 @@ class _Core(Struct, frozen=True, kw_only=True):
         )
         shared.metrics.registry.register(DemandMetrics(demand))
         tenant_secret = settings.tenant_secret.encode()
+        access, records = _access_log(settings, shared, server)
         generation = Generation(
             server,
             backends.codecs,
@@ -305,13 +377,18 @@ class _Core(Struct, frozen=True, kw_only=True):
             threads=shared.threads,
             resume_tokens=_resume_tokens(settings),
             journal=shared.journal,
-            logs_access=settings.access_log,
+            access=access,
+            tracing=traces,
+            image_loader=shared.image_fetcher,
         )
         return cls(
             server=server,
             recorder=recorder,
+            records=records,
             generation=generation,
-            relay=_relay(settings, shared, backends, server) if settings.openai_workers else None,
+            relay=_relay(settings, shared, backends, server, generation, access, traces)
+            if settings.openai_workers
+            else None,
             selection=SelectionService(
                 server, backends.selection_aware, settings.selection, tenant_secret=tenant_secret
             ),
@@ -320,8 +397,35 @@ class _Core(Struct, frozen=True, kw_only=True):
         )
 
 
+def _access_log(
+    settings: RouterSettings, shared: _Shared, router: RouterServer
+) -> tuple[AccessLog | None, RotatedFile | None]:
+    """Build the access log and open the file of access records. Each of the two is None if the settings do not demand it.
+
+    Raises:
+        ConfigurationRefused: The file cannot be written.
+    """
+    wanted = settings.access_records
+    if not settings.access_log and not wanted.path:
+        return None, None
+    if not wanted.path:
+        return AccessLog(router, shared.clock, unix_nanoseconds, logs=True), None
+    file = RotatedFile(
+        Path(wanted.path),
+        most_bytes=wanted.max_mib * MIB,
+        kept=wanted.kept_files,
+        field="access_records.path",
+        clock=shared.clock,
+    )
+    if wanted.content:
+        log.warning("access records contain prompts and answers", extra={"path": wanted.path})
+    records = AccessRecordFile(file, content=wanted.content)
+    shared.metrics.registry.register(records)
+    return AccessLog(router, shared.clock, unix_nanoseconds, logs=settings.access_log, records=records), file
+
+
 def _resume_tokens(settings: RouterSettings) -> ResumeTokens | None:
-    """Build the resume tokens; None if clients have keys and the routers have no common secret."""
+    """Build the object that signs resume tokens. Return None if clients have keys, but the routers have no common secret."""
     secret = settings.prompt_secret or settings.tenant_secret
     if not secret and any(tenant.api_key_sha256 for tenant in settings.tenants.values()):
         return None
@@ -329,7 +433,7 @@ def _resume_tokens(settings: RouterSettings) -> ResumeTokens | None:
 
 
 def _predictions(settings: RouterSettings) -> "PredictionMetrics | None":
-    """Build the predictions of step times; None without profiles.
+    """Build the object that predicts step times. Return None if the settings name no profiles.
 
     Raises:
         ConfigurationRefused: A profile is invalid.
@@ -341,25 +445,56 @@ def _predictions(settings: RouterSettings) -> "PredictionMetrics | None":
     return PredictionMetrics(profile_lookup(settings.profiles))
 
 
+def _traces(settings: RouterSettings, shared: _Shared, backends: _Backends, exporter: TraceExporter) -> "RequestTraces":
+    """Build the object that makes the traces of this router's requests."""
+    from fleet.frontend.metrics.tracing import TracingMetrics  # noqa: PLC0415 - few routers trace
+    from fleet.tracing.request_traces import RequestTraces  # noqa: PLC0415 - few routers trace
+    from kvstore.tracing.metrics import ExportMetrics  # noqa: PLC0415 - few routers trace
+
+    traces = RequestTraces(
+        settings.tracing, exporter, shared.clock, unix_nanoseconds, new_span_ids(), backends.own.keep_trace
+    )
+    shared.metrics.registry.register(TracingMetrics(traces.counts))
+    shared.metrics.registry.register(ExportMetrics(exporter))
+    return traces
+
+
+def _workers(backends: _Backends, traces: "RequestTraces | None") -> Workers:
+    if traces is None:
+        return backends.selection_aware
+    from fleet.tracing.request_traces import TracedWorkers  # noqa: PLC0415 - few routers trace
+
+    return TracedWorkers(backends.selection_aware, traces)
+
+
 def _machine(
-    settings: RouterSettings, shared: _Shared, predictions: "PredictionMetrics | None"
+    settings: RouterSettings, shared: _Shared, observers: Sequence[Observer]
 ) -> "tuple[RouterMachine, FlightRecorder | None]":
-    """Build the machine, and the flight recorder if the settings ask for one.
+    """Build the router machine. If the settings demand a recording, the machine writes to a flight recorder.
 
     Raises:
         ConfigurationRefused: The policy is not installed, or the recording cannot be written.
     """
     seed, policy = secrets.randbits(63), open_policy(settings)
+    observer = None if not observers else observers[0] if len(observers) == 1 else Observers(*observers)
     if settings.record:
         from fleet.recording.flight_recorder import open_recorded_machine  # noqa: PLC0415 - few routers record
 
-        return open_recorded_machine(settings, seed, policy, shared.clock.now(), also=predictions)
-    if predictions is None:
+        return open_recorded_machine(settings, seed, policy, shared.clock.now(), also=observer)
+    if observer is None:
         return RouterMachine(settings, Random(seed), policy), None
-    return ObservedMachine(settings, Random(seed), policy, observer=predictions), None
+    return ObservedMachine(settings, Random(seed), policy, observer=observer), None
 
 
-def _relay(settings: RouterSettings, shared: _Shared, backends: _Backends, server: RouterServer) -> Relay:
+def _relay(
+    settings: RouterSettings,
+    shared: _Shared,
+    backends: _Backends,
+    server: RouterServer,
+    generation: Generation,
+    access: AccessLog | None,
+    traces: "RequestTraces | None",
+) -> Relay:
     """Build the relay, which serves the models of external backends.
 
     Raises:
@@ -385,6 +520,7 @@ def _relay(settings: RouterSettings, shared: _Shared, backends: _Backends, serve
             readers[name] = readers[model].for_adapter(name)
     metrics = RelayMetrics(backends.external.gauges)
     shared.metrics.registry.register(metrics)
+    shared.metrics.times.append(metrics.times)
     return Relay(
         server,
         backends.external,
@@ -396,12 +532,14 @@ def _relay(settings: RouterSettings, shared: _Shared, backends: _Backends, serve
         id_prefix=secrets.token_hex(4),
         only=not settings.models,
         paths=RelayedPaths.of(settings.external_paths),
-        logs_access=settings.access_log,
+        access=access,
+        tracing=traces,
+        is_running=generation.serves,
     )
 
 
 def _shared_limits(settings: RouterSettings, shared: _Shared) -> "RedisRateLimits | None":
-    """Build the rate limits that routers share through Redis; None without Redis.
+    """Build the rate limits that routers share through Redis. Return None if the settings name no Redis.
 
     Raises:
         ConfigurationRefused: The URL is not one of Redis, or the client library is not installed.
@@ -426,7 +564,7 @@ def _shared_limits(settings: RouterSettings, shared: _Shared) -> "RedisRateLimit
 
 
 def _peers(settings: RouterSettings, shared: _Shared, backends: _Backends, core: _Core) -> PeerRouters | None:
-    """Build the connections to peer routers; None if this router has none.
+    """Build the object that connects to peer routers. Return None if this router has no peers.
 
     Raises:
         ConfigurationRefused: `replicas_credentials` cannot be used, or `replicas` or `replicas_name` are set without
@@ -450,13 +588,14 @@ def _peers(settings: RouterSettings, shared: _Shared, backends: _Backends, core:
         limits=PeerLimits(shared.tenants, shared.clock) if settings.counts_limits_without_redis else None,
         overflow=core.overflow,
         journal=shared.journal,
+        incompatible=shared.incompatible,
     )
     core.selection.others = peers
     return peers
 
 
 class _Parts(Struct, frozen=True, kw_only=True):
-    """All parts of a router process behind its ports."""
+    """All parts of a router process except its ports."""
 
     shared: _Shared
     backends: _Backends
@@ -466,10 +605,11 @@ class _Parts(Struct, frozen=True, kw_only=True):
 
 
 async def _serve(settings: RouterSettings, parts: _Parts, announce: Announce) -> None:
-    """Serve until a stop signal.
+    """Open the ports and serve until a stop signal.
 
-    A single process opens its ports first: if another process has them, no worker may hear of this one, and its health port says
-    when it can serve. Processes that share ports open them last, because they get connections from then on.
+    A process that does not share its ports opens them first. So it ends before it contacts workers if another process has
+    these ports, and its health port can report when it is ready. Processes that share ports (`share_ports`) open them
+    last, because clients can connect to an open port at once.
     """
     async with _directory(settings) as directory, asyncio.TaskGroup() as tasks, AsyncExitStack() as opened:
         ports = _frontends(settings, parts)
@@ -479,7 +619,7 @@ async def _serve(settings: RouterSettings, parts: _Parts, announce: Announce) ->
         async with stop_signal() as stop:
             frontends = early if early is not None else await opened.enter_async_context(ports)
             announce(frontends.endpoints())
-            gc.freeze()  # the objects that exist now stay for good, so no collection needs to visit them
+            gc.freeze()  # garbage collections need not visit the present objects, because these are never freed
             gc.set_threshold(GC_THRESHOLD)
             await stop.wait()
             parts.core.selection.drain()
@@ -493,10 +633,10 @@ async def _serve(settings: RouterSettings, parts: _Parts, announce: Announce) ->
 
 @asynccontextmanager
 async def _directory(settings: RouterSettings) -> "AsyncIterator[Directory | None]":
-    """Open the directory in which workers are found; None without discovery.
+    """Open the directory in which the router finds workers. The `with` block gets None if the settings name no discovery.
 
     Raises:
-        ConfigurationRefused: It needs a package that is not installed, or does not exist.
+        ConfigurationRefused: The directory needs a package that is not installed, or does not exist.
     """
     if settings.discovery is None:
         yield None
@@ -506,11 +646,12 @@ async def _directory(settings: RouterSettings) -> "AsyncIterator[Directory | Non
 
 
 def _background(parts: _Parts, directory: "Directory | None") -> list[Coroutine[Any, Any, Any]]:
-    """Return what runs as long as the process serves."""
+    """Return the coroutines that run as long as the process serves."""
     backends, server = parts.backends, parts.core.server
     running: list[Coroutine[Any, Any, Any]] = [
         backends.registry.run(),
         server.run(),
+        parts.shared.certificate_watch.run(),
         backends.own.run(backends.combined.only_acceptable(server.hear)),
         backends.external.run(server.hear),
     ]
@@ -520,13 +661,11 @@ def _background(parts: _Parts, directory: "Directory | None") -> list[Coroutine[
         running.append(parts.peers.run())
     if directory is not None:
         running.append(backends.registry.follow(directory))
-    if parts.shared.certificates is not None:
-        running.append(parts.shared.certificates.watch())
     return running
 
 
 async def _catch_up(parts: _Parts, directory: "Directory | None", seconds: float) -> None:
-    """Wait until backends and peers have told their state, for a limited time, because some may not answer."""
+    """Wait until backends and peer routers have sent what they know, but at most `seconds`, because some may not answer."""
     backends = parts.backends
     waiting_for = "external backends"
     try:
@@ -539,7 +678,7 @@ async def _catch_up(parts: _Parts, directory: "Directory | None", seconds: float
                 waiting_for = "the directory of workers"
                 await backends.registry.followed.wait()
             waiting_for = "workers"
-            while not backends.own.tried(backends.registry.members):  # noqa: ASYNC110 - for a moment, once
+            while not backends.own.tried(backends.registry.members):  # noqa: ASYNC110 - a short wait at the start
                 await asyncio.sleep(0.01)
     except TimeoutError:
         log.warning("catch-up incomplete, serving starts", extra={"waited_for": waiting_for, "seconds": seconds})
@@ -555,7 +694,7 @@ class _Frontends(Struct, frozen=True, kw_only=True):
     picker: "EndpointPicker | None"
 
     def endpoints(self) -> dict[str, str]:
-        """Return the addresses by protocol."""
+        """Return the address of each open port, by its protocol or purpose."""
         endpoints = {"http": self.http.address, "grpc": self.grpc.address, "control": self.control}
         if self.http.health_address:
             endpoints["health"] = self.http.health_address
@@ -566,7 +705,7 @@ class _Frontends(Struct, frozen=True, kw_only=True):
         return endpoints
 
     def drain(self, tasks: asyncio.TaskGroup, within: Nanos) -> None:
-        """Take no more requests, and wait in tasks for the running answers, for a limited time."""
+        """Refuse new requests, and start tasks that wait for the running answers, but not longer than `within`."""
         self.grpc.drain()
         if self.kserve is not None:
             self.kserve.drain()
@@ -577,13 +716,15 @@ class _Frontends(Struct, frozen=True, kw_only=True):
 
 @asynccontextmanager
 async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_Frontends]:
-    """Open all ports.
+    """Open all ports of the router, and close them at the end of the `with` block.
 
     Raises:
         ConfigurationRefused: An address is in use.
     """
     shared, core, peers = parts.shared, parts.core, parts.peers
-    registry = GrpcRegistry(parts.backends.registry, peers)
+    registry = GrpcRegistry(
+        parts.backends.registry, peers, router_id=settings.router_id, incompatible=shared.incompatible
+    )
     async with (
         open_http_frontend(
             settings.http_listen,
@@ -597,7 +738,9 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
             connection_seconds=settings.connection_seconds,
             health_listen=settings.health_listen,
             certificates=shared.certificates,
+            health_certificates=shared.certificates if settings.tls.health else None,
             overflow=core.overflow,
+            metrics_guards=metrics_guards(settings, keyed=shared.tenants.by_key),
         ) as http,
         GrpcFrontend.open(
             settings.grpc_listen,
@@ -617,11 +760,12 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
             grpc_address=grpc.address,
             services={REGISTRY_SERVICE: registry.add, SELECTION_SERVICE: core.selection.add},
             store=settings.store,
-            store_access=load(settings.store_credentials),
+            store_access=shared.store_access,
             shared=settings.share_ports,
             others=peers,
             demand=core.demand,
             overflow=core.overflow,
+            incompatible=shared.incompatible,
         ) as control,
         _kserve(settings, parts) as kserve,
         _endpoint_picker(settings, parts) as picker,
@@ -629,9 +773,19 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
         yield _Frontends(http=http, grpc=grpc, control=control, kserve=kserve, picker=picker)
 
 
+def metrics_guards(settings: RouterSettings, *, keyed: bool) -> tuple[MetricsGuard, MetricsGuard]:
+    """Return the guards of the metrics at `http_listen` and at `health_listen`. `keyed` is True if clients need a key."""
+    access = settings.metrics_access
+    asks = access.ask if access.ask is not None else keyed or bool(access.key_sha256)
+    health, asks_on_health = settings.health_listen, access.ask_on_health
+    if asks_on_health is None:
+        asks_on_health = asks and not (health and is_local(health))
+    return MetricsGuard(access.key_sha256, asks=asks), MetricsGuard(access.key_sha256, asks=asks_on_health)
+
+
 @asynccontextmanager
 async def _kserve(settings: RouterSettings, parts: _Parts) -> AsyncIterator["KserveFrontend | None"]:
-    """Open the frontend of the Open Inference Protocol; None if it has no address.
+    """Open the frontend of the Open Inference Protocol. The `with` block gets None if the settings name no address for it.
 
     Raises:
         ConfigurationRefused: Its address is in use.
@@ -656,7 +810,7 @@ async def _kserve(settings: RouterSettings, parts: _Parts) -> AsyncIterator["Kse
 
 @asynccontextmanager
 async def _endpoint_picker(settings: RouterSettings, parts: _Parts) -> AsyncIterator["EndpointPicker | None"]:
-    """Open the endpoint picker for gateways; None if the settings name none.
+    """Open the endpoint picker for gateways. The `with` block gets None if the settings name no endpoint picker.
 
     Raises:
         ConfigurationRefused: Its address is in use, or its Lease needs a package that is not installed.
@@ -665,7 +819,7 @@ async def _endpoint_picker(settings: RouterSettings, parts: _Parts) -> AsyncIter
         yield None
         return
     from fleet.gateway.endpoint_picker import EndpointPicker, open_endpoint_picker  # noqa: PLC0415 - most routers have none
-    from fleet.gateway.prompts import ApiPromptReader  # noqa: PLC0415 - likewise
+    from fleet.gateway.prompts import ApiPromptReader  # noqa: PLC0415 - most routers have none
 
     shared, core = parts.shared, parts.core
     prompts = ApiPromptReader(core.generation, core.relay, shared.tenants, shared.clock)
@@ -676,6 +830,9 @@ async def _endpoint_picker(settings: RouterSettings, parts: _Parts) -> AsyncIter
             picker,
             shared=settings.share_ports,
             connection_seconds=settings.connection_seconds,
+            certificates=shared.certificates.files
+            if shared.certificates is not None and settings.tls.endpoint_picker
+            else None,
         ):
             yield picker
 
@@ -684,7 +841,7 @@ async def _endpoint_picker(settings: RouterSettings, parts: _Parts) -> AsyncIter
 async def _picker_leadership(
     settings: "EndpointPickerSettings", clock: SystemClock
 ) -> "AsyncIterator[PickerLeadership | None]":
-    """Take part in the election of the leading picker; None if there is only one.
+    """Take part in the leader election of the endpoint pickers. The `with` block gets None if there is only one endpoint picker.
 
     Raises:
         ConfigurationRefused: The Lease needs a package that is not installed, or the API server is not configured.

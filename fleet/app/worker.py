@@ -1,4 +1,4 @@
-"""Worker process: an engine with its services, or a further rank of an engine that spans several hosts.
+"""Worker process: runs an engine with its services, or an additional rank of an engine that spans several hosts.
 
 The engine is found by its name among the entry points `workers.engines`, whose function starts it. For vLLM,
 `workers.engines.vllm.launch` makes the arguments. SIGTERM begins a drain (`workers.machine`, rule 1).
@@ -14,29 +14,40 @@ from importlib.metadata import EntryPoint, entry_points
 
 import uvloop
 from msgspec import structs
+from prometheus_client import CollectorRegistry
 
 from fleet.app.hub import fetch_worker_model
 from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import Incarnation
-from fleet.core.system_clock import SystemClock, process_age
+from fleet.core.system_clock import SystemClock, process_age, unix_nanoseconds
 from fleet.frontend.text.tokenizer_check import folder_tokenizer_digests
 from fleet.membership.discovery.open import open_directory
 from fleet.membership.ports import Registry
 from fleet.membership.registry import GrpcRegistries
+from fleet.net.certificate_watch import certificate_watch, metrics_port_certificates
 from fleet.net.control.access import ControlAccess, load_control_access
+from fleet.net.metrics_port import metrics_port
 from fleet.net.streams.identity import worker_identity
+from fleet.tracing.process import new_span_ids, open_tracing
 from kvstore.errors import LayoutMismatch
+from kvstore.security.certificates import CertificateFiles, CertificateWatch
+from kvstore.service.metrics_server import LoopCollector
+from kvstore.tracing.exporter import TraceExporter
+from kvstore.tracing.metrics import ExportMetrics
+from workers.attempt_traces import AttemptTraces
 from workers.connections.control_port import serve_control, serve_rank
 from workers.connections.ranks import GroupLeader, joined_group, leading_group
 from workers.connections.router_streams import serve_routers
 from workers.machine import GRACE
+from workers.metrics import WorkerMetrics
 from workers.ports import BlockSaver, Engine, EngineFacts, EngineHung, WorkerReplaced
 from workers.rank_rendezvous import common_settings_digest
 from workers.registration import RegistryEntry, WorkerMembership
 from workers.server import END_SECONDS, WorkerServer
 from workers.settings import GroupSettings, WorkerSettings
+from workers.start_phase import StartPhase, note_phase
 from workers.store.embedded import open_embedded_store
 from workers.store.evacuation import StoreEvacuator, open_evacuator
 from workers.store.pin_keeper import StorePinKeeper, open_pin_keeper
@@ -49,7 +60,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         ConfigurationRefused: The engine is unknown or refuses its settings, the model cannot be fetched, or the address
             cannot be listened on.
         EngineDied: The engine ended by itself.
-        EngineHung: The engine made no progress and was killed. The process ends within `END_SECONDS` after that.
+        EngineHung: The engine made no progress and was killed. The process ends at most `END_SECONDS` later.
         NodeEnded: The store node in this process ended by itself.
         WorkerReplaced: Another process has the worker's id.
     """
@@ -60,10 +71,14 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
     identity.require("listen", settings.listen, on_loopback=False)
     access = load_control_access("registry_credentials", settings.registry_credentials)
     control = load_control_access("control_credentials", settings.control_proof)
+    scraped = metrics_port_certificates(settings.metrics_tls)
+    watch = _certificate_watch(settings, scraped)
     incarnation = Incarnation(secrets.token_hex(8))
     async with AsyncExitStack() as held:
         await held.enter_async_context(cancelled_by_signals())
+        note_phase(StartPhase.FETCH)
         model = await fetch_worker_model(settings, SystemClock())
+        note_phase(StartPhase.LOAD)
         lead: GroupLeader | None = None
         if settings.group is not None:
             alike = common_settings_digest(structs.replace(settings, model_dir=model.named))
@@ -79,6 +94,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             evacuator = await held.enter_async_context(_evacuator(settings, engine, leaving=own_store))
         except LayoutMismatch as error:
             raise ConfigurationRefused(f"{error.field}: {error}") from error
+        tracing = held.enter_context(open_tracing(settings.tracing, "fleet-worker", settings.worker_id))
         digests = await asyncio.to_thread(folder_tokenizer_digests, settings.model_dir, engine.facts.block_tokens)
         worker = WorkerServer(
             settings,
@@ -90,6 +106,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             evacuator=evacuator,
             store_goes=own_store,
             start_seconds=process_age(),
+            observer=None if tracing is None else _attempt_traces(settings, tracing),
         )
         listening = await held.enter_async_context(serve_routers(worker, settings.listen, identity))
         endpoints = {"stream": listening}
@@ -111,10 +128,20 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             endpoints["grpc"] = await held.enter_async_context(
                 serve_control(worker, settings.control_listen, presence, control)
             )
+        registry = CollectorRegistry()
+        registry.register(LoopCollector(WorkerMetrics(worker)))
+        registry.register(watch)
+        if tracing is not None:
+            registry.register(ExportMetrics(tracing))
+        metrics = metrics_port(settings.metrics_listen, settings.metrics_access, registry, scraped)
+        if address := held.enter_context(metrics):
+            endpoints["metrics"] = address
         await held.enter_async_context(presence.kept())
         async with asyncio.TaskGroup() as tasks, stop_signal() as stop:
-            serving = tasks.create_task(worker.run())  # this task ends after a drain, or with the engine
+            # This task ends when a drain is complete, or when the engine ends.
+            serving = tasks.create_task(worker.run())
             serving.add_done_callback(lambda _: stop.set())
+            watching = tasks.create_task(watch.run())
             serving.add_done_callback(lambda ended: _force_exit_after_hang(ended, END_SECONDS))
             presence.when_replaced(stop.set)
             announce(endpoints)
@@ -122,6 +149,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
                 lead.when_asked_to_end(stop.set)
                 lead.serving()
             await stop.wait()
+            watching.cancel()
             tasks.create_task(presence.leave())
             await worker.drain(Nanos(settings.drain_timeout_ms * MILLISECOND))
             if lead is not None:
@@ -130,17 +158,31 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             raise WorkerReplaced(presence.replaced)
 
 
-def _force_exit_after_hang(served: asyncio.Task[None], seconds: float) -> None:
-    """End the process after a hang of the engine, even if the orderly end hangs too.
+def _certificate_watch(settings: WorkerSettings, scraped: CertificateFiles | None) -> CertificateWatch:
+    """Return an object that watches all certificates of the settings. `scraped` is the certificate of the port for metrics.
 
-    The stacks of its threads then go to standard error.
+    Raises:
+        ConfigurationRefused: A file cannot be used.
+    """
+    names = ("credentials", "control_credentials", "registry_credentials", "store_credentials")
+    return certificate_watch({name: getattr(settings, name) for name in names}, scraped)
+
+
+def _attempt_traces(settings: WorkerSettings, exporter: TraceExporter) -> AttemptTraces:
+    return AttemptTraces(settings.worker_id, settings.model, exporter, SystemClock(), unix_nanoseconds, new_span_ids())
+
+
+def _force_exit_after_hang(served: asyncio.Task[None], seconds: float) -> None:
+    """End the process `seconds` after a hang of the engine, if it has not ended in the ordinary way before.
+
+    Before the forced end, write the stacks of all threads to standard error.
     """
     if not served.cancelled() and isinstance(served.exception(), EngineHung):
         faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: Announce) -> None:
-    """Run a further rank of an engine. It serves no requests and lives as long as the lead rank.
+    """Run an additional rank of an engine. This rank serves no requests, and ends when the lead rank ends.
 
     Raises:
         ConfigurationRefused: The lead rank belongs to another group, the model cannot be fetched, or the engine refuses
@@ -148,6 +190,8 @@ async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: An
         EngineDied: The rank ended by itself, or the lead rank ended.
     """
     open_rank = _rank_opener(settings.engine)
+    scraped = metrics_port_certificates(settings.metrics_tls)
+    watch = certificate_watch({}, scraped)
     async with AsyncExitStack() as held:
         await held.enter_async_context(cancelled_by_signals())
         model = await fetch_worker_model(settings, SystemClock())
@@ -159,14 +203,21 @@ async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: An
         if settings.control_listen:
             ready = serve_rank(settings.control_listen, lambda: follow.serving)
             endpoints["grpc"] = await held.enter_async_context(ready)
+        registry = CollectorRegistry()
+        registry.register(watch)
+        metrics = metrics_port(settings.metrics_listen, settings.metrics_access, registry, scraped)
+        if address := held.enter_context(metrics):
+            endpoints["metrics"] = address
         follow.when_serving(lambda: announce(endpoints))
         await held.enter_async_context(open_rank(settings))
         async with asyncio.TaskGroup() as tasks:
             over = tasks.create_task(follow.over.wait())
             over.add_done_callback(lambda _: stop.set())
+            watching = tasks.create_task(watch.run())
             await stop.wait()
+            watching.cancel()
             follow.leave()
-            # Do not wait for a lead rank that drains longer than allowed.
+            # If the lead rank drains for longer than it may, end without waiting for it any longer.
             await asyncio.wait([over], timeout=settings.drain_timeout_ms / 1000 + GRACE / SECOND)
             over.cancel()
 
@@ -174,7 +225,7 @@ async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: An
 def _registries(
     settings: WorkerSettings, access: ControlAccess, warm_blocks: Callable[[], int]
 ) -> list[AbstractAsyncContextManager[Registry]]:
-    """Return the registries of a worker; those that can show it also get its number of warm blocks.
+    """Return the registries at which a worker registers. A registry that can show the number of warm blocks gets `warm_blocks`.
 
     Raises:
         ConfigurationRefused: `discovery` needs a package that is not installed, or names something that does not exist.
@@ -189,7 +240,7 @@ def _registries(
 
 @asynccontextmanager
 async def _session_pin_keeper(settings: WorkerSettings, facts: EngineFacts) -> AsyncIterator[StorePinKeeper | None]:
-    """Keep the blocks of waiting sessions in the store; None without a store, or if the settings disable it."""
+    """Build the part that keeps the blocks of paused sessions in the store. Return None without a store, or if it is disabled."""
     if not settings.store or facts.kv is None or not settings.hold_seconds:
         yield None
         return
@@ -203,7 +254,7 @@ async def _session_pin_keeper(settings: WorkerSettings, facts: EngineFacts) -> A
 async def _evacuator(
     settings: WorkerSettings, engine: Engine, *, leaving: bool
 ) -> AsyncIterator[StoreEvacuator | None]:
-    """Evacuate warm blocks when the worker drains; None without a store, or if the settings disable it."""
+    """Build the part that evacuates warm blocks when the worker drains. Return None without a store, or if it is disabled."""
     facts = engine.facts
     if not settings.store or facts.kv is None or not settings.evacuate_bytes:
         yield None
@@ -222,19 +273,23 @@ async def _evacuator(
 
 
 def _patience(facts: EngineFacts) -> float | None:
-    """Return how long to wait for the store node; it is not waited for again if it did not answer the engine."""
+    """Return the seconds to wait for the store node: 0 if it did not answer the engine, else None for the default time."""
     return None if facts.store_id is not None else 0.0
 
 
 def _open_engine(settings: WorkerSettings) -> AbstractAsyncContextManager[Engine]:
     if settings.group is not None:
-        _rank_opener(settings.engine)  # called only for its error: the engine must be able to span hosts
+        _rank_opener(settings.engine)  # raises an error if the engine cannot span hosts; the result is not used
     open_engine: Callable[[WorkerSettings], AbstractAsyncContextManager[Engine]] = _engine(settings.engine).load()
     return open_engine(settings)
 
 
 def _rank_opener(engine: str) -> Callable[[WorkerSettings], AbstractAsyncContextManager[None]]:
-    """Return the function `open_rank` beside the engine's opener; engines that can span hosts have one."""
+    """Return the function `open_rank` of the module of an engine. Only engines that can span hosts have it.
+
+    Raises:
+        ConfigurationRefused: The engine cannot span hosts.
+    """
     module = import_module(_engine(engine).module)
     found: Callable[[WorkerSettings], AbstractAsyncContextManager[None]] | None = getattr(module, "open_rank", None)
     if found is None:

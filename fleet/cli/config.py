@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-from msgspec import structs
+from msgspec import Struct, structs
 
 from fleet.app.settings_reference import KINDS, SettingsKey, command_of, described_schema, settings_keys
-from fleet.cli.console.exits import DONE
+from fleet.cli.console.exits import CONFIGURATION_REFUSED, DONE
 from fleet.config import load, read_file
+from fleet.core.errors import ConfigurationRefused
+from fleet.local.settings import Topology
+from fleet.local.topology import check_metrics_ranges
 
-WIDTH = 110  # characters of a line of meaning
+WIDTH = 110  # maximum number of characters in a line of a key's meaning
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +51,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(file: Path, part: str | None, as_json: bool) -> int:
-    """Check a settings file; a file that cannot be used raises ConfigurationRefused."""
-    part = part or _most_likely_part(file)
-    load(file, KINDS[part])
+    """Check a settings file. If it cannot be used, the error is printed as JSON, or raised as ConfigurationRefused."""
+    try:
+        part = part or _most_likely_part(file)
+        _check_content(file, KINDS[part])
+    except ConfigurationRefused as refused:
+        if not as_json:
+            raise
+        found = {"file": str(file), "part": part, "valid": False, "error": str(refused)}
+        print(msgspec.json.encode(found).decode())
+        return CONFIGURATION_REFUSED
     if as_json:
         print(msgspec.json.encode({"file": str(file), "part": part, "valid": True}).decode())
     else:
@@ -58,8 +68,20 @@ def _check(file: Path, part: str | None, as_json: bool) -> int:
     return DONE
 
 
+def _check_content(file: Path, kind: type[Struct]) -> None:
+    settings = load(file, kind)
+    if isinstance(settings, Topology):
+        try:
+            check_metrics_ranges(settings)
+        except ConfigurationRefused as refused:
+            raise ConfigurationRefused(f"{file}: {refused}") from refused
+
+
 def _most_likely_part(file: Path) -> str:
-    """Return the part whose settings have most of the file's keys; a file without any key is a topology."""
+    """Return the kind of settings file that has most of the file's keys in its schema.
+
+    A file without keys counts as a topology.
+    """
     given = read_file(file).keys()
     known = {part: {field.encode_name for field in structs.fields(kind)} for part, kind in KINDS.items()}
     return max(("up", *KINDS), key=lambda part: len(given & known[part]))

@@ -11,7 +11,7 @@ from fleet.cli.console.address import add_address, add_tls, address_option, clie
 from fleet.cli.console.exits import DONE, FAILED
 from fleet.cli.console.seconds import seconds
 from fleet.client import Client, DeadlineExceeded, FleetError, KvPath, Placement, Result
-from fleet.core.errors import ConfigurationRefused
+from fleet.core.errors import ConfigurationRefused, Reason
 
 DEFAULT_TOKENS = 128
 
@@ -70,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
         cause = describe_error(error, arguments.address, tls)
         if isinstance(error, DeadlineExceeded) and error.reason is None and arguments.timeout is not None:
             cause = f"the answer was not complete within {arguments.timeout:g} s (--timeout)"
+        if error.reason is Reason.UNAUTHENTICATED:
+            cause += "; --api-key or --api-key-file gives the key" if not key else "; the key of --api-key is not known"
         print(f"fleet: {cause}", file=sys.stderr)
         return FAILED
     if arguments.json:
@@ -82,12 +84,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _standard_input() -> str:
-    """Read the prompt from standard input. It raises ConfigurationRefused if that is closed or not text."""
+    """Read the prompt from standard input.
+
+    Raises ConfigurationRefused if standard input is closed, or its content is not text.
+    """
     if sys.stdin is None:
         raise ConfigurationRefused("standard input is closed; give the prompt as an argument, or a file with <")
     try:
         text = sys.stdin.read()
-        text.encode()  # some locales read other bytes as text
+        text.encode()  # raises an error for bytes that are not UTF-8, which some locales read as text
     except (OSError, UnicodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "is no text (UTF-8)"
         raise ConfigurationRefused(f"standard input: {cause}") from error
@@ -98,7 +103,7 @@ def _key(path: str) -> str:
     """Return the content of a file without surrounding white space.
 
     Raises:
-        ConfigurationRefused: It cannot be read as text.
+        ConfigurationRefused: The file cannot be read as text.
     """
     try:
         return Path(path).read_text().strip()

@@ -2,9 +2,9 @@
 
 Rules:
 
-1. Data goes to standard output, everything else to standard error. Each error is one line.
+1. The output of a command goes to standard output, and messages go to standard error. Each error is one line.
 2. Exit status 0: done; 1: failed; 2: misused (argparse's own); 3: a configuration or another input file was refused.
-3. `fleet.cli.console.command_line` finds the sub-commands.
+3. Sub-commands are the entry points `fleet.commands` in pyproject.toml; `fleet.cli.console.command_line` finds them.
 """
 
 import errno
@@ -19,28 +19,28 @@ from fleet.core.errors import ConfigurationRefused
 
 def main() -> None:
     if sys.argv[1:3] in (["serve", "planner"], ["serve", "kvstore"]):
-        # These start children: rehearsals, and the process of the NIXL transport. gRPC's handlers for fork would run in every child.
-        # While another thread calls gRPC they are in a wrong state, and the child dies of SIGSEGV before its program starts. Not in
-        # workers: their engines may fork without starting a program.
+        # These two start child processes (rehearsals, the NIXL transport), in which gRPC's fork handlers would run.
+        # If another thread calls gRPC at that moment, the child dies of SIGSEGV before its program starts.
+        # So the handlers are switched off. In workers they stay on: an engine may fork without starting a program.
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # noqa: TID251 - gRPC reads it at its import
     sys.exit(run(sys.argv[1:]))
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command line and return its exit status; argparse itself exits with 0 (help) or 2 (misuse)."""
+    """Run one command line and return its exit status. For help (0) and misuse (2), argparse ends the process itself."""
     try:
         status = _run(argv)
-        if sys.stdout is not None:  # the caller may have closed it
+        if sys.stdout is not None:  # the caller may have closed standard output
             sys.stdout.flush()
     except ConfigurationRefused as error:
         print(f"fleet: {_in_one_line(str(error))}", file=sys.stderr)
         return CONFIGURATION_REFUSED
     except KeyboardInterrupt:
         return FAILED
-    except BrokenPipeError:  # the reader of the output has gone, so nothing may be flushed at exit
+    except BrokenPipeError:  # the reading program has ended, so Python must not flush the output at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except OSError as error:  # for example a full disk; an error without a file name concerns the output
+    except OSError as error:  # for example a full disk; if the error has no file name, it is about standard output
         if error.errno != errno.ENOSPC:
             raise
         if error.filename is None:
@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _in_one_line(text: str) -> str:
-    """Escape characters that a terminal would interpret."""
+    """Return a text in which characters are escaped that a terminal would interpret, such as line breaks."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
@@ -65,7 +65,10 @@ def _run(argv: Sequence[str]) -> int:
     if unknown:
         known = parser.options(argv)
         guesses = (option_meant(word.partition("=")[0], known) for word in unknown if word.startswith("--"))
-        message = f"unrecognized arguments: {' '.join(unknown)}{next(filter(None, guesses), '')}"
+        guess = next(filter(None, guesses), "")
+        if not guess and (advise := getattr(modules[arguments.command], "advise", None)) is not None:
+            guess = advise(unknown)
+        message = f"unrecognized arguments: {' '.join(unknown)}{guess}"
         (parser if chosen is None else parser.commands()[chosen]).error(message)
     status: int = modules[arguments.command].run(arguments)
     return status

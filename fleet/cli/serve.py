@@ -1,4 +1,7 @@
-"""`fleet serve`: runs one process of a cluster, for supervisors of any kind."""
+"""`fleet serve`: runs one process of a cluster, such as a router or a worker.
+
+A supervisor, a container or a person starts it.
+"""
 
 import argparse
 import json
@@ -7,7 +10,8 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,8 @@ from fleet.local.process_group import die_with_parent
 
 PARTS = ("router", "worker", "kvstore", "operator", "planner")
 MAX_PROCESSES = 64
-MIN_OPEN_FILES = 64  # fewest open files that the limit must allow; an idle router opens about 30
+# Minimum number of open files that the operating system must allow to this process; an idle router opens about 30.
+MIN_OPEN_FILES = 64
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--heartbeat",
         action="store_true",
-        help="then write heartbeats there, twice a second, from the event loop",
+        help="write the phases of the start there before, as lines after #, and then heartbeats from the event loop",
     )
     parser.add_argument(
         "--processes",
@@ -71,18 +76,19 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationRefused(f"--record: only a router can record, not a {arguments.part}")
     if arguments.parent is not None:
         die_with_parent(arguments.parent)
-    # SIGTERM ends the process at once until the service handles it. The supervisor handles Ctrl-C.
+    # Let SIGTERM end the process at once until the service handles this signal. Ctrl-C is left to the supervisor.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if arguments.ready_fd is not None:
         try:
-            os.set_inheritable(arguments.ready_fd, False)  # else an engine process would keep it open after this one
+            # otherwise an engine process would inherit the file descriptor, and keep it open after the end of this process
+            os.set_inheritable(arguments.ready_fd, False)
         except OSError as error:
             raise ConfigurationRefused(f"--ready-fd: {arguments.ready_fd}: {error.strerror}") from error
     elif arguments.heartbeat:
         raise ConfigurationRefused("--heartbeat: needs --ready-fd, where it is written")
 
     _require_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    # raises the limit of open files, because a stream needs two; the usual 1024 would leave none for workers
+    # A stream needs two open files, so the usual limit of 1024 would leave none for workers; this raises it.
     if arguments.part == "router":
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -91,9 +97,11 @@ def run(arguments: argparse.Namespace) -> int:
     from fleet.app.serving import serve  # noqa: PLC0415 - later than `die_with_parent`, because it takes a second
     from kvstore.errors import NodeEnded  # noqa: PLC0415
     from workers.ports import EngineDied, EngineHung, WorkerReplaced  # noqa: PLC0415
+    from workers.start_phase import telling_phases  # noqa: PLC0415
 
     try:
-        serve(arguments.part, arguments.config, _announcer(arguments), _changes(arguments))
+        with telling_phases(partial(_write_phase, arguments.ready_fd)) if arguments.heartbeat else nullcontext():
+            serve(arguments.part, arguments.config, _announcer(arguments), _changes(arguments))
     except (EngineDied, NodeEnded) as error:
         print(f"fleet: {type(error).__name__}: {error}", file=sys.stderr)
         return HUNG if isinstance(error, EngineHung) else FAILED
@@ -104,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _require_open_files(limit: int) -> None:
-    """Refuse a limit of open files with which event loops and gRPC would fail in the middle of the start."""
+    """Raise an error if the limit of open files is so low that event loops and gRPC would fail during the start."""
     if limit < MIN_OPEN_FILES:
         raise ConfigurationRefused(
             f"the limit of open files is {limit}, too low for any service: raise it to {MIN_OPEN_FILES} at least (ulimit -n)"
@@ -112,8 +120,8 @@ def _require_open_files(limit: int) -> None:
 
 
 def _serve_routers(arguments: argparse.Namespace) -> int:
-    """Run several routers behind the same ports until a stop signal."""
-    import asyncio  # noqa: PLC0415 - for this alone
+    """Run several router processes behind the same ports, until a signal stops them."""
+    import asyncio  # noqa: PLC0415 - needed only here
 
     from fleet.cli.local.cluster import hold, say  # noqa: PLC0415
     from fleet.config import child_environment, load  # noqa: PLC0415
@@ -164,7 +172,7 @@ def _serve_routers(arguments: argparse.Namespace) -> int:
 
 
 def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the changes of the settings file that the options ask for."""
+    """Return the changes of settings that the options demand."""
     changes = parse_changes(arguments.set) | read_file_changes(arguments.set_file)
     return changes if arguments.record is None else changes | {"record": str(arguments.record.absolute())}
 
@@ -175,8 +183,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _write_phase(ready_fd: int, phase: str) -> None:
+    with suppress(OSError):  # the supervisor has ended; the kernel then ends this process
+        os.write(ready_fd, f"# {phase}\n".encode())
+
+
 def _announcer(arguments: argparse.Namespace) -> Callable[[Mapping[str, str]], None]:
-    """Return the function that announces readiness to the supervisor, or else to a person."""
+    """Return the function that reports readiness to the supervisor, or to a person if there is no supervisor."""
     ready_fd: int | None = arguments.ready_fd
 
     def announce(endpoints: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from fleet.cli.console.colours import CLEARED, Colour, coloured
 from fleet.cli.console.exits import DONE, FAILED
 from fleet.cli.local.pools import unfinished
 from fleet.cli.local.rates import RecentRates
-from fleet.client import ClusterStatus, FleetError
+from fleet.client import ClusterStatus, FleetError, WorkerStatus
 from fleet.core.clock import SECOND
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import unix_milliseconds
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    """Show the state after each demand report; Ctrl-C is the usual end."""
+    """Show the state again after each demand report, until Ctrl-C."""
     rates = RecentRates()
     try:
         with control_client(arguments) as client:
@@ -75,7 +75,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _place(address: str) -> Iterator[str]:
-    """Return a line with the URLs and the uptime of a cluster of this machine; none for others."""
+    """Return a line with the URLs and the uptime of a cluster on this machine. For other clusters, return no line."""
     run_ = run_at(address)
     if run_ is None or (told := run_.addresses()) is None or (supervisor := run_.supervisor()) is None:
         return
@@ -92,7 +92,7 @@ def _place(address: str) -> Iterator[str]:
 
 
 def uptime_words(seconds: float) -> str:
-    """Return a duration in its two largest units."""
+    """Return a duration in words, with its two largest units, such as `3 h 20 min`."""
     minutes, rest = divmod(int(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -102,7 +102,7 @@ def uptime_words(seconds: float) -> str:
 
 
 def _failing(address: str) -> Iterator[str]:
-    """Return a line for a hung supervisor and for each process that keeps dying, if the address is that of a local cluster."""
+    """Yield a line if the supervisor of a local cluster hangs, and a line for each of its processes that keeps dying."""
     if (run_ := run_at(address)) is None or run_.killed:
         return
     if silence := run_.silence:
@@ -115,7 +115,10 @@ def _failing(address: str) -> Iterator[str]:
 
 
 async def _scaling(address: str) -> list[str]:
-    """Return a line for each pool of a local cluster that has not reached its size; `fleet scale` shows others."""
+    """Yield a line for each pool of a local cluster that has not reached its size.
+
+    For other clusters, `fleet scale` shows that.
+    """
     run_ = run_at(address)
     if run_ is None:
         return []
@@ -130,7 +133,15 @@ def _state(state: str) -> str:
     return coloured(f"{state:10}", Colour.GREEN if state == "serving" else Colour.YELLOW)
 
 
+def _version(worker: WorkerStatus, newest: int) -> str:
+    """Return a text with the protocol version of a worker, if it is older than the newest one; otherwise an empty text."""
+    if worker.protocol in (0, newest):
+        return ""
+    return f"  protocol {worker.protocol}, older than {newest}" + (f" ({worker.product})" if worker.product else "")
+
+
 def _lines(status: ClusterStatus) -> Iterator[str]:
+    newest = max((worker.protocol for pool in status.pools for worker in pool.workers), default=0)
     for pool in status.pools:
         yield f"{pool.model}  {pool.role}"
         for worker in pool.workers:
@@ -138,13 +149,15 @@ def _lines(status: ClusterStatus) -> Iterator[str]:
                 f"  {worker.worker_id:14} {_state(worker.state)} {worker.engine:18}"
                 f" running {worker.running}  waiting {worker.waiting}  booked {worker.booked_requests}"
                 f"  blocks used {worker.kv_blocks_used}/{worker.kv_blocks}  cached {worker.cached_blocks}"
-                f" (worth {worker.cache_seconds:.2f} s)"
+                f" (worth {worker.cache_seconds:.2f} s){_version(worker, newest)}"
             )
     router = status.router
     yield (
         f"router  requests {router.requests}  aggregated {router.aggregated}  disaggregated {router.disaggregated}"
         f"  refused {router.refused}  active {router.active}  queued {router.queued}  index {router.index_blocks} blocks"
     )
+    for peer in status.incompatible:
+        yield coloured(f"incompatible {peer.link}  {peer.name}: {peer.cause}", Colour.RED)
     for hosted in status.overflow:
         yield (
             f"overflow  {hosted.model}  to {hosted.url}  running {hosted.running}  served {hosted.served}  not taken {hosted.not_taken}"

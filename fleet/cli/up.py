@@ -14,21 +14,21 @@ from fleet.cli.console.exits import DONE, FAILED
 from fleet.cli.generate import summary
 from fleet.cli.local.cluster import LocalCluster, LocalClusterOptions, cluster_client, say, with_cluster
 from fleet.client import FleetError
-from fleet.config import build_settings, load
+from fleet.config import build_settings, load, parse_changes
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import KvPath, Placement, Role
 from fleet.local.processes import ClusterFailed
 from fleet.local.settings import SIMULATED, PoolSection, Topology
 from fleet.local.topology import addresses
 from fleet.router.tenants import TenantSettings
-from workers.settings import SimulatedSettings
+from workers.settings import ModelTask, SimulatedSettings
 
 DEMO_TOKENS = 48
 DEMO_SECONDS = 120.0
-KEYS_TENANT = "api-key"  # tenant that the keys of --api-key belong to
+KEYS_TENANT = "api-key"  # name of the tenant to which the keys of --api-key belong
 SIMULATED_RANKS = get_args(get_type_hints(SimulatedSettings)["tensor_parallel"])
 MOST = 1 << 31
-OWN_TENANT = "fleet-up"  # tenant for the requests of --demo and --check, if clients need a key
+OWN_TENANT = "fleet-up"  # name of the tenant for the requests of --demo and --check, if clients need a key
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +79,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def advise(unknown: Sequence[str]) -> str:
+    """Return advice about unknown arguments, such as which option was probably meant, as the end of an error message."""
+    word = unknown[0]
+    if not word.startswith("-"):
+        return f"; did you mean --model {word}?"
+    name, equals, value = word.partition("=")
+    if not equals:
+        value = unknown[1] if len(unknown) > 1 and not unknown[1].startswith("-") else "true"
+    return f"; an option of vLLM goes behind --vllm-arg, as in --vllm-arg {name.lstrip('-').replace('-', '_')}={value}"
+
+
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options about the model, by the names that vLLM and SGLang give them."""
+    """Add the options about the model, under the names that they have in vLLM and SGLang."""
     parser.add_argument(
         "--model",
         "--model-path",
@@ -91,6 +102,11 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--served-model-name",
         metavar="NAME",
         help="name under which clients ask for the model (default: that of its folder or repository)",
+    )
+    parser.add_argument(
+        "--task",
+        choices=tuple(task.value for task in ModelTask),
+        help="what the model does; embed and classify serve /v1/embeddings, /v1/rerank, /v1/score (default: by the model)",
     )
     parser.add_argument(
         "--max-model-len",
@@ -107,6 +123,28 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         metavar="N",
         help="ranks of every worker (default: 1)",
+    )
+    parser.add_argument("--dtype", metavar="TYPE", help="data type of weights and activations (default: auto)")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        "--mem-fraction-static",
+        type=_share,
+        metavar="SHARE",
+        help="share of the GPU's memory for the engine (default: that of vLLM; on CPUs: `vllm.kv_cache_gib` of a pool)",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        "--max-running-requests",
+        type=_positive,
+        metavar="N",
+        help="requests in one batch of a worker (default: 16)",
+    )
+    parser.add_argument(
+        "--vllm-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other argument of vLLM's engine, such as quantization=fp8; may be repeated",
     )
     parser.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="Jinja template of chats (default: that of the model)"
@@ -147,8 +185,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _stay(cluster: LocalCluster, arguments: argparse.Namespace, api_key: str) -> None:
-    """Show the addresses, and keep the pools as large as plans say, until cancelled."""
-    cluster.pools.step()  # done before the cluster is announced, so that `fleet scale` can show its pools at once
+    """Show the addresses, and then keep the pools at the sizes of the plans, until cancelled."""
+    # This writes the first report before the cluster is announced, so that `fleet scale` can show the pools at once.
+    cluster.pools.step()
     for line in addresses(cluster.plan):
         print(line)
     print("ready; Ctrl-C stops it", flush=True)
@@ -180,9 +219,11 @@ async def _demonstrate(cluster: LocalCluster, text: str, api_key: str) -> None:
 
 
 def with_own_key(topology: Topology) -> tuple[Topology, str]:
-    """Return the topology with a tenant for this program's requests, and its key; both unchanged if clients need no key.
+    """Return the topology with an additional tenant for the requests of this program, and the key of that tenant.
 
-    The settings hold only digests of the clients' keys, so the program cannot use one of them.
+    If clients need no key, return the topology unchanged, and an empty key.
+
+    This program cannot use the key of a client, because the settings contain only digests of these keys.
     """
     tenants = topology.router.tenants
     if not any(tenant.api_key_sha256 for tenant in tenants.values()):
@@ -194,13 +235,14 @@ def with_own_key(topology: Topology) -> tuple[Topology, str]:
 
 
 def read_topology(arguments: argparse.Namespace) -> Topology:
-    """Return the topology of the file, or the default, changed by the options."""
+    """Return the topology in the file, or the default one, with the changes that the options demand."""
     topology = load(arguments.config, Topology) if arguments.config else Topology()
     given = {
         "engine": arguments.engine,
         "model": arguments.model,
         "served_name": arguments.served_model_name,
         "max_model_len": arguments.max_model_len,
+        "task": arguments.task,
         "chat_template": arguments.chat_template and str(arguments.chat_template.absolute()),
         "tool_call_parser": arguments.tool_call_parser,
         "reasoning_parser": arguments.reasoning_parser,
@@ -223,15 +265,15 @@ def read_topology(arguments: argparse.Namespace) -> Topology:
     pools = _with_replicas(pools, Role.DECODE, arguments.decode)
     if arguments.tensor_parallel_size is not None:
         pools = tuple(_with_ranks(pool, cluster.engine, arguments.tensor_parallel_size) for pool in pools)
+    pools = tuple(_with_engine_options(pool, arguments) for pool in pools)
     return build_settings(
         Topology,
-        cluster=cluster,
-        hub=topology.hub,
-        router=router,
-        store=topology.store,
-        supervision=topology.supervision,
-        pools=pools,
-        planner=topology.planner,
+        **{
+            **{name: getattr(topology, name) for name in Topology.__struct_fields__},
+            "cluster": cluster,
+            "router": router,
+            "pools": pools,
+        },
     )
 
 
@@ -247,6 +289,20 @@ def _with_replicas(pools: tuple[PoolSection, ...], role: Role, replicas: int | N
     return (*(pool for pool in pools if pool.role is not role), changed)
 
 
+def _with_engine_options(pool: PoolSection, arguments: argparse.Namespace) -> PoolSection:
+    extra = parse_changes(arguments.vllm_arg, "--vllm-arg")
+    if nested := next((name for name in extra if "." in name), None):
+        raise ConfigurationRefused(
+            f"--vllm-arg: {nested}: is not the name of an argument; an object is NAME={{key = 1}}"
+        )
+    if arguments.gpu_memory_utilization is not None:
+        extra["gpu_memory_utilization"] = arguments.gpu_memory_utilization
+    vllm = structs.replace(pool.vllm, extra_args={**pool.vllm.extra_args, **extra}) if extra else pool.vllm
+    if arguments.dtype is not None:
+        vllm = structs.replace(vllm, dtype=arguments.dtype)
+    return structs.replace(pool, vllm=vllm, max_running=arguments.max_num_seqs or pool.max_running)
+
+
 def _with_ranks(pool: PoolSection, engine: str, ranks: int) -> PoolSection:
     if engine != SIMULATED:
         extra = {**pool.vllm.extra_args, "tensor_parallel_size": ranks}
@@ -259,13 +315,15 @@ def _with_ranks(pool: PoolSection, engine: str, ranks: int) -> PoolSection:
 
 
 def _with_keys(tenants: dict[str, TenantSettings], keys: Sequence[str]) -> dict[str, TenantSettings]:
-    """Return the tenants, and one more for the keys of the command line, if there are any."""
+    """Return the tenants of the settings. If the command line has keys, add one more tenant with these keys."""
     if not keys:
         return tenants
     if KEYS_TENANT in tenants:
         raise ConfigurationRefused(f"--api-key: the topology has a tenant {KEYS_TENANT}; give it the keys in the file")
     if not all(keys):
         raise ConfigurationRefused("--api-key: a key is empty")
+    if not all(key.isascii() and key.isprintable() for key in keys):
+        raise ConfigurationRefused("--api-key: a key has characters that HTTP clients cannot send; use printable ASCII")
     digests = tuple(sha256(key.encode()).hexdigest() for key in dict.fromkeys(keys))
     return {**tenants, KEYS_TENANT: TenantSettings(api_key_sha256=digests)}
 
@@ -288,6 +346,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MOST:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {MOST}")
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
+    return share
 
 
 def _host(text: str) -> str:

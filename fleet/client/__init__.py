@@ -1,4 +1,4 @@
-"""Typed clients of a Fleet cluster, synchronous and asynchronous.
+"""Client library: typed clients of a Fleet cluster, synchronous and asynchronous.
 
 from fleet.client import Client
 
@@ -14,6 +14,7 @@ from fleet.client.errors import (
     Cancelled,
     DeadlineExceeded,
     FleetError,
+    IncompatibleRouter,
     InvalidRequest,
     ModelNotFound,
     RequestNotFound,
@@ -30,6 +31,7 @@ from fleet.client.results import (
     OverflowStatus,
     PlacementExplained,
     PoolStatus,
+    RefusedPeer,
     RemotePrefill,
     Result,
     RouterStatus,
@@ -75,6 +77,7 @@ __all__ = [
     "Finish",
     "FleetError",
     "Grammar",
+    "IncompatibleRouter",
     "InvalidRequest",
     "JsonSchema",
     "KvOrigin",
@@ -89,6 +92,7 @@ __all__ = [
     "Placement",
     "PlacementExplained",
     "PoolStatus",
+    "RefusedPeer",
     "RemotePrefill",
     "RequestNotFound",
     "Result",

@@ -1,4 +1,4 @@
-"""Asynchronous client for one event loop. `fleet.client.sync` has the same methods, and describes arguments and errors."""
+"""Asynchronous client for one event loop; `fleet.client.sync` has the same methods, and describes them in full."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -25,24 +25,25 @@ from fleet.client.results import (
 )
 from fleet.client.resumption import RESUMABLE_OPTIONS, Resumption, RouterRing, addresses_of, resume_limit
 from fleet.client.sync import CALL_SECONDS
-from fleet.client.tls import ClientTls, check_key_is_safe, open_aio_channel
+from fleet.client.tls import ClientTls, check_key_is_safe, may_need_tls, open_aio_channel
 from fleet.core.errors import Reason
 from fleet.core.requests import Delta, ModelCard
 from fleet.net.grpc.options import CHANNEL_OPTIONS
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from fleet.wire.inference import decode_model
+from kvstore.protocol.range_messages import range_message
 from kvstore.security.credentials import Credentials
 
 
 class AsyncClient:
-    """A connection to a cluster, made within a running event loop; close it, or use it as a context manager.
+    """Connects to a cluster from a running event loop; the caller has to close it, or to use it as a context manager.
 
         async with AsyncClient("127.0.0.1:50051") as client:
             async with client.generate("Once upon a time", max_tokens=32) as stream:
                 async for delta in stream:
                     print(delta.text, end="", flush=True)
 
-    Connecting happens with the first call. All methods raise `FleetError`s.
+    The connection is opened by the first call. All methods raise subclasses of `FleetError`.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class AsyncClient:
         control: str = "",
         control_credentials: Credentials = Credentials(),  # noqa: B008 - the default is immutable
     ) -> None:
-        """Connect to a router; the arguments are those of `fleet.client.Client`."""
+        """Prepare a connection to a router; the arguments are those of `fleet.client.Client`."""
         addresses = addresses_of(address)
         self._resume_seconds = resume_limit(resume_seconds, len(addresses))
         for each in addresses:
@@ -65,7 +66,7 @@ class AsyncClient:
         options = (*CHANNEL_OPTIONS, *(RESUMABLE_OPTIONS if self._resume_seconds else ()))
         self._channels = [open_aio_channel(each, options, tls) for each in addresses]
         stubs: list[inference_pb2_grpc.InferenceAsyncStub] = list(map(inference_pb2_grpc.InferenceStub, self._channels))
-        self._routers = RouterRing(stubs)
+        self._routers = RouterRing(stubs, may_need_tls=may_need_tls(addresses, tls))
         self._control_port = ControlPort(addresses[0], control, control_credentials)
         self._control_channel: grpc.aio.Channel | None = None
 
@@ -85,7 +86,7 @@ class AsyncClient:
             await self._control_channel.close()
 
     def generate(self, prompt: PromptLike, **options: Unpack[Options]) -> "AsyncStream":
-        """Send a request with a streamed answer; arguments as for `fleet.client.Client.generate`."""
+        """Send a request with a streamed answer; the arguments are those of `fleet.client.Client.generate`."""
         resumption = Resumption(
             build_message(prompt, options),
             routers=len(self._routers),
@@ -95,7 +96,7 @@ class AsyncClient:
         return AsyncStream(self._routers, self._metadata, resumption)
 
     async def complete(self, prompt: PromptLike, **options: Unpack[Options]) -> Result:
-        """Send a request and wait for the complete answer; arguments as for `generate`."""
+        """Send a request and wait for the complete answer; the arguments are those of `generate`."""
         async with self.generate(prompt, **options) as stream:
             async for _ in stream:
                 pass
@@ -108,25 +109,27 @@ class AsyncClient:
                 inference_pb2.ListModelsRequest(), timeout=CALL_SECONDS, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
-            raise error_of(error) from error
+            raise error_of(error, may_need_tls=self._routers.may_need_tls) from error
         return tuple(decode_model(model) for model in response.models)
 
     async def status(self) -> ClusterStatus:
-        """Return pools, workers, load and caches."""
+        """Return the state of the cluster: pools, workers, load and caches."""
         with control_errors():
-            return decode_status(await self._cluster.Status(control_pb2.StatusRequest(), timeout=CALL_SECONDS))
+            return decode_status(
+                await self._cluster.Status(control_pb2.StatusRequest(protocols=range_message()), timeout=CALL_SECONDS)
+            )
 
     async def explain(self, request_id: str) -> tuple[PlacementExplained, ...]:
-        """Return the placements of a request, the first one first."""
+        """Return all placements of a request, the first one first."""
         with control_errors():
             request = control_pb2.ExplainRequest(request_id=request_id)
             return decode_explanation(await self._cluster.Explain(request, timeout=CALL_SECONDS))
 
     async def explain_overflow(self, request_id: str) -> OverflowExplained | None:
-        """Return the outcome of a request that this router refused, and that may overflow; None if it was not refused.
+        """Return what happened to a request that was refused and could overflow, or None if it was not refused.
 
         Raises:
-            RequestNotFound: This router does not know the request, or has forgotten it.
+            RequestNotFound: This router does not know the request, or does not remember it any more.
             FleetError: The call failed.
         """
         with control_errors():
@@ -134,13 +137,13 @@ class AsyncClient:
             return decode_overflow(await self._cluster.Explain(request, timeout=CALL_SECONDS))
 
     async def tune(self, **thresholds: float) -> dict[str, float]:
-        """Set thresholds of the router for later requests; return all thresholds."""
+        """Set thresholds of the router for later requests; return all thresholds by name."""
         request = tune_request(thresholds)
         with control_errors():
             return thresholds_of(await self._cluster.Tune(request, timeout=CALL_SECONDS))
 
     async def remote_prefill(self) -> RemotePrefill:
-        """Return what the router has measured for the threshold `remote_prefill_min_tokens`."""
+        """Return the measurements by which the router chooses between one worker and a pair for a request."""
         with control_errors():
             answer = await self._cluster.Tune(control_pb2.TuneRequest(), timeout=CALL_SECONDS)
         return remote_prefill_of(answer.remote_prefill)
@@ -153,7 +156,7 @@ class AsyncClient:
 
 
 class AsyncStream(StreamedAnswer):
-    """One streamed answer, to be iterated. Leaving its context, or `cancel`, stops the engine."""
+    """Streams one answer: the caller iterates over its parts. Leaving the context, or `cancel`, stops the engine."""
 
     def __init__(
         self,
@@ -165,14 +168,14 @@ class AsyncStream(StreamedAnswer):
         self._routers = routers
         self._metadata = metadata
         self._resumption = resumption
-        self._cancelled = False  # True if `cancel` was called; False if only the task was cancelled
+        self._cancelled = False  # True if `cancel` was called, and not only the caller's task was cancelled
         self._send()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
 
     async def __anext__(self) -> Delta:
-        """Return the next tokens.
+        """Return the next tokens of the answer.
 
         Raises:
             FleetError: The request was rejected, or the answer could not be completed.
@@ -203,12 +206,12 @@ class AsyncStream(StreamedAnswer):
         self._messages = aiter(self._call)
 
     async def _try_again(self, error: grpc.aio.AioRpcError) -> None:
-        """Send the request again after a failure.
+        """Wait and send the request again after a failure.
 
         Raises:
-            FleetError: The failure is final.
+            FleetError: No further attempt is made.
         """
-        failure = error_of(error)
+        failure = error_of(error, may_need_tls=self._routers.may_need_tls and not self.request_id)
         try:
             pause = self._resumption.pause(failure)
         except FleetError as final:
@@ -221,7 +224,7 @@ class AsyncStream(StreamedAnswer):
         self._send()
 
     def cancel(self) -> None:
-        """Stop the answer; further iteration raises `Cancelled`, unless the answer was complete."""
+        """Stop the answer; a later iteration raises `Cancelled`, unless the answer is already complete."""
         self._cancelled = True
         self._call.cancel()
 

@@ -1,6 +1,6 @@
-"""Client errors, grouped by what the caller can do: correct the request, retry, or give up.
+"""Client errors: defines the errors of clients, grouped by what the caller can do: correct the request, retry, or stop.
 
-The client itself retries only with `resume_seconds` (`fleet.client.resumption`).
+A client sends a request again by itself only if `resume_seconds` is above 0 (`fleet.client.resumption`).
 """
 
 from collections.abc import Mapping
@@ -12,17 +12,24 @@ from fleet.core.errors import Reason
 from fleet.v1 import inference_pb2 as pb
 
 NO_CLIENTS_PORT = "that is an address of another part of the cluster, such as a control address, and serves no clients"
-NO_METHOD = "Method not found!"  # message of gRPC's own servers, which serve all ports except the port for clients
+# Message of gRPC servers for an unknown method, which all ports send except the router's port for clients.
+NO_METHOD = "Method not found!"
 
-DETAILS_KEY = "grpc-status-details-bin"  # key of gRPC's metadata with a google.rpc.Status
+CUT_OFF = ("Socket closed", "onnection reset", "roken pipe")
+"""Parts of gRPC's messages about a connection that the server has closed. A port with TLS does this when it receives a
+request without TLS."""
+
+MAY_SPEAK_TLS = "; the port may speak TLS: give the client tls=ClientTls(authority=FILE), or a command --ca FILE"
+
+DETAILS_KEY = "grpc-status-details-bin"  # key of the call metadata in which gRPC sends a google.rpc.Status
 
 
 class FleetError(Exception):
-    """A call that failed.
+    """Error: a call has failed. The subclasses tell the caller how to react.
 
     Attributes:
         message: One sentence for a person.
-        reason: The server's machine-readable reason; None if the server gave none or was not reached.
+        reason: The machine-readable reason, or None if the server gave none or was not reached.
         cause: Detailed code of a failed placement (`RejectionCause` of the router); empty for other reasons.
     """
 
@@ -34,7 +41,7 @@ class FleetError(Exception):
 
 
 class InvalidRequest(FleetError):
-    """The request is wrong; the same request will fail again.
+    """Error: the request is wrong, so the same request will fail again.
 
     Attributes:
         field: Path of the wrong field, such as ``sampling.temperature``; empty if no field is wrong.
@@ -46,29 +53,33 @@ class InvalidRequest(FleetError):
 
 
 class ModelNotFound(InvalidRequest):
-    """The model is not served; `Client.models` lists those that are."""
+    """Error: no worker serves the model. `Client.models` returns the models that are served."""
 
 
 class RequestNotFound(InvalidRequest):
-    """The router does not remember a request with this id."""
+    """Error: the router does not remember a request with this id."""
 
 
 class Unauthenticated(InvalidRequest):
-    """The cluster has tenants, and this client has no valid API key."""
+    """Error: the cluster has tenants, and this client has no valid API key."""
 
 
 class TooLarge(InvalidRequest):
-    """The message is larger than the server accepts."""
+    """Error: the message is larger than the server accepts."""
+
+
+class IncompatibleRouter(FleetError):
+    """Error: router and client have no protocol version in common. The message says which of them to upgrade."""
 
 
 class Unavailable(FleetError):
-    """The request is valid, and a retry may succeed.
+    """Error: the request is valid, but could not be served now. A retry may succeed.
 
-    After the first delta, a retry loses the tokens that have arrived. A client with `resume_seconds` has already tried to
-    continue the answer.
+    If a part of the answer has arrived, a retry begins the answer again. If `resume_seconds` is set, the client has
+    already tried to continue the answer.
 
     Attributes:
-        retry_after_seconds: Time to wait; None if the server gave none.
+        retry_after_seconds: Seconds to wait before a retry; None if the server gave none.
     """
 
     def __init__(self, message: str, reason: Reason | None = None, *, retry_after_seconds: float | None = None):
@@ -77,24 +88,25 @@ class Unavailable(FleetError):
 
 
 class DeadlineExceeded(FleetError):
-    """The answer was not complete in time."""
+    """Error: the answer was not complete before its deadline."""
 
 
 class Cancelled(FleetError):
-    """The call was cancelled, normally by this side."""
+    """Error: the call was cancelled, usually by this client."""
 
 
 class ServerError(FleetError):
-    """The server has a bug, or this client does not understand it."""
+    """Error: the server has a bug, or this client does not understand its answer."""
 
 
-# For errors without a reason, from another kind of server or because no server was reached.
+# Classes of errors without a reason: another kind of server has answered, or no server was reached.
 _CODES: Mapping[grpc.StatusCode, type[FleetError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
     grpc.StatusCode.FAILED_PRECONDITION: InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: IncompatibleRouter,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: TooLarge,  # the library's own error for a message that exceeds its limit
+    grpc.StatusCode.RESOURCE_EXHAUSTED: TooLarge,  # gRPC's own error for a message that exceeds its size limit
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
@@ -118,10 +130,18 @@ _REASONS: Mapping[Reason, type[FleetError]] = {
 }
 
 
-def error_of(call: grpc.RpcError) -> FleetError:
-    """Translate a failed gRPC call."""
+def error_of(call: grpc.RpcError, *, may_need_tls: bool = False) -> FleetError:
+    """Translate the error of a failed gRPC call into a `FleetError`.
+
+    Args:
+        call: The failed call.
+        may_need_tls: True if the client does not use TLS and the server has not answered this call. If the server
+            closed the connection, the error then says that the port may need TLS.
+    """
     assert isinstance(call, (grpc.Call, grpc.aio.AioRpcError)), call
     message = call.details() or call.code().name
+    if may_need_tls and call.code() is grpc.StatusCode.UNAVAILABLE and any(sign in message for sign in CUT_OFF):
+        message += MAY_SPEAK_TLS
     if call.code() is grpc.StatusCode.UNIMPLEMENTED and message == NO_METHOD:
         message = NO_CLIENTS_PORT
     detail = _detail(call)
@@ -143,7 +163,7 @@ _REASON_VALUES: Mapping[str, Reason] = {reason.value: reason for reason in Reaso
 
 
 def _detail(call: "grpc.Call | grpc.aio.AioRpcError") -> pb.ErrorDetail:
-    """Return the server's detail; empty if there is none."""
+    """Return the message with details that Fleet's server adds to an error; empty if the error has none."""
     found = pb.ErrorDetail()
     for key, value in call.trailing_metadata() or ():
         if key == DETAILS_KEY:

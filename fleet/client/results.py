@@ -1,10 +1,10 @@
-"""Results of client calls: the collected answer, and the state of a cluster."""
+"""Results: defines what client calls return, such as a complete answer and the state of a cluster."""
 
 from collections.abc import Iterable
 
 from msgspec import Struct
 
-from fleet.client.errors import ServerError
+from fleet.client.errors import IncompatibleRouter, ServerError
 from fleet.core.requests import (
     Admitted,
     Delta,
@@ -19,40 +19,42 @@ from fleet.core.requests import (
 )
 from fleet.v1 import control_pb2, inference_pb2
 from fleet.wire.inference import decode_event
+from kvstore.protocol.range_messages import agree_with_server
+from kvstore.protocol.versions import NoCommonProtocol
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """A complete answer."""
+    """Holds a complete answer."""
 
     request_id: str
     model: str
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...]  # log probabilities of each token if they were requested; otherwise empty
+    logprobs: tuple[Logprobs, ...]  # log probabilities of each token; empty if they were not requested
     finish: Finish
     usage: Usage
-    kv: tuple[KvPhase, ...]  # sources of the prompt's KV blocks, by phase
+    kv: tuple[KvPhase, ...]  # KV report of each phase: where the prompt's blocks came from
     reasoning: str = ""  # reasoning of the answer; empty unless the request has `parsing`
     tool_calls: tuple[ToolCall, ...] = ()  # tool calls of the answer; empty unless the request has `parsing`
 
 
 class StreamedAnswer:
-    """An answer whose messages are collected while it streams."""
+    """Base class of streamed answers: collects the messages of an answer as they arrive."""
 
     def __init__(self) -> None:
         self._admitted: Admitted | None = None
         self._deltas: list[Delta] = []
         self._result: Result | None = None
-        self._resume_token = ""  # the resume token that came last
+        self._resume_token = ""  # the latest resume token; empty before the first one
 
     @property
     def request_id(self) -> str:
-        """Id of the request in logs and traces; empty until the server has admitted the request."""
+        """The id of the request in logs and traces, or an empty text until the router has admitted the request."""
         return "" if self._admitted is None else self._admitted.request_id
 
     @property
     def result(self) -> Result:
-        """The complete answer, available after the last delta.
+        """The complete answer, which is available after the last part of the stream.
 
         Raises:
             RuntimeError: The stream has not ended.
@@ -63,11 +65,11 @@ class StreamedAnswer:
 
     @property
     def has_begun(self) -> bool:
-        """True once a part of the answer has arrived."""
+        """True if a part of the answer has arrived."""
         return bool(self._deltas)
 
     def resume(self) -> Resume | None:
-        """Return the data that a router needs to continue this answer; None if no router has sent a resume token."""
+        """Return the data with which any router can continue this answer, or None if no resume token has arrived."""
         if not self._resume_token:
             return None
         token_ids = tuple(token_id for delta in self._deltas for token_id in delta.token_ids)
@@ -81,7 +83,7 @@ class StreamedAnswer:
         )
 
     def _take(self, message: inference_pb2.GenerateResponse) -> Delta | None:
-        """Add a message of the stream; return its delta for the caller, or None if it has none.
+        """Add a message of the stream; return the part of the answer in it, or None if it contains none.
 
         Raises:
             ServerError: This client does not understand the message.
@@ -97,7 +99,8 @@ class StreamedAnswer:
                 return event
             case Admitted():
                 self._resume_token = event.resume_token or self._resume_token
-                self._admitted = self._admitted or event  # the first one, because a resumed request has another id
+                # The first event is kept, because a resumed request has another id.
+                self._admitted = self._admitted or event
                 return None
             case Finished():
                 rest = Delta(text=event.text, token_ids=()) if event.text else None
@@ -141,10 +144,15 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     waiting: int
     kv_blocks_used: int
     kv_blocks: int
-    cached_blocks: int  # number of blocks in the prefix cache, as the router's index knows them
-    booked_requests: int  # number of requests with a reservation by this router
-    booked_elsewhere: int  # number of requests with a reservation by other routers
-    cache_seconds: float = 0.0  # seconds to compute the cached blocks again, except those that other workers hold too
+    cached_blocks: int  # number of blocks in the prefix cache, as far as the router knows
+    booked_requests: int  # number of requests that this router has reserved on the worker
+    booked_elsewhere: int  # number of requests that other routers have reserved on the worker
+    # Seconds that it would take to compute the cached blocks again, without blocks that other workers also hold.
+    cache_seconds: float = 0.0
+    protocol: int = (
+        0  # protocol version between worker and router; 0: the worker is not Fleet's, or the router has version 1
+    )
+    product: str = ""  # version of Fleet that the worker runs; empty if unknown
 
 
 class PoolStatus(Struct, frozen=True, kw_only=True):
@@ -175,17 +183,26 @@ class StoreStatus(Struct, frozen=True, kw_only=True):
 
 
 class OverflowStatus(Struct, frozen=True, kw_only=True):
-    """A hosted endpoint that takes requests which the workers of its model cannot."""
+    """Describes the state of a hosted endpoint, which takes requests that the workers of its model cannot serve."""
 
     model: str
     url: str
     running: int
     served: int  # number of requests that the endpoint has answered since the start
-    not_taken: int  # number of requests that were not sent: the spending limit was reached, or the endpoint was closed
-    failed: int  # number of requests that got no answer, or only a part of one
+    # Requests that the endpoint did not get, because of its spending limit, an earlier failure, or too many requests.
+    not_taken: int
+    failed: int  # number of requests that got no answer or an incomplete one
     spent_dollars: float  # dollars spent in the last hour, including estimates of running requests
     limit_dollars: float  # spending limit in dollars per hour
     trouble: str  # why the endpoint gets no requests now; empty if it gets requests
+
+
+class RefusedPeer(Struct, frozen=True, kw_only=True):
+    """Names a process that the router refused in the last minute, because both have no protocol version in common."""
+
+    link: str  # kind of the connection: worker, registry, peer or store
+    name: str
+    cause: str  # the versions of both sides, and which side to upgrade
 
 
 class ClusterStatus(Struct, frozen=True, kw_only=True):
@@ -193,10 +210,19 @@ class ClusterStatus(Struct, frozen=True, kw_only=True):
     router: RouterStatus
     store: StoreStatus | None
     overflow: tuple[OverflowStatus, ...] = ()
+    incompatible: tuple[RefusedPeer, ...] = ()
 
 
 def decode_status(message: control_pb2.StatusResponse) -> ClusterStatus:
-    """Decode the state of a cluster."""
+    """Decode the state of a cluster.
+
+    Raises:
+        IncompatibleRouter: Router and client have no protocol version in common.
+    """
+    try:
+        agree_with_server(message, "the router")
+    except NoCommonProtocol as error:
+        raise IncompatibleRouter(str(error)) from error
     pools = tuple(
         PoolStatus(
             model=pool.model,
@@ -217,35 +243,36 @@ def decode_status(message: control_pb2.StatusResponse) -> ClusterStatus:
         OverflowStatus(**{name: getattr(each, name) for name in OverflowStatus.__struct_fields__})
         for each in message.overflow
     )
-    return ClusterStatus(pools=pools, router=router, store=store, overflow=overflow)
+    incompatible = tuple(RefusedPeer(link=each.link, name=each.name, cause=each.cause) for each in message.incompatible)
+    return ClusterStatus(pools=pools, router=router, store=store, overflow=overflow, incompatible=incompatible)
 
 
 class CandidateCost(Struct, frozen=True, kw_only=True):
-    """A worker that could have served a request."""
+    """Holds the cost of one worker that was a candidate for a request."""
 
     worker_id: str
     cost: float  # the worker with the lowest cost is chosen
-    parts: dict[str, float]  # parts of the cost by scorer; their sum is the cost
+    parts: dict[str, float]  # parts of the cost by name; their sum is the cost
 
 
 class PlacementExplained(Struct, frozen=True, kw_only=True):
-    """One placement of a request."""
+    """Describes one placement of a request, with the data from which it was decided."""
 
     decode: str  # id of the worker that answers
-    prefill: str  # id of the worker that computes the prompt; empty: the worker that answers
-    kv_path: str  # KV path between these two workers
+    prefill: str  # id of the worker that computes the prompt; empty if the answering worker computes it
+    kv_path: str  # KV path from the prefill to the decode worker; empty if one worker does both
     why: str  # why the request was placed on one worker or on two
     policy: str  # policy that chose the answering worker
     prefill_policy: str
-    uncached_tokens: int  # number of prompt tokens that the answering worker would have to compute
-    prefill_tokens: int  # number of prompt tokens that the worker chosen for the prompt has to compute
+    uncached_tokens: int  # prompt tokens that the answering worker would have to compute
+    prefill_tokens: int  # prompt tokens that the worker for the prompt has to compute
     candidates: tuple[CandidateCost, ...]
     prefill_candidates: tuple[CandidateCost, ...]
-    unfit: dict[str, str]  # why the other workers could not be chosen, as a cause by worker id
+    unfit: dict[str, str]  # for each worker that was not a candidate, the reason
 
 
 class OverflowExplained(Struct, frozen=True, kw_only=True):
-    """The outcome of a request that the router refused, and that a hosted endpoint may take."""
+    """Describes what happened to a request that the router refused and that a hosted endpoint could take."""
 
     model: str
     url: str
@@ -254,12 +281,12 @@ class OverflowExplained(Struct, frozen=True, kw_only=True):
     outcome: str  # "served", "limit_spent", "closed", "failed" or "broken"
     estimated_dollars: float
     dollars: float
-    prompt_tokens: int  # as the endpoint reports them; 0: unknown
+    prompt_tokens: int  # number of prompt tokens that the endpoint reported; 0 if unknown
     answer_tokens: int
 
 
 def decode_overflow(message: control_pb2.ExplainResponse) -> OverflowExplained | None:
-    """Decode the outcome of a refused request; None if the request could not overflow."""
+    """Decode what happened to a refused request; return None if the request could not overflow."""
     if not message.HasField("overflow"):
         return None
     return OverflowExplained(**{name: getattr(message.overflow, name) for name in OverflowExplained.__struct_fields__})
@@ -273,21 +300,21 @@ def thresholds_of(message: control_pb2.Thresholds) -> dict[str, float]:
 
 
 class BreakEven(Struct, frozen=True, kw_only=True):
-    """Prefill break-even of one answering worker."""
+    """Holds the prefill break-even of one answering worker."""
 
     worker_id: str
-    requests: int  # number of running requests, which would be delayed by computing a prompt on this worker
-    token_ms: float  # milliseconds per prompt token on this worker; 0: unknown
-    min_tokens: int  # prompt length from which a prefill worker is better; 0: unknown
+    requests: int  # number of requests on this worker, all of which a prefill would delay
+    token_ms: float  # milliseconds to compute one prompt token on this worker; 0 if unknown
+    min_tokens: int  # uncached tokens from which on a prefill worker is better; 0 if unknown
 
 
 class RemotePrefill(Struct, frozen=True, kw_only=True):
-    """Measurements on which the router decides whether one worker or two serve a request."""
+    """Holds the measurements by which the router decides whether a pair of workers serves a request, instead of one."""
 
     learned: bool  # True: the measurements decide; False: the threshold `remote_prefill_min_tokens` decides
     handoffs: int  # number of measured handoffs
     handoffs_needed: int  # number of handoffs that must be measured before the measurements decide
-    handoff_ms: float  # duration of a handoff in milliseconds
+    handoff_ms: float  # mean duration of the latest handoffs in milliseconds
     workers: tuple[BreakEven, ...]
 
 

@@ -1,16 +1,16 @@
-"""Resumption: how a client continues an answer whose stream has broken.
+"""Resumption: decides how a client continues an answer whose stream has broken.
 
 Rules:
 
-1. A stream breaks if its router stops, cannot be reached any more, or hangs (it does not answer the connection's pings).
-   Other errors end the answer. Until a router has accepted the request again, a router that is full or knows no worker is
-   tried again too.
-2. With a resume token, the client sends the request, the token and all tokens that it has to the next router, which
-   generates the tokens after them. Without a resume token, the request is sent again unchanged if no part of the answer
-   has arrived. Otherwise the stream ends with an error, because parts of the answer would come twice. A router gives no
-   resume tokens if its clients have API keys and it has no secret.
-3. The routers are tried in turn, the first round without a pause. The tries end a set time after the break, or with the
-   deadline of the answer. Any message that arrives ends the break.
+1. A stream breaks if its router stops, cannot be reached any more, or hangs (it does not answer pings of the
+   connection). All other errors end the answer. After a break, the client also tries again if a router rejects the
+   request because its queue is full or it knows no worker.
+2. If the client has a resume token, it sends the next router the request, the resume token and all tokens of the answer
+   that it has, and the router generates the rest. If it has no resume token and no part of the answer has arrived, it
+   sends the request again unchanged. Otherwise the stream ends with an error, because the caller would get a part of
+   the answer twice. A router gives no resume tokens if its clients have API keys and it has no `prompt_secret`.
+3. The client tries the routers in turn, in the first round without a pause. It gives up `resume_seconds` after the
+   break, or at the deadline of the answer. When any message arrives, the stream is no longer broken.
 """
 
 from collections.abc import Sequence
@@ -25,21 +25,25 @@ from fleet.v1 import inference_pb2 as pb
 from fleet.wire.inference import encode_resume
 
 RESUME_SECONDS = 30.0
-"""Time for tries if a client has several routers: a hung router is noticed within 8 s, and the next one may be busy."""
+"""The default of `resume_seconds` if a client has several routers. It takes up to 8 s to notice a hung router, and the
+next router may be busy for a while."""
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 1.0
 
 RESUMABLE_OPTIONS = (("grpc.min_reconnect_backoff_ms", 5_000),)
-"""Channel options: a router that accepts a connection and then says nothing is given up after 5 s instead of 20."""
+"""Options of gRPC channels by which a connection is closed after 5 s, instead of 20 s, if the router accepts it and
+then sends nothing."""
 
 Router = TypeVar("Router")
 
 
 class RouterRing(Generic[Router]):
-    """The routers of one cluster in the caller's order. `current` gets the next request, until it fails."""
+    """Chooses the router of a cluster to which requests go: `current`, until it fails, and then the next one."""
 
-    def __init__(self, routers: Sequence[Router]) -> None:
+    def __init__(self, routers: Sequence[Router], *, may_need_tls: bool) -> None:
+        """Begin with the first router; `may_need_tls` is the result of `fleet.client.tls.may_need_tls`."""
+        self.may_need_tls = may_need_tls
         self._routers = tuple(routers)
         self._position = 0
 
@@ -51,13 +55,13 @@ class RouterRing(Generic[Router]):
         return self._routers[self._position]
 
     def leave(self, router: Router) -> None:
-        """Make the next router current after a failure, unless another stream has already done this."""
+        """Change to the next router, because `router` has failed, unless another stream has already done this."""
         if router is self.current:
             self._position = (self._position + 1) % len(self._routers)
 
 
 class Resumption:
-    """Decides when and how the request of one answer is sent again."""
+    """Decides when and how the request of one answer is sent again after its stream broke."""
 
     def __init__(
         self,
@@ -68,13 +72,13 @@ class Resumption:
         timeout_seconds: float | None,
         clock: Clock = SystemClock(),  # noqa: B008 - the default has no state
     ) -> None:
-        """Prepare the tries; nothing is sent.
+        """Prepare the request for its first and for later attempts, without sending it.
 
         Args:
             request: The first message of the request.
             routers: The number of routers.
-            resume_seconds: Time after a break in which the request is sent again; 0: it is not sent again.
-            timeout_seconds: Limit for the whole answer, from now on; None: no limit.
+            resume_seconds: Seconds after a break in which the request is sent again; 0 means never.
+            timeout_seconds: Time limit for the whole answer, from now on, or None for no limit.
             clock: Clock by which both limits are measured.
         """
         request.resumable = resume_seconds > 0
@@ -83,20 +87,21 @@ class Resumption:
         self._resume_seconds = resume_seconds
         self._clock = clock
         self._deadline = None if timeout_seconds is None else self._now() + timeout_seconds
-        # True if no message has arrived since the last failure; the next one is passed to `arrived`.
+        # True if no message has arrived since the last failure; the caller calls `arrived` at the next message.
         self.is_broken = False
         self._broke_at = 0.0
         self._tries = 0
 
     def arrived(self) -> None:
-        """End the break, because a message has arrived."""
+        """Record that a message has arrived, so that the stream is not broken any more."""
         self.is_broken = False
 
     def pause(self, error: FleetError) -> float:
-        """Return the seconds to wait before the next try after `error`.
+        """Return the seconds to wait after `error` before the next attempt.
 
         Raises:
-            FleetError: No further try is made. The error is `error`, or says that the deadline has passed.
+            FleetError: No further attempt is made. The exception is `error`, or a `DeadlineExceeded` if the time limit
+                of the answer has passed.
         """
         now = self._now()
         if not self._resume_seconds or not _may_try_again(error, is_broken=self.is_broken):
@@ -119,7 +124,7 @@ class Resumption:
         return self._clock.now() / SECOND
 
     def request(self, answer: StreamedAnswer) -> tuple[pb.GenerateRequest, float | None]:
-        """Return the message of the next try and its timeout in seconds.
+        """Return the message for the next attempt, and its timeout in seconds (None for no limit).
 
         Raises:
             Unavailable: A part of the answer has arrived, but no resume token.
@@ -139,7 +144,7 @@ class Resumption:
 
 
 def addresses_of(address: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the addresses of a client's routers.
+    """Return the addresses of a client's routers as a tuple.
 
     Raises:
         ConfigurationRefused: There is no address.
@@ -151,10 +156,10 @@ def addresses_of(address: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def resume_limit(resume_seconds: float | None, routers: int) -> float:
-    """Return the seconds for tries; None stands for the default, which is 0 with a single router.
+    """Return the seconds for which a client tries to continue a broken stream; None gives the default value.
 
     Raises:
-        ConfigurationRefused: The value is negative or not a number.
+        ConfigurationRefused: The value is negative or NaN.
     """
     if resume_seconds is None:
         return RESUME_SECONDS if routers > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Synchronous client. Several threads may share it; a stream belongs to one thread at a time."""
+"""Synchronous client. Several threads may share a client, but only one thread at a time may use a stream."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -24,27 +24,28 @@ from fleet.client.results import (
     thresholds_of,
 )
 from fleet.client.resumption import RESUMABLE_OPTIONS, Resumption, RouterRing, addresses_of, resume_limit
-from fleet.client.tls import ClientTls, check_key_is_safe, open_channel
+from fleet.client.tls import ClientTls, check_key_is_safe, may_need_tls, open_channel
 from fleet.core.demand_reports import DemandReport
 from fleet.core.errors import Reason
 from fleet.core.requests import Delta, ModelCard
 from fleet.core.system_clock import SystemClock
-from fleet.net.grpc.options import CHANNEL_OPTIONS
+from fleet.net.grpc.options import BLOCKING_CHANNEL_OPTIONS
 from fleet.planner.sources.wire import decode_report
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from fleet.wire.inference import decode_model
+from kvstore.protocol.range_messages import range_message
 from kvstore.security.credentials import Credentials
 
-CALL_SECONDS = 10.0  # limit for each call other than a generation
+CALL_SECONDS = 10.0  # time limit in seconds for each call except `generate` and `complete`
 
 
 class Client:
-    """A connection to a cluster; close it, or use it as a context manager.
+    """Connects to a cluster; the caller has to close it, or to use it as a context manager.
 
         with Client("127.0.0.1:50051") as client:
             print(client.complete("Say hello", max_tokens=16).text)
 
-    The first call connects. All methods raise `FleetError`s.
+    The connection is opened by the first call. All methods raise subclasses of `FleetError`.
     """
 
     def __init__(
@@ -58,34 +59,37 @@ class Client:
         control: str = "",
         control_credentials: Credentials = Credentials(),  # noqa: B008 - the default is immutable
     ) -> None:
-        """Connect to a router.
+        """Prepare a connection to a router.
 
         Args:
-            address: The router's gRPC address for clients, ``host:port`` or ``unix:/path``; several addresses for the routers
-                of one cluster. The first one gets all requests until it fails, then the next one.
+            address: The router's gRPC address for clients, ``host:port`` or ``unix:/path``, or the addresses of several
+                routers of one cluster. The first router gets all requests until it fails, and then the next one.
             api_key: API key, which is needed if the cluster has tenants.
-            tls: Files for TLS; None: no TLS.
-            insecure: True allows sending the key to another host without TLS, for a network that others cannot read.
-            resume_seconds: Longest time in which a broken stream is continued, by another router or, with a single address,
-                by the router that answers there; 0: a broken stream ends with an error. None: 30 with several addresses,
-                otherwise 0. With temperature 0 the continuation has exactly the tokens that the lost answer would have had.
-                An answer that cannot be continued exactly ends with an error.
-            control: The router's control address, for `status`, `explain`, `tune` and `remote_prefill`; empty: the control
-                address of this user's router on this machine.
+            tls: Files for TLS, or None to connect without TLS.
+            insecure: If true, the client may send the API key to another host without TLS, because nobody else can read
+                the network.
+            resume_seconds: Seconds in which the client tries to continue a broken stream at another router, or at the
+                only address. 0 means that a broken stream ends with an error. None means 30 if there are several
+                addresses, and otherwise 0. With temperature 0 the continuation has exactly the tokens that the lost
+                answer would have had. An answer that cannot be continued exactly ends with an error.
+            control: The router's control address, for `status`, `explain`, `tune` and `remote_prefill`. If it is empty,
+                the control address of this user's router on this machine is used.
             control_credentials: Credentials for a control port over TCP.
 
         Raises:
-            ConfigurationRefused: A credentials file cannot be used, or the key would cross a network in the clear.
+            ConfigurationRefused: A credentials file cannot be used, or the API key would be sent over a network without
+                encryption.
         """
         addresses = addresses_of(address)
         self._resume_seconds = resume_limit(resume_seconds, len(addresses))
         for each in addresses:
             check_key_is_safe(each, api_key, tls, insecure=insecure)
         self._metadata = api_key_metadata(api_key)
-        options = (*CHANNEL_OPTIONS, *(RESUMABLE_OPTIONS if self._resume_seconds else ()))
+        options = (*BLOCKING_CHANNEL_OPTIONS, *(RESUMABLE_OPTIONS if self._resume_seconds else ()))
         self._channels = [open_channel(each, options, tls) for each in addresses]
         self.channel = self._channels[0]
-        self._routers = RouterRing([inference_pb2_grpc.InferenceStub(each) for each in self._channels])
+        stubs = [inference_pb2_grpc.InferenceStub(each) for each in self._channels]
+        self._routers = RouterRing(stubs, may_need_tls=may_need_tls(addresses, tls))
         self._control_port = ControlPort(addresses[0], control, control_credentials)
         self._control_channel: grpc.Channel | None = None
 
@@ -105,7 +109,7 @@ class Client:
             self._control_channel.close()
 
     def generate(self, prompt: PromptLike, **options: Unpack[Options]) -> "Stream":
-        """Ask for an answer that streams.
+        """Send a request whose answer is streamed.
 
             with client.generate([{"role": "user", "content": "Hi"}], max_tokens=64, stop="END") as stream:
                 for delta in stream:
@@ -113,12 +117,12 @@ class Client:
             stream.result.usage.completion_tokens
 
         Args:
-            prompt: Text, token ids, or a conversation.
-            options: See `fleet.client.requests.Options`.
+            prompt: A text, token ids, or a conversation.
+            options: The options in `fleet.client.requests.Options`.
 
         Raises:
-            InvalidRequest: A value does not fit its field; nothing was sent. A rejection by the server is raised while
-                iterating.
+            InvalidRequest: A value does not fit its field; nothing was sent. If the router rejects the request,
+                iterating over the stream raises the error.
         """
         resumption = Resumption(
             build_message(prompt, options),
@@ -129,7 +133,7 @@ class Client:
         return Stream(self._routers, self._metadata, resumption)
 
     def complete(self, prompt: PromptLike, **options: Unpack[Options]) -> Result:
-        """Send a request and wait for the complete answer; arguments as for `generate`.
+        """Send a request and wait for the complete answer; the arguments are those of `generate`.
 
         Raises:
             FleetError: The request failed; `fleet.client.errors` has the subclasses.
@@ -151,33 +155,36 @@ class Client:
                 inference_pb2.ListModelsRequest(), timeout=CALL_SECONDS, metadata=self._metadata
             )
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            raise error_of(error, may_need_tls=self._routers.may_need_tls) from error
         return tuple(decode_model(model) for model in response.models)
 
     def status(self) -> ClusterStatus:
-        """Return pools, workers, load and caches.
+        """Return the state of the cluster: pools, workers, load and caches.
 
         Raises:
             FleetError: The call failed.
         """
         with control_errors():
-            return decode_status(self._cluster.Status(control_pb2.StatusRequest(), timeout=CALL_SECONDS))
+            return decode_status(
+                self._cluster.Status(control_pb2.StatusRequest(protocols=range_message()), timeout=CALL_SECONDS)
+            )
 
     def watch_demand(self) -> Iterator[DemandReport]:
-        """Yield this router process's counts of demand and latencies, about once a second, until closed.
+        """Yield a demand report of this router process, about once a second, until the generator is closed.
 
         Raises:
             FleetError: The call failed.
         """
         with control_errors():
-            for message in self._cluster.WatchDemand(control_pb2.WatchDemandRequest()):
+            for message in self._cluster.WatchDemand(control_pb2.WatchDemandRequest(protocols=range_message())):
                 yield decode_report(message, SystemClock().now())
 
     def explain(self, request_id: str) -> tuple[PlacementExplained, ...]:
-        """Return the placements of a request, the first one first.
+        """Return all placements of a request, the first one first.
 
         Raises:
-            RequestNotFound: This router has not placed the request, or has placed too many others since.
+            RequestNotFound: This router has not placed the request, or does not remember it any more, because it has
+                placed many others.
             FleetError: The call failed.
         """
         with control_errors():
@@ -185,10 +192,10 @@ class Client:
             return decode_explanation(self._cluster.Explain(request, timeout=CALL_SECONDS))
 
     def explain_overflow(self, request_id: str) -> OverflowExplained | None:
-        """Return the outcome of a request that this router refused, and that may overflow; None if it was not refused.
+        """Return what happened to a request that was refused and could overflow, or None if it was not refused.
 
         Raises:
-            RequestNotFound: This router does not know the request, or has forgotten it.
+            RequestNotFound: This router does not know the request, or does not remember it any more.
             FleetError: The call failed.
         """
         with control_errors():
@@ -196,10 +203,11 @@ class Client:
             return decode_overflow(self._cluster.Explain(request, timeout=CALL_SECONDS))
 
     def tune(self, **thresholds: float) -> dict[str, float]:
-        """Set thresholds of the router for later requests; return all thresholds.
+        """Set thresholds of the router for later requests; return all thresholds by name.
 
         Args:
-            thresholds: Values by name; see ``fleet.router.settings.router.Thresholds``. None: only return them.
+            thresholds: New values by name; ``fleet.router.settings.router.Thresholds`` explains them. If there are
+                none, the method only returns the thresholds.
 
         Raises:
             InvalidRequest: A name or value is invalid; nothing was changed.
@@ -210,7 +218,7 @@ class Client:
             return thresholds_of(self._cluster.Tune(request, timeout=CALL_SECONDS))
 
     def remote_prefill(self) -> RemotePrefill:
-        """Return what the router has measured for the threshold `remote_prefill_min_tokens`.
+        """Return the measurements by which the router chooses between one worker and a pair for a request.
 
         Raises:
             FleetError: The call failed.
@@ -227,7 +235,7 @@ class Client:
 
 
 class Stream(StreamedAnswer):
-    """One streamed answer, to be iterated. Leaving its context, or `cancel`, stops the engine."""
+    """Streams one answer: the caller iterates over its parts. Leaving the context, or `cancel`, stops the engine."""
 
     def __init__(
         self,
@@ -246,7 +254,7 @@ class Stream(StreamedAnswer):
         return self
 
     def __next__(self) -> Delta:
-        """Return the next tokens.
+        """Return the next tokens of the answer.
 
         Raises:
             FleetError: The request was rejected, or the answer could not be completed.
@@ -271,12 +279,12 @@ class Stream(StreamedAnswer):
         self._call = self._router.Generate(message, timeout=timeout, metadata=self._metadata)
 
     def _try_again(self, error: grpc.RpcError) -> None:
-        """Send the request again after a failure.
+        """Wait and send the request again after a failure.
 
         Raises:
-            FleetError: The failure is final.
+            FleetError: No further attempt is made.
         """
-        failure = error_of(error)
+        failure = error_of(error, may_need_tls=self._routers.may_need_tls and not self.request_id)
         try:
             pause = self._resumption.pause(failure)
         except FleetError as final:
@@ -289,7 +297,7 @@ class Stream(StreamedAnswer):
         self._send()
 
     def cancel(self) -> None:
-        """Stop the answer; further iteration raises `Cancelled`, unless the answer was complete."""
+        """Stop the answer; a later iteration raises `Cancelled`, unless the answer is already complete."""
         self._cancelled = True
         self._call.cancel()
 

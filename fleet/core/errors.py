@@ -1,11 +1,11 @@
-"""Errors: the reasons why a request is not served, grouped by what the caller can do.
+"""Errors: define the reasons why a request is not served, grouped by what the caller can do.
 
 A `Reason` is the error code in gRPC and HTTP answers, the outcome label in metrics, and the code in a worker's rejections.
-Only `fleet.net.status_codes` translates it for clients.
+Only `fleet.net.status_codes` converts reasons to the status codes that clients get.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from msgspec.inspect import Type
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-"""Folder of the package; it has a Makefile if Fleet runs from a checkout."""
+"""The folder that contains the package `fleet`. It has a Makefile only if Fleet runs from a checkout of the
+repository."""
 
 INVALID_VALUE = "Invalid enum value"  # beginning of msgspec's message about a wrong enumeration value
 
@@ -22,37 +23,39 @@ _STEP = re.compile(r"\.([^.\[]+)|\[([^\]]*)\]")
 
 
 class Reason(StrEnum):
-    """Public and stable code that says why a request was not served."""
+    """Public and stable codes for the reasons why a request was not served."""
 
-    # The request is wrong; sending it again cannot help.
+    # The request is wrong, so sending it again cannot help:
     INVALID_ARGUMENT = "invalid_argument"
     MODEL_NOT_FOUND = "model_not_found"
-    REQUEST_NOT_FOUND = "request_not_found"  # the request that a call asks about is unknown
+    REQUEST_NOT_FOUND = "request_not_found"  # a call names a request that the router does not know
     TOO_LARGE = "too_large"
     KV_MISMATCH = "kv_mismatch"  # the prefill and the decode worker do not agree on the KV layout
     UNAUTHENTICATED = "unauthenticated"  # the API key is missing or unknown
-    # Nothing is wrong with the request; a retry may succeed.
+    # Nothing is wrong with the request, and a retry may succeed:
     NO_WORKER = "no_worker"  # no worker serves the model now
-    QUEUE_FULL = "queue_full"  # the request never entered the queue, or made room for another one
+    # Too many requests wait: the queue did not take this request, or removed it to take another one.
+    QUEUE_FULL = "queue_full"
     RATE_LIMITED = "rate_limited"  # the tenant has used up its requests or tokens per minute
     DRAINING = "draining"  # this process is stopping; another one can serve the request
-    WORKER_LOST = "worker_lost"  # the worker died while the request ran; the router retries while that is safe
-    # The client does not wait for the answer any more.
+    # The worker was lost while it ran the request, and the router could not continue the request on another worker.
+    WORKER_LOST = "worker_lost"
+    # The client does not wait for the answer any more:
     DEADLINE_PASSED = "deadline_passed"
     CANCELLED = "cancelled"
-    # A bug; the log has the details.
+    # Fleet has a bug, and the log has the details:
     INTERNAL = "internal"
 
 
 class RequestRejected(Exception):
-    """A request that was not served, or not completely.
+    """Error: a request was not served, or not completely.
 
     Attributes:
-        reason: The public code, which says what the caller can do.
-        message: One sentence for a person. It says what to do next, if anything can be done.
+        reason: The public code, from which the caller knows how to react.
+        message: One sentence for a person. It states what to do next, if anything can be done.
         field: Path of the wrong field as the client wrote it, such as ``sampling.temperature``; empty if no field is
             wrong.
-        retry_after_ms: Time after which a retry may succeed; 0 when unknown or pointless.
+        retry_after_ms: Milliseconds after which a retry may succeed, or 0 if this is unknown or a retry cannot succeed.
         cause: Detailed code of a failed placement (`RejectionCause` of the router); empty for other reasons.
     """
 
@@ -71,12 +74,12 @@ def invalid(field: str, message: str) -> RequestRejected:
 
 
 def internal_error() -> RequestRejected:
-    """Return the rejection for a bug of Fleet; the log has the details."""
+    """Return the rejection of a request that fails because of a bug in Fleet; the caller logs the details."""
     return RequestRejected(Reason.INTERNAL, "internal error; the router's log has the details")
 
 
 def draining_rejection() -> RequestRejected:
-    """Return the rejection of a router that takes no more requests."""
+    """Return the rejection of a request by a router that is stopping and takes no more requests."""
     return RequestRejected(Reason.DRAINING, "this router is shutting down", retry_after_ms=1000)
 
 
@@ -86,12 +89,12 @@ def split_validation_error(error: Exception) -> tuple[str, str]:
     The path looks like ``.pools[0].gpu``. It is empty if the whole value is wrong.
     """
     cause, _, where = str(error).partition(" - at `")
-    of_key = where.removeprefix("key` in `")  # a dictionary key is wrong, not the value under it
+    of_key = where.removeprefix("key` in `")  # msgspec writes this if the wrong value is a key
     return cause if of_key == where else f"its keys: {cause}", of_key.removesuffix("`").removeprefix("$")
 
 
 def with_allowed_values(cause: str, kind: Any, path: str) -> str:
-    """Return the cause of a validation error; for a wrong enumeration value, the allowed values are added.
+    """Return the cause of a validation error; if an enumeration value is wrong, add the allowed values.
 
     Args:
         cause: The cause that `split_validation_error` returned.
@@ -105,18 +108,43 @@ def with_allowed_values(cause: str, kind: Any, path: str) -> str:
 
 
 def allowed_values(kind: Any, path: str) -> list[str]:
-    """Return the values of the enumerations at a path of a type; empty if there are none."""
+    """Return the values that an enumeration at `path` in a type allows; empty if there is no enumeration."""
+    values = [str(value) for place in _places(kind, path) for value in _values(place)]
+    return list(dict.fromkeys(values))
+
+
+def known_fields(kind: Any, path: str) -> list[str]:
+    """Return the names of the fields that an object at `path` in a type may have; empty if there is no object."""
+    return list(dict.fromkeys(name for place in _places(kind, path) for name in _field_names(place)))
+
+
+def _places(kind: Any, path: str) -> "list[Type]":
+    """Return all types that the value at `path` in a type may have."""
     from msgspec import inspect  # noqa: PLC0415 - lazy, because the help of commands must load no library
 
     places = [inspect.type_info(kind)]
     for name, _ in _STEP.findall(path):
         places = [inner for place in places for inner in _inside(place, name)]
-    values = [str(value) for place in places for value in _values(place)]
-    return list(dict.fromkeys(values))
+    return places
+
+
+def _field_names(place: "Type") -> Iterator[str]:
+    from msgspec import inspect  # noqa: PLC0415 - lazy, because the help of commands must load no library
+
+    match place:
+        case inspect.StructType(fields=fields):
+            yield from (field.encode_name for field in fields)
+        case inspect.UnionType(types=types):
+            for each in types:
+                yield from _field_names(each)
+        case inspect.Metadata(type=inner):
+            yield from _field_names(inner)
+        case _:
+            pass
 
 
 def _inside(place: "Type", name: str) -> "Iterator[Type]":
-    """Yield the types of the field `name`, or the types of the elements if `name` is empty."""
+    """Yield the types of the field `name` of an object; if `name` is empty, yield the types of a list's elements."""
     from msgspec import inspect  # noqa: PLC0415 - lazy, because the help of commands must load no library
 
     match place:
@@ -163,15 +191,32 @@ def _in_words(values: list[str]) -> str:
     return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a question that proposes the known word most similar to `word`, or an empty text if none is similar."""
+    return question(nearest(word, known))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return the known word that is most similar to `word`, or an empty text if none is similar."""
+    from difflib import get_close_matches  # noqa: PLC0415 - only for errors
+
+    return next(iter(get_close_matches(word, sorted(known), n=1)), "")
+
+
+def question(proposed: str) -> str:
+    """Return the text "; did you mean …?" for the end of an error message, or an empty text for an empty word."""
+    return f"; did you mean {proposed!r}?" if proposed else ""
+
+
 class ConfigurationRefused(Exception):
-    """A configuration that cannot be used. The message names file, path and cause; commands exit with status 3."""
+    """Error: a configuration cannot be used. The message names file, path and cause; commands exit with status 3."""
 
 
 def missing_package(field: str, package: str, extra: str) -> ConfigurationRefused:
-    """Return the refusal of a setting that needs an optional package."""
+    """Return the error for a setting whose optional package is not installed; `extra` is the pip extra with it."""
     return ConfigurationRefused(f"{field}: needs the package {package}: pip install 'fleet-serving[{extra}]'")
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra: ``make install`` in a checkout, and pip elsewhere."""
+    """Return the command that installs a pip extra of Fleet: ``make install`` in a checkout, and otherwise pip."""
     return "make install" if (CHECKOUT / "Makefile").is_file() else f"pip install 'fleet-serving[{extra}]'"

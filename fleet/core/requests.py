@@ -1,4 +1,4 @@
-"""Requests and answers: the values that frontends, router and workers share."""
+"""Requests: define requests and answers in the form that frontends, routers and workers share."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -9,11 +9,56 @@ from fleet.core.clock import Nanos
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.roles import KvPath, Phase, Placement
 from kvstore import block
+from kvstore.tracing.context import TraceContext
 
 TokenBytes = bytes
-"""Token ids as unsigned 32-bit little-endian integers; code hashes, sends and compares them without unpacking."""
+"""Token ids, each as an unsigned 32-bit little-endian integer. The code hashes, sends and compares these bytes without
+converting them to integers."""
 
 TOKEN_BYTES = block.TOKEN_BYTES
+
+
+MAX_VECTOR_NUMBERS = 65_536
+"""The maximum number of numbers in a vector that answers a request; public embedding models have fewer than 20,000."""
+
+NUMBER_BYTES = 4
+
+
+class PoolingTask(StrEnum):
+    """Tasks of pooling models: the kinds of vectors that they compute for a prompt."""
+
+    EMBED = "embed"  # a vector that stands for the meaning of a text
+    CLASSIFY = "classify"  # a number for each class; a cross-encoder has one class, the score of a pair
+
+
+class PairForm(StrEnum):
+    """Forms in which a cross-encoder reads a pair of texts as one prompt."""
+
+    NONE = "none"  # the model scores no pairs
+    SEPARATED = "separated"  # the tokenizer puts the model's separator between the two texts
+    JOINED = "joined"  # the second text follows the first one without a separator
+
+
+class PoolingModel(Struct, frozen=True, kw_only=True):
+    """Describes what a pooling model computes, and how it reads pairs of texts."""
+
+    task: PoolingTask
+    pairs: PairForm = PairForm.NONE
+
+
+class Pooling(Struct, frozen=True, kw_only=True):
+    """Part of a request that demands a vector for the prompt instead of generated tokens."""
+
+    task: PoolingTask
+    dimensions: int = 0  # number of dimensions of the embedding to return; 0 means all
+    # False: embeddings are returned without normalisation, and classes as logits. None: the model's default is used.
+    activation: bool | None = None
+    # Number of tokens of the first text of a pair, if the model has token types; 0 if all tokens have one type.
+    first_tokens: int = 0
+
+
+Vector = bytes
+"""The numbers of a vector, each as a 32-bit little-endian float. The code sends these bytes without converting them."""
 
 
 class AnyObject(Struct, frozen=True, tag=True):
@@ -33,7 +78,7 @@ class Pattern(Struct, frozen=True, tag=True):
 
 
 class Grammar(Struct, frozen=True, tag=True):
-    """Structured output: text of a grammar, in GBNF or another form that the engine's grammar library reads."""
+    """Structured output: text that a grammar allows, in GBNF or another form that the grammar library reads."""
 
     text: str
 
@@ -45,26 +90,26 @@ class Choice(Struct, frozen=True, tag=True):
 
 
 class StructuralTag(Struct, frozen=True, tag=True):
-    """Structured output: text in which some parts, which begin with given tags, follow rules of their own."""
+    """Structured output: free text in which only the parts after given tags have to follow rules."""
 
     text: str  # the tags and their rules, a JSON object in XGrammar's format
 
 
 class ToolCallForm(Struct, frozen=True, tag=True):
-    """Structured output: tool calls in the model's own format, as `ParsingTask` demands. Only the router sets it."""
+    """Structured output: tool calls in the model's own format. Only the router sets it, with a `ParsingTask`."""
 
 
 StructuredOutput = AnyObject | JsonSchema | Pattern | Grammar | Choice | StructuralTag | ToolCallForm
-"""The rule that an answer's text must follow."""
+"""The rule that the text of an answer has to follow."""
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """Sampling parameters. `fleet.core.validation` checks their ranges."""
+    """Holds the sampling parameters of a request; `fleet.core.validation` checks their ranges."""
 
-    max_tokens: int = 16  # most tokens of the answer; 0: only the prompt is computed
+    max_tokens: int = 16  # maximum number of tokens of the answer; with 0, only the prompt is computed
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # number of most likely tokens among which one is sampled; 0: all tokens
+    top_k: int = 0  # number of most likely tokens from which one is sampled; 0 means all tokens
     min_p: float = 0.0
     seed: int | None = None
     presence_penalty: float = 0.0
@@ -73,21 +118,24 @@ class Sampling(Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None  # number of alternatives per token; None: no log probabilities
-    form: StructuredOutput | None = None  # rule for the text of the answer; None: no rule
-    # The following fields are not supported by every engine, see `ENGINE_FIELDS`.
+    # Number of most likely tokens to return for each token of the answer; None: no log probabilities are returned.
+    logprobs: int | None = None
+    form: StructuredOutput | None = None  # rule for the text of the answer; None if there is no rule
+    # Not every engine supports the following fields (`ENGINE_FIELDS`).
     logit_bias: tuple[tuple[int, float], ...] = ()  # pairs of a token id and a number that is added to its logit
-    allowed_token_ids: tuple[int, ...] = ()  # the only tokens that may be sampled; empty: all
+    allowed_token_ids: tuple[int, ...] = ()  # the only tokens that may be sampled; empty if all may be
     bad_tokens: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not be sampled
-    prompt_logprobs: int | None = None  # number of alternatives per token of the prompt; None: no log probabilities
+    # Number of most likely tokens to return for each token of the prompt; None: no log probabilities are returned.
+    prompt_logprobs: int | None = None
 
     @property
     def stateless(self) -> bool:
-        """True if the next token depends only on the tokens before it.
+        """True if the next token depends only on the tokens before it, and not on which engine has generated them.
 
-        Only then may a decode worker treat the prefill worker's first token as a part of its prompt. Penalties,
-        `min_tokens`, seeded generators, structured output and forbidden sequences depend on the tokens that *this* engine
-        has generated. Log probabilities of the prompt are sent only once.
+        Only then may a decode worker treat the token of the prefill worker as a part of its prompt. Penalties,
+        `min_tokens`, seeded generators, structured output and forbidden sequences depend on the tokens that the same
+        engine has generated. With log probabilities of the prompt it is False too, because a decode worker would send
+        them a second time.
         """
         return (
             (self.temperature == 0 or self.seed is None)
@@ -110,12 +158,12 @@ STATE_FIELDS = (
     "form",
     "bad_tokens",
 )
-"""Fields of `Sampling` whose effect depends on the tokens that the engine has generated. An engine that continues an
-answer has to rebuild this state from the tokens that were generated elsewhere."""
+"""Fields of `Sampling` whose effect depends on the tokens that the engine has generated before. An engine that
+continues an answer of another engine has to compute this state from the tokens of that engine."""
 
 
 def state_fields(sampling: Sampling) -> tuple[str, ...]:
-    """Return the fields among `STATE_FIELDS` that have an effect in a request."""
+    """Return those of `STATE_FIELDS` that have an effect with these sampling parameters."""
     if sampling.stateless:
         return ()
     has_effect = (
@@ -130,52 +178,58 @@ def state_fields(sampling: Sampling) -> tuple[str, ...]:
     return tuple(field for field, has in zip(STATE_FIELDS, has_effect, strict=True) if has)
 
 
+IMAGES = "images"
+"""Name that an engine reports, in addition to names in `ENGINE_FIELDS`, if its model takes images in prompts."""
+
 ENGINE_FIELDS = ("logit_bias", "allowed_token_ids", "bad_tokens", "prompt_logprobs")
-"""Fields of `Sampling` that a worker must know; an engine may lack them. The router places a request only on a
-worker that supports all of these fields that the request uses."""
+"""Fields of `Sampling` that some engines do not support. The router places a request only on a worker that supports all of these fields
+that the request uses.
+"""
 
 
 def engine_fields(sampling: Sampling) -> tuple[str, ...]:
-    """Return the fields among `ENGINE_FIELDS` that a request uses."""
+    """Return those of `ENGINE_FIELDS` that these sampling parameters use."""
     return tuple(name for name in ENGINE_FIELDS if getattr(sampling, name) not in ((), None))
 
 
 class ChatMessage(Struct, frozen=True, kw_only=True):
     role: str
     content: str
-    tool_calls: str = ""  # the assistant's tool calls, a JSON list as in the OpenAI API; empty: none
+    # The texts of a message with images, with None in the place of each image; empty if the message has no images.
+    parts: tuple[str | None, ...] = ()
+    tool_calls: str = ""  # tool calls of the assistant, a JSON list as in the OpenAI API, or empty
     tool_call_id: str = ""  # id of the tool call that this message answers
     name: str = ""  # the name of the speaker or of the tool
 
 
 class ToolChoice(StrEnum):
-    """Rule for the tool calls that an answer may have."""
+    """Rules for the tool calls that an answer may contain."""
 
-    NONE = "none"  # only text, no calls
+    NONE = "none"  # no calls, only text
     AUTO = "auto"  # the model decides whether it calls tools
     REQUIRED = "required"  # at least one call, of any tool
     NAMED = "named"  # one call, of the tool that the request names
 
 
 class AnswerParsing(Struct, frozen=True, kw_only=True):
-    """Demand to return reasoning and tool calls apart from the text, and which calls the answer may have."""
+    """Part of a request that demands reasoning and tool calls separately from the text, and limits the tool calls."""
 
     tool_choice: ToolChoice = ToolChoice.AUTO
-    function: str = ""  # name of the tool for ToolChoice.NAMED
-    parallel_calls: bool = True  # False: at most one call
+    function: str = ""  # name of the tool, for ToolChoice.NAMED
+    parallel_calls: bool = True  # False: the answer has at most one call
 
 
 class TextPrompt(Struct, frozen=True, tag=True):
     text: str
-    # True if the model's special tokens, such as the beginning of a sequence, are put before the text.
+    # True if the tokenizer adds the model's special tokens, such as that for the beginning of a sequence.
     special: bool = True
 
 
 class ChatPrompt(Struct, frozen=True, tag=True):
     messages: tuple[ChatMessage, ...]
-    tools: str = ""  # tools that the model may call, a JSON list as in the OpenAI API; empty: none
+    tools: str = ""  # tools that the model may call, a JSON list as in the OpenAI API, or empty
     template_args: str = (
-        ""  # further variables of the chat template, such as `enable_thinking`: a JSON object; empty: none
+        ""  # additional variables of the chat template, such as `enable_thinking`: a JSON object; empty: none
     )
 
 
@@ -187,68 +241,86 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
 class Resume(Struct, frozen=True, kw_only=True):
-    """Demand to continue an answer that another router has begun, or that this router has begun on a lost connection.
+    """Part of a request that asks to continue an incomplete answer of another router or a broken connection.
 
-    The client's request is the same as before. `position` may exceed the number of known tokens. Then the missing tokens
-    are generated again, but the client does not get them twice.
+    All other fields of the request are the same as in the first request. `position` may exceed the number of tokens in
+    `token_ids`. The missing tokens are then generated again, but the client does not get them a second time.
     """
 
     token: str  # resume token (`fleet.frontend.resume_tokens`)
-    token_ids: tuple[int, ...] = ()  # known tokens of the answer, from the first one on
-    position: int = 0  # number of the answer's tokens that the client has
-    # The following fields are the parts of a parsed answer that the client has.
+    token_ids: tuple[int, ...] = ()  # tokens of the answer that the caller knows, from the first one on
+    position: int = 0  # number of tokens of the answer that the client has
+    # True if the router has to send the known tokens again, because the caller itself leaves out what the client has.
+    from_start: bool = False
+    # The following fields contain what the client has of a parsed answer.
     text: str = ""
     reasoning: str = ""
     calls: "tuple[CallDelta, ...]" = ()
 
 
+class RemoteImage(Struct, frozen=True):
+    """An image of a chat that the client names by an http or https URL."""
+
+    place: int  # its index in `GenerateRequest.images`
+    url: str
+    field: str  # path of the URL in the client's request, for errors
+
+
 class GenerateRequest(Struct, frozen=True, kw_only=True):
-    """One request from a frontend; its syntax is correct, but it is not yet validated against the model."""
+    """Holds one request in the form that a frontend passes on; it was not yet compared with the model's limits."""
 
     id: RequestId
-    model: ModelName  # name of the model or LoRA adapter; empty: the only model that is served
+    model: ModelName  # name of the model or LoRA adapter; empty for the only served model
     prompt: Prompt
     sampling: Sampling = Sampling()
-    # True: the answer may fill the rest of the context, and `sampling.max_tokens` is ignored.
+    # True: the answer may fill the rest of the model's context, and `sampling.max_tokens` is ignored.
     fill_context: bool = False
     stop: tuple[str, ...] = ()
-    include_stop_string: bool = False  # True: the stop string that ends the answer is a part of the answer
+    include_stop_string: bool = False  # True: the answer includes the stop string that ends it
     show_special_tokens: bool = False
     bad_words: tuple[str, ...] = ()  # strings that the answer must not contain; they become `Sampling.bad_tokens`
     cache_salt: str = ""  # the prompt shares blocks only with requests that have the same salt
-    # Only so many of the prompt's last tokens are used; -1: as many as fit; None: all.
+    # Number of the prompt's last tokens that are used. -1 means as many as fit, and None means all.
     truncate_prompt: int | None = None
     priority: int = 0
-    deadline: Nanos | None = None  # instant of the server's clock; None: no deadline
+    deadline: Nanos | None = None  # instant of the server's clock; None if there is no deadline
     session: str = ""
     tenant: str = ""
     placement: Placement = Placement.AUTO
     kv_path: KvPath | None = None
-    expected_tokens: int = 0  # expected answer length; 0: unknown
-    pin: str = ""  # id of the only worker that may answer; empty: any worker
+    expected_tokens: int = 0  # expected length of the answer in tokens; 0 if unknown
+    pin: str = ""  # id of the only worker that may answer; empty if any may
     labels: tuple[str, ...] = ()  # labels that the worker must have
-    whole: bool = False  # True: the client gets the answer in one piece, so there is at most one `Delta`
-    sibling: bool = False  # True: the prompt's tokens are counted for another branch of the client's request
-    tokens: TokenBytes = (
-        b""  # the prompt's tokens, as that branch has computed them; empty: they are computed from `prompt`
-    )
-    # True: other branches wait for this one's first token. If `whole` holds the token back, an empty `Delta` announces it.
+    whole: bool = False  # True: the answer is not streamed, so there is at most one `Delta`
+    # True: another branch of the client's request has the same prompt, and is charged for its tokens.
+    sibling: bool = False
+    tokens: TokenBytes = b""  # tokens of the prompt, if another branch has already computed them; otherwise empty
+    # True: other branches wait for the first token of this one, so it is announced even if the answer is not streamed.
     leads: bool = False
-    parsing: AnswerParsing | None = None  # None: the answer is not parsed, and is one text
+    parsing: AnswerParsing | None = None  # None: the answer is one text and is not parsed
     resumable: bool = False  # True: the client gets resume tokens
-    journaled: bool = False  # True: routers keep the answer's tokens, because the client keeps none
-    resume: Resume | None = None  # the answer to continue; None: a new answer begins
+    journaled: bool = False  # True: routers keep the tokens of the answer, because the client does not
+    resume: Resume | None = None  # the answer to continue; None for a new answer
+    trace: TraceContext | None = None  # trace of the request; None if the router does not trace
+    # The kind of vector that the client wants instead of tokens, or None if the client wants tokens.
+    pooling: Pooling | None = None
+    images: tuple[
+        bytes, ...
+    ] = ()  # content of the image files of a chat, in the order of their places in `ChatMessage.parts`
+    remote_images: tuple[
+        RemoteImage, ...
+    ] = ()  # the images that have to be fetched; `images` has empty content at their places
 
 
 class Finish(StrEnum):
     STOP = "stop"  # end of sequence, a stop token or a stop string
-    LENGTH = "length"  # the answer has reached max_tokens or the model's longest context
-    TOOL_CALLS = "tool_calls"  # as STOP, but the answer has tool calls; used only between router and client
+    LENGTH = "length"  # the answer has reached max_tokens or the model's maximum context length
+    TOOL_CALLS = "tool_calls"  # like STOP, for an answer that has tool calls; used only between router and client
     CANCELLED = "cancelled"  # used only between router and worker; clients get an error instead
 
 
 class Logprobs(Struct, frozen=True):
-    """Natural logarithms of the probabilities of the chosen token and of the most likely tokens, the most likely first."""
+    """Holds the natural log probabilities of the chosen token and of the most likely tokens, the likeliest first."""
 
     chosen: float
     top_ids: tuple[int, ...] = ()
@@ -256,7 +328,7 @@ class Logprobs(Struct, frozen=True):
 
 
 class Source(StrEnum):
-    """Kind of place from which a worker got a prompt block."""
+    """Kinds of sources from which a worker got a block of the prompt."""
 
     ENGINE = "engine"  # the engine's own prefix cache
     STORE = "store"
@@ -273,14 +345,16 @@ class KvOrigin(Struct, frozen=True, kw_only=True):
 
 
 class KvReport(Struct, frozen=True, kw_only=True):
-    """KV report of one phase: the source of each prompt block, as the worker counted them.
+    """Holds the KV report of one phase: how many blocks of the prompt the worker got from which source.
 
-    The origins add up to `prompt_blocks`.
+    The blocks of all origins add up to `prompt_blocks`.
     """
 
     prompt_blocks: int
     origins: tuple[KvOrigin, ...]
     cached_tokens: int  # number of prompt tokens that this phase did not compute
+    # Number of tokens that the engine added to the prompt by replacing the image placeholders.
+    image_tokens: int = 0
 
     def __post_init__(self) -> None:
         assert sum(origin.blocks for origin in self.origins) == self.prompt_blocks, self
@@ -299,7 +373,7 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class RemainingLimit(Struct, frozen=True, kw_only=True):
-    """State of one rate limit."""
+    """Holds the state of one rate limit of a tenant."""
 
     limit: int  # requests or tokens per minute that the tenant may use
     remaining: int
@@ -307,7 +381,7 @@ class RemainingLimit(Struct, frozen=True, kw_only=True):
 
 
 class RateLimitStatus(Struct, frozen=True, kw_only=True):
-    """Rate limits of a tenant; None where the tenant has no limit."""
+    """Holds the state of a tenant's rate limits; a limit that the tenant does not have is None."""
 
     requests: RemainingLimit | None = None
     tokens: RemainingLimit | None = None
@@ -321,22 +395,25 @@ class Admitted(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     tokens: TokenBytes = b""  # token ids of the prompt; empty at a client
     allowance: RateLimitStatus | None = None
-    resume_token: str = ""  # resume token, if `GenerateRequest.resumable` is set
-    resumes: RequestId = RequestId("")  # id of the request whose answer is continued; empty: a new answer begins
-    began: int = 0  # Unix time in seconds of that request; 0: a new answer begins
+    resume_token: str = ""  # empty unless `GenerateRequest.resumable` is true
+    resumes: RequestId = RequestId("")  # id of the request whose answer is continued; empty for a new answer
+    began: int = 0  # Unix time in seconds at which the continued answer began; 0 for a new answer
 
 
 class CallDelta(Struct, frozen=True, kw_only=True):
-    """Next part of a tool call. The first part of each call has the call's id and the function's name."""
+    """Holds the next part of a tool call; the first part of a call has its id and the name of the function."""
 
     index: int  # number of the call in the answer, from 0
     id: str = ""
     name: str = ""
-    arguments: str = ""  # next part of the arguments; all parts together are JSON text
+    arguments: str = ""  # next part of the arguments; all parts together are a JSON text
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
-    """A whole call. `arguments` is a JSON object as text, unless `max_tokens` ended the answer within it."""
+    """Holds a complete tool call.
+
+    `arguments` is the text of a JSON object. It is incomplete if the answer reached `max_tokens` within the call.
+    """
 
     id: str
     name: str
@@ -344,7 +421,7 @@ class ToolCall(Struct, frozen=True, kw_only=True):
 
 
 def join_calls(parts: Iterable[CallDelta]) -> list[ToolCall]:
-    """Return the calls whose parts are given, in the order of their indices."""
+    """Join the parts of tool calls; return the complete calls in the order of their indices."""
     calls: dict[int, list[CallDelta]] = {}
     for part in parts:
         calls.setdefault(part.index, []).append(part)
@@ -359,19 +436,22 @@ def join_calls(parts: Iterable[CallDelta]) -> list[ToolCall]:
 
 
 class Delta(Struct, frozen=True, kw_only=True):
-    """New tokens. `text` may lag behind while a character, a stop string or a tool call is incomplete.
+    """Holds new tokens of an answer, and the text, reasoning and tool calls that are complete so far.
 
-    `reasoning` precedes `text`, and `text` precedes `calls`. Both are empty unless the request has `parsing`.
+    `text` may lack the last tokens until a character, a possible stop string or a tool call is complete. Within an
+    answer, reasoning comes before text, and text before tool calls. `reasoning` and `calls` are empty unless the
+    request has `parsing`.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
-    # Only in the first delta: log probabilities of each prompt token except the first.
+    # Log probabilities of each prompt token except the first one; only in the first `Delta` of an answer.
     prompt_logprobs: tuple[Logprobs, ...] = ()
     reasoning: str = ""  # next part of the reasoning, which comes before the text
     calls: tuple[CallDelta, ...] = ()
-    resume_token: str = ""  # new resume token, which replaces the earlier one; empty: the earlier one stays valid
+    resume_token: str = ""  # new resume token; empty if the earlier one stays valid
+    vector: Vector = b""  # the answer to a request with `pooling`
 
 
 class Finished(Struct, frozen=True, kw_only=True):
@@ -380,7 +460,7 @@ class Finished(Struct, frozen=True, kw_only=True):
     finish: Finish
     usage: Usage
     kv: tuple[KvPhase, ...]
-    text: str = ""  # last text, which was held back because it might have begun a stop string
+    text: str = ""  # the last text of the answer, which was held back because a stop string might have begun in it
     stop_string: str = ""  # the stop string that ended the answer; empty if none did
 
 
@@ -388,18 +468,20 @@ GenerateEvent = Admitted | Delta | Finished
 
 
 class AnswerParsers(Struct, frozen=True, kw_only=True):
-    """Names of the parsers of a model's answers, as vLLM names them; empty: there is no parser."""
+    """Names the parsers for the answers of a model by vLLM's names; a name is empty if there is no such parser."""
 
     tool_calls: str = ""
     reasoning: str = ""
-    in_engine: bool = False  # True if the workers parse; False if the router does
+    in_engine: bool = False  # True if the workers parse the answers; False if the router does
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
     name: ModelName
-    max_model_len: int  # most tokens of prompt and answer together
+    max_model_len: int  # maximum number of tokens of prompt and answer together
     block_tokens: int
     workers: int
     parent: ModelName = ModelName("")  # for a LoRA adapter: its base model
     revision: str = ""  # for a LoRA adapter: its revision
-    parsers: AnswerParsers | None = None  # parsers that the workers name; None: no worker names a parser
+    parsers: AnswerParsers | None = None  # parsers that the workers report; None if no worker reports any
+    pooling: PoolingModel | None = None  # None if the model generates tokens
+    takes_images: bool = False  # True if a worker takes images in prompts

@@ -1,4 +1,4 @@
-"""Validation: finds errors in a request before anything starts.
+"""Validation: finds errors in a request before anything is started for it.
 
 Field paths are those of proto/fleet/v1/inference.proto. A frontend whose clients use other names translates the path of
 the rejection (`fleet.net.status_codes.rename_field`).
@@ -26,6 +26,8 @@ from fleet.core.requests import (
     JsonSchema,
     ModelCard,
     Pattern,
+    Pooling,
+    PoolingTask,
     Sampling,
     StructuralTag,
     StructuredOutput,
@@ -38,21 +40,28 @@ from fleet.core.roles import Placement
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_HINT_CHARACTERS = 256  # longest name of a session or tenant, because these are keys in the router's tables
+# Maximum number of characters in the name of a session, tenant or worker, because such names are keys of tables.
+MAX_HINT_CHARACTERS = 256
 MAX_PRIORITY = 100
 MAX_EXPECTED_TOKENS = 2**31 - 1
 MAX_LABELS = 16
-MAX_STRUCTURED_OUTPUT_CHARACTERS = 131_072  # longest schema or grammar; OpenAI accepts schemas of 120,000 characters
+# Maximum number of characters of a schema or grammar; OpenAI accepts schemas of 120,000 characters.
+MAX_STRUCTURED_OUTPUT_CHARACTERS = 131_072
 MAX_REGEX_CHARACTERS = 16_384
 MAX_CHOICES = 256
 MAX_CHOICE_CHARACTERS = 1024
-# Most token ids in each list: the router keeps them while the request runs, and a body could contain millions.
+# Maximum number of token ids in each list of a request, which the router keeps in memory while the request runs.
 MAX_NAMED_TOKENS = 1024
 MAX_BIAS = 100.0
-MAX_BAD_WORDS = 128  # most forbidden strings: vLLM's sampler has room for as many token sequences
+# Maximum number of forbidden strings. vLLM's sampler has room for only this number of token sequences.
+MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
+MAX_IMAGES = 64  # maximum number of images in a prompt; engines have lower limits
+MAX_PIXELS = 50_000_000  # maximum for one image; a decoded image takes 3 or 4 bytes per pixel, up to 200 MB
+MAX_REQUEST_PIXELS = 100_000_000  # maximum for all images of a prompt together
+MAX_IMAGE_BYTES = 32 * 2**20  # maximum for all image files of a prompt; a message to a worker has at most 64 MiB
 MAX_CACHE_SALT_CHARACTERS = 128
-MAX_TOOLS = 1024  # most tools of a request; OpenAI accepts 128
+MAX_TOOLS = 1024  # maximum number of tools that a request may offer; OpenAI accepts 128
 MAX_TEMPLATE_ARGS_CHARACTERS = 16_384
 MAX_INT32 = 2**31 - 1
 MAX_UINT32 = 2**32 - 1
@@ -65,7 +74,7 @@ REQUEST_ID = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
 
 
 class _Range(Struct, frozen=True):
-    """Range from `low` (included only if `closed`) to `high` (included). No range contains NaN."""
+    """Describes a range of numbers from `low` (included only if `closed` is true) to `high` (included), without NaN."""
 
     low: float
     high: float
@@ -80,7 +89,7 @@ class _Range(Struct, frozen=True):
         return f"more than {self.low} and at most {self.high}"
 
 
-_RANGES: dict[str, _Range] = {  # allowed range of each field of Sampling; None as a value is not checked
+_RANGES: dict[str, _Range] = {  # allowed range of each field of `Sampling`; the value None is not checked
     "max_tokens": _Range(0, MAX_UINT32),
     "temperature": _Range(0, 2),
     "top_p": _Range(0, 1, closed=False),
@@ -104,8 +113,9 @@ def validate(
     Args:
         request: The request from a frontend.
         card: The model that will serve it.
-        prompt_tokens: Length of the prompt; None if it is not known yet, and lengths are not checked.
-        vocab_size: Number of token ids of the model, which are smaller than this; None if unknown.
+        prompt_tokens: Length of the prompt in tokens, or None if it is not known yet; lengths are then not checked.
+        vocab_size: Number of token ids of the model, which is above all valid ids, or None if it is unknown; ids are
+            then not checked.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT with the first wrong field.
@@ -132,7 +142,7 @@ def validate(
 
 
 def validate_length(request: GenerateRequest, card: ModelCard, prompt_tokens: int) -> None:
-    """Check that prompt and answer fit the model.
+    """Check that the prompt and the answer together fit into the model's context.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, if the prompt is empty or too long, or leaves too little room for the answer.
@@ -142,6 +152,8 @@ def validate_length(request: GenerateRequest, card: ModelCard, prompt_tokens: in
         raise invalid(field, "must not be empty")
     if prompt_tokens > card.max_model_len:
         raise invalid(field, f"has {prompt_tokens} tokens, and the model takes {card.max_model_len}")
+    if request.pooling is not None:
+        return  # the answer is a vector, so the prompt may fill the whole context
     room = card.max_model_len - prompt_tokens
     if room == 0:
         raise invalid(
@@ -160,8 +172,58 @@ def validate_length(request: GenerateRequest, card: ModelCard, prompt_tokens: in
         )
 
 
+def validate_images(request: GenerateRequest, card: ModelCard) -> None:
+    """Check that the model can serve a request with images.
+
+    Raises:
+        RequestRejected: INVALID_ARGUMENT; the model takes no images, there are too many images, or another field cannot
+            be combined with images.
+    """
+    if not card.takes_images:
+        raise invalid("chat.messages", f"{card.name!r} takes no images; send text alone, or use another model")
+    if len(request.images) > MAX_IMAGES:
+        raise invalid("chat.messages", f"have {len(request.images)} images, and {MAX_IMAGES} are allowed")
+    if (size := sum([len(each) for each in request.images])) > MAX_IMAGE_BYTES:
+        raise invalid("chat.messages", f"have {size} bytes of images, and {MAX_IMAGE_BYTES} are allowed")
+    if request.sampling.prompt_logprobs is not None:
+        raise invalid("sampling.prompt_logprobs", "is not supported with images")
+    if request.truncate_prompt is not None:
+        raise invalid("truncate_prompt", "is not supported with images")
+    if request.placement is Placement.DISAGGREGATED:
+        raise invalid("placement", "images need one worker for all; ask for aggregated")
+
+
+def validate_task(pooling: Pooling | None, card: ModelCard) -> None:
+    """Check that a model supports the task of a request: generate tokens, embed or classify.
+
+    Raises:
+        RequestRejected: INVALID_ARGUMENT for the field ``model``; the message names the HTTP paths that serve the
+            model.
+    """
+    if pooling is None and card.pooling is None:
+        return
+    if card.pooling is None:
+        raise invalid(
+            "model", f"{card.name!r} generates text, and has no vectors; a worker needs the task embed or classify"
+        )
+    task = card.pooling.task
+    if pooling is None:
+        raise invalid("model", f"{card.name!r} does not generate; its task is {task}: use {TASK_PATHS[task]}")
+    if pooling.task is not task:
+        raise invalid(
+            "model", f"{card.name!r} has the task {task}, and this needs {pooling.task}: use {TASK_PATHS[task]}"
+        )
+
+
+TASK_PATHS = {
+    PoolingTask.EMBED: "/v1/embeddings, /v1/score, /v1/rerank or /pooling",
+    PoolingTask.CLASSIFY: "/classify, /v1/score, /v1/rerank or /pooling",
+}
+"""The HTTP paths that serve models of each task; error messages name these paths."""
+
+
 def prompt_field(request: GenerateRequest) -> str:
-    """Return the path of the prompt in the public protocol."""
+    """Return the path of the field that contains the prompt of a request, as the public gRPC protocol names it."""
     match request.prompt:
         case TextPrompt():
             return "text"
@@ -174,10 +236,10 @@ def prompt_field(request: GenerateRequest) -> str:
 
 
 def checked_request_id(request_id: str) -> RequestId:
-    """Return a client's id of a request after checking that it may be written to headers and logs.
+    """Return the request id that a client has chosen, after a check that it can be written to headers and logs.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT; the id is too long, or has characters that are not allowed.
+        RequestRejected: INVALID_ARGUMENT; the id is too long, or contains characters that are not allowed.
     """
     if not REQUEST_ID.fullmatch(request_id):
         raise invalid("request_id", "must be 1 to 128 characters of A-Z a-z 0-9 . _ -")
@@ -190,7 +252,7 @@ def _check_names(request: GenerateRequest) -> None:
 
 
 class RequestHints(Protocol):
-    """Optional hints of a request; `fleet.core.requests.GenerateRequest` explains the fields."""
+    """Lists the optional hints of a request; `fleet.core.requests.GenerateRequest` explains the fields."""
 
     @property
     def session(self) -> str: ...
@@ -207,10 +269,10 @@ class RequestHints(Protocol):
 
 
 def check_hints(hints: RequestHints) -> None:
-    """Check that hints are small enough for the router's tables.
+    """Check that the hints of a request are small enough for the router's tables.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT with the wrong field.
+        RequestRejected: INVALID_ARGUMENT; the exception names the wrong field.
     """
     if len(hints.labels) > MAX_LABELS:
         raise invalid("labels", f"has {len(hints.labels)} labels, and {MAX_LABELS} are allowed")
@@ -267,7 +329,7 @@ _JSON_SCHEMA_NAMES = {
 
 
 class SchemaShape(Struct, frozen=True, rename=_JSON_SCHEMA_NAMES):
-    """Parts of a JSON schema whose types are checked here; engines check whether its types and references exist."""
+    """Reads those parts of a JSON schema whose types are checked here. Engines check the rest, such as references."""
 
     type: str | list[str] | None = None
     properties: "dict[str, SchemaShape | bool] | None" = None
@@ -288,7 +350,7 @@ class ToolFunction(Struct, frozen=True):
 
 
 class OfferedTool(Struct, frozen=True):
-    """A tool as in the OpenAI API. Chat templates and engines interpret the parameters."""
+    """Reads a tool in the form of the OpenAI API; only chat templates and engines use its parameters."""
 
     type: Literal["function"]
     function: ToolFunction
@@ -300,7 +362,7 @@ class CalledFunction(Struct, frozen=True):
 
 
 class EarlierCall(Struct, frozen=True):
-    """A tool call of an earlier answer, as in the OpenAI API."""
+    """Reads a tool call of an earlier answer, in the form of the OpenAI API."""
 
     function: CalledFunction
 
@@ -331,7 +393,7 @@ def _check_message(field: str, message: ChatMessage) -> None:
 
 
 def _decoded(text: str, decoder: "msgspec.json.Decoder[Any]", field: str) -> Any:
-    """Return the value of a text, which must be JSON of the decoder's type.
+    """Decode a text, which must be JSON of the type that the decoder expects.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT with the path of the wrong value.
@@ -347,7 +409,7 @@ def _decoded(text: str, decoder: "msgspec.json.Decoder[Any]", field: str) -> Any
 
 
 def invalid_value(error: msgspec.ValidationError, field: str, kind: Any) -> RequestRejected:
-    """Return the rejection of a value in `field` that has a wrong type or range; `kind` is the type of the field."""
+    """Return the rejection of a request whose `field`, of the type `kind`, has a value of a wrong type or range."""
     message, path = split_validation_error(error)
     message = with_allowed_values(message, kind, path)
     field += path
@@ -431,7 +493,7 @@ def _check_strings(field: str, strings: tuple[str, ...], most: int, most_charact
 
 
 def _short(number: float) -> str:
-    """Return the number as text; a client may send an integer of a million digits."""
+    """Return a number as a short text for error messages, because an integer may have a million digits."""
     if isinstance(number, int) and abs(number) > MAX_UINT64:
         return "an integer beyond 64 bits"
     return f"{number}"

@@ -1,28 +1,44 @@
-"""Values that a router and a worker exchange; `fleet.wire.worker` translates them to protobuf."""
+"""Work: defines the messages between a router and a worker, which `fleet.wire.worker` converts to protobuf."""
 
 from msgspec import Struct
 
+from fleet.core.clock import Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
-from fleet.core.requests import AnswerParsers, CallDelta, Finish, KvReport, Logprobs, Sampling, TokenBytes, ToolChoice
+from fleet.core.requests import (
+    TOKEN_BYTES,
+    AnswerParsers,
+    CallDelta,
+    Finish,
+    KvReport,
+    Logprobs,
+    Pooling,
+    PoolingModel,
+    Sampling,
+    TokenBytes,
+    ToolChoice,
+    Vector,
+)
 from fleet.core.roles import KvPath, Phase, Role
 from kvstore.layouts.fingerprint import Fingerprint
+from kvstore.protocol.versions import UNSTATED, ProtocolRange
+from kvstore.tracing.context import TraceContext
 
 
 class LoraAdapter(Struct, frozen=True):
-    """LoRA adapter: extra weights for a base model. Clients ask for it by its name, as for a model."""
+    """Names a LoRA adapter: extra weights for a base model, which clients request by name, like a model."""
 
     name: ModelName
-    revision: str = ""  # digest of the weights; empty: the name alone identifies the adapter
+    revision: str = ""  # digest of the weights; empty if the name alone identifies the adapter
 
     @property
     def identity(self) -> str:
-        """Return the text from which `kvstore.block.adapter_salt` derives the salt."""
+        """Return the text that identifies the adapter, from which `kvstore.block.adapter_salt` derives the salt."""
         return f"{self.name}@{self.revision}" if self.revision else self.name
 
 
 class TokenizerDigests(Struct, frozen=True, kw_only=True):
-    """Digests for the tokenizer check (`fleet.frontend.text.tokenizer_check`); empty: the worker did not compute them."""
+    """Holds digests for the tokenizer check (`fleet.frontend.text.tokenizer_check`); empty if not computed."""
 
     tokens: str = ""
     template: str = ""
@@ -30,10 +46,10 @@ class TokenizerDigests(Struct, frozen=True, kw_only=True):
 
 
 class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_digests": "golden"}):
-    """Description of a worker. Recordings call its tokenizer digests `golden`.
+    """Describes the properties of a worker that a router has to know.
 
-    It is constant for one incarnation, except `kv_paths` and `store_id`: they change when a worker joins its store
-    late.
+    The properties of one incarnation do not change, except `kv_paths` and `store_id`, which change if a worker connects
+    to its store only after its registration. In recordings, `tokenizer_digests` has the name `golden`.
     """
 
     worker_id: WorkerId
@@ -43,102 +59,128 @@ class WorkerDescription(Struct, frozen=True, kw_only=True, rename={"tokenizer_di
     block_tokens: int
     max_model_len: int
     kv_blocks: int  # capacity of the engine's KV cache in blocks
-    max_running: int  # most requests in one batch
-    # hex digest of the KV namespace (kvstore.namespace); blocks of workers with equal digests hold the same values
+    max_running: int  # maximum number of requests in one batch
+    # Hex digest of the KV namespace (`kvstore.namespace`); workers with equal digests can use each other's blocks.
     fingerprint: str
     kv_paths: tuple[KvPath, ...] = ()
     store_id: StoreId | None = None
     engine: str  # name and version of the engine
-    kv: Fingerprint | None = None  # meaning and memory layout of the worker's blocks; None: unknown
+    kv: Fingerprint | None = None  # meaning and memory layout of the worker's blocks; None if unknown
     prefill_speed: float = 1.0  # speed of the worker's hardware, relative to the other workers of the model
     decode_speed: float = 1.0
     labels: tuple[str, ...] = ()  # labels that a request can demand
-    # Adapters that are loaded, or that the worker loads when a request needs them.
+    # LoRA adapters that the worker has loaded, or loads when a request needs them.
     adapters: tuple[LoraAdapter, ...] = ()
-    adapter_slots: int = 0  # number of adapters that can be loaded at a time; 0: all adapters
+    adapter_slots: int = 0  # number of LoRA adapters that can be loaded at the same time; 0 means all
     tokenizer_digests: TokenizerDigests | None = None
     keeps_forms: bool = False  # True if the engine can enforce structured output
-    sampling_fields: tuple[str, ...] = ()  # the fields of `fleet.core.requests.ENGINE_FIELDS` that the engine supports
-    # `fleet.core.requests.STATE_FIELDS` whose state the engine rebuilds when it continues an answer (`Start.generated_tokens`)
+    sampling_fields: tuple[
+        str, ...
+    ] = ()  # the `ENGINE_FIELDS` that the engine supports, and `IMAGES` (`fleet.core.requests`)
+    # `fleet.core.requests.STATE_FIELDS` that keep their effect if the engine continues an answer of another worker.
     continued_fields: tuple[str, ...] = ()
-    start_seconds: float = 0.0  # seconds from the start of the worker's process to this description; 0: unknown
-    generation: str = ""  # deployment generation; only workers of one generation hand prompts over to each other
-    parsers: AnswerParsers | None = None  # parsers of the worker's answers; None: it names no parsers
+    start_seconds: float = 0.0  # seconds from the start of the worker's process to this message; 0 if unknown
+    generation: str = ""  # generation of the deployment; only workers of one generation form pairs
+    parsers: AnswerParsers | None = None  # parsers for the worker's answers; None if the worker reports none
+    pooling: PoolingModel | None = None  # None if the worker's model generates tokens
+    protocols: ProtocolRange | None = None  # protocol versions that the worker speaks; None if it is not Fleet's
 
 
 class Handoff(Struct, frozen=True, kw_only=True):
-    """Handoff: what a decode worker needs to fetch the blocks that a prefill worker computed."""
+    """Holds the data with which a decode worker fetches the blocks that a prefill worker has computed."""
 
     kv_path: KvPath
     prefill_worker: WorkerId
     fingerprint: str
     num_tokens: int  # number of prompt tokens whose KV can be fetched
-    params: bytes = b"{}"  # the engine's own data as JSON, which the router does not read
+    params: bytes = b"{}"  # data of the engine as JSON, which the router does not read
     kv: Fingerprint | None = None  # KV layout of the prefill worker's blocks
 
 
 class ParsingTask(Struct, frozen=True, kw_only=True):
-    """Demand to a worker to parse the answer (`fleet.core.requests.AnswerParsing`), with what its parser needs."""
+    """Part of an attempt that tells the worker to parse the answer (`fleet.core.requests.AnswerParsing`)."""
 
     tools: str = ""  # tools that the model may call, as in `ChatPrompt.tools`
     tool_choice: ToolChoice = ToolChoice.AUTO
     function: str = ""  # name of the tool for ToolChoice.NAMED
     parallel_calls: bool = True
     template_args: str = ""  # variables of the chat template, as in `ChatPrompt.template_args`
-    stop: tuple[str, ...] = ()  # the answer ends before any of these strings
-    earlier_calls: int = 0  # number of tool calls in the conversation so far, because some models number their calls
+    stop: tuple[str, ...] = ()  # the answer ends before the first of these strings
+    # Number of tool calls in the conversation before this answer, because some models number their calls.
+    earlier_calls: int = 0
 
 
 class Start(Struct, frozen=True, kw_only=True):
-    """Start one attempt."""
+    """Message to a worker: start one attempt."""
 
     request_id: RequestId
     phase: Phase
     tokens: TokenBytes
     sampling: Sampling
     salt: bytes = b""  # salt of the block hashes, 0 or 32 bytes (`kvstore.block.tenant_salt`)
-    handoff: Handoff | None = None  # the prefill worker's handoff; only for Phase.DECODE
+    handoff: Handoff | None = None  # only for Phase.DECODE: the handoff of the prefill worker
     kv_path: KvPath | None = None  # only for Phase.PREFILL: the path by which the decode worker will fetch the blocks
     priority: int = 0
-    timeout_ms: int = 0  # time left to the deadline when the message was sent; 0: no deadline
-    session: str = ""  # session of the request; its blocks are kept while it waits
-    adapter: str = ""  # LoRA adapter to run with; the worker loads it if necessary, and `salt` keeps its blocks apart
-    parsing: ParsingTask | None = None  # None: the answer is not parsed
-    # Number of tokens at the end of `tokens` that another worker has generated; they are the beginning of the answer. A parser begins
-    # with them. The engine counts them as its own, for penalties, seeds, structured output and forbidden sequences. The limits in
-    # `sampling` are for the remaining tokens of the answer.
+    timeout_ms: int = 0  # milliseconds from sending this message to the deadline; 0 if there is none
+    session: str = ""  # session of the request; the worker keeps its blocks for a limited time
+    adapter: str = ""  # name of the LoRA adapter to use, which the worker loads if necessary; empty for none
+    parsing: ParsingTask | None = None  # None if the answer is not parsed
+    # Number of tokens at the end of `tokens` that another worker has generated, as the beginning of the answer.
+    # The engine counts these tokens as its own; the limits in `sampling` are for the rest of the answer.
     generated_tokens: int = 0
+    trace: TraceContext | None = None  # trace of the attempt, below the span of the router; None if it is not traced
+    pooling: Pooling | None = None  # vector to compute instead of tokens; `sampling` then has no effect
+    # Content of the image files of the prompt. `tokens` has a placeholder for each of them, which the engine replaces.
+    images: tuple[bytes, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the prompt and of the answer so far, together."""
+        return len(self.tokens) // TOKEN_BYTES
+
+
+class AttemptTimes(Struct, frozen=True, kw_only=True):
+    """Holds instants of a traced attempt in its engine, on the host's monotonic clock; unknown ones are None."""
+
+    scheduled: Nanos | None = None  # end of the attempt's wait in the queue of the engine
+    transfer_began: Nanos | None = None  # start of the transfer of blocks from a store or another worker
+    transfer_ended: Nanos | None = None
 
 
 class ParsedDelta(Struct, frozen=True, kw_only=True):
-    """Parsed form of the new tokens of an answer, for an attempt with `Start.parsing`."""
+    """Holds the text, reasoning and tool calls in new tokens of an answer, for an attempt with `Start.parsing`."""
 
     text: str = ""
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
-    stopped: bool = False  # True if a stop string ended the text; the router then cancels the attempt
-    # True in the first `ParsedDelta` of an attempt, which begins at the start of the answer: it repeats the parsed form of the
-    # tokens in `Start.generated_tokens`.
+    stopped: bool = False  # True if a stop string has ended the text; the router then cancels the attempt
+    # True in the first `ParsedDelta` of an attempt: it also contains the tokens in `Start.generated_tokens`.
     from_start: bool = False
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """Progress of one request in a decode step. The last progress of a request has `finish`."""
+    """Holds the progress of one attempt in one step; `finish` is set in the last progress of the attempt."""
 
     request_id: RequestId
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
     finish: Finish | None = None
-    # Sent with the first tokens, and again with the finish unless the attempt was cancelled. The later report is the valid one.
+    # KV report, sent with the first tokens, and again with `finish`; the later report replaces the first one.
     kv: KvReport | None = None
-    handoff: Handoff | None = None  # sent with the finish of a prefill attempt
-    # Sent with the first tokens: log probabilities of each prompt token except the first.
+    handoff: Handoff | None = None  # sent with `finish` by a prefill attempt
+    # Log probabilities of each prompt token except the first one, sent with the first tokens.
     prompt_logprobs: tuple[Logprobs, ...] = ()
-    parsed: ParsedDelta | None = None  # None: the tokens cannot be parsed yet, or the attempt has no `parsing`
+    parsed: ParsedDelta | None = None  # None if the tokens cannot be parsed yet, or if the attempt has no `parsing`
+    # Instants in the engine, if the attempt is traced and the engine measures them; they are not sent to the router.
+    times: AttemptTimes | None = None
+    vector: Vector = b""  # answer to an attempt with `Start.pooling`, sent with `finish`
 
 
 class Rejected(Struct, frozen=True, kw_only=True):
-    """An attempt that never started, or that the engine gave up."""
+    """Message from a worker: the worker did not start an attempt, or has aborted it.
+
+    A worker aborts an attempt because of an engine error, at the end of a drain, or at the deadline of the request.
+    """
 
     request_id: RequestId
     reason: Reason
@@ -146,15 +188,37 @@ class Rejected(Struct, frozen=True, kw_only=True):
     field: str = ""
 
 
+class PulledBlocks(Struct, frozen=True, kw_only=True):
+    """Counts the KV blocks that an engine has pulled directly from other engines, by the result of their check.
+
+    If the engine has several ranks, the part of a block that one rank pulls counts as a block.
+    """
+
+    verified: int = 0  # their checksums were right
+    corrupt: int = 0  # their checksums were wrong, so they were computed instead
+    unverified: int = 0  # the other engine sent no checksums of them that could be compared
+
+    def __add__(self, other: "PulledBlocks") -> "PulledBlocks":
+        return PulledBlocks(
+            verified=self.verified + other.verified,
+            corrupt=self.corrupt + other.corrupt,
+            unverified=self.unverified + other.unverified,
+        )
+
+
+NOTHING_PULLED = PulledBlocks()
+
+
 class LoadReport(Struct, frozen=True, kw_only=True):
     running: int
     waiting: int
     kv_blocks_used: int  # number of blocks that running requests use
     adapters: tuple[str, ...] = ()  # names of the loaded adapters
+    pulled: PulledBlocks = NOTHING_PULLED  # since the engine's start
 
 
 class KvStored(Struct, frozen=True, tag=True):
-    """KV event: the engine's prefix cache now holds these blocks."""
+    """KV event: these blocks were stored in the engine's prefix cache."""
 
     hashes: tuple[bytes, ...]  # block hashes of 16 bytes each
 
@@ -171,37 +235,49 @@ KvEvent = KvStored | KvRemoved | KvCleared
 
 
 class RouterHello(Struct, frozen=True, kw_only=True):
-    """First message of a router on its stream."""
+    """Message to a worker: the first one of a router on its stream."""
 
     router_id: str
+    protocols: ProtocolRange = UNSTATED  # protocol versions that the router speaks
 
 
 class Cancel(Struct, frozen=True, kw_only=True):
     request_id: RequestId
 
 
+class KeepTrace(Struct, frozen=True, kw_only=True):
+    """Message to a worker: export the spans of a trace, although it was not sampled.
+
+    The router sends it because the request was slow or has failed.
+    """
+
+    trace_id: bytes
+
+
 class Step(Struct, frozen=True, kw_only=True):
-    """Progress that one decode step made for the requests of one router."""
+    """Message from a worker: the progress that one step made for the requests of one router."""
 
     progress: tuple[Progress, ...]
 
 
 class KvEvents(Struct, frozen=True, kw_only=True):
-    """KV events of a worker. `sequence` starts at 0 in each stream and grows by one per message."""
+    """Message from a worker: KV events; `sequence` starts at 0 in each stream and grows by one with each message."""
 
     sequence: int
     events: tuple[KvEvent, ...]
 
 
 class Draining(Struct, frozen=True):
-    """The worker takes no new attempts; running ones continue."""
+    """Message from a worker: the worker takes no new attempts from now on; running attempts continue."""
 
 
 class Goodbye(Struct, frozen=True, kw_only=True):
-    """Last message of a stream that the worker ends early."""
+    """Message from a worker: the last one, if the worker itself ends the stream."""
 
     reason: str
+    # Protocol versions that the worker speaks; sent only if the router speaks none of them.
+    protocols: ProtocolRange | None = None
 
 
-RouterMessage = RouterHello | Start | Cancel
+RouterMessage = RouterHello | Start | Cancel | KeepTrace
 WorkerMessage = WorkerDescription | Step | KvEvents | LoadReport | Rejected | Draining | Goodbye

@@ -5,23 +5,28 @@ router's server, turn tokens into text, look for stop strings, count. Rules:
 
 1. Nothing is submitted before everything that the client wrote has been checked.
 2. A request ends once: by `Finished`, by a `RequestRejected`, or because its consumer closed the iterator. In each case the
-   router learns at once that the client waits no longer, and releases what it had reserved.
+   router learns at once that the client no longer waits, and releases the reservations of the request.
 3. The engine handles tokens that end generation (`stop_token_ids`). Stop strings are found in this module, because the
-   engine has no text. After a stop string the engine is told to stop, and the answer does not wait for it.
+   engine has no text. After a stop string the request is cancelled in the engine, and the answer does not wait for
+   this.
 4. An answer that the client gets in one piece (`GenerateRequest.whole`) is collected here. So it may start over on another
    worker until it is complete, whatever its sampling.
-5. An engine samples at least one token. A request with `max_tokens` 0 computes its prompt and drops that token.
-6. The metrics and the tenant's counters count the same tokens, however a request ends. Of a resumed answer
-   (`fleet.frontend.resumed_answer`) they count only the tokens that this router had generated; the usage that the client
-   gets counts all tokens of the answer.
+5. An engine samples at least one token. For a request with `max_tokens` 0, the prompt is computed and this token is
+   dropped.
+6. The answer to a request with `pooling` is one `Delta` with the vector of the prompt. It has no tokens.
+7. The metrics and the tenant's counters always count the same tokens, however a request ends. Of a resumed answer
+   (`fleet.frontend.resumed_answer`) they count only the tokens that were generated for this router. The usage that the
+   client gets counts all tokens of the answer.
 """
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
+from hashlib import sha256
 from itertools import chain
+from math import inf
 from typing import Protocol, assert_never
 
 from msgspec import Struct, structs
@@ -30,6 +35,7 @@ from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import Reason, RequestRejected, invalid
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import (
+    IMAGES,
     TOKEN_BYTES,
     Admitted,
     ChatPrompt,
@@ -42,6 +48,7 @@ from fleet.core.requests import (
     ModelCard,
     Prompt,
     RateLimitStatus,
+    RemoteImage,
     Sampling,
     TextPrompt,
     TokenBytes,
@@ -51,15 +58,17 @@ from fleet.core.requests import (
     engine_fields,
 )
 from fleet.core.roles import Placement
-from fleet.core.telemetry import RouterProcessMetrics
-from fleet.core.validation import validate, validate_length
+from fleet.core.telemetry import CHAT, COMPLETION, UNKNOWN_MODEL, ModelRequests, RouterProcessMetrics, operation_of
+from fleet.core.validation import MAX_IMAGE_BYTES, validate, validate_images, validate_length, validate_task
 from fleet.core.work import LoraAdapter, ParsingTask
-from fleet.frontend.access_log import AccessEntry
+from fleet.frontend.access_log import AccessEntry, AccessLog, RequestTimes
 from fleet.frontend.answer_journal import AnswerJournal, JournalEntry
+from fleet.frontend.request_tracing import RequestEnd, RequestTrace, RequestTracing, traced_request
 from fleet.frontend.resume_tokens import FIELD as RESUME_FIELD
 from fleet.frontend.resume_tokens import NO_RESUME_TOKENS, ResumeClaims, ResumeTokens, prompt_digest
 from fleet.frontend.resumed_answer import Answer, EndedAnswer, ResumedAnswer
 from fleet.frontend.text.answer_text import AnswerText
+from fleet.frontend.text.image_keys import image_keys
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer
 from fleet.frontend.text.parsing_plan import ParsingPlans
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
@@ -71,20 +80,50 @@ from fleet.router.tenants import Tenants, admit_with_peers
 from kvstore.block import adapter_salt, cache_salt, tenant_salt
 
 _NO_CALLS = ToolChoice.NONE  # a module variable is ten times as fast as the enum attribute
-INLINE_CHARACTERS = 4096  # prompts up to this length (0.1 ms of tokenizing) are read on the event loop
-INLINE_TOKENS = 256  # known tokens of a resumed answer (8 µs each) to replay on the event loop; more go to a thread
+# Prompts up to this length are tokenized on the event loop, which takes 0.1 ms; longer ones in a thread.
+INLINE_CHARACTERS = 4096
+# Up to this many known tokens of a resumed answer (8 µs each) are replayed on the event loop; more in a thread.
+INLINE_TOKENS = 256
 RETRY_AFTER_MS = 1000
+DATA_URL = "must be a data URL in base64, as data:image/png;base64,…"
 MAX_BAD_SEQUENCES = 128  # limit of vLLM's sampler for the token sequences of one request's `bad_words`
 
 
 class OverflowTerms(Protocol):
-    """Decides for one request when it overflows to a hosted endpoint instead of waiting for a worker."""
+    """Port that decides for one request after which wait it overflows to a hosted endpoint."""
 
     def admitted(self, request: GenerateRequest, prompt_tokens: int, allowance: RateLimitStatus | None) -> Nanos | None:
         """Note that a request is valid and within its tenant's limits.
 
         Returns:
             Predicted wait above which the router rejects the request, so that it overflows; None for the router's usual limit.
+        """
+        ...
+
+
+class ImageLoader(Protocol):
+    """Port that fetches the images which a request names by URLs; `fleet.frontend.images.fetcher` implements it."""
+
+    def fetched(
+        self,
+        images: Sequence[bytes],
+        remote: Sequence[RemoteImage],
+        *,
+        tenant: str,
+        most_bytes: int,
+        within_seconds: float,
+    ) -> AbstractAsyncContextManager[tuple[bytes, ...]]:
+        """Fetch images. The context yields all images of the request, and ends when the request no longer needs them.
+
+        Args:
+            images: The content of the images, empty for those to fetch.
+            remote: The images to fetch.
+            tenant: The tenant of the request; empty: there are no tenants.
+            most_bytes: The limit for the content of all images together.
+            within_seconds: Time that the request has left.
+
+        Raises:
+            RequestRejected: An image cannot be fetched.
         """
         ...
 
@@ -104,7 +143,9 @@ class Generation:
         threads: TokenizerThreads,
         resume_tokens: ResumeTokens | None = None,
         journal: AnswerJournal | None = None,
-        logs_access: bool = False,
+        access: AccessLog | None = None,
+        tracing: RequestTracing | None = None,
+        image_loader: ImageLoader | None = None,
     ) -> None:
         self._router = router
         self._codecs = codecs
@@ -116,9 +157,15 @@ class Generation:
         self._parents: dict[ModelName, ModelName] = {}  # base model of each LoRA adapter, by the adapter's name
         self._threads = threads
         self._parsing_plans = ParsingPlans()
-        self._resume_tokens = resume_tokens  # None if streams cannot be resumed
-        self._logs_access = logs_access  # each request is a line of the log
-        self._journal = journal  # None if this router keeps no tokens for clients
+        self._image_loader = image_loader  # None: images at URLs are refused
+        self._resume_tokens = resume_tokens  # None: streams cannot be resumed
+        self._access = access  # None: there is no access log
+        self.tracing = tracing  # None: requests are not traced
+        self._journal = journal  # None: this router keeps no tokens for clients
+        self._only_model = next(iter(codecs)) if len(codecs) == 1 else ModelName("")
+        for model in codecs:  # the metrics show each series with 0 before its first request
+            metrics.begin(model, CHAT)
+            metrics.begin(model, COMPLETION)
 
     @property
     def running(self) -> int:
@@ -182,8 +229,19 @@ class Generation:
         Raises:
             RequestRejected: Before `Admitted` if the request was not accepted; after it if it could not be completed.
         """
-        entry = AccessEntry(request.id, request.model, request.tenant) if self._logs_access else None
-        measured = _RequestTimes(self._clock, self.metrics, entry)
+        entry = None if self._access is None else self._access.begin(request)
+        model = request.model or self._only_model
+        if model not in self._codecs:
+            model = self._parents.get(model, UNKNOWN_MODEL)
+        operation = CHAT if isinstance(request.prompt, ChatPrompt) else COMPLETION
+        if request.pooling is not None:
+            operation = operation_of(request)
+        counts = self.metrics.requests.get((model, operation)) or self.metrics.begin(model, operation)
+        measured = _RequestTimes(self._clock, counts, entry)
+        if self.tracing is not None:
+            measured.trace = self.tracing.begin(traced_request(request), measured.began)
+            if entry is not None:
+                entry.trace_id = measured.trace.trace_id
         resumed = None
         if request.resume is not None:
             try:
@@ -203,8 +261,14 @@ class Generation:
                 request = structs.replace(request, tenant=tenant)
                 if entry is not None:
                     entry.tenant = tenant
-            async with aclosing(self._generate(request, measured, overflow, resumed)) as events:
+            if measured.trace is not None:
+                measured.trace.follow(traced_request(request))
+            generate = self._generate_with_images if request.remote_images else self._generate
+            async with aclosing(generate(request, measured, overflow, resumed)) as events:
+                noted = entry if entry is not None and entry.notes_answer else None
                 async for event in events:
+                    if noted is not None:
+                        noted.note(event)
                     yield event
         except RequestRejected as refused:
             measured.ended(refused.reason)
@@ -218,6 +282,41 @@ class Generation:
         finally:
             self._running.discard(request.id)
 
+    @asynccontextmanager
+    async def with_images(
+        self, request: GenerateRequest, authorization: str, most_bytes: int
+    ) -> AsyncIterator[GenerateRequest]:
+        """Fetch the images that a request names by URLs, and yield the request with them. It counts as ended if that fails.
+
+        `generate` does the same. This method is for a client's request that becomes several requests with the same images.
+
+        Args:
+            request: The request as the frontend understood it.
+            authorization: The header ``Authorization``, as for `generate`.
+            most_bytes: The limit for the content of all images together.
+
+        Raises:
+            RequestRejected: The request is invalid, or an image cannot be fetched.
+        """
+        model = request.model or self._only_model
+        if model not in self._codecs:
+            model = self._parents.get(model, UNKNOWN_MODEL)
+        entry = None if self._access is None else self._access.begin(request)
+        measured = _RequestTimes(self._clock, self.metrics.begin(model, CHAT), entry)
+        async with AsyncExitStack() as held:
+            try:
+                request = structs.replace(request, tenant=self._tenants.tenant(authorization, request.tenant))
+                if entry is not None:
+                    entry.tenant = request.tenant
+                fetched = await held.enter_async_context(self._fetched(request, most_bytes))
+            except RequestRejected as refused:
+                measured.ended(refused.reason)
+                raise
+            except asyncio.CancelledError:
+                measured.ended(Reason.CANCELLED)
+                raise
+            yield fetched
+
     async def tokens_of(self, request: GenerateRequest, authorization: str = "") -> tuple[ModelCard, TokenBytes]:
         """Tokenize a prompt without generating; return the model card and the tokens, which may be too many for the model.
 
@@ -227,6 +326,8 @@ class Generation:
         self._tenants.tenant(authorization, request.tenant)
         card, codec = self._resolve(request.model)
         validate(request, card, None, vocab_size=codec.vocab_size)
+        if request.images:
+            raise invalid("chat.messages", "have images, whose tokens only a worker can count; leave them out")
         return card, await self._tokenise(request.prompt, codec)
 
     async def text_of(self, request: GenerateRequest, authorization: str = "") -> str:
@@ -244,6 +345,36 @@ class Generation:
             else await self._threads.run(partial(codec.decode, tokens), size)
         )
 
+    def card_of(self, model: ModelName, authorization: str, tenant: str) -> ModelCard:
+        """Return the card of the model that a request names, which may be empty.
+
+        Raises:
+            RequestRejected: The key or the model is wrong, or no worker serves the model.
+        """
+        self._tenants.tenant(authorization, tenant)
+        return self._resolve(model)[0]
+
+    def class_names(self, model: ModelName) -> Mapping[int, str]:
+        """Return the names of the classes of a classifying model, by number.
+
+        Raises:
+            RequestRejected: The model is not served.
+        """
+        _, codec = self._resolve(model)
+        return codec.class_names
+
+    async def pair_tokens(self, model: ModelName, first: str, second: str) -> tuple[TokenBytes, int]:
+        """Return the tokens of a pair of texts as one prompt, and how many of them belong to the first text.
+
+        Raises:
+            RequestRejected: The model is not served, or too many long prompts wait for the tokenizer threads.
+        """
+        _, codec = self._resolve(model)
+        characters = len(first) + len(second)
+        if characters <= INLINE_CHARACTERS:
+            return codec.encode_pair(first, second)
+        return await self._threads.run(partial(codec.encode_pair, first, second), characters)
+
     async def arrival(self, request: GenerateRequest, authorization: str = "") -> Arrived:
         """Check, tokenize and admit an external request, which another program sends to its worker; return its event for the router.
 
@@ -256,12 +387,55 @@ class Generation:
         """
         tenant = self._tenants.tenant(authorization, request.tenant)
         request = structs.replace(request, tenant=tenant)
+        if request.remote_images:
+            raise invalid(request.remote_images[0].field, f"{DATA_URL}; images are not fetched for other programs")
         card, _, tokens, sampling = await self._checked(request)
         await admit_with_peers(self._tenants, tenant, len(tokens) // TOKEN_BYTES, self._clock)
         # The router never continues an answer with a seed on another worker. It must not continue this one either, because it
         # does not know the tokens.
         told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
         return structs.replace(self._arrived(request, card, tokens, told), external=True)
+
+    async def _generate_with_images(
+        self,
+        request: GenerateRequest,
+        measured: "_RequestTimes",
+        overflow: "OverflowTerms | None",
+        resumed: ResumedAnswer | None,
+    ) -> AsyncGenerator[GenerateEvent]:
+        """Generate like `_generate`, after the images that the request names by URLs were fetched."""
+        async with (
+            self._fetched(request, MAX_IMAGE_BYTES) as fetched,
+            aclosing(self._generate(fetched, measured, overflow, resumed)) as events,
+        ):
+            async for event in events:
+                yield event
+
+    @asynccontextmanager
+    async def _fetched(self, request: GenerateRequest, most_bytes: int) -> AsyncIterator[GenerateRequest]:
+        """Check a request as far as possible without its images, then fetch them; yield the request with them.
+
+        Raises:
+            RequestRejected: The request is invalid, or an image cannot be fetched.
+        """
+        self._check_deadline(request.deadline)
+        card, codec = self._resolve(request.model)
+        validate(request, card, None, vocab_size=codec.vocab_size)
+        validate_images(request, card)
+        if self._image_loader is None:
+            raise invalid(
+                request.remote_images[0].field,
+                f"{DATA_URL}; this router fetches no images. Its operator can allow that by the setting images.fetch_urls",
+            )
+        left = inf if request.deadline is None else (request.deadline - self._clock.now()) / SECOND
+        async with self._image_loader.fetched(
+            request.images,
+            request.remote_images,
+            tenant=request.tenant,
+            most_bytes=most_bytes,
+            within_seconds=left,
+        ) as images:
+            yield structs.replace(request, images=images, remote_images=())
 
     async def _generate(
         self,
@@ -271,9 +445,11 @@ class Generation:
         resumed: ResumedAnswer | None,
     ) -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)
-        measured.serves(card.name)
+        if measured.counts.model != (model := card.parent or card.name):
+            measured.counts = self.metrics.begin(model, measured.counts.operation)
+        measured.served_model = card.name
         prompt_tokens = len(tokens) // TOKEN_BYTES
-        prompt_only = request.sampling.max_tokens == 0 and not request.fill_context
+        prompt_only = request.sampling.max_tokens == 0 and not request.fill_context and request.pooling is None
         parsing = None
         if (demand := request.parsing) is not None and (
             card.parsers is not None or demand.tool_choice is not _NO_CALLS or codec.response_template is not None
@@ -284,7 +460,8 @@ class Generation:
         if parsing is not None:
             sampling = parsing.constrained(sampling)
 
-        answer_id = request.id if resumed is None else resumed.claims.request_id  # ids of tool calls derive from it
+        # Id of the original request, because ids of tool calls are derived from it.
+        answer_id = request.id if resumed is None else resumed.claims.request_id
 
         def begun() -> Answer:
             if parsing is not None and parsing.template is None:
@@ -299,11 +476,11 @@ class Generation:
             return text if parsing is None else parsing.answer(answer_id, text, codec, tokens)
 
         answer = begun()
-        claims: ResumeClaims | None = None  # content of the next resume token
+        claims: ResumeClaims | None = None  # content of the next resume token; None: no token is due
         replayed, ended = 0, None
         if resumed is not None:
             in_engine = isinstance(answer, EngineParsedAnswer)
-            resumed.check(sampling, prompt_digest(card.name, tokens), codec.vocab_size, in_engine=in_engine)
+            resumed.check(sampling, _digest(request, card, tokens), codec.vocab_size, in_engine=in_engine)
             if len(resumed.token_ids) <= INLINE_TOKENS:
                 resumed.replay(answer)
             else:
@@ -311,13 +488,13 @@ class Generation:
             replayed, ended = len(resumed.token_ids), resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
             claims = self._claims(request, card, tokens, resumed)
-        elif request.journaled:  # the client waits for event ids, which need tokens
+        elif request.journaled:  # the client needs event ids, and these need resume tokens
             raise invalid("resumable", NO_RESUME_TOKENS)
         journal, journal_key, turn = None, 0, 0
         if request.journaled and claims is not None:
             journal, journal_key, turn = self._journal, claims.answer, claims.resumes
-        noted = 0 if resumed is None else resumed.resume.position
-        collected: list[Delta] = []  # deltas that wait for the end of the answer
+        noted = 0 if resumed is None else resumed.first_position
+        collected: list[Delta] = []  # the parts of an answer that the client gets in one piece
         allowance: RateLimitStatus | None = None
         counted_tokens = 0
         if resumed is None or not resumed.is_free:
@@ -338,7 +515,7 @@ class Generation:
         async with stream as submitted:
             try:
                 if resumed is not None:
-                    self._note_resumed(resumed)
+                    self._note_resumed(resumed, measured.counts)
                 yield Admitted(
                     request_id=request.id,
                     model=card.name,
@@ -349,6 +526,8 @@ class Generation:
                     resumes=RequestId("") if resumed is None else resumed.claims.request_id,
                     began=0 if resumed is None else resumed.claims.issued,
                 )
+                if resumed is not None and resumed.known is not None:
+                    yield resumed.known
                 async for event in submitted:
                     if isinstance(event, Complete):
                         complete = event
@@ -379,7 +558,7 @@ class Generation:
                             claims = None
                         if (
                             answer.stopped
-                        ):  # yield `last` after the context, so that the engine stops even if the client reads slowly
+                        ):  # `last` is yielded later, so that the engine stops now even if the client reads slowly
                             last = delta
                             break
                         if request.whole:
@@ -388,10 +567,18 @@ class Generation:
                                 yield Delta(text="", token_ids=())
                         else:
                             yield delta
+                    elif event.vector:
+                        collected.append(Delta(text="", token_ids=(), vector=event.vector))
             finally:
                 generated = answer.num_tokens - replayed
-                self._tenants.used(request.tenant, generated, self._clock.now())
-                measured.used(generated, 0 if request.sibling else submitted.cached_tokens, submitted.kv)
+                image_tokens = 0
+                if request.images:
+                    image_tokens = max((phase.report.image_tokens for phase in submitted.kv), default=0)
+                counted_images = image_tokens if counted_tokens else 0
+                self._tenants.used(request.tenant, generated, self._clock.now(), counted_images)
+                measured.used(
+                    generated, 0 if request.sibling else submitted.cached_tokens, submitted.kv, counted_images
+                )
         if last is not None:
             collected.append(last)
         text = ""
@@ -410,7 +597,9 @@ class Generation:
         assert usage is not None
         measured.ended(finish)
         if resumed is not None:
-            usage = structs.replace(usage, prompt_tokens=prompt_tokens, completion_tokens=answer.num_tokens)
+            usage = structs.replace(
+                usage, prompt_tokens=prompt_tokens + image_tokens, completion_tokens=answer.num_tokens
+            )
         yield Finished(
             finish=finish,
             usage=usage,
@@ -433,7 +622,8 @@ class Generation:
         tenant = self._tenants.tenant(authorization, request.tenant)
         claims = self._resume_tokens.read(request.resume.token, tenant)
         request_id = claims.next_id
-        while request_id in self._running:  # an earlier resumption has broken off and not ended here yet
+        # An earlier resumption broke off, but its request has not ended on this router yet.
+        while request_id in self._running:
             request_id = RequestId(f"{request_id}x")
         resume = request.resume
         if request.journaled and self._journal is not None:
@@ -445,7 +635,7 @@ class Generation:
     def _claims(
         self, request: GenerateRequest, card: ModelCard, tokens: TokenBytes, resumed: ResumedAnswer | None
     ) -> ResumeClaims:
-        """Return the content of the resume tokens of this stream."""
+        """Return the content that the resume tokens of this stream share."""
         assert self._resume_tokens is not None
         if resumed is not None:
             return structs.replace(resumed.claims, resumes=resumed.claims.resumes + 1)
@@ -454,21 +644,21 @@ class Generation:
             request.tenant,
             self._resume_tokens.now(),
             0,
-            prompt_digest(card.name, tokens),
+            _digest(request, card, tokens),
             secrets.randbits(64),
         )
 
-    def _note_resumed(self, resumed: ResumedAnswer) -> None:
+    def _note_resumed(self, resumed: ResumedAnswer, counts: ModelRequests) -> None:
         assert self._resume_tokens is not None
         self._resume_tokens.use(resumed.resume.token)
-        self.metrics.resumed()
+        counts.resumed += 1
 
     def _issued(self, claims: ResumeClaims) -> str:
         assert self._resume_tokens is not None
         return self._resume_tokens.issue(claims)
 
     def _with_token(self, delta: Delta, request_id: RequestId, claims: ResumeClaims) -> Delta:
-        """Add a resume token that names the weights; the router knows the weights since the answer's first tokens."""
+        """Add a resume token with the fingerprint of the worker, which is known once the first tokens have come."""
         fingerprint = self._router.fingerprint(request_id) or claims.fingerprint
         return structs.replace(delta, resume_token=self._issued(structs.replace(claims, fingerprint=fingerprint)))
 
@@ -480,7 +670,11 @@ class Generation:
         """
         self._check_deadline(request.deadline)
         card, codec = self._resolve(request.model)
+        if request.pooling is not None or card.pooling is not None:
+            validate_task(request.pooling, card)
         validate(request, card, None, vocab_size=codec.vocab_size)
+        if request.images:
+            validate_images(request, card)
         tokens = request.tokens or await self._tokenise(request.prompt, codec)
         if request.truncate_prompt is not None:
             tokens = _truncated(request, card, tokens)
@@ -499,7 +693,7 @@ class Generation:
             if len(models) > 1:
                 raise invalid("model", f"must be one of {', '.join(sorted(cards))}")
             if not models:
-                if len(self._codecs) == 1:  # the request can only mean this model
+                if len(self._codecs) == 1:  # the router serves only one model, so the request need not name it
                     self._router.turned_away(next(iter(self._codecs)))
                 raise RequestRejected(Reason.NO_WORKER, "no worker serves any model yet", retry_after_ms=RETRY_AFTER_MS)
             (model,) = models
@@ -527,7 +721,9 @@ class Generation:
                 work, characters = partial(codec.encode, text, special), len(text)
             case ChatPrompt(messages=messages, tools=tools, template_args=template_args):
                 work = partial(codec.render, messages, tools, template_args)
-                characters = len(tools) + sum(len(each.content) + len(each.tool_calls) for each in messages)
+                characters = len(tools) + sum(
+                    1 + len(each.content) + len(each.parts) + len(each.tool_calls) for each in messages
+                )
             case _:
                 assert_never(prompt)
         if characters <= INLINE_CHARACTERS:
@@ -550,6 +746,8 @@ class Generation:
         placement = request.placement
         if sampling.prompt_logprobs is not None:
             placement = Placement.AGGREGATED  # one worker has to compute the whole prompt
+        if request.pooling is not None:
+            sampling, placement = structs.replace(sampling, max_tokens=0), Placement.AGGREGATED
         if (
             sampling.logit_bias
             or sampling.allowed_token_ids
@@ -557,6 +755,11 @@ class Generation:
             or sampling.prompt_logprobs is not None
         ):
             needs = engine_fields(sampling)
+        keys: Mapping[int, tuple[int, ...]] = {}
+        if request.images:
+            placement, needs = Placement.AGGREGATED, (*needs, IMAGES)
+            placeholders = self._codecs[meant.model].image_token_ids
+            keys = {card.block_tokens: image_keys(tokens, card.block_tokens, meant.salt, request.images, placeholders)}
         return Arrived(
             request_id=request.id,
             model=meant.model,
@@ -576,7 +779,15 @@ class Generation:
             whole=request.whole,
             needs=needs,
             parsing=parsing,
+            pooling=request.pooling,
+            keys=keys,
+            images=request.images,
         )
+
+
+def _digest(request: GenerateRequest, card: ModelCard, tokens: TokenBytes) -> bytes:
+    """Return the digest of a prompt with its images, by which a resume token is bound to it."""
+    return prompt_digest(card.name, tokens + b"".join([sha256(image).digest() for image in request.images]))
 
 
 class ModelTarget(Struct, frozen=True):
@@ -675,40 +886,44 @@ def _quoted(name: str) -> str:
 
 
 class _RequestTimes:
-    """Measures the times and the usage of one request, and reports them to the metrics at its end."""
+    """Measures the times and the usage of one request, and counts them at its end."""
 
-    def __init__(self, clock: Clock, metrics: RouterProcessMetrics, entry: AccessEntry | None) -> None:
+    def __init__(self, clock: Clock, counts: ModelRequests, entry: AccessEntry | None) -> None:
         self._clock = clock
-        self._metrics = metrics
+        self.counts = counts
         self._entry = entry
-        self._began = clock.now()
+        self.trace: RequestTrace | None = None  # None: the request is not traced
+        self.began = clock.now()
         self._first: Nanos | None = None
-        self._latest = self._began
+        self._latest = self.began
         self._longest = 0
         self._steps = 0
         self._over = False
-        self.usage: Usage | None = None  # None until the tenant is charged
+        self.served_model = ModelName("")  # the model that serves the request, even if the request names none
+        self.usage: Usage | None = None  # None: the tenant is not charged yet
         self._kv: tuple[KvPhase, ...] = ()
-
-    def serves(self, model: ModelName) -> None:
-        """Note the model that serves the request, which may not have named one."""
-        if self._entry is not None:
-            self._entry.model = model
 
     def admitted(self, prompt_tokens: int) -> None:
         self.usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=0, cached_tokens=0)
 
-    def used(self, completion_tokens: int, cached_tokens: int, kv: tuple[KvPhase, ...]) -> None:
-        """Note the tokens that the request used, even if its answer is incomplete."""
+    def used(self, completion_tokens: int, cached_tokens: int, kv: tuple[KvPhase, ...], image_tokens: int = 0) -> None:
+        """Note the tokens that the request used, even if its answer is incomplete; images add `image_tokens` to its prompt."""
         assert self.usage is not None
         self._kv = kv
-        self.usage = structs.replace(self.usage, completion_tokens=completion_tokens, cached_tokens=cached_tokens)
+        self.usage = structs.replace(
+            self.usage,
+            prompt_tokens=self.usage.prompt_tokens + image_tokens,
+            completion_tokens=completion_tokens,
+            cached_tokens=cached_tokens,
+        )
 
     def tokens(self) -> None:
         now = self._clock.now()
         if self._first is None:
             self._first = now
-            self._metrics.first_token((now - self._began) / SECOND)
+            self.counts.first_token.observe((now - self.began) / SECOND)
+            if self._entry is not None:
+                self._entry.first_token()
         else:
             self._longest = max(self._longest, now - self._latest)
         self._latest = now
@@ -719,12 +934,16 @@ class _RequestTimes:
             return
         self._over = True
         answered = self._first is not None or isinstance(outcome, Finish)
-        seconds = (self._clock.now() - self._began) / SECOND if answered else None
-        self._metrics.ended(outcome, self._kv, self.usage, seconds)
+        seconds = (self._clock.now() - self.began) / SECOND
+        self.counts.ended(outcome, self._kv, self.usage, seconds, answered=answered)
+        per_token = longest_gap = None
         if self._first is not None and self._steps > 1 and self.usage is not None:
-            gaps = max(1, self.usage.completion_tokens - 1)
-            self._metrics.gaps((self._latest - self._first) / SECOND / gaps, self._longest / SECOND)
+            per_token = (self._latest - self._first) / SECOND / max(1, self.usage.completion_tokens - 1)
+            longest_gap = self._longest / SECOND
+            self.counts.gaps(per_token, longest_gap)
         if self._entry is not None:
-            first = None if self._first is None else (self._first - self._began) / SECOND
-            total = (self._clock.now() - self._began) / SECOND
-            self._entry.write(outcome, usage=self.usage, kv=self._kv, first_seconds=first, seconds=total)
+            first = None if self._first is None else (self._first - self.began) / SECOND
+            times = RequestTimes(whole=seconds, first_token=first, per_token=per_token, longest_gap=longest_gap)
+            self._entry.write(outcome, usage=self.usage, kv=self._kv, model=self.served_model, times=times)
+        if self.trace is not None:
+            self.trace.ended(RequestEnd(outcome=outcome, usage=self.usage, first_token=self._first))

@@ -10,9 +10,13 @@ Rules:
 3. If the client has more tokens than this router knows, the missing tokens are generated again and dropped. This is only done
    for greedy sampling, which gives the same tokens.
 4. If the client already has the last token or the stop string of the answer, nothing is generated.
+5. If the caller leaves out what the client has (`Resume.from_start`), nothing is dropped: the known part is the first part of the
+   answer. This needs the text, so it is not possible if a worker parses the answer. It is refused too if the known part goes back from
+   tool calls to text or from text to reasoning: one `Delta` cannot tell where, and it depends on the steps of the first worker.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from types import TracebackType
 from typing import Self
 
@@ -20,7 +24,7 @@ from msgspec import Struct, structs
 
 from fleet.core.errors import Reason, RequestRejected, invalid
 from fleet.core.ids import RequestId
-from fleet.core.requests import Finish, KvPhase, Resume, Sampling
+from fleet.core.requests import Delta, Finish, KvPhase, Resume, Sampling
 from fleet.core.work import Progress
 from fleet.frontend.resume_tokens import FIELD, ResumeClaims
 from fleet.frontend.text.answer_text import AnswerText
@@ -31,17 +35,23 @@ Answer = AnswerText | EngineParsedAnswer | TemplateParsedAnswer
 
 
 class ResumedAnswer(Struct, kw_only=True):
-    """State of resuming one answer: what the client has, and which tokens are still to be generated again."""
+    """Continues one answer: knows which part the client has, and how many tokens must be generated again."""
 
     resume: Resume
     claims: ResumeClaims
-    is_free: bool  # the resumption is not charged (`resume_tokens`, rule 3)
+    is_free: bool  # True if the resumption is not charged (`resume_tokens`, rule 3)
     to_skip: int = 0  # number of tokens still to be generated again and dropped
+    known: Delta | None = None  # the known part of the answer, after `replay` (rule 5)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The known tokens: the beginning of the answer, from the client or from the answer journal."""
         return self.resume.token_ids
+
+    @property
+    def first_position(self) -> int:
+        """Number of the answer's tokens before the first one that is generated and not dropped."""
+        return len(self.token_ids) if self.resume.from_start else self.resume.position
 
     def check(self, sampling: Sampling, prompt: bytes, vocab_size: int, *, in_engine: bool) -> None:
         """Check that the resume token and the known tokens fit the request, and compute `to_skip`.
@@ -62,6 +72,11 @@ class ResumedAnswer(Struct, kw_only=True):
             raise invalid("resume.token_ids", f"are more than max_tokens, {sampling.max_tokens}")
         if resume.token_ids and max(resume.token_ids) >= vocab_size:
             raise invalid("resume.token_ids", f"must be less than the size of the vocabulary, {vocab_size}")
+        if resume.from_start and in_engine:
+            raise RequestRejected(
+                Reason.WORKER_LOST,
+                "an answer that a worker parses cannot be resumed over this API; send the request again",
+            )
         self.to_skip = max(0, resume.position - len(resume.token_ids))
         if self.to_skip and (sampling.temperature != 0 or in_engine):
             raise RequestRejected(
@@ -69,14 +84,33 @@ class ResumedAnswer(Struct, kw_only=True):
                 f"of the {resume.position} tokens that the client has, this router knows {len(resume.token_ids)}, and only"
                 " greedy answers (temperature 0) that no worker parses can be generated again; send the request again",
             )
+        if resume.from_start:
+            self.to_skip = 0
 
     def replay(self, answer: Answer) -> None:
-        """Add the known tokens to `answer`, which is new, so that it is in the state after them."""
+        """Bring a new `answer` into the state after the known tokens, by adding these tokens to it.
+
+        Raises:
+            RequestRejected: WORKER_LOST; the order of the known parts is lost (rule 5).
+        """
         if isinstance(answer, EngineParsedAnswer):
             resume = self.resume
             answer.resume(len(resume.token_ids), resume.text, resume.reasoning, resume.calls)
         else:
-            _add(answer, self.token_ids)
+            parts = _add(answer, self.token_ids)
+            if self.resume.from_start:
+                if not _in_order(parts):
+                    raise RequestRejected(
+                        Reason.WORKER_LOST,
+                        "an answer with text after a tool call, or with reasoning after text, cannot be resumed over this API;"
+                        " send the request again",
+                    )
+                self.known = Delta(
+                    text="".join([each.text for each in parts]),
+                    token_ids=self.token_ids,
+                    reasoning="".join([each.reasoning for each in parts]),
+                    calls=tuple(chain.from_iterable(each.calls for each in parts)),
+                )
 
     def end(self, answer: Answer, sampling: Sampling) -> Finish | None:
         """Return why the answer has ended with the known tokens; None if more tokens must be generated (rule 4)."""
@@ -86,9 +120,9 @@ class ResumedAnswer(Struct, kw_only=True):
         return Finish.LENGTH if len(known) >= sampling.max_tokens else None
 
     def skip(self, answer: Answer, progress: Progress) -> Progress:
-        """Add the first tokens of `progress`, which the client has, to the answer; return the progress with the other tokens.
+        """Remove tokens that the client already has from the beginning of `progress`, and add them to `answer`.
 
-        The returned progress may have no tokens.
+        Return the progress with the other tokens, possibly none.
         """
         dropped = progress.token_ids[: self.to_skip]
         self.to_skip -= len(dropped)
@@ -99,18 +133,32 @@ class ResumedAnswer(Struct, kw_only=True):
         )
 
 
-def _add(answer: AnswerText | TemplateParsedAnswer, token_ids: Sequence[int]) -> None:
+def _add(answer: AnswerText | TemplateParsedAnswer, token_ids: Sequence[int]) -> list[Delta]:
+    parts: list[Delta] = []
     for token_id in token_ids:
         if answer.stopped:
-            return
+            break
         if isinstance(answer, AnswerText):
-            answer.add((token_id,), ())
+            parts.append(answer.add((token_id,), ()))
         else:
-            answer.take(Progress(request_id=answer.request_id, token_ids=(token_id,)))
+            parts.append(answer.take(Progress(request_id=answer.request_id, token_ids=(token_id,))))
+    return parts
+
+
+def _in_order(parts: Sequence[Delta]) -> bool:
+    """Return whether the parts have their reasoning first, then their text, and then their tool calls."""
+    latest = 0
+    for part in parts:
+        kinds = [kind for kind, content in enumerate((part.reasoning, part.text, part.calls)) if content]
+        if kinds:
+            if kinds[0] < latest:
+                return False
+            latest = kinds[-1]
+    return True
 
 
 class EndedAnswer:
-    """Replaces the router's stream for an answer that needs no further tokens: it yields `Complete` at once."""
+    """Stands in for the router's stream if an answer needs no further tokens: yields `Complete` at once."""
 
     kv: tuple[KvPhase, ...] = ()
     cached_tokens = 0

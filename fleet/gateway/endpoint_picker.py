@@ -15,7 +15,7 @@ Rules:
    the answer, the reservation moves to that endpoint.
 5. A request without a body, or for a path that generates nothing, goes to the endpoint with the fewest requests and
    reserves nothing.
-6. Several pickers do not always know each other's reservations, so gateways should ask only one of them, the leader.
+6. Several pickers do not always know each other's reservations, so gateways should call only one of them, the leader.
    The other pickers are not ready, and reject requests with 503 while they know of a leader. A picker that knows of no
    leader picks endpoints, because a choice by a part of the load data is better than an error.
 7. A gateway that breaks the protocol gets a gRPC error.
@@ -39,13 +39,20 @@ from fleet.net.grpc.options import frontend_server_options
 from fleet.net.grpc.port import LIVENESS, open_port
 from fleet.router.api import RouterApi
 from fleet.router.settings.endpoint_picker import EndpointPickerSettings
+from kvstore.security.certificates import CertificateFiles
+from kvstore.security.channels import secure_binder
 
 READINESS = "readiness"
 
 
 @asynccontextmanager
 async def open_endpoint_picker(
-    settings: EndpointPickerSettings, picker: "EndpointPicker", *, shared: bool = False, connection_seconds: float = 0
+    settings: EndpointPickerSettings,
+    picker: "EndpointPicker",
+    *,
+    shared: bool = False,
+    connection_seconds: float = 0,
+    certificates: CertificateFiles | None = None,
 ) -> AsyncIterator["EndpointPicker"]:
     """Listen and serve until the context ends; then cancel the calls that still run.
 
@@ -53,12 +60,13 @@ async def open_endpoint_picker(
         settings: The settings with the address to listen on.
         picker: The service to serve; its `address` is set.
         shared: True if other processes may listen on the same port.
-        connection_seconds: Longest life of a gateway's connection in seconds; 0: no limit. A gateway sends all its
+        connection_seconds: Maximum lifetime of a gateway's connection in seconds; 0: no limit. A gateway sends all its
             requests over one connection. A limit makes gateways connect anew, so that they spread over the pickers of a
             Service and move to other pickers before this one ends.
+        certificates: The certificate files of a port that speaks TLS; None if it does not.
 
     Raises:
-        ConfigurationRefused: The address cannot be listened on; the message says why.
+        ConfigurationRefused: The address cannot be listened on; the message states the reason.
     """
     server = grpc.aio.server(options=frontend_server_options(shared=shared, connection_seconds=connection_seconds))
     picker.add(server)
@@ -69,12 +77,13 @@ async def open_endpoint_picker(
         picker.ready,
         setting="endpoint_picker.listen",
         alive={LIVENESS: lambda: True},
+        bind=None if certificates is None else secure_binder(certificates),
     ) as picker.address:
         yield picker
 
 
 class EndpointPicker:
-    """The gRPC service of the endpoint picker; it serves any number of gateways."""
+    """Serves the gRPC service of the endpoint picker to any number of gateways."""
 
     def __init__(
         self,
@@ -84,14 +93,14 @@ class EndpointPicker:
         prompts: PromptReaderApi,
         standing: PickerLeadership | None = None,
     ) -> None:
-        """Prepare the service.
+        """Create the service.
 
         Args:
             settings: Limits, and how gateways reach workers.
             router: The router, which knows the workers.
             selection: Places requests and reserves capacity.
             prompts: Reads the bodies of requests.
-            standing: Leadership among several pickers; None: this picker is the only one.
+            standing: The election of the leader among several pickers (rule 6); None: this picker is the only one.
         """
         self.address = ""  # the address with the real port, set by `open_endpoint_picker`
         self._endpoints = PickerEndpoints(settings, router, standing or SolePicker())
@@ -112,7 +121,7 @@ class EndpointPicker:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
     def ready(self) -> bool:
-        """Return True if a request that arrived now would find a worker here."""
+        """Return True if this picker leads, is not leaving, and its router has a worker for at least one model."""
         return self._endpoints.ready()
 
     async def drain(self, within: Nanos) -> None:

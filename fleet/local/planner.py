@@ -1,4 +1,4 @@
-"""Planner of a local cluster: the settings of its process, which follow from the topology."""
+"""Planner of a local cluster: makes the settings file of the planner process from the topology."""
 
 import re
 from collections.abc import Mapping
@@ -34,9 +34,9 @@ def planner_settings(
     """Return the settings of the planner's process.
 
     Args:
-        topology: The cluster.
-        section: Its planner.
-        names: Names of its pools.
+        topology: The topology of the cluster.
+        section: The topology's section about the planner.
+        names: Names of the pools.
         folder: The runtime folder.
         model: Name under which the model is served.
         control: The router's control address.
@@ -71,6 +71,8 @@ def planner_settings(
             target=FolderTarget(folder=str(folder / PLANS)),
             listen=f"unix:{folder / PLANNER_SOCKET}",
             metrics_listen=section.metrics_listen,
+            metrics_access=section.metrics_access,
+            metrics_tls=topology.metrics_tls,
             history=section.history or str(folder / "plans.jsonl"),
             record=section.record,
             rehearsal=section.rehearsal,

@@ -1,14 +1,16 @@
-"""Local pools: scales the pools of a local cluster as the plans in a folder say (`fleet.planner.connectors.folder`).
+"""Local pools: scales the pools of a local cluster by the plans in a folder (`fleet.planner.connectors.folder`).
 
 Rules:
 
-1. A plan is carried out completely, or not at all if its topology would be refused, such as prefill without decode workers.
-2. A pool that shrinks first loses workers that do not serve yet, then those whose cache is worth least: computing again what no other
-   worker holds takes the fewest seconds. The router says so; if it does not answer, the last workers go. They drain: they take
-   nothing new, finish what they have, and end.
-3. Draining workers hold their devices. Workers without room wait until the draining ones have ended.
-4. A worker that does not start is restarted as long as it is wanted; the rest of the cluster goes on.
-5. A plan is carried out even if its writer does not wait any more.
+1. A plan is carried out completely. If `fleet up` would refuse a topology with the planned pools, such as prefill
+   without decode workers, no part of the plan is carried out.
+2. A pool that shrinks first loses workers that do not serve yet, and then workers whose cache is worth least. The worth
+   of a cache is the time to compute again those of its blocks that no other worker has; the router reports it. If the
+   router does not answer, the newest workers are removed. Removed workers drain: they take no new requests, finish the
+   running ones, and end.
+3. Draining workers keep their devices. New workers for which there is no room wait until draining ones have ended.
+4. A worker whose start fails is started again as long as it is wanted. The rest of the cluster goes on meanwhile.
+5. A plan is carried out even if the program that wrote it does not wait for it any more.
 """
 
 import asyncio
@@ -26,7 +28,7 @@ from fleet.local.processes import ChildEndpoints, LocalProcesses
 from fleet.local.runs import PLANS
 from fleet.local.settings import Topology
 from fleet.local.supervision import ChildState
-from fleet.local.topology import LocalPlan, LocalPool, worker_process
+from fleet.local.topology import LocalPlan, LocalPool, worker_number, worker_process
 from fleet.net.control.access import ControlAccess
 from fleet.net.grpc.options import SEPARATE_CHANNEL_OPTIONS
 from fleet.planner.connectors.folder import REPORT, FolderRecords
@@ -42,15 +44,16 @@ DRAIN = Nanos(300 * SECOND)  # time limit of a drain; on Kubernetes, `drain.time
 GRACE_SECONDS = 10.0  # seconds beyond the time limit of a drain in which the worker must answer that it has ended
 
 
-# seconds to wait for the router to answer what caches are worth; without an answer, the plan is carried out anyway
+# Time limit in seconds for the router to report what the caches are worth. If it does not answer in time, the newest
+# workers are removed (rule 2).
 WORTH_SECONDS = 1.0
 
 AskWorth = Callable[[], Awaitable[Mapping[WorkerId, float]]]
-"""Returns the seconds that computing each worker's cache again would take; workers that it does not know are left out."""
+"""Function that returns, for each worker, the seconds to compute its cache again. Unknown workers are left out."""
 
 
 class LocalPools:
-    """Scales the pools as plans say; run `follow`.
+    """Scales the pools according to plans. The caller runs `follow`.
 
     Args:
         topology: The topology of the cluster.
@@ -58,7 +61,7 @@ class LocalPools:
         processes: The running processes.
         folder: The runtime folder.
         say: Shows one line to a person.
-        ask_worth: Asks what the caches of workers are worth; None: nobody knows.
+        ask_worth: Asks the router what the caches of workers are worth. None: the worth of caches is not known.
     """
 
     def __init__(
@@ -92,7 +95,8 @@ class LocalPools:
         with ExitStack() as stack:
             try:
                 stack.enter_context(self._records.obeyed())
-            except OSError as error:  # on a full disk, the folder cannot show that this process lives
+            # for example a full disk: then the lock that shows that this process lives cannot be made
+            except OSError as error:
                 self._say(f"{self.folder}: {error.strerror}")
             while True:
                 try:
@@ -107,13 +111,13 @@ class LocalPools:
                 await asyncio.sleep(LOOK_EVERY)
 
     def step(self) -> None:
-        """Read the plan, do what is possible now, and write the report.
+        """Read the plan, carry out the part of it that is possible now, and write the report.
 
         Raises:
             ConnectorUnreachable: The plan cannot be read, or the report not written.
             OSError: The settings of a new worker cannot be written.
         """
-        self.folder.mkdir(exist_ok=True)  # cleaners of old files in /tmp may have removed it
+        self.folder.mkdir(exist_ok=True)  # a program that removes old files in /tmp may have removed the folder
         intent = self._records.intent()
         if intent.revision != self._revision:
             self._take_up(intent)
@@ -123,7 +127,8 @@ class LocalPools:
         for name, pool in self._pools.items():
             try:
                 self._grow(pool)
-            except ConfigurationRefused as refused:  # for a pool that has had no worker yet
+            # the settings are refused, which is possible for a pool that has had no worker yet
+            except ConfigurationRefused as refused:
                 self._limited = {**self._limited, name: str(refused)}
                 pool.target = len(pool.staying)
         report = PlanReport(revision=self._revision, pools={name: self._said(name) for name in self._pools})
@@ -163,7 +168,7 @@ class LocalPools:
             key=lambda name: (
                 child_states.get(name) is ChildState.READY,
                 self._worth.get(name, 0.0),
-                -_number(name),
+                -worker_number(name),
             ),
         )
         for name in dispensable[: max(0, len(pool.staying) - pool.target)]:
@@ -211,7 +216,7 @@ class LocalPools:
 
 
 class _PoolWorkers:
-    """Workers of one pool."""
+    """The workers of one pool, grouped by what they do now."""
 
     def __init__(self, kind: LocalPool) -> None:
         self.kind = kind
@@ -223,12 +228,11 @@ class _PoolWorkers:
         self.leaving &= names
 
 
-def _number(name: WorkerId) -> int:
-    return int(name.rpartition("-")[2])
-
-
 async def router_cache_worth(address: str, access: ControlAccess) -> Mapping[WorkerId, float]:
-    """Return the seconds that computing each worker's cache again would take, as the router knows it; nothing if it does not answer."""
+    """Ask the router how many seconds it would take to compute each worker's cache again.
+
+    Return the seconds by worker. If the router does not answer, the result is empty.
+    """
     try:
         async with access.aio_channel(address, separate=True) as channel:
             stub = control_pb2_grpc.ClusterStub(channel)
@@ -239,7 +243,7 @@ async def router_cache_worth(address: str, access: ControlAccess) -> Mapping[Wor
 
 
 async def drain(endpoints: ChildEndpoints, within: Nanos) -> bool:
-    """Ask a worker to drain and end; return False if it did not answer."""
+    """Call a worker's method `Drain`, so that it drains and then ends. Return False if the call failed."""
     asked = pb.DrainRequest(deadline_ms=within // MILLISECOND)
     try:
         async with grpc.aio.insecure_channel(endpoints["grpc"], options=SEPARATE_CHANNEL_OPTIONS) as channel:

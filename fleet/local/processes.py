@@ -2,14 +2,15 @@
 
 Rules:
 
-1. Each child leads its own session and process group. So Ctrl-C in a terminal reaches only the supervisor, and
-   everything that a child has started can be ended with it. A child has ended when its whole group has.
-2. Nothing outlives the supervisor. The kernel kills the children (`process_group.die_with_parent`); an orphan reaper
-   ends what they had started and removes the runtime folder. If both are killed, the next run cleans up
-   (`fleet.local.runs`). A reaper that is killed alone is replaced, and it reports a supervisor that hangs.
+1. Each child leads its own session and process group. So Ctrl-C in a terminal reaches only the supervisor, and all
+   processes that a child has started can be ended with it. A child counts as ended when its whole group has ended.
+2. No process outlives the supervisor. If the supervisor is killed, the kernel kills the children
+   (`process_group.die_with_parent`). An orphan reaper then ends the processes that the children had started, and removes
+   the runtime folder. If supervisor and reaper are killed, the next run cleans up (`fleet.local.runs`). If only the
+   reaper is killed, it is replaced. The reaper also reports a supervisor that hangs.
 3. All files of a child are in the runtime folder: settings, socket, temporary files, and the log, unless logs are kept
    elsewhere.
-4. A child is ready when it has written one line of JSON, its endpoints, to its readiness file descriptor.
+4. A child is ready when it has written one line of JSON with its endpoints to its readiness file descriptor.
 5. Every child is sampled twice a second. A hung one (`fleet.local.liveness`) is killed, which counts as a death.
 6. The states of the children are recorded in the runtime folder for other commands (`fleet.local.runs`).
 """
@@ -61,20 +62,24 @@ from fleet.local.supervision import (
 )
 
 LOG_TAIL_LINES = 20
-SHOWN_DEATHS = 3  # For this many deaths in a row, the end of the log is shown; later deaths rarely show anything new.
-FIRST_PROGRESS = 5.0  # seconds until the first message while children load; the pauses double
-PROGRESS_EVERY = 40.0  # longest pause between two messages, in seconds
+# The end of the log is shown for this number of deaths in a row; later deaths rarely have another cause.
+SHOWN_DEATHS = 3
+FIRST_PROGRESS = 5.0  # seconds after which the first message about the start of the children is shown
+PHASE_CHECK = 0.5  # seconds between two checks of the phases; a message follows if one has changed
+PROGRESS_EVERY = 40.0  # maximum pause between two messages, in seconds
+PHASE_MARK = b"# "
+STARTING = "starting"  # the phase that is shown for a child which has reported none
 SPAWN_FAILED = 127  # exit status of a child that could not be started, as in shells
 
 ChildEndpoints = Mapping[str, str]
 """Addresses of a child, by protocol."""
 
 Drain = Callable[[ChildEndpoints, Nanos], Awaitable[bool]]
-"""Asks a child to drain within a time and to end; returns False if the child could not be asked."""
+"""Requests from a child process to drain within a time and to end; returns False if the child cannot be reached."""
 
 
 class LocalProcess(Struct, frozen=True, kw_only=True):
-    """A child: its name, its command and its limits."""
+    """A child process of a cluster: its name, its command and its limits."""
 
     child: ChildProcess
     command: tuple[
@@ -84,21 +89,24 @@ class LocalProcess(Struct, frozen=True, kw_only=True):
 
 
 class ClusterFailed(Exception):
-    """The cluster ended without a request; the message is for a person, and the end of the log has been shown."""
+    """The cluster ended although nobody requested it.
+
+    The message is for a person, and the end of the log has been shown already.
+    """
 
 
 class LocalProcesses:
-    """The children of a cluster; `hold` runs them.
+    """Runs the child processes of a cluster while `hold` is called.
 
     Args:
-        processes: What to run.
+        processes: The processes to run.
         folder: The runtime folder; temporary files of the children go there.
-        logs: Folder of the children's logs; they are appended to.
-        environment: Variables of the children.
+        logs: Folder of the children's logs; existing logs are continued.
+        environment: Environment variables of the children.
         clock: The clock.
         say: Shows one line to a person.
-        drain: Asks a removed child to drain; without it, or if it fails, the child is stopped.
-        longest_pause: Longest pause before a child that keeps dying is restarted.
+        drain: Asks a removed child to drain. If it is None or fails, the child is stopped instead.
+        longest_pause: Maximum pause before a child that keeps dying is restarted.
     """
 
     def __init__(
@@ -126,6 +134,7 @@ class LocalProcesses:
         self._noted: Mapping[str, ProcessReport] = {}
         self._unsent: dict[str, signal.Signals] = {}  # signals for children that are still being started
         self._endpoints: dict[str, ChildEndpoints] = {}
+        self._phases: dict[str, str] = {}  # the phases that starting children have reported
         self._ready = asyncio.Event()
         self._stop_asked = False
         self._content: asyncio.Task[None] | None = None
@@ -134,7 +143,7 @@ class LocalProcesses:
 
     @property
     def endpoints(self) -> Mapping[str, ChildEndpoints]:
-        """Endpoints by child; complete when the cluster is ready."""
+        """Addresses of the children, by name and protocol. All children are included when the cluster is ready."""
         return self._endpoints
 
     @property
@@ -148,7 +157,7 @@ class LocalProcesses:
         return frozenset(self._processes)
 
     def child_states(self) -> Mapping[str, ChildState]:
-        """Return the states by name, without children that were added a moment ago."""
+        """Return the states of the children by name; children that were added just now may be missing."""
         return self._machine.child_states()
 
     def failing(self) -> frozenset[str]:
@@ -162,18 +171,20 @@ class LocalProcesses:
         self._events.put_nowait(ChildAdded(process.child))
 
     def remove(self, name: str, within: Nanos) -> None:
-        """Ask a child to drain and end within a time. It has ended when `names` does not contain it any more."""
+        """Ask a child to drain and then end, within a time limit. The child has ended when `names` does not contain it any more."""
         self._events.put_nowait(ChildRemoved(name, within))
 
     def request_stop(self) -> None:
-        """Ask all children to end; the second call kills them."""
+        """Ask all children to end. A second call kills them."""
         self._stop_asked = True
         self._events.put_nowait(StopRequested())
         if self._content is not None:
             self._content.cancel()
 
     async def hold(self, body: Callable[[], Awaitable[None]]) -> bool:
-        """Run the children; run `body` when all are ready; stop when it returns or a stop is requested.
+        """Run the children, and run `body` when all of them are ready.
+
+        Stop the children when `body` returns or a stop is requested.
 
         Returns:
             True if `body` returned; False if a stop was requested before.
@@ -195,7 +206,7 @@ class LocalProcesses:
         await self._ready.wait()
         try:
             await body()
-        except Exception as error:  # noqa: BLE001 - supervisor: the children are stopped in order, then it is raised
+        except Exception as error:  # noqa: BLE001 - supervisor: it is raised again after the stop
             self._failure = error
         if not self._stop_asked:
             self._stop_asked = True
@@ -228,7 +239,7 @@ class LocalProcesses:
             return SupervisionTicked()
 
     def _perform(self, commands: Sequence[SupervisionCommand], tasks: asyncio.TaskGroup) -> bool:
-        """Perform commands; return True after the last one of all."""
+        """Perform commands of the supervision machine. Return True if one of them says that no child is left."""
         finished = False
         for command in commands:
             match command:
@@ -261,7 +272,7 @@ class LocalProcesses:
         return finished
 
     async def _run_child(self, process: LocalProcess) -> None:
-        """Run a child once, from its start until its group has ended."""
+        """Run a child once, from its start until all processes of its group have ended."""
         name = process.child.name
         self._unsent.pop(name, None)
         read_fd, write_fd = os.pipe()
@@ -303,7 +314,8 @@ class LocalProcesses:
             for pause in kill_group(running.pid):
                 await asyncio.sleep(pause)
         except asyncio.CancelledError:
-            end_group(running.pid)  # blocks for a moment, because a cancelled run must not leave processes behind
+            # this blocks the event loop for a moment, because a cancelled run must not leave processes behind
+            end_group(running.pid)
             raise
         finally:
             self._reaper.tell("-", running.pid)
@@ -319,13 +331,17 @@ class LocalProcesses:
             self._send(name, signal.SIGTERM)
 
     async def _listen(self, name: str, read_fd: int, heard: asyncio.Event) -> None:
-        """Read the child's readiness line, then its heartbeats. No line means that the child ended or is too late."""
+        """Read what a child writes: the phases of its start (lines after #), its readiness line, and then its heartbeats.
+
+        Return without a readiness line if the child has ended or was killed, because its start took too long.
+        """
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb")
         )
         try:
-            line = await reader.readline()
+            while (line := await reader.readline()).startswith(PHASE_MARK):
+                self._phases[name] = line.removeprefix(PHASE_MARK).decode(errors="replace").strip()
             if not line.endswith(b"\n"):
                 return
             self._endpoints[name] = msgspec.json.decode(line, type=dict[str, str])
@@ -333,10 +349,11 @@ class LocalProcesses:
             while await reader.read(1 << 16):
                 heard.set()
         finally:
+            self._phases.pop(name, None)
             transport.close()
 
     async def _watch(self, process: LocalProcess, pid: int, heard: asyncio.Event) -> None:
-        """Sample a child until it hangs or ends."""
+        """Sample the state of a child until it hangs or ends."""
         name, liveness = process.child.name, Liveness(process.limits, self._clock.now())
         while (look := sample_process(pid)) is not None:
             hang = liveness.observe(look, heard=heard.is_set(), now=self._clock.now())
@@ -348,14 +365,17 @@ class LocalProcesses:
             await asyncio.sleep(SAMPLE_INTERVAL / SECOND)
 
     def _send(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to a child; a child that is being started gets it afterwards."""
+        """Send a signal to a child. If the child is just being started, it gets the signal after that."""
         if (running := self._running.get(name)) is None:
             self._unsent[name] = number
         elif running.returncode is None:
             running.send_signal(number)
 
     def _note_parts(self) -> None:
-        """Record the states of the children if they have changed. A full disk only stops the record."""
+        """Record the states of the children in the runtime folder, if they have changed.
+
+        If the record cannot be written, for example to a full disk, keep the old one.
+        """
         now = self._clock.now()
         parts = {
             name: ProcessReport(
@@ -373,15 +393,21 @@ class LocalProcesses:
                 self._noted = parts
 
     async def _show_progress(self) -> None:
-        started = self._clock.now()
-        pause = FIRST_PROGRESS
+        """Show the phases of the children that are starting: whenever they have changed, and at least every `PROGRESS_EVERY`."""
+        said, said_at = "", self._clock.now()
+        await asyncio.sleep(FIRST_PROGRESS)
         while True:
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, PROGRESS_EVERY)
             child_states = self._machine.child_states()
-            loading = [name for name, condition in child_states.items() if condition is ChildState.STARTING]
-            if loading and not self._machine.announced:
-                self._say(f"loading {', '.join(loading)} ({Nanos(self._clock.now() - started) // SECOND} s)")
+            phases: dict[str, list[str]] = {}
+            for name, condition in child_states.items():
+                if condition is ChildState.STARTING:
+                    phases.setdefault(self._phases.get(name, STARTING), []).append(name)
+            words = "; ".join(f"{phase}: {', '.join(names)}" for phase, names in phases.items())
+            is_new = words != said or self._clock.now() - said_at >= PROGRESS_EVERY * SECOND
+            if words and is_new and not self._machine.announced:
+                self._say(words)
+                said, said_at = words, self._clock.now()
+            await asyncio.sleep(PHASE_CHECK)
 
     def _explain(self, name: str, reason: str, status: int | None) -> Exception:
         if status == CONFIGURATION_REFUSED:

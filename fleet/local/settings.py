@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.hub import HubSettings
@@ -25,8 +25,11 @@ from fleet.planner.settings import (
 )
 from fleet.router.settings.router import RouterSettings
 from kvstore.eviction.policies import PolicyName
+from kvstore.security.metrics_access import MetricsAccess, MetricsTls
 from kvstore.service.settings import AnyTier
-from workers.settings import SimulatedSettings, VllmSettings
+from kvstore.tracing.settings import TracingSettings
+from workers.engines.model_task import task_of_folder
+from workers.settings import POOLING_TASKS, ModelTask, SimulatedSettings, VllmSettings
 from workers.watchdog import WatchdogSettings
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -51,14 +54,14 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     stopped_seconds: Seconds = 3.0
-    """Longest time for which a process may be stopped by a signal before it is killed and restarted.
+    """Maximum time for which a process may be stopped by a signal before it is killed and restarted.
 
     It allows tools that stop a process for a moment (such as a memory dump). Several routers may share a port; a
     stopped one keeps its share of new connections for less than 5 s.
     """
 
     router_silence_seconds: Seconds = 5.0
-    """Longest time for which a router's event loop may stand still.
+    """Maximum time for which a router's event loop may stand still.
 
     It normally turns within milliseconds, because long work runs in threads. With the default, a hung router is
     replaced and serves again within 10 s.
@@ -77,7 +80,7 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     longest_pause_seconds: Seconds = 30.0
-    """Longest pause before a process that keeps dying is restarted. The first pause is a quarter of a second; each next
+    """Maximum pause before a process that keeps dying is restarted. The first pause is a quarter of a second; each next
     one is twice as long. Kubernetes' ceiling is ten times higher, because its nodes serve many users.
     """
 
@@ -95,6 +98,11 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     engine: Annotated[str, Meta(min_length=1)] = "vllm"
     """Name of an entry point in the group `workers.engines`."""
+
+    task: ModelTask = ModelTask.AUTO
+    """The task of the model: generate, embed or classify; see `task` of the workers. auto: by the model's architecture. A
+    cluster whose model does not generate has one pool of role both, no KV paths and no store.
+    """
 
     chat_template: str = ""
     """File with the Jinja template of chats, relative to the file; empty: that of the model."""
@@ -114,7 +122,7 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Tokens per KV block; vLLM on CPUs needs a multiple of 32."""
 
     max_model_len: Positive = 4096
-    """Most tokens of prompt plus answer; the model's own limit also holds."""
+    """Maximum number of tokens of prompt plus answer; the model's own limit also holds."""
 
     adapters: dict[ModelName, str] = {}
     """LoRA adapters that every worker may load: the name under which clients ask for each, and its folder, relative to
@@ -129,7 +137,7 @@ class ClusterSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     own, set `router.tls`."""
 
     most_workers: Positive = 64
-    """Most workers that the machine has room for, such as its number of GPUs. `fleet scale` starts no more; draining
+    """Maximum number of workers that the machine has room for, such as its number of GPUs. `fleet scale` starts no more; draining
     workers count.
     """
 
@@ -156,6 +164,9 @@ class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tiers: tuple[AnyTier, ...] = ()
     """Backing tiers, in the order in which they are asked: SSD, Redis, object stores, other nodes."""
 
+    metrics_listen: str = ""
+    """host:port of the node's /metrics; empty: there is none. `metrics_access` and `metrics_tls` are for it too."""
+
 
 class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A pool of equal workers."""
@@ -164,6 +175,11 @@ class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     replicas: Annotated[int, Meta(ge=0, le=64)] = 1
     max_running: Positive = 16
     """Requests in one batch."""
+
+    metrics_listen: str = ""
+    """host:port of the first worker's /metrics. Each further worker of the pool, `decode-1` and so on, takes the next port, so that
+    a scraper knows them all: `cluster.most_workers` ports, which no other address of the cluster may have. Empty: there is none.
+    `metrics_access` and `metrics_tls` are for them too."""
 
     vllm: VllmSettings = VllmSettings()
     simulated: SimulatedSettings = SimulatedSettings()
@@ -175,7 +191,7 @@ class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     least: Annotated[int, Meta(ge=0, le=64)] = 1
     most: Annotated[int, Meta(ge=0, le=64)] | None = None
-    """Most workers; by default `cluster.most_workers`."""
+    """Maximum number of workers; by default `cluster.most_workers`."""
 
     gpu: str = ""
     """Short name of the GPU type; empty: no GPU."""
@@ -221,6 +237,9 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     metrics_listen: str = ""
     """host:port of the planner's /metrics; empty: there is none."""
 
+    metrics_access: MetricsAccess = MetricsAccess()
+    """Access to these metrics."""
+
     history: str = ""
     """File for the records of plans; empty: a file in the runtime folder, which goes with the cluster."""
 
@@ -235,6 +254,15 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     hub: HubSettings = HubSettings()
     router: RouterSettings = RouterSettings()
     store: StoreSection = StoreSection()
+    tracing: TracingSettings = TracingSettings()
+    """Traces of all processes: the router, the workers and the store node."""
+
+    metrics_access: MetricsAccess = MetricsAccess()
+    """Access to the metrics of the workers and of the store node; `router` and `planner` have settings of their own."""
+
+    metrics_tls: MetricsTls = MetricsTls()
+    """TLS of the metrics of the workers, the store node and the planner. `cluster.tls` makes a certificate for them too."""
+
     supervision: SupervisionSettings = SupervisionSettings()
     pools: tuple[PoolSection, ...] = (PoolSection(role=Role.PREFILL), PoolSection(role=Role.DECODE))
     planner: LocalPlannerSection | None = None
@@ -253,6 +281,8 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("cluster.kv_paths: prefill workers need a way to hand over blocks: store or direct")
         if self.cluster.tls and self.router.tls.certificate:
             raise ValueError("cluster.tls: makes a certificate, and router.tls.certificate names one; set one of them")
+        if self.router.tracing.is_on:
+            raise ValueError("router.tracing: all processes of the cluster trace alike; use the section `tracing`")
         if self.router.models or self.router.store:
             raise ValueError("router: `models` and `store` follow from the other sections; leave them out")
 
@@ -288,6 +318,30 @@ def model_folder(cluster: ClusterSection, tiny: Path, relative_to: Path) -> Path
                 f"cluster.model: {folder} is not a Hugging Face model folder: it has no {needed}"
             )
     return folder
+
+
+def for_task(topology: Topology, model_dir: Path) -> Topology:
+    """Return the topology for the task of its model: a model that does not generate has one pool, and no KV paths.
+
+    Raises:
+        ConfigurationRefused: The topology has settings of its own that do not fit the task.
+    """
+    cluster = topology.cluster
+    task = cluster.task
+    if task is ModelTask.AUTO:
+        task = ModelTask.GENERATE if cluster.engine == SIMULATED else task_of_folder(model_dir)
+    if task not in POOLING_TASKS:
+        return topology
+    pools = topology.pools
+    if any(pool.role is Role.BOTH for pool in pools):
+        pools = tuple(pool for pool in pools if pool.role is Role.BOTH or pool.replicas)
+    else:  # the default pools, of which the decode workers answer
+        pools = tuple(structs.replace(pool, role=Role.BOTH) for pool in pools if pool.role is Role.DECODE)
+    if any(pool.role is not Role.BOTH for pool in pools) or not pools:
+        raise ConfigurationRefused(f"pools: a model with the task {task} has workers of role both")
+    if cluster.adapters:
+        raise ConfigurationRefused(f"cluster.adapters: a model with the task {task} takes no LoRA adapters")
+    return structs.replace(topology, cluster=structs.replace(cluster, task=task, kv_paths=()), pools=pools)
 
 
 def with_chat_template(folder: Path, template: str, relative_to: Path, runtime: Path) -> Path:

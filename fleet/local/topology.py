@@ -1,11 +1,12 @@
-"""Processes of a topology: their settings, their addresses, and the order in which they start and stop.
+"""Processes of a topology: plans the settings and addresses of all processes, and the order in which they start and stop.
 
 Rules:
 
-1. Processes of this machine talk over Unix sockets in the runtime folder; only the router's public addresses are TCP.
+1. The processes connect to each other over Unix sockets in the runtime folder. Only the router's public addresses use
+   TCP.
 2. A public port 0 is replaced by a free port here, not in the router. So a restarted router keeps its address, and
-   workers can be told the address before the router runs.
-3. Whatever can be refused without starting a process is refused here.
+   workers can get the address before the router runs.
+3. Every fault in the topology that can be found without starting a process is reported here.
 """
 
 import errno
@@ -18,6 +19,7 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from fleet.local.runs import AUTHORITY
 from fleet.local.settings import SIMULATED, TINY, ClusterSection, PoolSection, StorePlace, SupervisionSettings, Topology
 from fleet.local.supervision import ChildProcess
 from fleet.planner.messages import PoolName, worker_prefix
+from fleet.router.settings.endpoint_picker import EndpointPickerSettings
 from fleet.router.settings.router import RouterSettings
 from kvstore.clock import nanos
 from kvstore.net.addresses import unix_path
@@ -43,19 +46,26 @@ from kvstore.service.settings import StoreSettings
 from workers.settings import VllmSettings, WorkerSettings
 
 ENGINE_READY_WITHIN = Nanos(1800 * SECOND)
-"""vLLM takes 20 s on two idle cores, and more than ten minutes for a large model from a slow disk."""
+"""Time limit for the start of a vLLM worker. vLLM takes 20 s on two idle cores, and more than ten minutes for a large
+model on a slow disk."""
 
 SIMULATED_READY_WITHIN = Nanos(30 * SECOND)
-READY_WITHIN = Nanos(30 * SECOND)  # for routers and stores, which need a second unless the machine is very busy
-WORKER_DRAIN = Nanos(5 * SECOND)  # people wait after Ctrl-C; the router has drained before
-STOP_WITHIN = Nanos(20 * SECOND)  # vLLM takes a few seconds to end its processes
+# time limit for the start of routers and stores, which take a second unless the machine is very busy
+READY_WITHIN = Nanos(30 * SECOND)
+# time limit of a worker's last drain: short, because a person waits and the router has drained already
+WORKER_DRAIN = Nanos(5 * SECOND)
+# time from the request to end until a process is killed; vLLM takes a few seconds to end its processes
+STOP_WITHIN = Nanos(20 * SECOND)
 
-# a router that cannot start must not see workers register elsewhere
+# workers start after the router: otherwise they could register with another program that has its address
 START_STORE, START_ROUTER, START_WORKERS, START_PLANNER = range(4)
 STOP_ROUTER, STOP_WORKERS, STOP_STORE = range(3)
 
 ANY_PORT = "127.0.0.1:0"
 """Default address of health and metrics: a free port that only this machine reaches."""
+
+ALL_INTERFACES = ("0.0.0.0", "[::]")  # noqa: S104 - compared, not bound
+MOST_PORT = 65_535
 
 ROUTER = "router"
 STORE = "kvstore"
@@ -65,12 +75,13 @@ class LocalPool(Struct, frozen=True, kw_only=True):
     """Equal workers of a local cluster."""
 
     name: str
-    """The role, with a number if several pools have it."""
+    """Name of the pool: its role, followed by a number if several pools have this role."""
 
     role: Role
     workers: tuple[WorkerId, ...]
     settings: Callable[[WorkerId], WorkerSettings]
-    """Return the settings of a worker by its name. It raises ConfigurationRefused for a pool that can have no workers."""
+    """Function that returns the settings of a worker, by its name. It raises ConfigurationRefused if the pool cannot
+    have workers."""
 
     ready_within: Nanos
     limits: LivenessLimits = LivenessLimits()
@@ -86,12 +97,13 @@ class LocalPlan(Struct, frozen=True, kw_only=True):
     grpc: str  # host:port
     health: str  # host:port of the health port
     control: str  # host:port or unix:/path of the control port
-    control_credentials: Credentials  # for callers of the control port, unless it is a Unix socket
+    control_credentials: Credentials  # credentials that callers of the control port need, unless it is a Unix socket
     kserve: str  # host:port; empty: not served
-    speaks_tls: bool  # the ports for clients do
-    authority: str  # file with the authority made for this cluster; empty: none was
+    speaks_tls: bool  # True if the router's ports for clients use TLS
+    authority: str  # file with the certificate authority that was made for this cluster; empty: none was made
     pools: tuple[LocalPool, ...]
-    disaggregates: bool  # there are prefill workers
+    disaggregates: bool  # True if there are prefill workers
+    max_model_len: int  # maximum number of tokens of prompt plus answer
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
@@ -105,7 +117,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         topology: The cluster.
         folder: The runtime folder.
         model_dir: Folder of the model.
-        model: Name under which it is served.
+        model: Name under which the model is served.
 
     Raises:
         ConfigurationRefused: The engine is not installed, a public address is in use or invalid, or the model folder
@@ -115,7 +127,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
     for name in topology.router.overflow:
         if name != model:
             raise ConfigurationRefused(f"router.overflow.{name}: this cluster serves no such model, only {model}")
-    with ExitStack() as held:  # all at once, or two ports could be the same
+    with ExitStack() as held:  # all ports are reserved at once; otherwise two addresses could get the same port
         http = claim_address("router.http_listen", topology.router.http_listen, held)
         grpc = claim_address("router.grpc_listen", topology.router.grpc_listen, held)
         health = claim_address("router.health_listen", topology.router.health_listen or ANY_PORT, held)
@@ -125,6 +137,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         kserve = topology.router.kserve_listen and claim_address(
             "router.kserve_listen", topology.router.kserve_listen, held
         )
+        _claim_metrics(topology, held)
     node = _store(topology, folder) if KvPath.STORE in topology.cluster.kv_paths else None
     is_embedded = topology.store.place is StorePlace.WORKER
     store = node.listen[0] if node is not None else ""
@@ -139,8 +152,10 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         health_listen=health,
         control_listen=control,
         kserve_listen=kserve,
+        endpoint_picker=_picker(topology.router.endpoint_picker, http),
         store=store,
         models={model: str(model_dir)},
+        tracing=topology.tracing,
     )
     processes.append(
         _process(
@@ -165,6 +180,9 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         registry_credentials=Credentials() if unix_path(control) else topology.router.control_credentials,
         store="" if is_embedded else store,
         embedded_store=node if is_embedded else None,
+        tracing=topology.tracing,
+        metrics_access=topology.metrics_access,
+        metrics_tls=topology.metrics_tls,
     )
     processes += [worker_process(pool, worker, folder) for pool in pools for worker in pool.workers]
     if topology.planner is not None:
@@ -193,6 +211,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
         authority=str(authority) if (authority := folder / AUTHORITY).exists() else "",
         pools=tuple(pools),
         disaggregates=topology.replicas(Role.PREFILL) > 0,
+        max_model_len=_max_model_len(topology, model_dir),
     )
 
 
@@ -207,7 +226,9 @@ def _check_engine(name: str) -> None:
 
 
 def _prompt_secret(router: RouterSettings) -> str:
-    """Return the router's secret, or a new one for as long as the cluster runs if clients have keys and there is none.
+    """Return the router's secret for resume tokens.
+
+    If clients have keys and the settings have no secret, return a new one.
 
     Without a secret, a router whose clients have keys gives no resume tokens.
     """
@@ -224,6 +245,10 @@ def _store(topology: Topology, folder: Path) -> StoreSettings:
         capacity_bytes=topology.store.capacity_mib << 20,
         eviction=topology.store.eviction,
         tiers=topology.store.tiers,
+        tracing=topology.tracing,
+        metrics_listen=topology.store.metrics_listen,
+        metrics_access=topology.metrics_access,
+        metrics_tls=topology.metrics_tls,
     )
 
 
@@ -247,8 +272,8 @@ def worker_process(pool: LocalPool, name: WorkerId, folder: Path) -> LocalProces
 
 
 def _pools(topology: Topology, folder: Path, **fields: Any) -> list[LocalPool]:
-    """Return the pools; `fields` are settings that all workers share."""
-    fields["max_model_len"] = min(topology.cluster.max_model_len, _length_limit(Path(fields["model_dir"])))
+    """Return the pools of the topology. `fields` are settings that all workers share."""
+    fields["max_model_len"] = _max_model_len(topology, Path(fields["model_dir"]))
     pools = []
     for name, pool in zip(pool_names(topology), topology.pools, strict=True):
         prefix = worker_prefix(PoolName(name))
@@ -266,7 +291,10 @@ def _pools(topology: Topology, folder: Path, **fields: Any) -> list[LocalPool]:
 
 
 def _ready_within(cluster: ClusterSection, pool: PoolSection) -> Nanos:
-    """Return how long a worker may load; the loading time that a simulated engine plays comes on top of its limit."""
+    """Return the time limit for the start of a worker.
+
+    For a simulated engine, the loading time that it simulates is added.
+    """
     if cluster.engine != SIMULATED:
         return ENGINE_READY_WITHIN
     return Nanos(SIMULATED_READY_WITHIN + int(pool.simulated.start_ms * MILLISECOND))
@@ -285,11 +313,13 @@ def _worker(
         kv_paths=cluster.kv_paths,
         block_tokens=cluster.block_tokens,
         max_running=pool.max_running,
+        task=cluster.task,
         tool_call_parser=cluster.tool_call_parser,
         reasoning_parser=cluster.reasoning_parser,
         adapters=cluster.adapters,
         adapter_slots=cluster.adapter_slots,
         drain_timeout_ms=WORKER_DRAIN // MILLISECOND,
+        metrics_listen=_nth_port(pool.metrics_listen, worker_number(name)),
         vllm=_exact_settings(pool.vllm) if cluster.model == TINY else pool.vllm,
         simulated=pool.simulated,
         watchdog=pool.watchdog,
@@ -297,8 +327,92 @@ def _worker(
     )
 
 
+def worker_number(name: WorkerId) -> int:
+    """Return the number at the end of a worker's name."""
+    return int(name.rpartition("-")[2])
+
+
+def _claim_metrics(topology: Topology, held: ExitStack) -> None:
+    """Reserve the ports for metrics of the store node, the planner and the first workers, as `claim_address` does.
+
+    Raises:
+        ConfigurationRefused: An address cannot be listened on, or does not name its port, or is for a store that there is not;
+            or a pool has no ports to grow.
+    """
+    if topology.store.metrics_listen and KvPath.STORE not in topology.cluster.kv_paths:
+        raise ConfigurationRefused(
+            "store.metrics_listen: this cluster has no store (cluster.kv_paths does not name it, or the model does not"
+            " generate); leave it out"
+        )
+    check_metrics_ranges(topology)
+    listens = [("store.metrics_listen", topology.store.metrics_listen)]
+    if topology.planner is not None and not topology.planner.metrics_listen.endswith(":0"):
+        listens.append(("planner.metrics_listen", topology.planner.metrics_listen))
+    listens += [
+        (f"pools[{index}].metrics_listen", _nth_port(pool.metrics_listen, number))
+        for index, pool in enumerate(topology.pools)
+        for number in range(pool.replicas)
+    ]
+    for field, listen in listens:
+        if listen and claim_address(field, listen, held, "name another port") != listen:
+            raise ConfigurationRefused(f"{field}: {listen} does not name the port, which scrapers have to know")
+
+
+def check_metrics_ranges(topology: Topology) -> None:
+    """Check that all workers that a pool may ever have get ports for metrics that no other address of the cluster has.
+
+    Raises:
+        ConfigurationRefused: The ports of a pool overlap with another address, or exceed the last port.
+    """
+    router, planner = topology.router, topology.planner
+    taken = [
+        ("router.http_listen", router.http_listen, 1),
+        ("router.grpc_listen", router.grpc_listen, 1),
+        ("router.health_listen", router.health_listen, 1),
+        ("router.control_listen", router.control_listen, 1),
+        ("router.kserve_listen", router.kserve_listen, 1),
+        ("store.metrics_listen", topology.store.metrics_listen, 1),
+        ("planner.metrics_listen", "" if planner is None else planner.metrics_listen, 1),
+    ]
+    for index, pool in enumerate(topology.pools):
+        field, most = f"pools[{index}].metrics_listen", max(pool.replicas, topology.cluster.most_workers)
+        ports = _port_range(pool.metrics_listen, most)
+        told = (
+            f"{field}: {pool.metrics_listen} is the first of {most} ports, one for each worker that the pool may have"
+        )
+        if ports and ports[-1] > MOST_PORT:
+            raise ConfigurationRefused(
+                f"{told}; name a port up to {MOST_PORT - most + 1}, or lower cluster.most_workers"
+            )
+        for other, listen, count in taken:
+            both = set(ports).intersection(_port_range(listen, count))
+            if both and _share_a_host(pool.metrics_listen, listen):
+                raise ConfigurationRefused(
+                    f"{told}, and {other} uses port {min(both)} too; name a port further away, or lower cluster.most_workers"
+                )
+        taken.append((field, pool.metrics_listen, most))
+
+
+def _port_range(listen: str, count: int) -> range:
+    """Return `count` ports from that of an address on; empty if it names no port."""
+    port = listen.rpartition(":")[2]
+    return range(int(port), int(port) + count) if port.isdecimal() and int(port) else range(0)
+
+
+def _share_a_host(one: str, other: str) -> bool:
+    """Return whether listeners at two addresses cannot have the same port."""
+    hosts = {one.rpartition(":")[0], other.rpartition(":")[0]}
+    return len(hosts) == 1 or not hosts.isdisjoint(ALL_INTERFACES)
+
+
+def _nth_port(listen: str, number: int) -> str:
+    """Return the address whose port is `number` above that of `listen`; empty if `listen` is."""
+    host, _, port = listen.rpartition(":")
+    return f"{host}:{int(port) + number}" if port.isdecimal() and int(port) else listen
+
+
 def pool_names(topology: Topology) -> list[str]:
-    """Return the names of the pools: the role, with a number if several pools have it."""
+    """Return the names of the pools. A name is the role, followed by a number if several pools have this role."""
     roles = [pool.role for pool in topology.pools]
     return [
         f"{role}/{roles[: index + 1].count(role)}" if roles.count(role) > 1 else str(role)
@@ -307,7 +421,7 @@ def pool_names(topology: Topology) -> list[str]:
 
 
 def _exact_settings(settings: VllmSettings) -> VllmSettings:
-    """Return settings that keep the tiny model's own precision, so that answers do not depend on the batch."""
+    """Return vLLM settings with the tiny model's own precision, so that its answers do not depend on the batch."""
     return structs.replace(settings, dtype="float32") if settings.dtype == "auto" else settings
 
 
@@ -326,8 +440,13 @@ def _process(child: ChildProcess, folder: Path, settings: Struct, limits: Livene
     return LocalProcess(child=child, command=command, limits=limits)
 
 
+def _max_model_len(topology: Topology, model_dir: Path) -> int:
+    """Return the maximum number of tokens of prompt and answer together: the number in the topology, or the model's own limit if that is lower."""
+    return min(topology.cluster.max_model_len, _length_limit(model_dir))
+
+
 def _length_limit(model_dir: Path) -> int:
-    """Return the model's longest context; unlimited if its configuration does not say."""
+    """Return the model's maximum context length in tokens; unlimited if its configuration does not state it."""
     path = model_dir / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -336,36 +455,67 @@ def _length_limit(model_dir: Path) -> int:
         raise ConfigurationRefused(f"cluster.model: {path} is not a model's configuration: {error}") from error
 
 
-def claim_address(field: str, listen: str, held: ExitStack) -> str:
+def claim_address(
+    field: str, listen: str, held: ExitStack, advice: str = "name another port, or 0 for any free one"
+) -> str:
     """Return the address with a free port, which stays reserved while `held` is open.
 
-    Another process may still take it between that and the router's start; then the router refuses its settings.
+    After that, another process may take the port before the router starts; the router then refuses its settings.
+
+    Args:
+        field: The path of the setting, for errors.
+        listen: The address as host:port; port 0 stands for any free port.
+        held: Keeps the port reserved.
+        advice: What the user should do if the port is in use.
+
+    Raises:
+        ConfigurationRefused: The address cannot be listened on.
     """
     host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not host or not port.isdecimal() or int(port) > MOST_PORT:
         raise ConfigurationRefused(f"{field}: {listen!r} is not host:port")
     try:
         probe = held.enter_context(socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET))
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run may linger
+        # connections of an earlier run may still be closing
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host.strip("[]"), int(port)))
         probe.listen(1)
         return f"{host}:{probe.getsockname()[1]}"
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ConfigurationRefused(
-                f"{field}: {listen} is in use; name another port, or 0 for any free one"
-            ) from error
+            raise ConfigurationRefused(f"{field}: {listen} is in use; {advice}") from error
         raise ConfigurationRefused(f"{field}: {listen}: {error.strerror or error}") from error
 
 
+def _picker(settings: EndpointPickerSettings | None, http: str) -> EndpointPickerSettings | None:
+    """Return the settings of the endpoint picker. By default it sends requests to the router.
+
+    The workers of a local cluster speak no HTTP.
+
+    Raises:
+        ConfigurationRefused: The settings name no endpoint, and gateways could not connect to the address `http`.
+    """
+    if settings is None or settings.router_endpoint or settings.target_port or settings.lease is not None:
+        return settings
+    try:
+        if ip_address(http.rpartition(":")[0].strip("[]")).is_unspecified:
+            raise ValueError(http)
+        return structs.replace(settings, router_endpoint=http)
+    except ValueError as error:
+        raise ConfigurationRefused(
+            "router.endpoint_picker.router_endpoint: is needed, since router.http_listen names no single IP address; set"
+            " the ip:port at which gateways reach the router"
+        ) from error
+
+
 def _dialled(listen: str) -> str:
-    """Return the address to connect to from this machine."""
+    """Return the address by which this machine connects to a listener; `listen` may stand for all interfaces."""
     host, _, port = listen.rpartition(":")
-    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]") else listen  # noqa: S104 - compared, not bound
+    return f"127.0.0.1:{port}" if host in ALL_INTERFACES else listen
 
 
 def addresses(plan_: LocalPlan) -> Sequence[str]:
-    """Return lines for a person that say how to reach the cluster."""
+    """Return lines of text that tell a person how to reach the cluster."""
     scheme = "https" if plan_.speaks_tls else "http"
     lines = [f"http  {scheme}://{plan_.http}/v1   model {plan_.model}", f"grpc  {plan_.grpc}"]
     if plan_.authority:

@@ -10,7 +10,7 @@ from fleet.membership.messages import Deregister, DirectoryReading, Register
 
 
 class Directory(Protocol):
-    """A directory of workers, as a router reads it."""
+    """Port by which a router reads a directory in which workers publish themselves."""
 
     def readings(self) -> AsyncGenerator[DirectoryReading, None]:
         """Yield first a `DirectoryListing` of all records, then the changes.
@@ -25,20 +25,20 @@ class Directory(Protocol):
 
 
 class DirectoryUnreachable(Exception):
-    """The directory did not answer, or sent something invalid; the message gives the cause in one line."""
+    """Error: the directory did not answer, or sent something invalid. The message gives the cause in one line."""
 
 
 class Registry(Protocol):
-    """The registry at which a worker registers, as the worker sees it."""
+    """Port by which a worker registers at a registry or in a directory."""
 
     async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
-        """Start or renew a membership; return the duration of its lease.
+        """Register a worker, or renew its registration; return the duration of its lease.
 
         Raises:
             RegistryUnreachable: No registry answered. Try again, and go on serving. `RegistrationRefused` is a
                 subclass.
-            NameHeld: Another live process has this worker's id. If this process never had the id, try again for a
-                while.
+            NameHeld: Another live process has this worker's id. If this process never had the id, it should try again
+                for a while, because the other process may be about to end.
             WorkerSuperseded: A newer process has this worker's id. Do not try again.
         """
         ...
@@ -47,19 +47,23 @@ class Registry(Protocol):
 
 
 class RegistryUnreachable(Exception):
-    """The registry did not answer in time."""
+    """Error: the registry did not answer in time."""
 
 
 class RegistrationRefused(RegistryUnreachable):
-    """The registry rejects this worker because of its credentials; the message says which setting to change."""
+    """Error: the registry rejects this worker. The message states what to change."""
+
+
+class RegistrationIncompatible(RegistrationRefused):
+    """The registry and this worker speak no common version of the protocol; the message states what to upgrade."""
 
 
 class NameHeld(Exception):
-    """Another process holds this worker's id, and its lease has not ended; the message names the process."""
+    """Error: another process holds this worker's id, and its lease has not ended. The message names that process."""
 
 
 class WorkerSuperseded(Exception):
-    """A newer process has this worker's id; the message says how that can happen."""
+    """Error: a newer process has registered under this worker's id. The message explains how that can happen."""
 
 
 class StatelessDirectory:
@@ -75,7 +79,7 @@ class StatelessDirectory:
 
 
 class RegistrationListener(Protocol):
-    """The peer routers of a registry, which it informs of registrations and deregistrations."""
+    """Port by which a registry informs the peer routers of registrations and deregistrations."""
 
     def registered(self, event: Register) -> None: ...
 

@@ -1,6 +1,7 @@
-"""Registry over gRPC: the service in the router process, and the clients with which workers register."""
+"""Registry over gRPC: contains the service that a router runs, and the clients with which workers register."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
@@ -12,9 +13,12 @@ from google.protobuf.message import Message
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import invalid
 from fleet.core.ids import Incarnation, WorkerId
+from fleet.core.system_clock import SystemClock
+from fleet.membership.compatibility import IncompatiblePeers, Link
 from fleet.membership.messages import Deregister, NameOccupied, Register, RegistrationSuperseded
 from fleet.membership.ports import (
     NameHeld,
+    RegistrationIncompatible,
     RegistrationListener,
     RegistrationRefused,
     RegistryUnreachable,
@@ -27,21 +31,41 @@ from fleet.net.grpc.port import GrpcServerApi
 from fleet.v1 import control_pb2 as pb
 from fleet.v1 import control_pb2_grpc as pb_grpc
 from kvstore.net.addresses import host_port, unix_path
+from kvstore.protocol.range_messages import parse_range, range_message
+from kvstore.protocol.versions import NoCommonProtocol, agree, own_protocols
+
+log = logging.getLogger(__name__)
 
 SERVICE = "fleet.v1.Registry"
 TIMEOUT = Nanos(2 * SECOND)
 
 ResolveAddresses = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Resolves a host name to addresses, each with the given port; raises OSError if that is impossible."""
+"""Function that resolves a host name to addresses with the given port. It raises OSError if the name has no address."""
 
 
 class GrpcRegistry:
-    """The gRPC service `fleet.v1.Registry`, at which workers register."""
+    """Serves the gRPC service `fleet.v1.Registry`, at which workers register."""
 
-    def __init__(self, registry: RegistryServer, replicas: RegistrationListener | None = None) -> None:
-        """Build the service; `replicas` are informed of each registration and deregistration."""
+    def __init__(
+        self,
+        registry: RegistryServer,
+        replicas: RegistrationListener | None = None,
+        *,
+        router_id: str = "",
+        incompatible: IncompatiblePeers | None = None,
+    ) -> None:
+        """Build the service.
+
+        Args:
+            registry: The registry that handles the calls.
+            replicas: Informs the peer routers of each registration and deregistration.
+            router_id: Name of this router in error messages.
+            incompatible: Collects workers without a common protocol version; None: they are only refused.
+        """
         self._registry = registry
         self._replicas = replicas
+        self._router_id = router_id
+        self._incompatible = incompatible or IncompatiblePeers(SystemClock())
 
     def add(self, server: GrpcServerApi) -> None:
         methods = {"Register": unary_context_handler(self._register), "Deregister": unary_handler(self._deregister)}
@@ -52,12 +76,28 @@ class GrpcRegistry:
         for field in ("worker_id", "incarnation", "address"):
             if not getattr(request, field):
                 raise invalid(field, "is empty")
+        name = request.worker_id[:100]
+        try:
+            agree(
+                own_protocols(),
+                parse_range(request),
+                own_name=f"router {self._router_id}",
+                peer_name=f"worker {name} at {request.address[:200]}",
+            )
+        except NoCommonProtocol as error:
+            if refusals := self._incompatible.refused(Link.REGISTRY, name, str(error)):
+                log.warning(
+                    "registration refused: no common protocol version",
+                    extra={"worker": name, "cause": str(error), "refusals": refusals},
+                )
+            # Use this status, because workers of protocol version 1 then try again. After FAILED_PRECONDITION they would end.
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
+        self._incompatible.accepted(Link.REGISTRY, name)
         event = Register(
             worker_id=WorkerId(request.worker_id),
             incarnation=Incarnation(request.incarnation),
             address=request.address,
         )
-        name = request.worker_id[:100]
         match self._registry.register(event):
             case RegistrationSuperseded():
                 why = f"worker_id: {name} is held by a newer process; every worker needs an id of its own"
@@ -70,7 +110,7 @@ class GrpcRegistry:
                 pass
         if self._replicas is not None:
             self._replicas.registered(event)
-        return pb.RegisterResponse(lease_ms=self._registry.lease_ms)
+        return pb.RegisterResponse(lease_ms=self._registry.lease_ms, protocols=range_message())
 
     async def _deregister(self, content: bytes) -> Message:
         request = parse_message(pb.DeregisterRequest, content)
@@ -82,7 +122,7 @@ class GrpcRegistry:
 
 
 def _name_occupied_text(occupied: NameOccupied) -> str:
-    """Return a text that says which process holds the name, and until when."""
+    """Return an error text that names the process with this name, and the time until which its lease lasts."""
     holder = f"the process at {occupied.holder[:200]}" if occupied.holder else "another process"
     if occupied.lease is None:
         until = "to which this router has a stream"
@@ -92,7 +132,7 @@ def _name_occupied_text(occupied: NameOccupied) -> str:
 
 
 class GrpcRegistryClient:
-    """Client of one registry; an async context manager that owns its channel.
+    """Registers a worker at one registry. It is an async context manager that owns its gRPC channel.
 
     Implements `fleet.membership.ports.Registry`.
     """
@@ -102,7 +142,7 @@ class GrpcRegistryClient:
         self._address = address
         self._access = access
         self._diagnosed = ("", "")
-        """The text of the latest failure that was diagnosed, and the TLS cause that was found for it."""
+        """The latest failure whose cause was looked for: its text, and its TLS cause (empty: TLS is not the cause)."""
 
         self._channel = access.aio_channel(address)
         self._stub = pb_grpc.RegistryStub(self._channel)
@@ -116,7 +156,9 @@ class GrpcRegistryClient:
         await self._channel.close()
 
     async def register(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> Nanos:
-        request = pb.RegisterRequest(worker_id=worker_id, incarnation=incarnation, address=address)
+        request = pb.RegisterRequest(
+            worker_id=worker_id, incarnation=incarnation, address=address, protocols=range_message()
+        )
         try:
             response = await self._stub.Register(request, timeout=self._timeout_seconds)
         except grpc.aio.AioRpcError as error:
@@ -126,6 +168,11 @@ class GrpcRegistryClient:
                 raise NameHeld(error.details()) from error
             raise _unreachable(error, await self._tls_cause(error)) from error
         self._diagnosed = ("", "")
+        try:
+            own_name, peer_name = f"worker {worker_id}", f"the router at {self._address}"
+            agree(own_protocols(), parse_range(response), own_name=own_name, peer_name=peer_name)
+        except NoCommonProtocol as error:
+            raise RegistrationIncompatible(str(error)) from error
         return Nanos(response.lease_ms * MILLISECOND)
 
     async def deregister(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
@@ -136,7 +183,7 @@ class GrpcRegistryClient:
             raise _unreachable(error) from error
 
     async def _tls_cause(self, error: grpc.aio.AioRpcError) -> str:
-        """Return the TLS cause of a failure, or an empty string. Equal failures in a row are diagnosed only once."""
+        """Return the TLS cause of a failure, or an empty text if TLS is not the cause. Look for it once for equal failures in a row."""
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return ""
         failure = f"{error.code().name}: {error.details()}"
@@ -153,6 +200,8 @@ def _unreachable(error: grpc.aio.AioRpcError, tls_cause: str = "") -> RegistryUn
             return RegistrationRefused(
                 f"{said}; set registry_credentials to what the router's control_credentials ask for"
             )
+        case grpc.StatusCode.OUT_OF_RANGE:
+            return RegistrationIncompatible(error.details())
         case grpc.StatusCode.UNIMPLEMENTED:
             said += "; that is no router's control address: set registry to the router's control_listen"
         case _:
@@ -161,11 +210,11 @@ def _unreachable(error: grpc.aio.AioRpcError, tls_cause: str = "") -> RegistryUn
 
 
 class GrpcRegistries:
-    """Client of all registries behind one name, such as the routers of a headless Kubernetes Service.
+    """Registers a worker at all registries behind one name, such as the routers of a headless Kubernetes Service.
 
     Implements `fleet.membership.ports.Registry`. The name is resolved at each renewal, so a new router gets the
-    registration within a third of a lease. A worker counts as registered when one router has accepted it, because the
-    others may be starting or stopping.
+    registration within a third of a lease. A worker counts as registered when one router has accepted it, because other
+    routers may be starting or stopping at this time.
     """
 
     def __init__(
@@ -179,7 +228,7 @@ class GrpcRegistries:
 
         Args:
             address: ``unix:/path``, or host:port.
-            timeout: Longest time for the name resolution, and then for the calls to all registries together.
+            timeout: Time limit for the name resolution, and then for the calls to all registries together.
             look_up: Resolves the name; None: use the resolver of this host.
             access: Credentials of this worker.
         """
@@ -244,7 +293,7 @@ class GrpcRegistries:
         """Update the clients to the present addresses of the name; keep the clients if the name cannot be resolved.
 
         Raises:
-            RegistryUnreachable: The name cannot be resolved, and there are no clients yet.
+            RegistryUnreachable: The name cannot be resolved now, and was never resolved before.
         """
         if unix_path(self._address) or "//" in self._address:  # a Unix socket, or a URI that gRPC itself resolves
             await self._keep([self._address])

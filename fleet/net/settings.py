@@ -41,7 +41,7 @@ class ConnectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ClientTlsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """TLS of the ports for clients: HTTP, gRPC and KServe. The files are read again when they change."""
+    """TLS of the ports for clients: HTTP, gRPC and KServe, and health and endpoint picker if wanted. The files are read again when they change."""
 
     certificate: str = ""
     """PEM file of the router's certificate, and of the certificates between it and its authority. Empty: the ports do not
@@ -52,6 +52,14 @@ class ClientTlsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     client_authority: str = ""
     """PEM file of the certificates that must have signed the clients' certificates (mTLS). Empty: clients need none."""
+
+    health: bool = False
+    """`health_listen` speaks TLS as well. Off, because probes of a load balancer or of Kubernetes usually use plain HTTP there. With
+    `client_authority` probes need a certificate, which those of Kubernetes do not have."""
+
+    endpoint_picker: bool = False
+    """The endpoint picker speaks TLS as well, as gateways expect that call pickers over TLS. With `client_authority` gateways need a
+    certificate."""
 
     renewal_check_seconds: Annotated[float, Meta(ge=0.1, le=86_400)] = 10.0
     """The time between two looks at the files. A renewed certificate serves new connections, and open ones go on. Files
@@ -67,6 +75,9 @@ class ClientTlsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError("tls.key: certificate and key go together")
         if self.client_authority and not self.certificate:
             raise ValueError("tls.client_authority: needs certificate and key")
+        for name in ("health", "endpoint_picker"):
+            if getattr(self, name) and not self.certificate:
+                raise ValueError(f"tls.{name}: needs certificate and key")
 
 
 class GrpcLibrary(StrEnum):

@@ -3,11 +3,11 @@
 Rules:
 
 1. A request never waits for Redis. Each router counts by itself, and several times a second it reports the usage of its
-   tenants to Redis and reads what is left of their limits. So all routers together admit too much by at most the usage
-   of one such interval.
-2. While Redis does not answer, each router counts alone. When Redis answers again, the usage that the buckets have not
-   refilled meanwhile is reported. If Redis refuses the key of one tenant, for example because another program has
-   written it, only this tenant is affected.
+   tenants to Redis and reads what is left of their limits. So all routers together exceed a limit by at most the
+   usage of one such interval.
+2. While Redis does not answer, each router counts alone. When Redis answers again, the router reports the part
+   of its usage that the buckets have not refilled meanwhile. If Redis refuses the key of one tenant, for example
+   because another program has written it, only this tenant is affected.
 3. The script uses Redis' clock, so the routers' clocks need not agree.
 4. If Redis has no data of a tenant, for example after a restart, it learns them from the routers: each router reports
    how full it believes the buckets to be, and for `LEARNING_SECONDS` the lowest value counts. A key expires when its
@@ -18,23 +18,24 @@ Without Redis, routers that are peers share the limits by themselves (`fleet.rou
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Never, Protocol
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from fleet.core.clock import Clock
 from fleet.router.tenants import MINUTE_SECONDS, Tenants, TenantUsageDelta
+from kvstore.metric_definitions import CounterDefinition, MetricDefinition
 
 log = logging.getLogger(__name__)
 
 EXCHANGE_SECONDS = 0.1
 ANSWER_SECONDS = 1.0
-REMEMBERED = 10 * MINUTE_SECONDS  # number of exchanges after its last usage in which a tenant is queried
+REMEMBERED = 10 * MINUTE_SECONDS  # number of exchanges after its last usage in which a tenant is still queried
 
-LEARNING_SECONDS = 1.0  # ten exchanges, so that every router reports in this time
+LEARNING_SECONDS = 1.0  # in seconds; ten exchanges happen in it, so every router has reported
 
 # The script keeps one hash per tenant: the level of each bucket, and the time of the levels. Buckets fill as in the
 # router's tenant limits. Numbers are returned as text, because Redis would round them to integers.
@@ -62,6 +63,11 @@ redis.call('EXPIRE', KEYS[1], math.ceil(math.max(full, tonumber(ARGV[1]))) + 1)
 return left
 """
 
+LIMITS_REFUSED = CounterDefinition(
+    "fleet_tenant_limits_refused", "Times that Redis refused to share a tenant's limits", unit="refusals"
+)
+METRICS: Sequence[MetricDefinition] = (LIMITS_REFUSED,)
+
 NOTHING = TenantUsageDelta(requests=0, tokens=0)
 
 
@@ -73,7 +79,7 @@ class RedisRateLimits:
     """Shares the tenant limits of one router with the other routers through Redis; `run` exchanges usage and levels."""
 
     def __init__(self, url: str, tenants: Tenants, clock: Clock, *, prefix: str = "fleet/tenants/") -> None:
-        """Prepare the client; the connection is opened in `run`.
+        """Create the client; `run` opens the connection.
 
         Args:
             url: ``redis://host:port/db`` or ``unix:///path``.
@@ -106,11 +112,10 @@ class RedisRateLimits:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics for a `CollectorRegistry`."""
-        meaning = "Times that Redis refused to share a tenant's limits"
-        yield CounterMetricFamily("fleet_tenant_limits_refused", meaning, self.refused)
+        yield LIMITS_REFUSED.value(self.refused)
 
     async def exchange(self) -> None:
-        """Report the usage of this router's tenants, and take over what Redis says is left of their limits."""
+        """Report the usage of this router's tenants to Redis, and take over what is left of their limits by Redis' count."""
         for name, taken in self._tenants.taken().items():
             before = self._untold.get(name, NOTHING)
             self._untold[name] = TenantUsageDelta(
@@ -150,7 +155,7 @@ class RedisRateLimits:
             (untold.requests, untold.tokens),
             strict=True,
         ):
-            owed = min(taken, max(0.0, limit - level))  # older usage has been refilled meanwhile, so it is not reported
+            owed = min(taken, max(0.0, limit - level))  # report only usage that the bucket has not refilled meanwhile
             arguments += [limit, owed, level + owed]
         async with asyncio.timeout(ANSWER_SECONDS):
             return await self._script(keys=[self._prefix + name], args=arguments)

@@ -1,43 +1,46 @@
-"""Peer routers: what the routers of one cluster tell each other.
+"""Peer routers: exchanges state, such as reservations, between the routers of one cluster.
 
 Rules:
 
-1. Each router dials every other one and sends its messages on that connection; it receives on the connections that it
-   accepted. A dialled connection only brings answers to questions that were asked there.
-2. Reservations are sent as a whole, so the next message repairs whatever was missed.
+1. Each router dials every other one and sends its messages on that connection. It receives the messages of others on
+   the connections that it has accepted. On a dialled connection it receives only the answers to its own queries.
+2. Each message about reservations contains all of them. So if a message is lost, the next one replaces it.
 3. Reservations are sent `SEND_INTERVAL_SECONDS` after a change, because many change at once, and at least every
-   `FULL_STATE_SECONDS`. The longer they wait, the more routers send their next requests to the same worker: if a
-   quarter of the running requests changes between two messages, they help no more than none. Unchanged reservations are
-   not sent earlier, because each message is an event for its receiver, and two idle routers would answer each other
-   forever.
-4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, has left, and its reservations with it.
-5. A worker registers with one router, as often as its lease demands, and that router tells the others. A router that is
-   reached later gets all registrations with the rest of their leases, so leases end at the same time everywhere.
-6. A question of an operator to one router goes to all: why a request was placed as it was, which only one router knows,
-   and the metrics of the processes behind one port. A proxy's report about a lease (`fleet.gateway.selection`) is
-   passed on in the same way. Routers that do not answer within `ANSWER_SECONDS` are left out.
+   `FULL_STATE_SECONDS`. The longer the interval, the more routers send their next requests to the same worker: if a
+   quarter of the running requests changes between two messages, the messages are of no use. Unchanged reservations are
+   only sent every `FULL_STATE_SECONDS`. Otherwise two idle routers would answer each other's messages forever, because
+   each message is an event for its receiver.
+4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, counts as gone, and its reservations are
+   dropped.
+5. A worker registers with one router, and that router forwards each registration to the others. A router that is
+   reached later gets all registrations with the rest of their leases, so a lease ends at the same time on all routers.
+6. A router forwards two queries of its administrators to the other routers: the explanation of a request, which only
+   one router knows, and the metrics of the processes behind one port. A proxy's report about a lease
+   (`fleet.gateway.selection`) is forwarded in the same way. Routers that do not answer within `ANSWER_SECONDS` are left
+   out.
 7. Changed thresholds are sent to all routers, also to those reached later; the latest change wins.
-8. Session bindings are sent with the reservations, and to routers reached later. So routers that could not reach each
-   other agree as soon as they can.
+8. Session bindings are sent with the reservations, and all of them to a router that is reached later. So routers whose
+   connection was broken have the same bindings as soon as they are connected again.
 9. Peer prompts (prompts that a worker is about to compute and has not reported) are sent in the same way. Prompts for
    workers without KV events are sent too, if their block keys are made with a secret that other routers have; each
-   message holds the fingerprint of the secret, and routers with another secret ignore these prompts. Older versions
-   ignore all of them. A router that is reached later gets the latest ones, whichever router has sent them to the workers.
-10. Over TCP, routers prove that they belong to the cluster before they say anything (`fleet.net.streams`). Unix sockets
-    are
-    open to their own user only.
-11. The usage of tenants with limits is sent like reservations, unless Redis shares the limits; a router that is reached
-    later
-    gets what is left. Near a limit, a router asks the others whether they have received its usage, and waits at most
-    `SETTLE_SECONDS` for their answers. A router that does not answer in time is not waited for again until it answers
-    something.
-12. A router that is reached later gets the reservations last. So a process that shares its ports knows that it has
-    caught
-    up, and accepts no connection before.
-13. The tokens of answers in the journal (`fleet.frontend.answer_journal`) are sent at once and not in batches: the
-    client gets them only then, and this router may be killed in between. A router that is reached later gets all that
-    is known. A peer that takes nothing more does not get them.
-14. Besides the routers that the settings list, those behind one name are peers (`fleet.peers.named_routers`).
+   message holds the fingerprint of the secret, and routers with another secret ignore these prompts. Older
+   versions of Fleet ignore all peer prompts. A router that is reached later gets the latest ones, whichever router has
+   sent them to the workers.
+10. Over TCP, routers prove that they belong to the cluster before they send anything else (`fleet.net.streams`). A Unix
+    socket is open to its own user only.
+11. The usage of tenants with limits is sent like reservations, unless the limits are shared through Redis. A router
+    that is reached later gets what is left of each limit. Near a limit, a router asks the others to confirm that they
+    have received its usage, and waits at most `SETTLE_SECONDS` for their answers. If a router does not answer in time,
+    its answers are not waited for until it has sent one again.
+12. A router that is reached later gets all this state, and the reservations as its last message. So a process that
+    shares its ports with others knows when it has the whole state. It accepts no client before that.
+13. The tokens of answers in the journal (`fleet.frontend.answer_journal`) are sent at once and not in batches. The
+    client gets the tokens only after that, because this router may be killed at any time. A router that is reached
+    later gets all known tokens. A peer whose send buffer is full does not get them.
+14. The first message (`ReplicaHello`) states the protocol versions of the router that dials, and the answer states
+    those of the other router. Without a common version, the connection ends, and both routers log what to upgrade
+    (`kvstore.protocol.versions`).
+15. The peers are the routers that the settings list, and all routers behind a name (`fleet.peers.named_routers`).
 """
 
 import asyncio
@@ -52,13 +55,14 @@ from msgspec import Struct
 from fleet.core.clock import MILLISECOND, Clock
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import Incarnation, RequestId, WorkerId
-from fleet.core.system_clock import unix_nanoseconds
+from fleet.core.system_clock import SystemClock, unix_nanoseconds
 from fleet.frontend.answer_journal import AnswerJournal, JournalEntry
 from fleet.frontend.control.cluster import explain_request
 from fleet.frontend.overflow import OverflowReports
+from fleet.membership.compatibility import IncompatiblePeers, Link
 from fleet.membership.messages import Deregister, Register, Registration
 from fleet.membership.registry import ResolveAddresses, resolve_addresses
-from fleet.net.streams.handshake import PROVE_SECONDS, StreamAuthenticator, dial
+from fleet.net.streams.authentication import PROVE_SECONDS, StreamAuthenticator, dial
 from fleet.net.streams.identity import StreamIdentity, router_identity, tls_failure_cause, worker_identity
 from fleet.net.streams.proof import BETWEEN_ROUTERS, is_opening
 from fleet.peers.messages import (
@@ -92,20 +96,23 @@ from fleet.v1 import control_pb2, selection_pb2
 from fleet.v1 import replica_pb2 as pb
 from kvstore.errors import StoreNotStarted
 from kvstore.net.frames import FrameConnection, SendBufferFull, open_server
+from kvstore.protocol.range_messages import parse_range, range_message
+from kvstore.protocol.versions import NoCommonProtocol, agree, own_protocols
 
 log = logging.getLogger(__name__)
 
 SEND_INTERVAL_SECONDS = 0.002
 FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
-DIAL_SECONDS = 1.0  # seconds to wait for a connection, and between two later attempts to connect
-# seconds after the first failed attempt; short, because processes of one host start at the same time
+DIAL_SECONDS = 1.0  # time limit for a connection attempt, and maximum pause between two attempts
+# pause in seconds after the first failed attempt; short, because processes of one host start at the same time
 FIRST_PAUSE_SECONDS = 0.05
-# seconds to wait for the answers of peers about limits; idle processes answer a hundred times as fast
+# time limit in seconds for the answers of peers about limits (rule 11); idle processes need a hundredth of it
 SETTLE_SECONDS = 0.25
-ANSWER_SECONDS = 1.0  # seconds to wait for a peer's answer to an operator's question
-MAX_MESSAGE_BYTES = 16 << 20  # longest message; the reservations on a worker need about 50 bytes of it
-# most unsent bytes for one router; with more, the connection ends and the router is dialled again
+# time limit for the answers of peer routers to a forwarded query: an explanation, metrics, or a lease report (rule 6)
+ANSWER_SECONDS = 1.0
+MAX_MESSAGE_BYTES = 16 << 20  # maximum length of a message; the reservations on one worker take about 50 bytes
+# limit of the send buffer for one peer router; when it is exceeded, the connection is closed and opened again
 MAX_WAITING_BYTES = 2 * MAX_MESSAGE_BYTES
 
 
@@ -113,7 +120,7 @@ UNSECURED = "that router proves no secret: set replicas_credentials.secret_file 
 
 
 class PeerLimits(Struct, frozen=True):
-    """Tenant limits that the routers share."""
+    """The tenants whose limits the routers share by messages, and the clock of these limits."""
 
     tenants: Tenants
     clock: Clock
@@ -140,7 +147,7 @@ class SelectionLeasesApi(Protocol):
 
 
 class PeerRouters:
-    """Connections to the other routers of the cluster; `run` keeps them."""
+    """Exchanges state with the other routers of the cluster, over connections that `run` keeps open."""
 
     def __init__(
         self,
@@ -154,10 +161,11 @@ class PeerRouters:
         limits: "PeerLimits | None" = None,
         overflow: OverflowReports | None = None,
         journal: AnswerJournal | None = None,
+        incompatible: IncompatiblePeers | None = None,
         now_unix_ns: Callable[[], int] = unix_nanoseconds,
         look_up: ResolveAddresses = resolve_addresses,
     ) -> None:
-        """Prepare the connections; `run` dials.
+        """Create the object; `run` opens the connections.
 
         Args:
             settings: Settings of this router, which name the others.
@@ -165,19 +173,22 @@ class PeerRouters:
             registry: Registry of this router.
             leases: Selection leases of this router.
             metrics: Returns the metrics of this process in Prometheus' text format.
-            private: Fingerprint of the secret for block keys (rule 9); 0: no other router has it.
-            limits: Tenant limits to share with the other routers; None: not shared here.
-            overflow: Hosted endpoints of this process, if there are any.
-            journal: Answers of this process that others may have to go on with; None: there are none.
-            now_unix_ns: Clock that decides which threshold change is the latest, and which session binding of routers that
-                have not met. In nanoseconds, because two requests may be less than a millisecond apart.
-            look_up: Resolves `replicas_name`.
+            private: Fingerprint of the secret for block keys (rule 9); 0: no other router has the secret.
+            limits: Tenant limits to share with the other routers; None: limits are not shared by messages.
+            overflow: Reports of this process's hosted endpoints; None: there are no hosted endpoints.
+            journal: Tokens of answers that another router may have to continue; None: this router keeps no journal.
+            incompatible: Collects routers without a common protocol version; None: they are only logged.
+            now_unix_ns: Wall clock in nanoseconds, which dates changes of thresholds and session bindings, so that the
+                latest one wins. In nanoseconds, because two requests may be less than a millisecond apart.
+            look_up: Function that resolves `replicas_name`.
 
         Raises:
             ConfigurationRefused: `replicas_credentials` cannot be used, or leave `replicas_listen` open to other programs; or
                 `replicas_name` or `replicas_listen` is no address.
         """
         self._settings = settings
+        self.router_id = settings.router_id
+        self.incompatible = incompatible or IncompatiblePeers(SystemClock())
         self._own, self._calling = _identities(settings)
         self._named = (
             NamedRouters(settings.replicas_name, settings.replicas_listen, look_up) if settings.replicas_name else None
@@ -188,8 +199,9 @@ class PeerRouters:
         self._metrics = metrics
         self._private = private
         self._now_unix_ns = now_unix_ns
-        self._tuned: PeerThresholds | None = None  # thresholds of the latest change
-        self.links: dict[str, _PeerConnection] = {}  # connections by address
+        # The thresholds that were changed last, at this router or at another one; None: never changed.
+        self._tuned: PeerThresholds | None = None
+        self.links: dict[str, _PeerConnection] = {}  # the open connections that this router has dialled, by address
         self._timer: asyncio.TimerHandle | None = None
         self._told: Mapping[WorkerId, ReservationTotals] = {}
         self._heard_of: set[str] = set()
@@ -213,12 +225,12 @@ class PeerRouters:
         """
         self._router.hear(SessionsBound(clock=self._now_unix_ns()))
         listen = self._settings.replicas_listen
-        door = None
+        guard = None
         if not self._own.is_open:
-            door = StreamAuthenticator(self._own, BETWEEN_ROUTERS, _refusal, limit=MAX_MESSAGE_BYTES)
+            guard = StreamAuthenticator(self._own, BETWEEN_ROUTERS, _refusal, limit=MAX_MESSAGE_BYTES)
         try:
             async with (
-                open_server("replicas_listen", listen, self._accept, limit=MAX_MESSAGE_BYTES, door=door),
+                open_server("replicas_listen", listen, self._accept, limit=MAX_MESSAGE_BYTES, guard=guard),
                 asyncio.TaskGroup() as tasks,
             ):
                 for address in self._settings.replicas:
@@ -235,65 +247,68 @@ class PeerRouters:
         raise AssertionError("its tasks never end")
 
     def registered(self, event: Register) -> None:
-        """Tell the other routers that a worker has registered here."""
+        """Announce to the other routers that a worker has registered here."""
         self._send(pb.ReplicaMessage(registered=encode_registered(event)))
 
     def deregistered(self, event: Deregister) -> None:
-        """Tell the other routers that a worker has deregistered here."""
+        """Announce to the other routers that a worker has deregistered here."""
         message = control_pb2.DeregisterRequest(worker_id=event.worker_id, incarnation=event.incarnation)
         self._send(pb.ReplicaMessage(deregistered=message))
 
     async def explained(self, request_id: RequestId) -> control_pb2.ExplainResponse | None:
-        """Return another router's explanation of a request; None if no router has placed it."""
+        """Return another router's explanation of a request. Return None if no router answers in time that it has placed the request."""
         question = pb.ReplicaQuestion(explain=control_pb2.ExplainRequest(request_id=request_id))
         answer = await self._first(question)
         return None if answer is None else answer.explained
 
     async def reported(self, report: selection_pb2.ReportRequest) -> selection_pb2.ReportResponse | None:
-        """Return the answer of the router that holds this lease; None if none does."""
+        """Return the answer of the router that gave a selection lease to a report about it. Return None if none comes in time."""
         answer = await self._first(pb.ReplicaQuestion(report=report))
         return None if answer is None else answer.reported
 
     async def released(self, release: selection_pb2.ReleaseRequest) -> None:
-        """End a lease that another router has given."""
+        """End a selection lease at the router that gave it."""
         await self._first(pb.ReplicaQuestion(release=release))
 
     @property
     def share_a_port(self) -> bool:
-        """True if other processes share the ports of this one."""
+        """True if other router processes listen on the same ports as this one."""
         return any(map(_is_beside, self._settings.replicas))
 
     def heard_of(self, router_id: str) -> None:
-        """Note that a router has sent its whole state."""
+        """Note that a peer router has sent its whole state, so that `caught_up` need not wait for it."""
         if not self._caught_up.is_set():
             self._heard_of.add(router_id)
             if len(self._heard_of) >= sum(map(_is_beside, self._settings.replicas)):
                 self._caught_up.set()
 
     async def caught_up(self) -> None:
-        """Wait until all processes beside this one have sent their state; the caller sets a deadline."""
+        """Wait until all processes that share the ports of this process have sent their whole state.
+
+        The wait has no time limit.
+        """
         if self.share_a_port:
             await self._caught_up.wait()
 
     async def metrics(self) -> dict[str, str]:
-        """Return the metrics of this process and of those beside it, by router."""
+        """Return the metrics of this process and of those that share its ports, by router id."""
         beside = [link for address, link in self.links.items() if _is_beside(address)]
         answers = await self._ask(beside, pb.ReplicaQuestion(metrics=pb.MetricsRequest()))
         return {self._settings.router_id: self._metrics()} | {answer.router_id: answer.metrics for answer in answers}
 
     def tuned(self, thresholds: Thresholds) -> None:
-        """Tell the other routers that an operator has set the thresholds here."""
+        """Send thresholds that were changed at this router to the other routers."""
         self._tuned = PeerThresholds(thresholds, self._now_unix_ns() // MILLISECOND)
         self._send(encode_thresholds(self._tuned))
 
     def tuned_elsewhere(self, tuned: PeerThresholds) -> None:
-        """Take over thresholds that an operator has set at another router."""
+        """Take over thresholds that were changed at another router, if this change is the latest one."""
         if self._tuned is None or tuned.at_unix_ms > self._tuned.at_unix_ms:
             self._tuned = tuned
             self._router.tune(tuned.thresholds)
 
     def answer(self, question: pb.ReplicaQuestion) -> pb.ReplicaAnswer:
-        """Answer a question of another router."""
+        """Answer a query of another router."""
         answer = pb.ReplicaAnswer(number=question.number, router_id=self._settings.router_id)
         match question.WhichOneof("question"):
             case "explain":
@@ -315,7 +330,7 @@ class PeerRouters:
         return answer
 
     async def _ask(self, links: "list[_PeerConnection]", question: pb.ReplicaQuestion) -> list[pb.ReplicaAnswer]:
-        """Return the answers that come in time."""
+        """Send a query on several connections; return the answers that arrive within `ANSWER_SECONDS`."""
         asked = [link.ask(question) for link in links]
         if not asked:
             return []
@@ -325,7 +340,7 @@ class PeerRouters:
         return [each.result() for each in asked if each in done and not each.cancelled()]
 
     async def _first(self, question: pb.ReplicaQuestion) -> pb.ReplicaAnswer | None:
-        """Return the first answer with content; None if none comes in time."""
+        """Send a query to all routers; return the first answer that has content, or None if none arrives in time."""
         asked = {link.ask(question) for link in self.links.values()}
         waiting = asked
         try:
@@ -348,7 +363,8 @@ class PeerRouters:
 
     def _tell_changes(self) -> None:
         self._timer = None
-        # prompts come before reservations, because a reservation does not delay requests that share the known prompt
+        # Send prompts before reservations. A router that knows a prompt can still send another request with the same
+        # prompt to its worker, in spite of the reservation.
         self._tell_news()
         self._tell_taken()
         if self._router.booked() != self._told:
@@ -372,11 +388,14 @@ class PeerRouters:
                 self._limits.tenants.confirm(self._limits.tenants.told())
 
     async def _settle(self) -> bool:
-        """Wait until the other routers have received the usage of tenants; concurrent callers share one round."""
+        """Send the usage of tenants, and wait until the other routers have received it.
+
+        Concurrent callers share one exchange. Return False if a router did not answer within `SETTLE_SECONDS`.
+        """
         assert self._limits is not None
         if self._settling is not None:
             await self._settling.wait()
-            return True  # a part may still be on its way; the next round covers it
+            return True  # usage that is newer than this exchange is sent in the next one
         self._settling = settling = asyncio.Event()
         tenants = self._limits.tenants
         try:
@@ -407,7 +426,7 @@ class PeerRouters:
                 link.connection.flush()
 
     def answered_elsewhere(self, entries: Iterable[JournalEntry]) -> None:
-        """Note tokens that clients got from another router."""
+        """Write tokens of answers that another router serves to this router's answer journal."""
         if self._journal is not None:
             for entry in entries:
                 self._journal.heard(entry)
@@ -418,10 +437,10 @@ class PeerRouters:
             link.send(payload)
 
     async def _keep_up(self, address: str) -> Never:
-        """Connect to another router again and again."""
+        """Keep a connection to another router, and open it again whenever it has ended."""
         pause, cause = FIRST_PAUSE_SECONDS, ""
         while True:
-            link = _PeerConnection(address, self._count_others)
+            link = _PeerConnection(address, self.router_id, self._count_others, self.incompatible)
             try:
                 async with asyncio.timeout(DIAL_SECONDS if self._calling.is_open else PROVE_SECONDS):
                     link.connection = await dial(
@@ -433,7 +452,7 @@ class PeerRouters:
                         send_limit=MAX_WAITING_BYTES,
                     )
             except OSError as error:
-                if (why := _cause(error)) != cause:  # a cause that repeats is logged once
+                if (why := _cause(error)) != cause:  # log the same cause only once in a row
                     cause = why
                     log.warning("peer router unreachable", extra={"address": address, "cause": cause})
                 await asyncio.sleep(pause)
@@ -441,10 +460,15 @@ class PeerRouters:
                 continue
             pause, cause = FIRST_PAUSE_SECONDS, ""
             log.info("peer router reached", extra={"address": address})
-            hello = pb.ReplicaHello(router_id=self._settings.router_id, unix_ms=self._now_unix_ns() // MILLISECOND)
+            hello = pb.ReplicaHello(
+                router_id=self._settings.router_id,
+                unix_ms=self._now_unix_ns() // MILLISECOND,
+                protocols=range_message(),
+            )
             link.send(pb.ReplicaMessage(hello=hello).SerializeToString())
             router = self._router
-            self._tell_taken()  # the usage is sent before the levels, so that peers do not count it twice
+            # Send new usage before what is left of the limits. In the other order, peers would count the usage twice.
+            self._tell_taken()
             for message in (
                 *encode_members(self._registry.registrations()),
                 *self._left(),
@@ -467,7 +491,7 @@ class PeerRouters:
             log.warning(
                 "peer router lost", extra={"address": address, "cause": link.cause or "it closed the connection"}
             )
-            # a router that accepts and closes at once must not be dialled without a pause
+            # Without this pause, a router that accepts connections but closes them at once would be dialled without end.
             await asyncio.sleep(DIAL_SECONDS)
 
     def _left(self) -> list[pb.ReplicaMessage]:
@@ -475,14 +499,14 @@ class PeerRouters:
         return [encode_left(left)] if left else []
 
     def took_elsewhere(self, taken: Mapping[str, TenantUsageDelta]) -> None:
-        """Count the usage of tenants at another router."""
+        """Count the usage that tenants had at another router."""
         if self._limits is not None:
             now = self._limits.clock.now()
             for name, each in taken.items():
                 self._limits.tenants.took_elsewhere(name, each, now)
 
     def left_elsewhere(self, left: Mapping[str, BucketLevels]) -> None:
-        """Lower the limits to what is left by another router's count."""
+        """Lower what is left of the tenants' limits to the values of another router."""
         if self._limits is not None:
             now = self._limits.clock.now()
             for name, each in left.items():
@@ -493,21 +517,26 @@ class PeerRouters:
 
 
 class _PeerConnection:
-    """Connection on which this router sends."""
+    """A connection that this router has dialled: it sends messages and queries to the peer, and receives the answers."""
 
     connection: FrameConnection
 
-    def __init__(self, address: str, answers_again: Callable[[], None]) -> None:
+    def __init__(
+        self, address: str, router_id: str, answers_again: Callable[[], None], incompatible: IncompatiblePeers
+    ) -> None:
         self.address = address
+        self._router_id = router_id
+        self._incompatible = incompatible
         self.over = asyncio.Event()
-        self.cause = ""  # cause for which the connection ended
-        self.deaf = False  # True if the peer left a question about limits unanswered
+        self.cause = ""  # text that says why the connection ended; empty if the other router closed it
+        # True if the peer did not answer a query about limits in time, and has answered none since then (rule 11).
+        self.deaf = False
         self._answers_again = answers_again
         self._questions = 0
-        # open questions by their number; each has a deadline
+        # the queries without an answer, by their numbers; callers of `ask` limit the time that they wait
         self._asked: dict[int, asyncio.Future[pb.ReplicaAnswer]] = {}
 
-    def accept(self, connection: FrameConnection) -> "_PeerConnection":  # noqa: ARG002 - a frame receiver's signature
+    def accept(self, connection: FrameConnection) -> "_PeerConnection":  # noqa: ARG002 - the caller requires it
         return self
 
     def send(self, payload: bytes) -> None:
@@ -517,7 +546,10 @@ class _PeerConnection:
             self.over.set()
 
     def ask(self, question: pb.ReplicaQuestion) -> asyncio.Future[pb.ReplicaAnswer]:
-        """Ask a question; the future is cancelled if no answer will come. A caller that gives up cancels it."""
+        """Send a query and return a future of the answer.
+
+        The future is cancelled if the connection ends. The caller cancels it to stop waiting.
+        """
         self._questions += 1
         number = self._questions
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -533,17 +565,29 @@ class _PeerConnection:
             answer = pb.ReplicaAnswer.FromString(payload)
         except DecodeError as error:
             raise ConnectionError("a peer router sent an invalid answer") from error
+        if answer.HasField("protocols"):
+            self._agree_with(answer)
         if answer.refused:
             raise ConnectionError(answer.refused)
         if self.deaf:
             self.deaf = False
             self._answers_again()
         asked = self._asked.get(answer.number)
-        if asked is not None and not asked.done():  # without an open question, the answer came too late
+        if asked is not None and not asked.done():  # otherwise nobody waits for the answer any more
             asked.set_result(answer)
 
+    def _agree_with(self, answer: pb.ReplicaAnswer) -> None:
+        """Check the peer's answer to `ReplicaHello`. Raise ConnectionError if both routers have no protocol version in common."""
+        peer = f"router {answer.router_id[:100]} at {self.address}"
+        try:
+            agree(own_protocols(), parse_range(answer), own_name=f"router {self._router_id}", peer_name=peer)
+        except NoCommonProtocol as error:
+            self._incompatible.refused(Link.PEER, self.address, str(error))
+            raise ConnectionError(str(error)) from error
+        self._incompatible.accepted(Link.PEER, self.address)
+
     def resumed(self) -> None:
-        """Ignore it: nothing waits for the connection."""
+        """Do nothing, because no code waits until the connection can send again."""
 
     def lost(self, cause: Exception | None) -> None:
         self.cause = "" if cause is None else tls_failure_cause(cause, "replicas_credentials")
@@ -553,7 +597,7 @@ class _PeerConnection:
 
 
 class _IncomingPeer:
-    """Connection on which another router sends."""
+    """A connection that another router has dialled: it receives the messages of that router and answers its queries."""
 
     def __init__(
         self, connection: FrameConnection, router: RouterApi, registry: RegistryApi, replicas: PeerRouters, private: int
@@ -586,7 +630,9 @@ class _IncomingPeer:
         match kind:
             case "hello":
                 self._router_id = message.hello.router_id
-                # name under which the reservations of this connection are kept; it is unique for each connection
+                if not self._agrees_with(message.hello):
+                    return
+                # name of the connection, under which its reservations are kept; unique, because a router may dial again
                 self._replica = f"{self._router_id}@{id(self)}"
                 self._router.hear(SessionsBound(clock=decode_instant(message.hello.unix_ms * MILLISECOND)))
             case "bookings":
@@ -622,8 +668,25 @@ class _IncomingPeer:
             case None:
                 """Ignore messages of later versions."""
 
+    def _agrees_with(self, hello: pb.ReplicaHello) -> bool:
+        """Answer `ReplicaHello` with this router's protocol versions. Return False if the routers have no version in common."""
+        name = f"router {hello.router_id[:100]}"
+        answer = pb.ReplicaAnswer(router_id=self._replicas.router_id, protocols=range_message())
+        try:
+            agree(own_protocols(), parse_range(hello), own_name=f"router {self._replicas.router_id}", peer_name=name)
+        except NoCommonProtocol as error:
+            answer.refused = str(error)
+            self._replicas.incompatible.refused(Link.PEER, hello.router_id[:100], str(error))
+            self._connection.send(answer.SerializeToString())
+            self._connection.close(ConnectionError(str(error)))
+            return False
+        self._replicas.incompatible.accepted(Link.PEER, hello.router_id[:100])
+        if hello.HasField("protocols"):  # routers of protocol version 1 expect no answer
+            self._connection.send(answer.SerializeToString())
+        return True
+
     def resumed(self) -> None:
-        """Ignore it: nothing waits for the connection."""
+        """Do nothing, because no code waits until the connection can send again."""
 
     def lost(self, cause: Exception | None) -> None:
         self._silence.cancel()
@@ -667,5 +730,5 @@ def _cause(error: OSError) -> str:
 
 
 def _is_beside(address: str) -> bool:
-    """Return True if the address is that of a process on this host, which shares the ports."""
+    """Return True if a peer's address is a Unix socket. The peer then is a process of this host that shares this router's ports."""
     return address.startswith("unix:")

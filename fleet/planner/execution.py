@@ -1,15 +1,17 @@
-"""Execution of a plan: whether it is settled, and what is rolled back at its deadline.
+"""Execution of a plan: decides whether a plan is settled, and what is rolled back at its deadline.
 
-These are pure functions, which `fleet.planner.server` calls while it carries out a plan. That module also decides the outcome.
+Pure. `fleet.planner.server` calls these functions while it carries out a plan, and decides the outcome.
 
 Rules:
 
-1. A plan is settled when its pools have the wanted replicas, all of these serve, and nothing drains any more.
-2. Replicas that are still pending at the deadline are rolled back: the wanted number falls to the number that serves, but not below
-   the number before the plan. So no replica waits for room for ever, and the planner continues with what there is. What bounds
-   forbid is rolled back at once, including a pool that may not shrink.
-3. A plan rolls back only its own numbers, not those that somebody has written since.
-4. A drain is never interrupted; it ends by its own deadline.
+1. A plan is settled when its pools have the requested replicas, all of these serve, and no replica drains any more.
+2. Replicas that do not serve at the deadline are rolled back: the requested number falls to the number that serves, but
+   not below the number before the plan. This number before does not include replicas that an earlier plan has requested
+   and that do not serve (`PoolObservation.fallback`). So no replica waits for room for ever, and the planner continues
+   with the replicas that exist. A number that the orchestrator's bounds forbid is rolled back at once, also if the plan
+   shrinks the pool.
+3. A plan rolls back only numbers that it has written, and no number that somebody else has written later.
+4. A rollback never interrupts the drain of a replica; the drain has a time limit of its own.
 """
 
 from enum import StrEnum
@@ -21,18 +23,20 @@ from fleet.planner.ports import PlanConflict, PlanRefused
 
 
 class PlanOutcome(StrEnum):
-    """How the execution of a plan ended."""
+    """Ways in which the execution of a plan can end."""
 
     SETTLED = "settled"
     ROLLED_BACK = "rolled_back"
-    """Workers that served at the deadline stay. The rest of the plan was rolled back."""
+    """The replicas that served at the deadline stay. The replicas of the plan that did not serve are not requested any
+    more."""
 
     UNSETTLED = "unsettled"
-    """Nothing can be rolled back at the deadline: replicas drain, did not serve before either, or belong to another plan."""
+    """The plan is unfinished at the deadline, but nothing can be rolled back: replicas still drain, the missing
+    replicas were requested before the plan, or another plan has written the numbers."""
 
 
 def pools_of(plan: Plan, seen: Observation) -> tuple[PoolObservation, ...]:
-    """Return the observed pools of a plan."""
+    """Return the observations of those pools that a plan contains."""
     return tuple(each for each in seen.pools if each.name in plan.replicas)
 
 
@@ -44,7 +48,7 @@ def settled(plan: Plan, seen: Observation) -> bool:
 
 
 def forbidden(plan: Plan, seen: Observation) -> Plan | None:
-    """Return the part of the plan that bounds forbid, or None."""
+    """Return the part of the plan that the orchestrator's bounds forbid, or None if they allow the whole plan."""
     limited = {each.name for each in pools_of(plan, seen) if each.why is PoolGapReason.LIMITED}
     replicas = {name: count for name, count in plan.replicas.items() if name in limited}
     return structs.replace(plan, replicas=replicas) if replicas else None
@@ -53,27 +57,27 @@ def forbidden(plan: Plan, seen: Observation) -> Plan | None:
 def rollback(plan: Plan, before: Observation, seen: Observation) -> Plan | None:
     """Return the plan that rolls back the unfinished part of another plan, or None if there is nothing to roll back.
 
-    The plan was made on the observation `before`; the present observation is `seen`.
+    `before` is the observation from which the plan was made, and `seen` is the present observation.
     """
     replicas = {}
     for each in pools_of(plan, seen):
         was = before.pool(each.name)
         if each.plan != plan.id or was is None:
             continue
-        kept = max(each.ready, was.wanted) if each.pending else min(each.ready, was.wanted)
+        kept = max(each.ready, was.fallback) if each.pending else min(each.ready, was.wanted)
         if (each.pending and kept < each.wanted) or (each.why is PoolGapReason.LIMITED and kept > each.wanted):
             replicas[each.name] = kept
     return Plan(id=PlanId(f"{plan.id}-taken-back"), replicas=replicas, within=plan.within) if replicas else None
 
 
 def to_write(plan: Plan, seen: Observation, there: Observation) -> list[PoolObservation]:
-    """Return the present pools (`there`) whose numbers have still to be written; pools that shrink come first.
+    """Return the pools in `there` for which the plan's number is not written yet; shrinking pools come first.
 
-    The plan was made on the observation `seen`.
+    `seen` is the observation from which the plan was made, and `there` is the present one.
 
     Raises:
-        PlanRefused: There is no such pool, or it is pinned.
-        PlanConflict: Somebody has written since.
+        PlanRefused: A pool of the plan does not exist, or is pinned.
+        PlanConflict: Somebody has written the number of one of these pools after `seen`.
     """
     left = []
     for name, replicas in plan.replicas.items():

@@ -1,17 +1,20 @@
-"""Planner loop: observes, decides, rehearses and carries out plans. It is the async shell around a scaling rule.
+"""Planner loop: the async shell around a scaling rule, which observes pools, asks for decisions, and carries out plans.
 
 Rules:
 
-1. Every planner decides, so that a standby's history is warm when it begins to lead. Only the leader applies plans, and only in active mode.
-2. One plan is in flight at a time. A decision that wants more replicas of some pool than the plan in flight supersedes it; every other
-   decision waits until the plan has ended.
-3. A new leader continues an unfinished plan of its predecessor: it waits for the replicas, and rolls back those that do not serve
-   in time.
-4. Bounds of pools are checked here again, whatever the rule says. Pinned pools are left out of plans.
+1. Every planner asks its rule for decisions, also if it does not lead, so that the rule knows the past demand when the
+   planner begins to lead. Only the leader applies plans, and only in active mode.
+2. Only one plan is carried out at a time. A decision that requests more replicas of some pool than this plan supersedes
+   the plan; every other decision waits until the plan has ended. The new plan also contains the replicas of the
+   superseded plan that do not serve yet. So these are rolled back too if they do not serve in time.
+3. A new leader continues an unfinished plan of the former leader: it waits for the replicas, and rolls back those that
+   do not serve in time.
+4. The loop limits the numbers of each decision to the bounds of the pools, because a rule may have a fault. Plans do
+   not contain pinned pools.
 5. A plan that only shrinks pools is held back if its rehearsal misses a goal that the present pools keep. The
    rehearsal runs in the simulator (`fleet.app.rehearsal`).
-6. If the orchestrator does not answer, nothing is decided; what was written last stays. The same holds if the rule fails: its error is a
-   condition, and the rule is asked again in the next round.
+6. If the orchestrator does not answer, the rule is not asked, and the numbers that were written last stay. The numbers
+   also stay if the rule raises an error: the error becomes a condition, and the rule is called again in the next round.
 """
 
 import asyncio
@@ -54,19 +57,21 @@ log = logging.getLogger(__name__)
 
 SHOWN_PLANS = 20
 LEARNING_SHARE = 0.2
-"""Weight of the latest plan in the running error."""
+"""Weight of the latest plan in the running mean of the errors of predicted latencies."""
 
 EXTRA_SECONDS = 30.0
-"""Time for an orchestrator to take a plan up, on top of the starts and drains of its replicas."""
+"""Seconds that an orchestrator gets to read a plan and act on it, in addition to the time in which replicas start or
+drain."""
 
 STARTING_SECONDS = 30.0
-"""Time after the start of the planner for which an orchestrator that has not answered yet is waited for, not reported."""
+"""Seconds after the start of the planner in which no condition reports an orchestrator that has not answered yet."""
 
 OBSERVE_SECONDS = 2 * CALL_SECONDS
-"""Limit for an observation: connectors have one of their own, and one that does not keep it must not stop the planner."""
+"""Time limit in seconds for an observation. A connector has a shorter time limit of its own; this limit is for a
+connector that exceeds it."""
 
 RETRY_SECONDS = 10.0
-"""Pause after a plan that could not be carried out."""
+"""Seconds to wait after a plan that could not be carried out, before the next plan begins."""
 
 _ENDED = {
     PlanOutcome.SETTLED: PlanState.SETTLED,
@@ -76,7 +81,7 @@ _ENDED = {
 
 
 class RuleRunner(Protocol):
-    """Function that asks a rule for a decision."""
+    """Port of a function that asks a rule for a decision, in a thread or in the event loop."""
 
     async def __call__(
         self, rule: ScalingRule, now: Nanos, demand: DemandWindow, seen: Observation, /
@@ -84,17 +89,23 @@ class RuleRunner(Protocol):
 
 
 async def decide_in_thread(rule: ScalingRule, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
-    """Ask a rule in a thread, because its solver may compute for a tenth of a second or more. Only one call runs at a time."""
+    """Ask a rule for a decision in a thread, because its solver may compute for a tenth of a second or more.
+
+    The caller must not begin another call before this one has ended.
+    """
     return await asyncio.to_thread(rule.decide, now, demand, seen)
 
 
 async def decide_in_place(rule: ScalingRule, now: Nanos, demand: DemandWindow, seen: Observation) -> PlanDecision:
-    """Ask a rule in the event loop, for virtual time."""
+    """Ask a rule for a decision in the event loop.
+
+    The simulator needs this, because threads do not run in virtual time.
+    """
     return rule.decide(now, demand, seen)
 
 
 class _PlanInFlight(Struct):
-    """The plan that is being carried out."""
+    """Holds the plan that is carried out now, with its record and its task."""
 
     record: PlanRecord
     plan: Plan
@@ -102,32 +113,32 @@ class _PlanInFlight(Struct):
 
 
 class _ScoredPlan(Struct):
-    """A plan whose effects on latency and cost are being measured."""
+    """Collects the measured latencies and costs after a plan, for its score."""
 
     record: PlanRecord
     until: Nanos
     ttft: Counts = ()
     tpot: Counts = ()
-    held_seconds: float = 0.0  # GPU-seconds that replicas have occupied so far
+    held_seconds: float = 0.0  # GPU-seconds that the replicas have used so far
     dollars: float = 0.0
     overflow_dollars: float = 0.0
     seconds: float = 0.0
 
 
 class DecisionRecorder(Protocol):
-    """Records decisions and plans for a later replay."""
+    """Port that records decisions and plans for a later replay."""
 
     def decided(self, now: Nanos, demand: DemandWindow, seen: Observation, decision: PlanDecision) -> None:
         """Record a decision together with the demand and the observation from which it was made."""
         ...
 
     def planned(self, plan: PlanRecord) -> None:
-        """Record the state of a plan."""
+        """Record a plan in its present state; called at each change of the state."""
         ...
 
 
 class PlannerLoop:
-    """The planner of one model: observes, decides, and carries out plans (rules 1 to 6)."""
+    """Runs the planner of one model: observes its pools, asks for decisions, and carries out plans (rules 1 to 6)."""
 
     def __init__(
         self,
@@ -145,21 +156,21 @@ class PlannerLoop:
         recorder: DecisionRecorder | None = None,
         decide: RuleRunner = decide_in_thread,
     ) -> None:
-        """Create the loop; `run` it.
+        """Create the loop without starting it; the caller has to call `run`.
 
         Args:
             settings: The settings of the planner.
             rule: Decides the sizes of pools.
-            demand: Demand of the model; run by the caller.
+            demand: Source of the model's demand. The caller has to run it.
             connector: Connector to the orchestrator.
-            election: Says whether this planner leads; run by the caller.
+            election: Says whether this planner leads. The caller has to run it.
             history: Keeps the records of plans.
-            clock: The clock.
-            wall_ms: Returns the wall-clock time in milliseconds, for ids and people.
+            clock: Clock for intervals and deadlines.
+            wall_ms: Returns the wall-clock time in milliseconds, for ids of plans and for texts.
             identity: Name of this planner.
-            rehearsal: Tries plans before they are applied; None: nothing is rehearsed.
-            recorder: Records decisions and plans; None: nobody does.
-            decide: Asks the rule.
+            rehearsal: Tries plans before they are applied, or None if plans are not rehearsed.
+            recorder: Records decisions and plans, or None if nothing is recorded.
+            decide: Asks the rule for a decision, in a thread or in the event loop.
         """
         self._settings = settings
         self._rule = rule
@@ -188,10 +199,11 @@ class PlannerLoop:
         self._waiting_for = ""
         self._overflow = {"requests": 0.0, "dollars": 0.0}
         self.errors: dict[str, float] = {}
-        """Running relative errors of predicted `ttft` and `tpot`; a latency that was not scored yet is left out."""
+        """Running means of the relative errors of the predicted latencies, by name: `ttft` and `tpot`. A latency is
+        missing until a plan was scored for it."""
 
         self.rule_failures = 0
-        """Number of rounds in which the rule raised an error."""
+        """Number of rounds in which the scaling rule raised an error."""
 
         self.ended: dict[PlanState, int] = dict.fromkeys(PlanState, 0)
         """Number of plans by the state in which they ended."""
@@ -200,7 +212,7 @@ class PlannerLoop:
         """Number of decisions by reason."""
 
     async def run(self) -> Never:
-        """Plan until cancelled; then a plan in flight is left to the next leader."""
+        """Plan until cancelled; the next leader then continues a plan that is unfinished."""
         self._began = self._clock.now()
         async with asyncio.TaskGroup() as tasks:
             try:
@@ -212,7 +224,7 @@ class PlannerLoop:
         raise AssertionError("the loop never ends")
 
     def status(self) -> PlannerStatus:
-        """Return the present state."""
+        """Return the present state of the planner."""
         decision, window = self._decision, self._window
         conditions = () if decision is None else decision.conditions
         return PlannerStatus(
@@ -236,7 +248,7 @@ class PlannerLoop:
         )
 
     def explain(self, plan: PlanId) -> PlanRecord | None:
-        """Return the record of a plan; None if there is none. It may read a file."""
+        """Return the record of a plan, or None if there is none; the call may read a file and block."""
         return self._history.find(plan)
 
     # Deciding.
@@ -259,7 +271,7 @@ class PlannerLoop:
             if self._recorder is not None:
                 self._recorder.decided(now, window, seen, decided)
             decision = self._bounded(decided)
-        except Exception as error:  # an error in a rule must not end the planner
+        except Exception as error:  # any error: an error in a rule must not end the planner
             self.rule_failures += 1
             message = f"{type(error).__name__}: {error}"
             if self._trouble is None or self._trouble.message != message:
@@ -281,7 +293,11 @@ class PlannerLoop:
             self._stop_plan(PlanState.HANDED_OVER, "another planner leads")
 
     def _not_observed(self, cause: str) -> None:
-        """Report that the orchestrator does not answer. Until it has answered once, it may still be starting."""
+        """Report in a condition that the orchestrator does not answer.
+
+        In the first STARTING_SECONDS of the planner, report no condition, because the orchestrator may still be
+        starting too.
+        """
         if self._seen is None and self._clock.now() < self._began + round(STARTING_SECONDS * SECOND):
             self._waiting_for = cause
             return
@@ -293,7 +309,7 @@ class PlannerLoop:
         return Observation(tuple(each for each in seen.pools if each.name in self._pools))
 
     def _bounded(self, decision: PlanDecision) -> PlanDecision:
-        """Keep the numbers of a decision within the bounds of the pools."""
+        """Return the decision without unknown pools, and with its numbers limited to the bounds of the pools."""
         replicas = {
             name: min(max(count, self._pools[name].least), self._pools[name].most)
             for name, count in decision.replicas.items()
@@ -302,7 +318,10 @@ class PlannerLoop:
         return decision if replicas == decision.replicas else structs.replace(decision, replicas=replicas)
 
     def _changes(self, decision: PlanDecision, seen: Observation) -> dict[PoolName, int]:
-        """Return the pools that a decision changes, with their numbers; nothing for the reason `NO_SIGNAL`, even outside the bounds."""
+        """Return the new number of replicas of each pool that a decision changes.
+
+        If the reason of the decision is `NO_SIGNAL`, return nothing, even if the number of a pool is out of its bounds.
+        """
         if decision.reason is DecisionReason.NO_SIGNAL:
             return {}
         return {
@@ -344,14 +363,15 @@ class PlannerLoop:
             ):
                 return
             self._stop_plan(PlanState.SUPERSEDED, f"a higher need supersedes it: {decision.message}")
-            changes = self._changes(decision, seen)
+            pending = {each.name: each.wanted for each in seen.pools if each.plan == flying.plan.id and each.pending}
+            changes = {name: count for name, count in pending.items() if not _pinned(seen, name)} | changes
         if changes and self._clock.now() >= self._retry_at:
             state = PlanState.UNDER_WAY if self._rehearsal is None else PlanState.REHEARSED
             record = self._new_record(decision, changes, seen, state)
             self._start(record, self._plan_of(record, seen), window, seen, tasks)
 
     def _adopt(self, seen: Observation, tasks: asyncio.TaskGroup) -> None:
-        """Go on with an unfinished plan that an earlier leader has written."""
+        """Continue an unfinished plan that an earlier leader has written, if there is one."""
         open_pools = [each for each in seen.pools if each.unfinished and not each.pinned]
         if not open_pools:
             return
@@ -384,7 +404,7 @@ class PlannerLoop:
         log.info("plan adopted", extra={"plan": plan_id})
         self._start(structs.replace(record, state=PlanState.UNDER_WAY, ended_ms=0), plan, None, before, tasks)
 
-    # Carrying out.
+    # Carrying out plans.
 
     def _start(
         self,
@@ -436,7 +456,7 @@ class PlannerLoop:
         return goals.planned.attainment < share <= goals.present.attainment
 
     async def _rehearsed(self, record: PlanRecord, window: DemandWindow, seen: Observation) -> PlanRecord:
-        """Return the record with its rehearsal, or with the reason why there is none."""
+        """Rehearse a plan; return its record with the result, or with the reason why there is no result."""
         if self._rehearsal is None:
             return structs.replace(record, rehearsal_skipped="rehearsals are off")
         present = {each.name: each.ready + each.pending for each in seen.pools}
@@ -494,7 +514,7 @@ class PlannerLoop:
             state=state,
             reason=decision.reason,
             message=decision.message,
-            before={each.name: each.wanted for each in seen.pools if each.name in changes},
+            before={each.name: each.fallback for each in seen.pools if each.name in changes},
             replicas=dict(changes),
             numbers=decision.numbers,
             conditions=decision.conditions,
@@ -502,12 +522,18 @@ class PlannerLoop:
 
     def _plan_of(self, record: PlanRecord, seen: Observation) -> Plan:
         sizes = {
-            each.name: (each.wanted, record.replicas[each.name]) for each in seen.pools if each.name in record.replicas
+            each.name: (each.fallback, record.replicas[each.name])
+            for each in seen.pools
+            if each.name in record.replicas
         }
         return Plan(id=record.id, replicas=record.replicas, within=self._within(sizes))
 
     def _within(self, sizes: Mapping[PoolName, tuple[int, int]]) -> Nanos:
-        """Return the time for changes of pools, from one number to another: twice the start of replicas, and their drain."""
+        """Return the time that a plan may take; `sizes` has the number before and after the plan for each pool.
+
+        The time is twice the longest start-up time of a growing pool or the longest drain time of a shrinking pool,
+        whichever is longer, plus EXTRA_SECONDS.
+        """
         longest = 0.0
         for name, (before, after) in sizes.items():
             pool = self._pools[name]
@@ -517,7 +543,7 @@ class PlannerLoop:
     def _warn(self, cause: str) -> None:
         log.warning("plan delayed", extra={"cause": cause})
 
-    # Scoring.
+    # Scoring: measuring the effects of plans.
 
     def _collect_scores(self, now: Nanos, window: DemandWindow, seen: Observation) -> None:
         for scored in list(self._scored):
@@ -597,6 +623,6 @@ def _error(predicted: float | None, observed: float | None) -> float | None:
 
 
 def _share_within(counts: Counts, seconds: float) -> float | None:
-    """Return the share of values up to a duration, by whole buckets; None without values."""
+    """Return the share of durations in the buckets up to that of `seconds`, or None if there are no durations."""
     total = sum(counts)
     return sum(counts[: bucket_of(seconds) + 1]) / total if total else None

@@ -1,30 +1,43 @@
-"""Planner machine: decides how many replicas of each pool to run. Pure: it is told the time and does no I/O.
+"""Planner machine: decides how many replicas of each pool to run.
+
+Pure: it does no I/O, and gets the present instant as an argument. If the settings have `rule.kind = "load"`,
+`fleet.planner.load_rule` decides instead.
 
 Rules, in the order in which `PlannerMachine.decide` applies them:
 
-1. **Doubt holds.** If demand is stale, a number is missing or impossible, a clock jumps, or a pool is not reported, the wanted numbers
-   stay as they are, and a condition names the field or the source. History that was taken in before stays.
-2. **Demand.** The arrival rate and the mean lengths of prompts and answers are levels (`fleet.planner.forecasting.level`): steady while the load is, and new
-   after a change that chance does not explain. Bursts raise the dispersion of arrivals, for which capacity is reserved. The
-   rate is 0 when no request waits or runs, and none has arrived for the cool-down and for `forecasting.history.QUIET_GAPS` mean gaps.
-3. **Two speeds.** The rate to serve is the larger of the present level (seconds) and the forecast at the time that a replica takes to start
-   (minutes). All needs follow from that rate by the capacity model and the solver, for prefill, decode and all GPU types at once.
-4. **Growth** happens at once, if replicas that serve or start do not suffice. Replicas that start count as there, so no plan wants more
-   than is needed. A higher need is the only thing that supersedes a plan that is under way.
-5. **Latency**: more late requests than the goals allow (`fleet.planner.forecasting.attainment`), although the replicas should suffice, add one
-   replica to the phase that is at fault: only if nothing is under way, and once in a start-up time, or a minute if that is longer. The load at
-   which it happened is remembered: that share of the capacity is not used any more, and the memory fades within hours. Predictions are
-   corrected by what is measured; an error that grows raises the condition `ModelDrift`.
-6. **Shrinking** needs a guard: the smaller pools must still serve the highest rate of the last cool-down, and a deadband on top. It waits until
-   nothing is under way, for a cool-down after the last growth, for `LENGTHS_SECONDS` after a change of lengths, and while more requests than
-   the goals allow are late. Half of a pool stays in one step unless the load has ended, because replicas take their caches along. If one phase
-   grows because lengths have changed, the other one shrinks in the same plan.
-7. **Cheaper mix.** Another mix of pools must save `mix_saving` of the dollars. Its new replicas start before the old ones end.
-8. **Limits** (floors, ceilings, budgets, ratio) hold at every instant, including replicas that start or drain. A replica that is to replace
-   another one without free budget starts when the other one has drained.
-9. **Pinned** pools keep their number, and the others are planned around them. Pools that find no room, whose replicas fail, or whose numbers were rolled
-   back, do not grow for `retry_seconds`; the others take their part.
-10. **Goals out of reach**: the planner sizes for the best that can be reached, says so, and does not shrink below what there is unless the load ends.
+1. **Doubts.** If demand is stale, a number is missing or impossible, the clock goes back, or a pool is not reported,
+   the requested numbers stay as they are, and a condition names the field or the source. Such a window is not added to
+   the history.
+2. **Demand.** The arrival rate and the mean lengths of prompts and answers are levels
+   (`fleet.planner.forecasting.level`): means over all windows since the last change that chance does not explain.
+   Bursts raise the dispersion of arrivals, and a higher dispersion needs more free capacity. The rate is 0 when no
+   request waits or runs, and none has arrived for the cool-down and for `forecasting.history.QUIET_GAPS` times the mean
+   gap between requests.
+3. **Two horizons.** The rate to serve is the larger of two numbers: the present level, which reacts within seconds, and
+   the forecast for the time at which a replica that is started now would serve. From that rate, the capacity model and
+   the solver compute the replicas for prefill, decode and all GPU types at once.
+4. **Growth** happens at once, if the replicas that serve or start are too few for the rate. Replicas that are starting
+   count as existing, so no plan requests them twice. Only a higher need supersedes a plan that is under way. As long as
+   the rate exceeds the capacity by less than `TOLERATED` and hardly any request is late, growth waits.
+5. **Latency.** If more requests are late than the goals allow (`fleet.planner.forecasting.attainment`), although the
+   capacity model says that the replicas suffice, one replica is added to the phase that causes it. This happens only if
+   no change is under way, and at most once in a start-up time (at least a minute). For some hours, the phase is then
+   loaded to a smaller share of its capacity than the one at which the goals were missed. Measured latencies correct the
+   predictions; if their error grows, the condition `ModelDrift` reports it.
+6. **Shrinking** is allowed only if the smaller pools can still serve the highest rate of the last cool-down, plus the
+   deadband. It waits until no change is under way, for a cool-down after the last growth, for `LENGTHS_SECONDS` after a
+   change of lengths, and as long as more requests are late than the goals allow. Unless the load has ended, one step
+   removes at most half of a pool, because the caches of removed replicas are lost. If one phase grows because lengths
+   have changed, the other one shrinks in the same plan.
+7. **Cheaper mix.** Another mix of pools is used only if it saves at least the share `mix_saving` of the cost. Its new
+   replicas start before old ones end.
+8. **Limits** (floors, ceilings, budgets, ratio) are kept at every instant, and also count replicas that start or drain.
+   If no budget is free, a replica that replaces another one starts only when the other one has drained.
+9. **Pinned** pools keep their number, and the sizes of the other pools are computed with this number. Pools that find
+   no room, whose replicas fail, or whose numbers were rolled back, do not grow for `retry_seconds`; the other pools
+   grow instead.
+10. **Goals out of reach.** If no pool can reach a goal, the planner sizes pools for nearly the best latency that can be
+    reached, and reports a condition. It then does not shrink pools unless the load ends.
 
 `fleet.planner.loop` carries the decisions out. On Kubernetes, `operators.controller.reconcile` (rule 5) chooses which pods end.
 """
@@ -68,20 +81,28 @@ from fleet.planner.sizing.solver import (
 )
 
 ENOUGH_SERVED = 1.0 - 1e-6
-"""A served share of a rate that is at least this large counts as the whole rate."""
+"""If at least this share of a rate can be served, the whole rate counts as served, because the rest is a rounding
+error."""
+
+TOLERATED = 1.1
+"""Factor by which the rate may exceed the capacity as long as hardly any request is late. Replicas are not overloaded
+then, because `StepCapacity` leaves a tenth of their throughput free."""
 
 LATE_SHARE = 0.5
-"""Share of the capacity below which a missed goal is not the fault of the load, so that replicas would not help."""
+"""If a phase uses less than this share of its capacity, a missed goal has another cause than the load, and more
+replicas would not help."""
 
 LENGTHS_SECONDS = 60.0
-"""Time after a change of lengths during which nothing shrinks: a change of answers shows only when they end."""
+"""Seconds after a change of the mean lengths in which no pool shrinks, because the lengths of new answers are known
+only when the answers have ended."""
 
 RATIO_GAIN = 1.05
-"""Factor on the served rate for which replicas of one pool are exchanged for those of another one under a budget."""
+"""Minimum factor by which the served rate must grow before replicas of one pool are removed so that the budget allows
+more replicas of another pool."""
 
 
 class PlannerMachine:
-    """Fleet's scaling rule for the pools of one model."""
+    """Decides the sizes of the pools of one model. Implements `ScalingRule`."""
 
     def __init__(
         self,
@@ -110,7 +131,8 @@ class PlannerMachine:
         self._pool_history = PoolHistory(settings.retry_seconds, pools)
         self._now: Nanos | None = None
         self._elapsed = 0.0
-        self._needs: deque[tuple[float, float]] = deque()  # pairs of an instant and the rate, over the last cool-down
+        # instants of the last cool-down, each with the rate that had to be served
+        self._needs: deque[tuple[float, float]] = deque()
         self._latency_growth = self._learned = -inf
         self._drifted: dict[str, float] = {}
         self._shape_changes = 0
@@ -146,7 +168,7 @@ class PlannerMachine:
 
     @property
     def forecast_error(self) -> float:
-        """Relative error of the forecast in its back-test."""
+        """Mean error of past forecasts of the rate, relative to the mean rate."""
         return self._demand.forecaster.error
 
     @property
@@ -155,7 +177,7 @@ class PlannerMachine:
 
     @property
     def model_error(self) -> dict[str, float]:
-        """Typical relative errors of predicted TTFT and TPOT after the correction."""
+        """Typical relative errors of the corrected predictions of TTFT and TPOT."""
         return {"ttft": self._model.ttft.error, "tpot": self._model.tpot.error}
 
     # Rule 1.
@@ -171,7 +193,11 @@ class PlannerMachine:
         yield from pool_doubts(self._pools, seen)
 
     def _advance(self, now: Nanos) -> None:
-        """Advance the time that was observed. A jump of the clock counts as three intervals, so that it ends no cool-down."""
+        """Add the time since the last decision to the elapsed time of this rule.
+
+        A time of more than three intervals counts as three intervals, so that a jump of the clock does not end a
+        cool-down.
+        """
         if self._now is not None and now > self._now:
             self._elapsed += min((now - self._now) / SECOND, 3.0 * self._settings.interval_seconds)
         self._now = now
@@ -179,7 +205,7 @@ class PlannerMachine:
     # Rules 2 and 3.
 
     def _view(self, demand: DemandWindow, seen: Observation) -> "_PlanningView":
-        """Return the state and the load from which all further rules decide."""
+        """Return the pools and the load of this round, from which all further rules decide."""
         load, level = self._demand.load.rounded(), self._demand.rate
         pools = [_SeenPool(self._pools[name], pool) for name in self._pools if (pool := seen.pool(name)) is not None]
         late = max(0.0, (self._now - demand.ended) / SECOND) if self._now is not None else 0.0
@@ -211,13 +237,20 @@ class PlannerMachine:
         )
 
     def _trusts_forecast(self, horizon: float) -> bool:
-        """Return whether the forecast counts. After a fall of the rate a mean is late, and only seasons know more than the level."""
+        """Return whether the forecast of the rate is used.
+
+        After a fall of the rate, forecasts by means and trends are too high for a while. In this time, only a seasonal
+        forecast is used.
+        """
         if self._settings.forecast == "level" or not self._demand.forecastable:
             return False
         return self._demand.since_fall > horizon or self.forecast_method == "seasonal"
 
     def _learn(self, view: "_PlanningView") -> None:
-        """Correct the predictions by what was measured. While pools change, and until their queues are empty again, latencies say little."""
+        """Learn from the measured latencies how to correct the predicted ones.
+
+        Do nothing while pools change and shortly afterwards, because queues distort the latencies in this time.
+        """
         rested = self._elapsed - max(self._learned, self._pool_history.last_change)
         if view.under_way or rested < max(view.horizon, RECENT_SECONDS):
             return
@@ -254,7 +287,11 @@ class PlannerMachine:
             return _decision(now, view, wanted, DecisionReason.BOUNDS, "hold: limits contradict each other", conditions)
         if needed.served < view.rate * ENOUGH_SERVED:
             conditions.append(self._shortage(view, needed))
-        if self._too_few(view):
+        out_of_bounds = self._out_of_bounds(view)
+        if not out_of_bounds and self._growth_may_wait(view):
+            said = "growth waits, because hardly any request is late"
+            return _decision(now, view, wanted, DecisionReason.WITHIN_BAND, said, conditions)
+        if out_of_bounds or self._too_few(view, view.rate):
             replicas, reason = self._more(view)
             if replicas != wanted:
                 self._shape_changes = self._demand.shape_changes
@@ -268,19 +305,30 @@ class PlannerMachine:
                 return _decision(now, view, replicas, DecisionReason.LOAD_UP, said, conditions)
         return self._fewer(now, view, conditions)
 
-    def _too_few(self, view: "_PlanningView") -> bool:
-        """Return whether the replicas that serve or start do not suffice, or are out of their bounds."""
+    def _out_of_bounds(self, view: "_PlanningView") -> bool:
+        """Return whether the requested replicas break the bounds of a pool, or the ratio of prefill to decode."""
         for each in view.pools:
             least, most = self._bounds(each)
             if not least <= each.seen.wanted <= most:
                 return True
         candidates = [each.candidate(0, each.seen.wanted) for each in view.pools]
-        if not within_ratio(candidates, [each.seen.wanted for each in view.pools], self._budget):
-            return True
-        return self._served(view, view.wanted, view.rate) < view.rate * ENOUGH_SERVED
+        return not within_ratio(candidates, [each.seen.wanted for each in view.pools], self._budget)
+
+    def _too_few(self, view: "_PlanningView", rate: float) -> bool:
+        """Return whether the requested replicas are too few to serve a rate."""
+        return self._served(view, view.wanted, rate) < rate * ENOUGH_SERVED
+
+    def _growth_may_wait(self, view: "_PlanningView") -> bool:
+        """Return whether growth may wait, because replicas are only a little too few and hardly any request is late."""
+        return (
+            self._attainment.unspent
+            and not view.under_way
+            and self._too_few(view, view.rate)
+            and not self._too_few(view, view.rate / TOLERATED)
+        )
 
     def _more(self, view: "_PlanningView") -> tuple[dict[PoolName, int], DecisionReason]:
-        """Return numbers that serve the present rate, by growth alone if that is possible."""
+        """Return numbers of replicas that serve the rate, if possible without shrinking a pool, and the reason."""
         rate = view.rate * (1.0 + self._settings.margin)
         wanted = view.wanted
         changed = self._demand.shape_changes != self._shape_changes and not view.under_way
@@ -302,10 +350,13 @@ class PlannerMachine:
         return replicas, DecisionReason.LOAD_UP if by_level else DecisionReason.FORECAST_UP
 
     def _exchange(self, view: "_PlanningView", rate: float, grown: Mix | None) -> dict[PoolName, int] | None:
-        """Return replica numbers that shrink some pools so that others can grow; None if growth alone serves as much.
+        """Return numbers of replicas with which some pools shrink, so that other pools can grow within the budget.
 
-        Draining replicas still hold their GPUs. So the returned numbers mainly shrink pools, and a later plan lets the
-        other pools grow when the drains have ended.
+        Return None if this is impossible, if growth alone serves about as much, or if too little would be served during
+        the change.
+
+        Draining replicas still hold their GPUs. So the returned numbers mainly shrink pools. When the drains have
+        ended, a later plan lets the other pools grow.
         """
         final = self._solve(view, rate, drained=True)
         if final is None or (grown is not None and final.served < grown.served * RATIO_GAIN):
@@ -318,7 +369,10 @@ class PlannerMachine:
         return view.named(first) if first is not None else None
 
     def _late(self, view: "_PlanningView") -> Role | None:
-        """Return the phase that misses its goal although its replicas should suffice, or None."""
+        """Return the phase that misses its latency goal, although its replicas suffice by the capacity model.
+
+        Return None if there is no such phase, or if a change of the pools is too recent to judge.
+        """
         rested = self._elapsed - max(self._latency_growth, self._pool_history.last_change)
         if view.under_way or view.quiet or rested < max(view.horizon, FAST_SECONDS):
             return None
@@ -331,7 +385,7 @@ class PlannerMachine:
         return phase if self._load_share(view, phase) >= LATE_SHARE else None
 
     def _one_more(self, view: "_PlanningView", phase: Role) -> dict[PoolName, int]:
-        """Return the numbers with one more replica of the cheapest pool of a phase that has one and may grow."""
+        """Return the numbers with one more replica in the cheapest pool that serves the phase and may grow."""
         replicas = dict(view.wanted)
         able = [
             each
@@ -347,7 +401,7 @@ class PlannerMachine:
         return replicas
 
     def _fewer(self, now: Nanos, view: "_PlanningView", conditions: list[PlanCondition]) -> PlanDecision:
-        """Return the decision if nothing has to grow: fewer replicas, a cheaper mix, or the same."""
+        """Return the decision if no pool has to grow: fewer replicas, a cheaper mix, or no change."""
         wanted = view.wanted
         rate = view.highest * (1.0 + self._settings.deadband)
         replicas, reason = wanted, DecisionReason.WITHIN_BAND
@@ -376,9 +430,10 @@ class PlannerMachine:
         return _decision(now, view, self._step_down(view, replicas), reason, "", conditions)
 
     def _step_down(self, view: "_PlanningView", replicas: dict[PoolName, int]) -> dict[PoolName, int]:
-        """Return numbers by which no pool loses more than half of its replicas, or one, unless the load has ended or limits forbid that.
+        """Return numbers for one step towards `replicas`, in which no pool loses more than half of its replicas.
 
-        Replicas that end take their caches along.
+        Replicas are removed in steps, because their caches are lost. A pool may always lose one replica. If the load
+        has ended, or if the budget forbids the step, return `replicas`.
         """
         if view.quiet:
             return replicas
@@ -388,7 +443,11 @@ class PlannerMachine:
         return stepped if self._fits(view, stepped) else replicas
 
     def _cheaper(self, view: "_PlanningView", target: Mix) -> dict[PoolName, int]:
-        """Return the first part of a change to a cheaper mix, which only grows, if it saves enough and fits beside what there is."""
+        """Return the first step of a change to a cheaper mix of pools, in which no pool shrinks.
+
+        Return the present numbers if the mix saves too little, or if the budget does not allow the old and the new
+        replicas at the same time.
+        """
         wanted = view.wanted
         dollars = sum(each.pool.replica_dollars * each.seen.wanted for each in view.pools)
         grown = {name: max(count, wanted[name]) for name, count in view.named(target).items()}
@@ -398,7 +457,7 @@ class PlannerMachine:
     # Sizing.
 
     def _bounds(self, each: "_SeenPool") -> tuple[int, int]:
-        """Return the fewest and most replicas of a pool at present."""
+        """Return the minimum and the maximum number of replicas that a pool may have at present."""
         if each.seen.pinned:
             return each.seen.wanted, each.seen.wanted
         most = each.pool.most
@@ -415,9 +474,10 @@ class PlannerMachine:
         *,
         drained: bool = False,
     ) -> Mix | None:
-        """Return the cheapest mix within the bounds, of which `least` and `most` may be narrower.
+        """Return the cheapest mix that serves a rate within all limits, or None if the limits contradict each other.
 
-        If `drained` is set, it is the mix that budgets allow after all drains.
+        `least` and `most` may narrow the bounds of the pools. If `drained` is true, draining and removed replicas do
+        not count in the budget.
         """
         candidates = []
         for each in view.pools:
@@ -442,7 +502,10 @@ class PlannerMachine:
         return within_budget(candidates, [replicas[each.pool.name] for each in view.pools], self._budget)
 
     def _load_share(self, view: "_PlanningView", phase: Role) -> float:
-        """Return the present rate as a share of what the phase can serve by the model, whatever goals were missed."""
+        """Return the present rate, as a share of the rate that a phase can serve by the capacity model.
+
+        Earlier missed goals, which lower the usable capacity, are not considered here.
+        """
         most = sum(
             self._rate(view, each.pool, each.seen.ready)
             for each in view.pools
@@ -451,7 +514,10 @@ class PlannerMachine:
         return self._demand.recent_rate * self._model.used_share(phase) / most if most else 0.0
 
     def _shortage(self, view: "_PlanningView", needed: Mix) -> PlanCondition:
-        """Return why the rate cannot be served: a budget, or the most replicas of the pools."""
+        """Return the condition that the limits do not allow enough replicas for the rate.
+
+        It names the limit: a budget, or the maximum number of replicas of the pools.
+        """
         unlimited = solve(
             [each.candidate(*self._bounds(each)) for each in view.pools],
             view.rate,
@@ -492,25 +558,25 @@ class _SeenPool(Struct, frozen=True):
 
 
 class _PlanningView(Struct, frozen=True, kw_only=True):
-    """The state of the pools and the load from which one decision is made."""
+    """Holds the state of the pools and the load from which one decision is made."""
 
     pools: tuple[_SeenPool, ...]
     load: OfferedLoad
     level: float
-    """Requests per second at present."""
+    """Present requests per second, as the mean since the last change (the level)."""
 
     forecast: float
     rate: float
-    """Requests per second that the pools must serve."""
+    """Requests per second for which the pools are sized: the larger one of `level` and `forecast`."""
 
     highest: float
-    """Highest rate of the last cool-down."""
+    """Highest `rate` during the last cool-down."""
 
     horizon: float
-    """Seconds from a decision until its replicas serve."""
+    """Seconds from the end of the demand window until replicas that are requested now would serve."""
 
     quiet: bool
-    """True if the load has ended."""
+    """True if the load has ended: no request has arrived for a while, and none waits or runs."""
 
     @property
     def wanted(self) -> dict[PoolName, int]:

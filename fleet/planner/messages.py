@@ -1,13 +1,17 @@
-"""Messages between planner and orchestrator: plans and observations of pools.
+"""Messages: defines the plans and the observations of pools that planner and orchestrator exchange.
 
 Rules:
 
-1. A plan states the number of replicas of some pools. An operator, a supervisor or another orchestrator executes it. Connectors
-   (`fleet.planner.ports`) lie between planner and orchestrator; all of them use these messages.
-2. The last writer of a pool's number owns it. A planner does not change a number that a person has written (or an HPA, on
-   Kubernetes): the pool is pinned.
-3. A plan rests on an observation. A pool that has changed since the observation is not overwritten.
-4. A wanted number stays valid after its writer has ended. The number before it is kept, so that anybody can return to it.
+1. A plan states the number of replicas of some pools. An orchestrator carries it out: the Kubernetes operator, a
+   supervisor or an external program. Connectors (`fleet.planner.ports`) bring these messages to the orchestrator and
+   back.
+2. Whoever has written a pool's number last owns it. A planner does not change a number that a person (or, on
+   Kubernetes, an HPA) has written: the pool is pinned.
+3. A plan is made from an observation. If a pool has changed after the observation, the plan does not overwrite its
+   number.
+4. A written number stays valid after its writer has ended. The number before the plan is stored as well, so that
+   anybody can restore it. If a plan supersedes an unfinished plan, the number before the first of these plans stays
+   stored.
 """
 
 from enum import StrEnum
@@ -22,87 +26,102 @@ PlanId = NewType("PlanId", str)
 
 
 def worker_prefix(pool: PoolName) -> str:
-    """Return the common prefix of the names of a pool's workers, to which a dash and a number are added.
+    """Return the text with which the names of a pool's workers begin; a dash and a number follow it.
 
     Slashes become dots, because the name is also used as a file name.
     """
     return pool.replace("/", ".")
 
 
-MOST_REPLICAS = 10_000  # limit for one pool; a higher number is probably a typing error
+MOST_REPLICAS = 10_000  # maximum number of replicas of one pool; a higher number is probably a typing error
 Replicas = Annotated[int, Meta(ge=0, le=MOST_REPLICAS)]
 
 
 class PlanWriter(StrEnum):
-    """Writer of a number; the values are field managers in Kubernetes."""
+    """Kinds of writers of a pool's number of replicas. On Kubernetes, the values are names of field managers."""
 
     PLANNER = "fleet-planner"
     PERSON = "fleet-scale"
 
 
 class PoolGapReason(StrEnum):
-    """Why a pool has, or may soon have, another number of replicas than wanted."""
+    """Reasons why a pool does not have the requested number of ready replicas."""
 
     NOT_TAKEN_UP = "not_taken_up"  # the orchestrator has not acted on the plan yet
     UNDER_WAY = "under_way"
     NO_ROOM = "no_room"  # no node, device or quota is left
-    FAILING = "failing"  # replicas start and end again
+    FAILING = "failing"  # replicas start, and end again because of an error
     LIMITED = "limited"  # bounds, budget or ratio forbid the number
 
 
 class PoolObservation(Struct, frozen=True, kw_only=True):
-    """Observation of one pool."""
+    """Describes the state of one pool at one instant."""
 
     name: PoolName
     wanted: int
-    """Number of replicas that was written last."""
+    """Requested number of replicas, as it was written last."""
 
     ready: int
-    """Replicas that serve and do not drain."""
+    """Number of replicas that serve and do not drain."""
 
     draining: int = 0
-    """Replicas that finish their requests and still hold their devices."""
+    """Number of replicas that finish their requests and still hold their GPUs."""
 
     plan: PlanId = PlanId("")
-    """Plan that wrote the number; empty: none."""
+    """Id of the plan that wrote the number, or an empty text if no plan wrote it."""
 
     before: int | None = None
-    """Number that was wanted before; None: unknown."""
+    """Number that was requested before that plan, or None if it is unknown."""
 
     version: str = ""
-    """Changes with each write of the number."""
+    """Version of the requested number, which changes each time that somebody writes the number."""
 
     pinned: str = ""
-    """Why this writer must not change the number; empty: it may."""
+    """Why a planner must not change the number, or an empty text if it may."""
 
     why: PoolGapReason | None = None
-    """Why the number is not reached, or not read by the orchestrator yet; None if neither is so."""
+    """Why the pool does not have the requested replicas, or that the orchestrator has not read the number yet. None if
+    neither is the case."""
 
     message: str = ""
     """Details for a person."""
 
     @property
     def pending(self) -> int:
-        """Wanted replicas that do not serve."""
+        """Number of requested replicas that do not serve yet."""
         return max(0, self.wanted - self.ready)
 
     @property
     def settled(self) -> bool:
-        """True if the pool has the wanted replicas for good; before the orchestrator has read a plan, they may still change."""
+        """True if the pool has the requested replicas, and the orchestrator has no change left to make."""
         return self.wanted == self.ready and not self.draining and self.why is None
 
     @property
     def unfinished(self) -> bool:
-        """True if a plan for this pool is not settled."""
+        """True if a plan wrote the number, and the pool is not settled yet."""
         return bool(self.plan) and not self.settled
 
+    @property
+    def fallback(self) -> int:
+        """The number of replicas to which a later plan is rolled back.
+
+        It is the requested number, without replicas that the last plan has added and that do not serve. If the last
+        plan is unfinished, the later plan supersedes it; if it has ended, there may be no room for these replicas.
+        """
+        if self.before is None or not self.plan or not self.pending:
+            return self.wanted
+        return min(self.wanted, max(self.before, self.ready))
+
     def before_a_write(self, replicas: int) -> int:
-        """Return the value of `before` after `replicas` are written; writing the same number again keeps it."""
-        return self.before if self.before is not None and replicas == self.wanted else self.wanted
+        """Return the value that `before` gets when the number `replicas` is written.
+
+        If the number does not change, `before` does not change either.
+        """
+        return self.before if self.before is not None and replicas == self.wanted else self.fallback
 
 
 class Observation(Struct, frozen=True):
-    """All pools in the order of their names."""
+    """Describes the state of all pools at one instant, in the order of their names."""
 
     pools: tuple[PoolObservation, ...]
 
@@ -111,9 +130,10 @@ class Observation(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """Wanted replicas of some pools."""
+    """States the requested number of replicas of some pools, and the time limit to reach them."""
 
     id: PlanId
     replicas: dict[PoolName, Replicas]
     within: Nanos
-    """Time from writing the plan until its replicas must serve; afterwards the rest is rolled back."""
+    """Time limit, from the writing of the plan, within which its replicas must serve. Replicas that do not serve then
+    are rolled back."""

@@ -1,4 +1,4 @@
-"""Settings of a planner: its goals, pools and sources, and where its plans are written."""
+"""Settings of a planner: define its goals, its pools, its demand source, and the target of its plans."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -13,20 +13,21 @@ from fleet.hardware.latency.linear import EngineLatency
 from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool, check_limits, check_roles
 from fleet.planner.messages import PoolName
 from fleet.planner.rule_settings import IntervalSeconds, PlannerRuleSettings
-from kvstore.net.addresses import host_port, unix_path
+from kvstore.net.addresses import host_port, refuse_plain_key, unix_path
 from kvstore.security.credentials import Credentials
+from kvstore.security.metrics_access import MetricsAccess, MetricsTls
 
 Text = Annotated[str, Meta(min_length=1)]
 
 
 class FolderTarget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="folder"):
-    """A folder in which an orchestrator (`fleet up`, or your own) reads plans and reports the pools."""
+    """Target of plans: a folder in which an orchestrator (`fleet up`, or your own) reads plans and reports pools."""
 
     folder: Text
 
 
 class EtcdTarget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="etcd"):
-    """Two keys in etcd, by which your own orchestrator does the same."""
+    """Target of plans: two keys in etcd, by which your own orchestrator reads plans and reports the pools."""
 
     endpoints: Annotated[tuple[Text, ...], Meta(min_length=1)]
     """host:port of one or several members of the etcd cluster; the next one is asked if one does not answer."""
@@ -44,7 +45,10 @@ class EtcdTarget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
 class KubernetesTarget(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="kubernetes"
 ):
-    """The RoleScalers of a DisaggDeployment. Needs the verbs get on disaggdeployments, list and patch on rolescalers."""
+    """Target of plans: the RoleScalers of a DisaggDeployment.
+
+    The planner needs the verb get on disaggdeployments, and list and patch on rolescalers.
+    """
 
     deployment: Text
     namespace: Text = "default"
@@ -56,7 +60,7 @@ Target = FolderTarget | EtcdTarget | KubernetesTarget
 
 
 class PlanConnectorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Content of a file that says where plans are written."""
+    """Content of a settings file that names only the target of plans."""
 
     connector: Target
 
@@ -66,7 +70,7 @@ Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 
 
 class PlannerMode(StrEnum):
-    """Effect of a planner's decisions."""
+    """Modes of a planner: what happens with its decisions."""
 
     OFF = "off"
     """No decision is made; demand is still collected."""
@@ -81,7 +85,7 @@ class PlannerMode(StrEnum):
 class RouterDemandSettings(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="routers"
 ):
-    """Demand from the control ports of all routers of the model."""
+    """Demand source: the control ports of all routers of the model."""
 
     addresses: Annotated[tuple[Text, ...], Meta(min_length=1)]
     """Control addresses: host:port, or unix:/path."""
@@ -93,7 +97,7 @@ class RouterDemandSettings(
     """Proofs for the routers over TCP, as in their `control_credentials`."""
 
     stale_seconds: Seconds = 5.0
-    """Longest silence of a router; then the planner holds."""
+    """Maximum silence of a router; then the planner holds."""
 
     def __post_init__(self) -> None:
         _check_addresses("addresses", [each for each in self.addresses if not unix_path(each)])
@@ -102,15 +106,27 @@ class RouterDemandSettings(
 class MetricsDemandSettings(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="metrics"
 ):
-    """Demand from the pages /metrics of all routers, where their control ports cannot be reached; it has no sample for rehearsals."""
+    """Demand source: the pages /metrics of all routers, for planners that cannot reach the routers' control ports.
+
+    This source has no sample of requests for rehearsals.
+    """
 
     urls: Annotated[tuple[Text, ...], Meta(min_length=1)]
     """Pages with metrics, such as http://router:8000/metrics."""
+
+    key_file: str = ""
+    """File with a key that may read the pages (`metrics_access` of the routers); empty: none is sent. It is read before each query."""
+
+    insecure: bool = False
+    """Send the key over http to other hosts too. For networks that nobody else is on."""
 
     every_seconds: IntervalSeconds = 5.0
     stale_seconds: Seconds = 15.0
 
     def __post_init__(self) -> None:
+        if self.key_file and not self.insecure:
+            for index, url in enumerate(self.urls):
+                refuse_plain_key(f"urls[{index}]", url, "key_file", "insecure")
         if self.stale_seconds <= self.every_seconds:
             raise ValueError(
                 f"stale_seconds: {self.stale_seconds:g} must exceed every_seconds ({self.every_seconds:g}),"
@@ -121,7 +137,10 @@ class MetricsDemandSettings(
 class PrometheusDemandSettings(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="prometheus"
 ):
-    """Demand from a Prometheus server that scrapes the routers, or from another one with its HTTP API; it has no sample for rehearsals."""
+    """Demand source: a Prometheus server that scrapes the routers, or another server with the HTTP API of Prometheus.
+
+    This source has no sample of requests for rehearsals.
+    """
 
     url: Text
     """Address of the server: ``http://host:port``, with the path before ``/api/v1`` if there is one."""
@@ -135,6 +154,9 @@ class PrometheusDemandSettings(
     token_file: str = ""
     """File with a bearer token; empty: no token is sent. It is read before each query."""
 
+    insecure: bool = False
+    """Send the token over http to another host too. For networks that nobody else is on."""
+
     authority: str = ""
     """Certificates (PEM) that verify the server over https; empty: those of the system."""
 
@@ -142,7 +164,7 @@ class PrometheusDemandSettings(
     """Time between two queries."""
 
     deadline_seconds: Annotated[float, Meta(gt=0, le=60)] = 5.0
-    """Longest time for the answers to all queries of a round."""
+    """Maximum time for the answers to all queries of a round."""
 
     stale_seconds: Seconds = 60.0
     """Greatest age of a sample, and longest time without an answer: four scrapes of the usual 15 seconds."""
@@ -150,6 +172,8 @@ class PrometheusDemandSettings(
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url: {self.url!r} must be http://host:port or https://host:port")
+        if self.token_file and not self.insecure:
+            refuse_plain_key("url", self.url, "token_file", "insecure")
         if self.stale_seconds <= self.every_seconds:
             raise ValueError(
                 f"stale_seconds: {self.stale_seconds:g} must exceed every_seconds ({self.every_seconds:g}),"
@@ -158,13 +182,13 @@ class PrometheusDemandSettings(
 
 
 class FileElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="file"):
-    """Election by a lock on a file: for planners of one machine, or with a common file system that has locks (NFS 4)."""
+    """Leader election by a file lock, for planners on one machine or on a common file system with locks (NFS 4)."""
 
     path: Text
 
 
 class EtcdElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="etcd"):
-    """Election by a key in etcd under a lease."""
+    """Leader election by a key in etcd, which ends with the lease of the leader."""
 
     endpoints: Annotated[tuple[Text, ...], Meta(min_length=1)]
     key: Text = "/fleet/planner/leader"
@@ -180,7 +204,7 @@ class EtcdElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class KubernetesElectionSettings(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="kubernetes"
 ):
-    """Election by a Lease of Kubernetes. Needs the verbs get, create and update on leases."""
+    """Leader election by a Lease of Kubernetes; the planner needs the verbs get, create and update on leases."""
 
     name: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet-planner"
     namespace: str = ""
@@ -194,7 +218,7 @@ class KubernetesElectionSettings(
 class LinearEngineSettings(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="linear"
 ):
-    """Engine of a pool with linear step times, such as the simulated engine."""
+    """Describes the engine of a pool whose step times are linear, such as the simulated engine."""
 
     latency: EngineLatency = EngineLatency()
     speedup: Annotated[float, Meta(gt=0)] = 1.0
@@ -205,13 +229,13 @@ class LinearEngineSettings(
     """Tokens of KV that one replica holds."""
 
     step_tokens: Positive = 2048
-    """Most prompt tokens of one step."""
+    """Maximum number of prompt tokens of one step."""
 
     bytes_per_token: Annotated[float, Meta(ge=0)] = 64.0
 
 
 class GpuEngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="gpu"):
-    """Engine of a pool on GPUs, whose step times are estimated from the model and the GPU (`fleet hardware`)."""
+    """Describes the engine of a pool on GPUs; its step times are estimated from the model and the GPU."""
 
     model: Text
     """Folder with a Hugging Face config.json, or that file, or the repository of a model that Fleet knows."""
@@ -226,7 +250,7 @@ class GpuEngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class LoadRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="load"):
-    """A simple rule that needs no model of the engines: a number of requests for each replica, as with KEDA."""
+    """Settings of the simple rule: it gives each replica a number of requests, as KEDA does, without engine models."""
 
     requests_per_replica: Annotated[float, Meta(gt=0, le=1e6)]
     """Running and waiting requests that one replica should have."""
@@ -247,7 +271,7 @@ class RehearsalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     enabled: bool = True
     limit_seconds: Annotated[float, Meta(gt=0, le=60)] = 10.0
-    """Longest rehearsal; then it is skipped, and the plan says so."""
+    """Maximum rehearsal; then it is skipped, and the plan says so."""
 
 
 class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -292,6 +316,12 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     metrics_listen: str = ""
     """host:port of /metrics; empty: there is none."""
+
+    metrics_access: MetricsAccess = MetricsAccess()
+    """Access to the metrics of `metrics_listen`."""
+
+    metrics_tls: MetricsTls = MetricsTls()
+    """TLS of `metrics_listen`."""
 
     history: str = ""
     """File for the records of plans as JSON lines; empty: none. It is rotated, so that two files remain."""

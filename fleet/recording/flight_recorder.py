@@ -2,14 +2,14 @@
 
 Rules:
 
-1. Recording never stops or delays a router: a thread writes the lines, ten times a second. An error ends only the
-   recording, with a log message.
-2. A recording is bounded. It ends when it reaches `most_bytes`, or when more than `MAX_BACKLOG_BYTES` wait for the
-   disk. A part of a recording can be replayed only from its start, so the start is kept.
+1. Recording never stops or delays a router, because a thread writes the lines, ten times a second. An error ends only the recording, and is
+   logged.
+2. The size of a recording is limited. It ends when it has `most_bytes`, or when more than `MAX_BACKLOG_BYTES` wait for the disk. Later
+   events are then lost, and not the first ones, because a recording can be replayed only from its start.
 3. An existing file is the recording of an earlier process. It is renamed to `.1`, an earlier one to `.2` and so on; the
-   last `KEPT_RECORDINGS` are kept. A recording has the suffix `.new` until the first event. Routers that end before their
-   first event therefore do not rename earlier files.
-4. The events are complete: an event on which the machine fails is recorded too.
+   last `KEPT_RECORDINGS` are kept. A recording has the suffix `.new` until its first event. So a router that ends before
+   its first event does not rename earlier recordings.
+4. All events are recorded, even an event for which the machine raises an error.
 """
 
 import logging
@@ -29,7 +29,7 @@ from fleet.core.requests import TokenBytes
 from fleet.core.system_clock import unix_seconds
 from fleet.recording.format import FORMAT, Keys, RecordingHead, end_line, entry_line, head_line
 from fleet.router.messages import Command, RouterEvent
-from fleet.router.observer import ObservedMachine, Observer
+from fleet.router.observer import ObservedMachine, Observer, Observers
 from fleet.router.policy import PlacementPolicy
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import PromptHasher, hash_prompt
@@ -39,16 +39,16 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 MAX_BACKLOG_BYTES = 64 * MIB
 WRITE_INTERVAL_SECONDS = 0.1
-STOP_SECONDS = 5.0  # longest time to write the remaining lines when the router ends
-KEPT_RECORDINGS = 3  # number of earlier recordings that are kept
+STOP_SECONDS = 5.0  # time limit to write the remaining lines when the router ends
+KEPT_RECORDINGS = 3  # number of recordings of earlier processes that are kept
 DISTRIBUTION = "fleet-serving"
 
 
 class FlightRecorder:
-    """Writes one recording. Implements `fleet.router.observer.Observer`, and hashes prompts for the router's machine."""
+    """Writes one recording. Implements `fleet.router.observer.Observer`, and hashes prompts for the router machine."""
 
     def __init__(self, path: Path, most_bytes: int, head: RecordingHead, hasher: PromptHasher = hash_prompt):
-        """Open the recording at `path`, of at most `most_bytes`. The results of `hasher` are recorded.
+        """Open the recording at `path`. It gets at most `most_bytes` bytes. The results of `hasher` are recorded too.
 
         Raises:
             ConfigurationRefused: The file cannot be written.
@@ -56,10 +56,10 @@ class FlightRecorder:
         self._path = path
         self._hasher = hasher
         self._remaining_bytes = most_bytes
-        self._keys: list[Keys] = []  # keys of the prompts that were hashed since the last event
-        self._lines: deque[bytes] = deque()  # lines that the thread has to write
-        self._enqueued = 0  # number of bytes that were passed to the thread
-        self._written = 0  # number of bytes that the thread has written
+        self._keys: list[Keys] = []  # block keys of the prompts that were hashed since the last event
+        self._lines: deque[bytes] = deque()  # lines that the thread has not taken yet
+        self._enqueued = 0  # number of bytes that were passed to the thread so far
+        self._written = 0  # number of bytes that the thread has written so far
         self._has_event = False  # True if an event was recorded
         self._ended = False  # True if the recording has ended
         self._stop = threading.Event()
@@ -70,7 +70,7 @@ class FlightRecorder:
         try:
             _new_path(path).touch(mode=0o600)
             file = _new_path(path).open("wb", buffering=0)
-        except (OSError, ValueError) as error:  # ValueError: the name contains NUL
+        except (OSError, ValueError) as error:  # ValueError is raised if the name contains NUL
             raise ConfigurationRefused(f"record: {path}: {getattr(error, 'strerror', error)}") from error
         self._add(head_line(head))
         self._thread = threading.Thread(target=self._write, args=(file,), name="flight recorder", daemon=True)
@@ -91,19 +91,19 @@ class FlightRecorder:
         keys, self._keys = self._keys, []
         try:
             self._add(entry_line(now, event, keys, commands))
-        except Exception:  # supervisor: the router goes on without a recording
+        except Exception:  # supervisor: the router continues without a recording
             log.exception("recording stopped, an event cannot be written", extra={"event": type(event).__name__})
             self._end(f"a {type(event).__name__} could not be written")
 
     def hash(self, tokens: TokenBytes, block_tokens: int, salt: bytes) -> Keys:
-        """Return the keys of a prompt and record them with the next event."""
+        """Return the block keys of a prompt, and record them with the next event."""
         keys = self._hasher(tokens, block_tokens, salt)
         if not self._ended:
             self._keys.append(keys)
         return keys
 
     def close(self, why: str) -> None:
-        """Write the remaining lines, within `STOP_SECONDS`."""
+        """End the recording for the reason `why`, and write the remaining lines within `STOP_SECONDS`."""
         self._end(why)
         self._stop.set()
         self._thread.join(STOP_SECONDS)
@@ -129,7 +129,7 @@ class FlightRecorder:
             self._keys = []
             self._enqueue(end_line(why))
 
-    # The following methods run in the thread.
+    # The thread runs the following methods.
 
     def _write(self, file: BinaryIO) -> None:
         try:
@@ -161,7 +161,7 @@ class FlightRecorder:
 def open_recorded_machine(
     settings: RouterSettings, seed: int, policy: PlacementPolicy, now: Nanos, *, also: Observer | None = None
 ) -> tuple[ObservedMachine, FlightRecorder]:
-    """Return a router's machine and the recorder that observes it. The observer `also` is called after the recorder.
+    """Return a router's machine, and the recorder that observes it. If `also` is given, the machine calls it after the recorder.
 
     Raises:
         ConfigurationRefused: The file cannot be written.
@@ -175,19 +175,8 @@ def open_recorded_machine(
         settings=settings,
     )
     recorder = FlightRecorder(Path(settings.record), settings.record_mib * MIB, head)
-    observer: Observer = recorder if also is None else _ObserverPair(recorder, also)
+    observer: Observer = recorder if also is None else Observers(recorder, also)
     return ObservedMachine(settings, Random(seed), policy, recorder.hash, observer=observer), recorder
-
-
-class _ObserverPair:
-    """Calls two observers in order."""
-
-    def __init__(self, first: Observer, second: Observer):
-        self._first, self._second = first, second
-
-    def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:
-        self._first(now, event, commands)
-        self._second(now, event, commands)
 
 
 def _new_path(path: Path) -> Path:
@@ -195,7 +184,7 @@ def _new_path(path: Path) -> Path:
 
 
 def _rotate(path: Path) -> None:
-    """Rename earlier recordings, and this one to its final name (rule 3)."""
+    """Rename the recordings of earlier processes, and give this recording its final name (rule 3)."""
     earlier = [path.with_name(f"{path.name}.{number}") for number in range(KEPT_RECORDINGS, 0, -1)]
     for later, sooner in pairwise([*earlier, path, _new_path(path)]):
         if sooner.exists():

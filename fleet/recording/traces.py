@@ -1,17 +1,20 @@
-"""Traces: recorded requests from files, as chains of blocks. Files are plain or compressed by gzip.
+"""Traces: reads recorded requests from files. A prompt is described by its chain of blocks. Files may be compressed by gzip.
 
-The format follows from the first line:
+The format is recognised by the first line:
 
-- *mooncake*: one request a line, `timestamp` (ms), `input_length`, `output_length` (tokens), and `hash_ids`: one id for
-  each started block of 512 tokens; equal prefixes have equal ids. From the paper "Mooncake" (FAST 2025).
+- *mooncake*: one request a line, `timestamp` (ms), `input_length`, `output_length` (tokens), and `hash_ids`, which has one id for each
+  block of 512 tokens (the last block may be partly filled). Equal prefixes have equal ids. The format comes from the paper "Mooncake" (FAST
+  2025).
 - *agentic*: one session a line; see `fleet.recording.agentic_traces`.
 - *azure*: CSV of times and lengths; see `fleet.recording.azure_traces`.
-- *records*: output of `fleet sim run --requests`, one request a line: `arrival` (ns), `prompt_tokens`, `max_tokens` or
-  `output_tokens`, `session`, and with `--with-blocks` also `block_tokens` and `hash_ids`. They are in the order of
-  their ends, so reading them takes memory for all of them.
+- *records*: output of `fleet sim run --requests`, one request a line: `arrival` (ns), `prompt_tokens`, `max_tokens` or `output_tokens`,
+  `session`, and with `--with-blocks` also `block_tokens` and `hash_ids`. The rows are in the order in which the requests ended, so all of
+  them are held in memory and sorted.
+- *access*: access records of a router (`fleet.recording.access_records`). Prompts share no blocks, because their content is not
+  known. Requests that were refused are left out, and so are those whose prompt an external server has tokenized.
 - *recording*: a recording of a router; see `fleet.recording.traffic`.
 
-Rows are read one by one, so memory does not grow with the file unless rows must be sorted.
+Rows are read one by one, so the memory that is needed does not grow with the file, except if rows must be sorted.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,6 +25,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from fleet.core.clock import MILLISECOND, Nanos
+from fleet.recording.access_records import SCHEMA
 from fleet.recording.agentic_traces import BLOCK_TOKENS, TraceSession, agentic_requests, agentic_sessions
 from fleet.recording.azure_traces import TIME, azure_requests, is_header
 from fleet.recording.trace_rows import (
@@ -42,7 +46,7 @@ from kvstore.eviction.trace_replay import TraceRequest
 
 LIVE_SESSIONS = 64
 FIRST_UNSHARED_NAME = 1 << 62
-"""First name for blocks of unknown content, which is larger than all names that a trace may use."""
+"""The smallest name that this module gives to blocks of unknown content. All names in traces must be smaller numbers."""
 
 ALL_ROWS = RowSelection()
 
@@ -50,17 +54,17 @@ Instant = Annotated[int, Meta(ge=0, lt=FIRST_UNSHARED_NAME)]
 
 
 class TraceFile(Struct, frozen=True, kw_only=True):
-    """A trace whose first row was checked. Each call reads the file again, and may raise `TraceError` at any row."""
+    """A trace file whose first row was checked. Each call of its functions reads the file again, and may raise `TraceError`."""
 
-    format: str  # "mooncake", "agentic", "azure", "records" or "recording"
+    format: str  # "mooncake", "agentic", "azure", "records", "access" or "recording"
     block_tokens: int
-    requests: Callable[[], Iterator[TraceRequest]]  # returns the requests in the order of their arrival
-    sessions: Callable[[], Iterator[TraceSession]] | None  # returns the sessions; None if the format has no sessions
-    count: Callable[[], int] | None  # returns the number of requests without parsing rows; None if a row has several
+    requests: Callable[[], Iterator[TraceRequest]]  # yields the requests in the order of their arrival
+    sessions: Callable[[], Iterator[TraceSession]] | None  # yields the sessions; None if the format has no sessions
+    count: Callable[[], int] | None  # returns the number of requests without decoding them; None if that is impossible
 
 
 class Trace(Struct, frozen=True, kw_only=True):
-    """Requests in the order of their arrival."""
+    """All requests of a trace, in the order of their arrival."""
 
     format: str
     block_tokens: int
@@ -78,14 +82,21 @@ class _Record(Struct, frozen=True):
     arrival: Instant
     prompt_tokens: Tokens
     output_tokens: Count = 0
-    max_tokens: Count = 0  # most tokens of the answer that the client asked for
+    max_tokens: Count = 0  # maximum number of answer tokens that the client asked for; 0: not recorded
     session: Count = 0
     block_tokens: Tokens | None = None
     hash_ids: tuple[Instant, ...] | None = None
 
 
+class _AccessRow(Struct, frozen=True):
+    arrival: Instant
+    prompt_tokens: Count | None = None
+    output_tokens: Count | None = None
+    session_id: str = ""
+
+
 def read_trace(path: Path, *, live_sessions: int = LIVE_SESSIONS) -> Trace:
-    """Return all requests of a file, with `live_sessions` concurrent sessions in formats with sessions.
+    """Return all requests of a file. In formats with sessions, `live_sessions` sessions run concurrently.
 
     Raises:
         TraceError: The file cannot be read, or a row is malformed.
@@ -107,8 +118,8 @@ def open_trace(
     Args:
         path: The file.
         live_sessions: Concurrent sessions, for formats with sessions.
-        cut: The selected rows. If it skips rows at the start, arrivals count from the first selected one.
-        sort: True if rows may be in any order; then all rows are in memory while they are read.
+        cut: The rows to use. If rows at the start are left out, arrivals are times since the first row that is used.
+        sort: True if rows may be in any order. Then all rows are held in memory.
         block_tokens: The block size for formats that do not state one.
 
     Raises:
@@ -116,7 +127,7 @@ def open_trace(
     """
     lines = read_lines(path)
     first = next(lines, None)
-    del lines  # deleting the generator closes the file
+    del lines  # deleting the iterator closes the file
     if first is None:
         raise TraceError(f"{path}: is empty")
     if is_header(first[1]):
@@ -148,6 +159,15 @@ def open_trace(
             sessions=lambda: agentic_sessions(path, read_rows(path, cut)),
             count=None,
         )
+    if keys.get("schema") == SCHEMA:
+        return _of_requests(
+            "access",
+            block_tokens,
+            rows=lambda: read_rows(path, cut),
+            read=lambda rows: _access_records(path, rows, block_tokens),
+            sort=True,
+            from_first=True,
+        )
     if "arrival" in keys and "prompt_tokens" in keys:
         size = decode_row(path, *first, _Record).block_tokens or block_tokens
         return _of_requests(
@@ -173,7 +193,7 @@ def _of_requests(
     sort: bool,
     from_first: bool,
 ) -> TraceFile:
-    """Return the trace of a file in whose format a row is a request."""
+    """Return a trace file in a format in which each row is one request."""
 
     def requests() -> Iterator[TraceRequest]:
         each = read(rows())
@@ -216,7 +236,7 @@ def _from_first(requests: Iterator[TraceRequest]) -> Iterator[TraceRequest]:
 
 
 class _UnsharedNames:
-    """Makes names for blocks that no other prompt shares."""
+    """Makes names for blocks of prompts that share no blocks with other prompts."""
 
     def __init__(self, block_tokens: int):
         self._block_tokens = block_tokens
@@ -255,6 +275,18 @@ def _records(path: Path, lines: Iterator[TraceLine], block_tokens: int) -> Itera
         yield TraceRequest(
             Nanos(row.arrival), row.prompt_tokens, chain, row.max_tokens or row.output_tokens, row.session
         )
+
+
+def _access_records(path: Path, lines: Iterator[TraceLine], block_tokens: int) -> Iterator[TraceRequest]:
+    names = _UnsharedNames(block_tokens)
+    sessions: dict[str, int] = {"": 0}
+    for number, line in lines:
+        row = decode_row(path, number, line, _AccessRow)
+        if row.prompt_tokens:
+            session = sessions.setdefault(row.session_id, len(sessions))
+            yield TraceRequest(
+                Nanos(row.arrival), row.prompt_tokens, names(row.prompt_tokens), row.output_tokens or 0, session
+            )
 
 
 def _check_chain(path: Path, number: int, chain: tuple[int, ...], tokens: int, block_tokens: int) -> None:

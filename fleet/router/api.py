@@ -18,7 +18,7 @@ from fleet.router.state.snapshot import Explanation, RemotePrefillSnapshot, Rout
 
 
 class RouterApi(Protocol):
-    """The router as its callers see it; `RouterServer` documents the methods."""
+    """Interface of the router for its callers. The class `RouterServer` implements it and documents the methods."""
 
     on_change: Callable[[], None] | None
 
@@ -47,6 +47,10 @@ class RouterApi(Protocol):
     def booked(self) -> Mapping[WorkerId, ReservationTotals]: ...
 
     def decision(self, request_id: RequestId) -> Decision | None: ...
+
+    def decisions(self, request_id: RequestId) -> tuple[Decision, ...]: ...
+
+    def queue_seconds(self, request_id: RequestId) -> float | None: ...
 
     def fingerprint(self, request_id: RequestId) -> str: ...
 

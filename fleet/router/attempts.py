@@ -2,20 +2,21 @@
 
 Rules:
 
-1. A request has one attempt at a time. Each attempt has an id that is used once: late messages of an attempt that was given up find
-   nothing, and a client may reuse the id of a request that has ended.
+1. A request has one attempt at a time. Each attempt has an id that is used once: late messages of an attempt that was
+   aborted find nothing, and a client may reuse the id of a request that has ended.
 2. An engine computes prompts in the order in which it gets them, and a long one delays all later ones. So a worker gets prompts only
    while it has fewer than `prefill_window_tokens` to compute. The other prompts wait in the worker's prefill queue, where they
    can still be overtaken. Their attempts have begun, but the worker has not been sent anything.
 3. A queued prompt holds the same reservations as a sent one; only its dispatch is delayed. So placement sees the same
    loads with prefill queues and without.
-4. The lowest queue position goes first (`fleet.router.queueing.admission_queue`): it depends on priorities, and prefers short prompts
-   as far as the settings say. A position is an instant, so nobody is overtaken for ever.
-5. Tokens count until the prompt is computed or its attempt ends for another reason. A prompt longer than the window is sent when
-   no other prompt is before it.
-6. The predicted wait follows from the worker's prefill rate: computed prompt tokens over the seconds in which there were any to
-   compute, where recent ones count more. The progress of the current prompts is not known, but their beginning is, so that time
-   is subtracted from what they still need.
+4. The prompt with the lowest queue position is sent first (`fleet.router.queueing.admission_queue`). The position depends on the arrival,
+   on the priority and, if the settings say so, on the length of the prompt. It is an instant that never changes, so no prompt is overtaken
+   for ever.
+5. The tokens of a sent prompt count against the window until the prompt is computed, or until its attempt ends for another reason. A prompt
+   that is longer than the window is sent under the same condition as a short one.
+6. The predicted wait is computed from the worker's prefill rate: the computed prompt tokens, divided by the seconds in which the worker had
+   tokens to compute. Recent tokens count more. The router does not know how far the current prompts are, but it knows when the worker began
+   with them, and subtracts the time since then from their predicted time.
 7. What follows the loss of a worker, such as another attempt elsewhere, is decided in `fleet.router.machine` (its rule 4).
 """
 
@@ -34,9 +35,10 @@ from fleet.router.queueing.admission_queue import OrderedRequests, queue_positio
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import Attempt, LiveRequest, attempt_id
 
-# seconds of computing after which a measurement weighs 1/e; a prompt of 100,000 tokens takes about as long
+# after so many seconds of computing, the weight of a measurement has fallen to 1/e; 100,000 prompt tokens take about as long
 MEMORY_SECONDS = 20.0
-EVIDENCE = 3  # fewest measured prompts before the rate is used; the first one may include a compilation
+# Number of measured prompts from which on the rate is used; the first one may include a compilation in the engine.
+EVIDENCE = 3
 
 _PREFILL, _DECODE = Phase.PREFILL, Phase.DECODE  # module variables are ten times as fast as enum attributes
 
@@ -50,7 +52,8 @@ class Attempts:
         self._attempts: dict[RequestId, Attempt] = {}
         self._rates: dict[WorkerId, PrefillRate] = {}  # rates of the workers that were sent a prompt
         self._begun = 0
-        self.opened = self._queues.opened  # while it is not empty, `move` may have prompts to send
+        # Workers whose prefill queues may send a prompt now; call `move` while there are any.
+        self.opened = self._queues.opened
         self.get = self._attempts.get
         """Return the attempt with this id, or None."""
 
@@ -58,6 +61,10 @@ class Attempts:
     def waiting(self) -> int:
         """The number of prompts in prefill queues."""
         return len(self._queues)
+
+    def is_waiting(self, live: LiveRequest) -> bool:
+        """Return whether a request's prompt is in a prefill queue."""
+        return self._queues.holds(live.id)
 
     def begin(
         self,
@@ -69,7 +76,7 @@ class Attempts:
         *,
         handoff: Handoff | None = None,
     ) -> None:
-        """Begin an attempt of a request on a worker; it is sent now or as soon as the prefill queue allows."""
+        """Begin an attempt of a request on a worker. The attempt is sent now, or as soon as the worker's prefill queue allows it."""
         self._begun += 1
         attempt = Attempt(id=attempt_id(live.id, self._begun), request_id=live.id, worker_id=worker_id, phase=phase)
         live.attempt = attempt
@@ -78,18 +85,18 @@ class Attempts:
             self._send(live, attempt, now, out, handoff)
 
     def computed(self, live: LiveRequest, now: Nanos) -> None:
-        """Note that a prompt is computed, so the next one in the worker's prefill queue may go."""
+        """Record that the worker has computed the prompt of a request, so that the worker's prefill queue may send the next prompt."""
         if (tokens := self._queues.leave(live.id)) and live.attempt is not None:
             self._rates[live.attempt.worker_id].computed(tokens, now)
             self._note_idle(live.attempt.worker_id)
 
     def _note_idle(self, worker_id: WorkerId) -> None:
-        """Stop the worker's prefill clock if it has nothing more to compute."""
+        """Stop the clock of the worker's prefill rate if the worker has no more tokens to compute."""
         if not self._queues.sent_tokens(worker_id):
             self._rates[worker_id].idle()
 
     def seconds_to_wait(self, live: LiveRequest, placed: Decision, now: Nanos) -> float | None:
-        """Return the estimated seconds that a prompt would wait until the chosen worker computes it.
+        """Return the estimated seconds that a prompt would wait in the prefill queue of the chosen worker.
 
         The result is None if the prompt would not wait in the prefill queue, or if too little was measured.
         """
@@ -99,17 +106,21 @@ class Attempts:
         held = self._queues.held_tokens(worker_id, live.arrived.priority)
         return self._rates[worker_id].seconds_to_wait(self._queues.sent_tokens(worker_id), held, now)
 
+    def full_prefill_queues(self) -> list[WorkerId]:
+        """Return the workers for which a new prompt has to wait in the prefill queue."""
+        return self._queues.full_workers()
+
     def forget(self, worker_id: WorkerId) -> None:
         """Forget the prefill rate of a worker that has left."""
         self._rates.pop(worker_id, None)
 
     def stop(self, live: LiveRequest, out: list[Command]) -> None:
-        """Cancel the attempt on its worker, if the worker was sent it."""
+        """Cancel the attempt of a request on its worker, if it was sent to the worker."""
         if live.attempt is not None and not self._queues.holds(live.id):
             out.append(CancelAttempt(worker_id=live.attempt.worker_id, request_id=live.attempt.id))
 
     def end(self, live: LiveRequest) -> None:
-        """End the attempt of a request; nothing happens if it has none."""
+        """End the attempt of a request. Do nothing if the request has no attempt."""
         if live.attempt is not None:
             if self._queues.leave(live.id) and live.attempt.worker_id in self._rates:
                 self._note_idle(live.attempt.worker_id)
@@ -117,12 +128,12 @@ class Attempts:
             live.attempt = None
 
     def move(self, requests: Mapping[RequestId, LiveRequest], now: Nanos, out: list[Command]) -> None:
-        """Send the prompts that their workers are about to compute.
+        """Send queued prompts to all workers that have fewer tokens to compute than the prefill window.
 
         Args:
             requests: All live requests.
-            now: The instant.
-            out: The list that gets the commands.
+            now: The present instant.
+            out: The list to which the commands are appended.
         """
         while (request_id := self._queues.next()) is not None:
             live = requests[request_id]
@@ -131,7 +142,7 @@ class Attempts:
             self._send(live, live.attempt, now, out)
 
     def _goes_at_once(self, live: LiveRequest, worker_id: WorkerId, now: Nanos) -> bool:
-        """Return whether a prompt is sent to its worker now; else `move` sends it later."""
+        """Return True if a prompt can be sent to its worker now. Otherwise put it into the prefill queue, from which `move` sends it."""
         arrived, settings = live.arrived, self.settings
         if arrived.only_end or arrived.external:
             return True  # sent at once, because the router may never learn when this prompt is computed
@@ -165,7 +176,7 @@ class Attempts:
             request_id=attempt.id,
             phase=phase,
             tokens=live.prompt,
-            sampling=live.sampling(max_tokens=1 if prefills else live.remaining_tokens),
+            sampling=live.sampling(max_tokens=1 if prefills or arrived.pooling is not None else live.remaining_tokens),
             salt=arrived.salt,
             handoff=handoff,
             kv_path=placed.kv_path if prefills else None,
@@ -175,11 +186,13 @@ class Attempts:
             adapter="" if arrived.adapter is None else arrived.adapter.name,
             parsing=arrived.parsing,
             generated_tokens=len(live.sent),
+            pooling=arrived.pooling,
+            images=arrived.images,
         )
         out.append(Dispatch(worker_id=attempt.worker_id, start=start))
 
     def check(self, requests: Mapping[RequestId, LiveRequest]) -> None:
-        """Assert that these requests have exactly these attempts, and that no prompt waits without a cause."""
+        """Assert that the recorded attempts are exactly those of the live requests `requests`, and that the prefill queues are consistent."""
         self._queues.check()
         assert {
             live.attempt.id: live.attempt for live in requests.values() if live.attempt is not None
@@ -189,27 +202,28 @@ class Attempts:
 class _QueuedPrompt(Struct):
     worker_id: WorkerId
     tokens: int  # tokens that the worker has to compute
-    rank: int = 0  # this field and the next two are set only for prompts that have waited
+    rank: int = 0  # `rank`, `seq` and `priority` are set only for prompts that have waited
     seq: int = 0
     priority: int = 0
     sent: bool = True
 
 
 class PrefillQueues:
-    """The prefill queues of all workers. Nothing is kept for a worker without prompts."""
+    """Keeps the prefill queues of all workers. Nothing is kept for a worker without prompts."""
 
     def __init__(self, window_tokens: int) -> None:
         """Start without prompts.
 
         Args:
-            window_tokens: The prompt tokens that a worker gets ahead; 0: all prompts are sent at once.
+            window_tokens: The prefill window: a worker with so many prompt tokens to compute is sent no more prompts;
+                0: no limit.
         """
         self._window = window_tokens
-        self._tokens: dict[WorkerId, int] = {}  # for each worker, the tokens that it was sent and has not computed
-        self._held: dict[WorkerId, OrderedRequests] = {}  # waiting prompts of each worker that has any
+        self._tokens: dict[WorkerId, int] = {}  # prompt tokens that each worker was sent and has not computed yet
+        self._held: dict[WorkerId, OrderedRequests] = {}  # the prefill queue of each worker that has one
         self._prompts: dict[RequestId, _QueuedPrompt] = {}
         self.opened: dict[WorkerId, None] = {}
-        """Workers that may have room since a prompt left; `next` may return a request while there is one."""
+        """Workers that may have room again because a prompt has left. While there are any, `next` may return a request."""
         self._waiting = 0
 
     def __len__(self) -> int:
@@ -217,10 +231,10 @@ class PrefillQueues:
         return self._waiting
 
     def enter(self, request_id: RequestId, worker_id: WorkerId, tokens: int) -> bool:
-        """Note that a request was placed on a worker that has to compute some of its tokens.
+        """Record that a request was placed on a worker, which has to compute `tokens` of its prompt.
 
         Returns:
-            True if the prompt is sent at once; else the caller calls `wait`.
+            True if the prompt is sent at once. Otherwise the caller has to call `wait`.
         """
         if not self._window:
             return True
@@ -234,7 +248,7 @@ class PrefillQueues:
     def wait(
         self, request_id: RequestId, worker_id: WorkerId, tokens: int, *, rank: int, seq: int, priority: int = 0
     ) -> None:
-        """Put a prompt into the worker's queue; `next` will return it."""
+        """Put a prompt into the worker's queue, from which `next` takes it later."""
         self._prompts[request_id] = _QueuedPrompt(worker_id, tokens, rank, seq, priority, sent=False)
         if (held := self._held.get(worker_id)) is None:
             held = self._held[worker_id] = OrderedRequests()
@@ -242,10 +256,10 @@ class PrefillQueues:
         self._waiting += 1
 
     def leave(self, request_id: RequestId) -> int:
-        """Remove a prompt that is computed or given up; nothing happens if it is unknown.
+        """Remove a prompt that is computed or whose attempt has ended. Do nothing if the prompt is unknown.
 
         Returns:
-            The number of tokens that its worker was sent to compute; 0 if the prompt was not sent.
+            The number of tokens that the worker has to compute of this prompt; 0 if the prompt was not sent.
         """
         if (prompt := self._prompts.pop(request_id, None)) is None:
             return 0
@@ -262,17 +276,21 @@ class PrefillQueues:
         return prompt.tokens
 
     def full(self, worker_id: WorkerId) -> bool:
-        """Return whether a prompt for this worker has to wait."""
+        """Return whether a new prompt for this worker has to wait in the prefill queue."""
         if not self._window:
             return False
         return worker_id in self._held or self._tokens.get(worker_id, 0) >= self._window
 
+    def full_workers(self) -> list[WorkerId]:
+        """Return the workers for which `full` is true."""
+        return [worker_id for worker_id in self._tokens if self.full(worker_id)]
+
     def sent_tokens(self, worker_id: WorkerId) -> int:
-        """Return the tokens that a worker was sent and has not computed."""
+        """Return the number of prompt tokens that a worker was sent and has not computed yet."""
         return self._tokens.get(worker_id, 0)
 
     def held_tokens(self, worker_id: WorkerId, priority: int) -> int:
-        """Return the prompt tokens that wait for a worker, of prompts with at least this priority and of any length.
+        """Return how many tokens the prompts with at least this priority have that wait for a worker.
 
         Prompts of every length count, because short prompts that arrive later overtake long ones. If only the prompts that are ahead now
         counted, the predicted wait of a long prompt would be too short.
@@ -282,12 +300,12 @@ class PrefillQueues:
         return sum(prompt.tokens for prompt in prompts if prompt.priority >= priority)
 
     def holds(self, request_id: RequestId) -> bool:
-        """Return whether a request's prompt waits."""
+        """Return whether the prompt of a request is in a prefill queue."""
         prompt = self._prompts.get(request_id)
         return prompt is not None and not prompt.sent
 
     def next(self) -> RequestId | None:
-        """Return a request whose prompt goes now, and count it as sent; None if no queue may send."""
+        """Take a waiting prompt whose worker has room, count it as sent, and return its request id; None if there is no such prompt."""
         while self.opened:
             worker_id = next(iter(self.opened))
             held = self._held.get(worker_id)
@@ -313,7 +331,7 @@ class PrefillQueues:
         self._waiting -= 1
 
     def check(self) -> None:
-        """Assert that the sums are those of the prompts, and that no prompt waits without a cause."""
+        """Assert that the sums of tokens match the prompts, and that prompts wait only for workers that are full."""
         assert not self.opened
         assert self._waiting == sum(not prompt.sent for prompt in self._prompts.values())
         sent: dict[WorkerId, int] = {}
@@ -338,16 +356,16 @@ class PrefillRate:
         self._since: Nanos | None = None
 
     def busy(self, now: Nanos) -> None:
-        """Note that the worker has tokens to compute."""
+        """Record that the worker has prompt tokens to compute from now on."""
         if self._since is None:
             self._since = now
 
     def idle(self) -> None:
-        """Note that the worker has no tokens to compute."""
+        """Record that the worker has no more prompt tokens to compute."""
         self._since = None
 
     def computed(self, tokens: int, now: Nanos) -> None:
-        """Note that the worker has computed a prompt."""
+        """Record that the worker has computed so many tokens of a prompt."""
         if self._since is None:
             return
         seconds = max(0, now - self._since) / SECOND
@@ -358,12 +376,12 @@ class PrefillRate:
         self._since = now
 
     def seconds_to_wait(self, sent: int, held: int, now: Nanos) -> float | None:
-        """Return the estimated seconds until a prompt is computed; None if too little was measured.
+        """Return the estimated seconds until the worker has computed these tokens; None if too little was measured.
 
         Args:
             sent: Tokens that the worker was sent and has not reported as computed.
-            held: Waiting tokens that go first.
-            now: The instant.
+            held: Tokens of the waiting prompts that are computed after those and before the prompt in question.
+            now: The present instant.
         """
         if self._computed < EVIDENCE or self._seconds <= 0 or self._tokens <= 0:
             return None

@@ -4,14 +4,14 @@ Rules:
 
 1. The predictions observe a router's machine (`fleet.router.observer`) and know what it knows: which attempt is where, how much of
    each prompt is to be computed, and when tokens came. Engines report nothing more.
-2. A worker computes prompts in the order in which they were sent. The remaining time of the earlier prompts and its own time
-   predict a prompt's first token when the prompt is sent. Prompts whose first tokens come together were computed together.
-   Nothing is predicted for a prompt that has to wait for answers to end, because the batch or the KV cache is full.
+2. A worker computes prompts in the order in which they were sent. The remaining time of the earlier prompts and its own time predict a
+   prompt's first token when the prompt is sent. Prompts whose first tokens come in one message are counted as computed together. Nothing is
+   predicted for a prompt that has to wait for answers to end, because the batch or the KV cache is full.
 3. The gap between two tokens is predicted from the requests that decode at that time. Gaps in which a prompt was computed are left
    out, because they last as long as that prompt's steps.
 4. Each prediction is made twice: by the profile alone, and corrected by what was learned about this worker
    (`fleet.hardware.latency.correction`: one line for prompts, one for gaps). Predictions are never changed later, and errors are counted for both.
-5. A new incarnation of a worker is learned anew. Attempts that are cancelled, rejected or lost teach nothing.
+5. A new incarnation of a worker is learned anew. Nothing is learned from attempts that are cancelled, rejected or lost.
 6. Memory: the current attempts, the last `REMEMBERED` errors of a worker, the results of as many workers that have left, and
    `ALARMS` alarms.
 """
@@ -26,9 +26,9 @@ from typing import Protocol
 from msgspec import Struct
 
 from fleet.core.clock import SECOND, Nanos
-from fleet.core.ids import RequestId, WorkerId
+from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, Finish
-from fleet.core.roles import Phase
+from fleet.core.roles import Phase, Role
 from fleet.core.work import Progress, WorkerDescription
 from fleet.hardware.latency.correction import LONGEST, Correction
 from fleet.hardware.latency.step_model import pairs
@@ -47,14 +47,14 @@ from fleet.router.placement.decision import Decision
 from fleet.router.state.live_requests import request_of
 
 CLOSE = 0.2
-"""The relative error up to which a prediction is close."""
+"""A prediction with at most this relative error counts as close."""
 
 REMEMBERED = 1000
 ALARMS = 100
 
 
 class StepSeconds(Protocol):
-    """The duration of a step; `fleet.hardware.latency.step_model.StepModel` is one."""
+    """Port that predicts the duration of an engine step; `fleet.hardware.latency.step_model.StepModel` implements it."""
 
     def seconds(
         self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float, /
@@ -62,10 +62,10 @@ class StepSeconds(Protocol):
 
 
 class WorkerProfile(Struct, frozen=True, kw_only=True):
-    """The profile of a worker: its step times, known before any measurement."""
+    """The profile of a worker: what is known about its step times before any measurement."""
 
     steps: StepSeconds
-    step_tokens: int = 8192  # the most prompt tokens of one step
+    step_tokens: int = 8192  # the maximum number of prompt tokens of one step
 
 
 class DecisionSource(Protocol):
@@ -75,14 +75,14 @@ class DecisionSource(Protocol):
 
 
 class PredictionKind(StrEnum):
-    """The quantity that is predicted."""
+    """The quantity that is predicted. All predictions are in seconds."""
 
-    TTFT = "ttft"  # from sending a prompt to its first token
+    TTFT = "ttft"  # from sending a prompt until its first token comes
     ITL = "itl"  # from one token to the next
 
 
 class LatencyDriftAlarm(Struct, frozen=True, kw_only=True):
-    """The alarm that a worker's latencies no longer fit what was learned."""
+    """Alarm: a worker's latencies no longer fit the correction that was learned about it."""
 
     at: Nanos
     worker_id: WorkerId
@@ -90,16 +90,18 @@ class LatencyDriftAlarm(Struct, frozen=True, kw_only=True):
 
 
 class PredictionAccuracy(Struct, frozen=True, kw_only=True):
-    """The accuracy of one kind of prediction for one worker. Errors are relative, and cover the last thousand predictions."""
+    """The accuracy of one kind of prediction for one worker. Errors are relative, over the last thousand predictions."""
 
     worker_id: WorkerId
+    model: ModelName
+    role: Role
     kind: PredictionKind
     predictions: int
-    close: float  # share of predictions with an error of at most a fifth
-    error: float  # median error
-    profile_close: float  # the same share for predictions by the profile alone
+    close: float  # share of predictions that are close (`CLOSE`)
+    error: float  # median of the relative errors
+    profile_close: float  # as `close`, but for predictions by the profile alone
     profile_error: float
-    factor: float  # learned correction: seconds = added + factor x seconds by the profile
+    factor: float  # learned correction: seconds = added_ms / 1000 + factor x seconds by the profile
     added_ms: float
     alarms: int
 
@@ -108,10 +110,10 @@ class LatencyPredictions:
     """Predicts latencies of all workers of a router, and learns from measurements. Implements `fleet.router.observer.Observer`."""
 
     def __init__(self, profile_of: Callable[[WorkerDescription], WorkerProfile | None]):
-        """Start without workers; set `machine` before the first event.
+        """Start without workers. The caller has to set the attribute `machine` to the router machine before the first event.
 
         Args:
-            profile_of: Returns the profile of a worker; None: nothing is predicted for it.
+            profile_of: Returns the profile of a worker, or None if nothing can be predicted for this worker.
         """
         self.machine: DecisionSource | None = None
         self.alarms: deque[LatencyDriftAlarm] = deque(maxlen=ALARMS)
@@ -145,14 +147,14 @@ class LatencyPredictions:
                     pass
 
     def expected(self, *, departed: bool = False) -> list[PredictionAccuracy]:
-        """Return the accuracy for all present workers that have done something, and for departed workers if `departed` is set."""
-        found = [each for worker_id, worker in self._workers.items() for each in worker.expected(worker_id)]
+        """Return the accuracy for all present workers with measurements. If `departed` is set, add the workers that have left."""
+        found = [each for worker in self._workers.values() for each in worker.expected()]
         if departed:
             found += [each for left, known in self._left.items() if left not in self._workers for each in known]
         return found
 
     def speeds(self) -> dict[WorkerId, float]:
-        """Return the learnt speed of workers relative to their profiles: above 1 is faster. Workers without predictions are left out."""
+        """Return how fast workers are, divided by the speed in their profiles. Workers without predictions are left out."""
         factors: dict[WorkerId, list[float]] = {}
         for each in self.expected():
             if each.predictions and each.factor > 0:
@@ -166,7 +168,7 @@ class LatencyPredictions:
 
     def _leave(self, worker_id: WorkerId) -> None:
         if (worker := self._workers.pop(worker_id, None)) is not None:
-            self._left[worker_id] = worker.expected(worker_id)
+            self._left[worker_id] = worker.expected()
             if len(self._left) > REMEMBERED:
                 del self._left[next(iter(self._left))]
 
@@ -189,32 +191,33 @@ class LatencyPredictions:
 
 
 class _PredictedPrompt(Struct):
-    """A prompt that is not computed yet."""
+    """A prompt that was sent to a worker and is not computed yet."""
 
     tokens: int
     to_compute: int
     sent: Nanos
-    queued: bool  # True if the prompt was sent while others were waiting
+    queued: bool  # True if other prompts were waiting on the worker when this one was sent
     finds_room: bool
-    profile: float  # seconds for this prompt alone, by the profile
-    expected: float  # seconds from sending it to its first token
+    profile: float  # seconds for this prompt alone, predicted by the profile
+    expected: float  # predicted seconds from sending this prompt to its first token, with the correction
     expected_by_profile: float
 
 
 class _PredictedStream(Struct):
-    """An answer in progress."""
+    """An answer that a worker is generating."""
 
-    context: int  # tokens in the KV cache
+    context: int  # tokens of the answer and its prompt in the KV cache
     heard: Nanos
 
 
 class _PredictedWorker:
-    """The current attempts of one worker, and the corrections that were learned about it."""
+    """Predicts and measures the attempts of one worker, and keeps the corrections that were learned about it."""
 
     def __init__(self, profile: WorkerProfile, description: WorkerDescription):
         self.errors = {kind: _PredictionErrors() for kind in PredictionKind}
-        self.fetching: dict[RequestId, int] = {}  # tokens of handed-over prompts by attempt
+        self.fetching: dict[RequestId, int] = {}  # for each handed-over attempt, the tokens of its prompt
         self._profile = profile
+        self._description = description
         self._most_running = description.max_running
         self._most_tokens = description.kv_blocks * description.block_tokens
         self._prompts: dict[RequestId, _PredictedPrompt] = {}  # prompts in the order in which they were sent
@@ -246,20 +249,20 @@ class _PredictedWorker:
         )
 
     def drop(self, now: Nanos, work_id: RequestId) -> None:
-        """Forget an attempt that was given up."""
+        """Forget an attempt that was cancelled, rejected or lost."""
         self._streams.pop(work_id, None)
         self.fetching.pop(work_id, None)
         if work_id in self._prompts:
             if next(iter(self._prompts)) == work_id:
                 self._since = now
             del self._prompts[work_id]
-            self._computed = now  # the worker has computed a part of the dropped prompt until now
+            self._computed = now  # until now the worker has computed a part of this prompt, which delayed all answers
 
-    def expected(self, worker_id: WorkerId) -> list[PredictionAccuracy]:
-        return [errors.expected(worker_id, kind) for kind, errors in self.errors.items() if errors.predictions]
+    def expected(self) -> list[PredictionAccuracy]:
+        return [errors.expected(self._description, kind) for kind, errors in self.errors.items() if errors.predictions]
 
     def stepped(self, now: Nanos, progress: Sequence[Progress]) -> list[PredictionKind]:
-        """Process the progress of a step; return the kinds of predictions that have begun to drift."""
+        """Process the progress of one step. Return the kinds of predictions for which a drift alarm begins."""
         begun: list[_PredictedPrompt] = []
         gaps: list[float] = []
         for each in progress:
@@ -301,7 +304,7 @@ class _PredictedWorker:
         return errors.learn(self._seconds(computed, cached, queued=begun[0].queued), seconds)
 
     def _has_room(self, tokens: int) -> bool:
-        """Return whether one more prompt fits beside everything that is there."""
+        """Return whether one more prompt fits beside the prompts and answers on the worker."""
         held = sum(each.tokens for each in self._prompts.values()) + sum(
             each.context for each in self._streams.values()
         )
@@ -316,21 +319,21 @@ class _PredictedWorker:
         return errors.learn(profile, seconds)
 
     def _seconds(self, to_compute: int, cached: int, *, queued: bool) -> float:
-        """Return the predicted seconds of all prefill steps of a prompt, by the profile. Each step also computes the current decodes.
+        """Predict, by the profile, the seconds of all prefill steps of a prompt. Each step also computes the current decodes.
 
-        Queued prompts share steps, so their steps are full.
+        If the prompt is queued behind others, its last step is shared with the next prompt, so a part of a step counts as that part.
         """
         most = self._profile.step_tokens
         steps = to_compute / most if queued else ceil(to_compute / most)
         chunk = to_compute / steps
         streams, context = len(self._streams), sum(stream.context for stream in self._streams.values())
-        # Chunks differ only in their attended tokens, which grow evenly, so the mean chunk attends to the mean number.
+        # The chunks of a prompt differ only in the number of earlier tokens that they attend to. It grows evenly, so its mean is used.
         attended = pairs(to_compute, cached) / steps
         return steps * self._profile.steps.seconds(chunk, attended, streams, context)
 
 
 class _PredictionErrors:
-    """The errors of one kind of prediction for one worker."""
+    """Keeps the errors and the learned correction of one kind of prediction for one worker."""
 
     def __init__(self) -> None:
         self.correction = Correction()
@@ -345,13 +348,15 @@ class _PredictionErrors:
             self._by_profile.append(abs(by_profile - seconds) / seconds)
 
     def learn(self, profile: float, seconds: float) -> bool:
-        """Learn a measurement; return whether it raises the alarm. Measurements above `LONGEST`, as after a clock change, are ignored."""
+        """Learn from one measurement, and return True if an alarm begins. Values above `LONGEST`, as after a clock change, are ignored."""
         return 0 < seconds < LONGEST and 0 < profile < LONGEST and self.correction.observe(profile, seconds)
 
-    def expected(self, worker_id: WorkerId, kind: PredictionKind) -> PredictionAccuracy:
+    def expected(self, worker: WorkerDescription, kind: PredictionKind) -> PredictionAccuracy:
         learnt = self.correction.learnt
         return PredictionAccuracy(
-            worker_id=worker_id,
+            worker_id=worker.worker_id,
+            model=worker.model,
+            role=worker.role,
             kind=kind,
             predictions=self.predictions,
             close=_close(self._corrected),

@@ -3,26 +3,28 @@
 Rules:
 
 1. A request that arrives is placed at once, waits in the admission queue (`fleet.router.queueing.admission`), or is rejected. It is
-   rejected at once if it would wait longer than it may. It ends exactly once: by `Complete`, by `Reject`, or silently when its client
-   cancelled it.
-2. Placement and reservation happen in one step, on both workers of a pair. The prefill worker's reservation ends with its attempt.
-   The answering worker's prefill share ends with the first token, and the rest with the request.
+   rejected at once if it would wait longer than it may. Every request ends exactly once: by `Complete`, by `Reject`, or without a command
+   when its client has cancelled it.
+2. Placement and reservation happen in one step, on both workers of a pair. The prefill worker's reservation ends with its attempt. The
+   worker that answers releases the prefill share of its reservation at the first token, and the rest at the end of the request.
 3. After a prefill attempt the request is over if its one token ended the answer; else the decode worker gets the handoff.
-   `LiveRequest.ends_with_prefill_token` and `emits_prefill_token` say what happens with that token.
+   `LiveRequest.ends_with_prefill_token` and `emits_prefill_token` decide what happens with that token.
 4. A failed attempt (the worker left, could not be reached, or rejected it for a reason that is not the request's fault) is placed again
-   on another worker, up to `max_attempts` placements in all. Tokens that the client has become part of the prompt, and the attempt says
-   how many they are (`Start.generated_tokens`). If no other worker can continue in the same way, the answer starts over, provided that
-   the client has seen nothing of it (`Arrived.whole`); else the request is rejected with WORKER_LOST.
-   An answer that another router has begun (`Arrived.answered`) is continued in the same way.
-5. Messages of attempts that were given up are ignored, because each attempt has an id of its own (`fleet.router.attempts`).
+   on another worker, up to `max_attempts` placements in all. Tokens that the client has become part of the prompt, and
+   the attempt contains their number (`Start.generated_tokens`). If no other worker can continue in the same way, the
+   answer starts over, provided that the client has seen nothing of it (`Arrived.whole`); else the request is rejected
+   with WORKER_LOST. An answer that another router has begun (`Arrived.answered`) is continued in the same way.
+5. Messages of attempts that were aborted are ignored, because each attempt has an id of its own
+   (`fleet.router.attempts`).
 6. A deadline ends a request in any stage; the server sends `RouterTicked` when `next_deadline()` has come.
+7. A request whose client has gone (`RequestCancelled`) ends at once, and its workers get `CancelAttempt`.
 """
 
 from typing import NamedTuple, assert_never
 
 from msgspec import structs
 
-from fleet.core.clock import Nanos
+from fleet.core.clock import SECOND, Nanos
 from fleet.core.demand_reports import ModelDemand, WorkerLoad
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, RequestId, WorkerId
@@ -67,7 +69,7 @@ from fleet.router.placement.policies.built_in import parameters
 from fleet.router.placement.policies.built_in import policy as built_in_policy
 from fleet.router.placement.wait_or_reject import Rejection, RejectionCause, WaitForRoom
 from fleet.router.placer import Placer
-from fleet.router.policy import PlacementPolicy, RandomSource
+from fleet.router.policy import NEW_BLOCKS, PlacementPolicy, RandomSource
 from fleet.router.queueing.admission import QueueAdmission
 from fleet.router.queueing.admission_queue import OrderedRequests
 from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS, BusyWorkers
@@ -82,7 +84,7 @@ from fleet.router.state.live_requests import (
     advance,
     hash_prompt,
 )
-from fleet.router.state.snapshot import Explanation, RemotePrefillSnapshot, RouterSnapshot
+from fleet.router.state.snapshot import Explanation, ModelSnapshot, RemotePrefillSnapshot, RouterSnapshot
 from fleet.router.state.worker_registry import WorkerRegistry
 from fleet.router.state.worker_table import RegisteredWorker
 from fleet.router.statistics import RouterDemand, RouterStatistics
@@ -94,17 +96,18 @@ _NOT_THE_REQUESTS_FAULT = frozenset(
         Reason.DRAINING,
         Reason.WORKER_LOST,
         Reason.KV_MISMATCH,
-        Reason.INTERNAL,  # the engine failed; the next attempt shows whether the request caused this
+        Reason.INTERNAL,  # the engine failed; if the next attempt fails too, the request may be the cause
     }
 )
 _WORTH_A_RETRY = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DRAINING, Reason.WORKER_LOST})
 
-# most other workers that are tried for a request that would wait too long; each try is a placement
+# Maximum number of workers that are passed over one by one for a request that would wait too long; each costs a placement. After them,
+# all full workers are passed over together.
 OTHER_WORKERS_TRIED = 2
-# another worker is taken if its predicted wait is at most this share of the allowed one, although it caches fewer blocks
+# another worker is taken if its predicted wait is at most this share of `max_queue_seconds`
 SHORT_WAIT_SHARE = 0.25
 
-# A request needs about ten of these; looking up an enum member takes 65 ns, and a module variable 5.
+# A request needs about ten of these names; looking up an enum member takes 65 ns, and a module variable 5 ns.
 _AGGREGATED, _PREFILL, _DECODE = Phase.AGGREGATED, Phase.PREFILL, Phase.DECODE
 _QUEUED, _HANDED_OVER, _DECODING = RequestStage.QUEUED, RequestStage.HANDED_OVER, RequestStage.DECODING
 _DISPATCHED, _FIRST_TOKEN = RequestTransition.DISPATCHED, RequestTransition.FIRST_TOKEN
@@ -112,14 +115,21 @@ _GIVEN_UP = Finish.CANCELLED
 
 
 class _Hindrance(NamedTuple):
-    """Why no other worker can continue an answer."""
+    """The reason why no other worker can continue an answer."""
 
     cause: RejectionCause
     message: str
 
 
+class _Wait(NamedTuple):
+    """The predicted wait for a first token on one worker."""
+
+    worker_id: WorkerId
+    seconds: float
+
+
 class RouterMachine:
-    """The machine of one router: takes events, and returns commands (rules 1 to 6)."""
+    """Decides about all requests of one router: takes events, and returns commands (rules 1 to 7)."""
 
     def __init__(
         self,
@@ -158,7 +168,7 @@ class RouterMachine:
     def handle(self, event: RouterEvent, now: Nanos) -> list[Command]:
         """Process an event and return the commands to perform, in order."""
         out: list[Command] = []
-        # Most events are one of these two, and each class pattern takes 70 ns, whether it matches or not.
+        # Most events are `WorkerStepped` or `Arrived`. Each class pattern below takes 70 ns, whether it matches or not.
         if type(event) is WorkerStepped:
             self._stepped(event, now, out)
         elif type(event) is Arrived:
@@ -236,7 +246,7 @@ class RouterMachine:
         lowest = self._deadlines.lowest
         return None if lowest is None else Nanos(lowest)
 
-    # Arrival and admission.
+    # Methods for the arrival and admission of requests:
 
     def _arrived(self, event: Arrived, now: Nanos, out: list[Command]) -> None:
         assert event.request_id not in self.live_requests, event.request_id
@@ -248,12 +258,12 @@ class RouterMachine:
         if event.deadline is not None:
             self._deadlines.add(event.deadline, live.seq, live.id)
             if event.deadline <= now:
-                self._reject(live, Reason.DEADLINE_PASSED, "the deadline had passed on arrival", out)
+                self._reject(live, Reason.DEADLINE_PASSED, "the deadline had passed on arrival", now, out)
                 return
         if event.answered and (hindrance := self._hindrance(live)):
-            self._end_begun(live, hindrance.cause, f"the answer cannot be resumed: {hindrance.message};", out)
+            self._end_begun(live, hindrance.cause, f"the answer cannot be resumed: {hindrance.message};", now, out)
             return
-        # If a worker has room, the queued requests are waiting for other workers.
+        # If a worker has room although requests are queued, those requests are waiting for other workers, and this one may be placed.
         busy = UNKNOWN_WORKERS
         if self.queue.first(event.model) is None or self.registry.worth_trying(event.model):
             outcome = self._place(live, now, out, new=True)
@@ -262,17 +272,17 @@ class RouterMachine:
             busy = outcome.busy
         admission = self._admission
         if (cause := admission.too_long(live, admission.seconds_to_wait(live, now), now)) is not None:
-            self._reject(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=admission.retry_after_ms(event, now))
+            self._reject(live, Reason.QUEUE_FULL, cause, now, out, retry_after_ms=admission.retry_after_ms(event, now))
             return
         admission.enqueue(live, now, busy)
         self.demand.queued(live)
         if (last := admission.too_many()) is not None:
             message = "all workers are busy and the queue is full; retry later"
             retry_after_ms = admission.retry_after_ms(self.live_requests[last].arrived, now)
-            self._reject(self.live_requests[last], Reason.QUEUE_FULL, message, out, retry_after_ms=retry_after_ms)
+            self._reject(self.live_requests[last], Reason.QUEUE_FULL, message, now, out, retry_after_ms=retry_after_ms)
 
     def _move_queues(self, now: Nanos, out: list[Command]) -> None:
-        """Place the queued requests that can be placed since something has changed."""
+        """Place the queued requests that can be placed after the latest changes."""
 
         def place(request_id: RequestId) -> BusyWorkers | None:
             outcome = self._place(self.live_requests[request_id], now, out)
@@ -280,26 +290,26 @@ class RouterMachine:
 
         self._admission.move(place)
 
-    # Placement.
+    # Methods that place requests:
 
     def _place(
         self, live: LiveRequest, now: Nanos, out: list[Command], *, new: bool = False
     ) -> Decision | WaitForRoom | Rejection:
-        """Place a queued or a new request; it waits only if the outcome is `WaitForRoom`.
+        """Choose the workers of a new or queued request, and dispatch or reject it. If the result is `WaitForRoom`, nothing was done.
 
-        A new request may be rejected because its wait would be too long.
+        A new request is also rejected if its predicted wait in a prefill queue or an engine is too long.
         """
         outcome = self.placer.choose(live, self.registry.candidate_table(live), now)
         if (
             new
             and not live.arrived.only_end
             and isinstance(outcome, Decision)
-            and (seconds := self.attempts.seconds_to_wait(live, outcome, now)) is not None
-            and (cause := self._admission.too_long(live, seconds, now)) is not None
+            and (wait := self._longest_wait(live, outcome, now)) is not None
+            and (cause := self._admission.too_long(live, wait.seconds, now)) is not None
         ):
-            if (other := self._shorter_wait(live, outcome, now)) is None:
-                hint = self._admission.hint_ms(seconds)
-                self._reject(live, Reason.QUEUE_FULL, cause, out, retry_after_ms=hint)
+            if (other := self._shorter_wait(live, outcome, wait, now)) is None:
+                hint = self._admission.hint_ms(wait.seconds)
+                self._reject(live, Reason.QUEUE_FULL, cause, now, out, retry_after_ms=hint)
                 self._sessions_dropped()
                 return outcome
             outcome = other
@@ -309,10 +319,11 @@ class RouterMachine:
                     self.queue.served(live.id, live.arrived.model, live.prompt_tokens, outcome.prefill_tokens, now)
                 self._dispatch(live, outcome, now, out)
             case Rejection():
-                self._statistics.impossible(outcome.cause)
+                self._statistics.impossible(live.arrived.model, outcome.cause)
                 if live.arrived.session:
-                    self._admission.session_moved(live.session_key)  # the session may have been forgotten
-                self._reject(live, outcome.reason, outcome.message, out, field=outcome.field, cause=outcome.cause)
+                    # The rejection may have ended the session's binding, so the session's other requests may go to other workers.
+                    self._admission.session_moved(live.session_key)
+                self._reject(live, outcome.reason, outcome.message, now, out, field=outcome.field, cause=outcome.cause)
             case WaitForRoom():
                 pass
             case _:
@@ -320,28 +331,48 @@ class RouterMachine:
         self._sessions_dropped()
         return outcome
 
-    def _shorter_wait(self, live: LiveRequest, placed: Decision, now: Nanos) -> Decision | None:
-        """Return a decision for another worker on which the request would not wait too long.
+    def _longest_wait(self, live: LiveRequest, placed: Decision, now: Nanos) -> _Wait | None:
+        """Estimate on which of the chosen workers a request would wait longest; None if it need not wait, or if too little was measured.
 
-        The cheapest worker may be slow, or it holds most of the prompt and is therefore busy.
+        It waits in the prefill queue, or in the engine of the worker that answers, or in both at the same time.
+        """
+        prompt = self.attempts.seconds_to_wait(live, placed, now)
+        table = placed.candidate_table
+        new_blocks = int(table.columns[NEW_BLOCKS, table.topology.rows[placed.decode]])
+        answer = self._workers[placed.decode].seconds_to_first_token(new_blocks, now)
+        if answer is not None and (prompt is None or answer > prompt):
+            return _Wait(placed.decode, answer)
+        return None if prompt is None else _Wait(placed.prefill or placed.decode, prompt)
+
+    def _shorter_wait(self, live: LiveRequest, placed: Decision, wait: _Wait, now: Nanos) -> Decision | None:
+        """Return a decision for other workers on which the request would wait only a short time; None if none is found.
+
+        This helps if the worker with the lowest cost is slow, or is busy because it holds most of the prompt. A few full workers may hold
+        it, so the last try is among the workers that are not full.
+
+        Args:
+            live: The request.
+            placed: The decision with the wait that is too long.
+            wait: The wait.
+            now: The present instant.
         """
         arrived = live.arrived
         if arrived.pin is not None or (arrived.session and self.settings.session_affinity == "hard"):
             return None
+        table = placed.candidate_table
         passed_over: list[WorkerId] = []
-        found: Decision | None = None
-        while found is None and len(passed_over) < OTHER_WORKERS_TRIED:
-            passed_over.append(placed.prefill or placed.decode)
-            live.failed_on = {(each, self.registry[each].description.incarnation): None for each in passed_over}
-            outcome = self.placer.choose(live, self.registry.candidate_table(live), now)
+        for tried in range(OTHER_WORKERS_TRIED + 1):
+            passed_over.append(wait.worker_id)
+            if tried == OTHER_WORKERS_TRIED:
+                passed_over += table.full_workers() + self.attempts.full_prefill_queues()
+            outcome = self.placer.choose(live, table.without(passed_over), now)
             if not isinstance(outcome, Decision):
-                break
-            placed = outcome
-            seconds = self.attempts.seconds_to_wait(live, placed, now)
-            if seconds is None or seconds <= SHORT_WAIT_SHARE * self.settings.max_queue_seconds:
-                found = placed
-        live.failed_on = {}
-        return found
+                return None
+            other = self._longest_wait(live, outcome, now)
+            if other is None or other.seconds <= SHORT_WAIT_SHARE * self.settings.max_queue_seconds:
+                return outcome
+            wait = other
+        return None
 
     def _sessions_dropped(self) -> None:
         if (sessions := self.placer.sessions).dropped:
@@ -368,13 +399,13 @@ class RouterMachine:
         self.attempts.settings = self.placer.settings = self.settings
         self._admission.tune(self.settings)
 
-    # Progress.
+    # Methods for the progress of attempts:
 
     def _stepped(self, event: WorkerStepped, now: Nanos, out: list[Command]) -> None:
         for progress in event.progress:
             attempt = self.attempts.get(progress.request_id)
             if attempt is None or attempt.worker_id != event.worker_id:
-                self._counters.late_messages += 1
+                self._statistics.late_messages += 1
                 continue
             live = self.live_requests[attempt.request_id]
             if progress.kv is not None:
@@ -383,7 +414,8 @@ class RouterMachine:
                 live.note_kv_report(attempt, progress.kv)
             if (
                 progress.finish is _GIVEN_UP
-            ):  # the worker cancelled the attempt itself: attempts that the router cancels are forgotten at once
+                # The worker itself has cancelled the attempt; attempts that the router cancels are not in `attempts` any more.
+            ):
                 self._failed(live, Reason.WORKER_LOST, "the worker cancelled the request", now, out)
             elif attempt.phase is _PREFILL:
                 self._prefilled(live, attempt, progress, now, out)
@@ -395,7 +427,8 @@ class RouterMachine:
         if attempt is None or attempt.worker_id != event.worker_id or not event.prompt_tokens:
             return
         live = self.live_requests[attempt.request_id]
-        share = event.cached_tokens / event.prompt_tokens  # a share, because the server may count tokens differently
+        # The share is used, because the server may count tokens differently.
+        share = event.cached_tokens / event.prompt_tokens
         self._compare(live, attempt, round(share * live.prompt_tokens), out)
 
     def _compare(self, live: LiveRequest, attempt: Attempt, reported_tokens: int, out: list[Command]) -> None:
@@ -408,14 +441,17 @@ class RouterMachine:
     def _answered(
         self, live: LiveRequest, attempt: Attempt, progress: Progress, now: Nanos, out: list[Command]
     ) -> None:
-        if progress.token_ids or progress.parsed is not None:
+        if progress.token_ids or progress.parsed is not None or progress.vector:
             if live.stage is not _DECODING:
                 if live.stage is _HANDED_OVER:
                     self.placer.handed_over(live, now)
                 live.stage = advance(live.stage, _FIRST_TOKEN)
-                self._workers[attempt.worker_id].reservations.computed(live.id, None if live.arrived.external else now)
+                worker = self._workers[attempt.worker_id]
+                worker.reservations.computed(live.id, None if live.arrived.external else now)
+                worker.first_tokens.answered(live.id, now)
                 self.attempts.computed(live, now)
-            # A listener that is only told about the end needs no last tokens, and their reservation ends now.
+            # A listener that gets only the end of the answer does not need the last tokens, and their reservation ends
+            # now anyway.
             if progress.finish is None or not live.arrived.only_end:
                 self._emit(live, attempt.worker_id, progress, now, out)
             else:
@@ -429,7 +465,7 @@ class RouterMachine:
         self, live: LiveRequest, attempt: Attempt, progress: Progress, now: Nanos, out: list[Command]
     ) -> None:
         if progress.finish is None:
-            return  # the prefill worker repeats this token with its finish
+            return  # the prefill worker sends this token once more, together with its finish
         self.registry[attempt.worker_id].reservations.computed(live.id, None if live.arrived.external else now)
         self.attempts.computed(live, now)
         assert live.placed is not None
@@ -446,7 +482,7 @@ class RouterMachine:
         if decode_id is None:
             self._failed(live, Reason.KV_MISMATCH, "no remaining decode worker can read the handoff", now, out)
             return
-        self._release(live, attempt.worker_id)
+        self._release(live, attempt.worker_id, now)
         self.attempts.end(live)
         if live.emits_prefill_token(progress.handoff.kv_path):
             self._emit(live, decode_id, progress, now, out)
@@ -457,7 +493,7 @@ class RouterMachine:
     def _decode_worker(
         self, live: LiveRequest, prefill: RegisteredWorker, handoff: Handoff, now: Nanos
     ) -> WorkerId | None:
-        """Return the decode worker that was chosen with the prefill worker, or another one if that is draining or gone."""
+        """Return the decode worker that was chosen with the prefill worker, or another one if that worker is draining or gone; None if none can."""
         for worker_id in live.reserved_on:
             worker = self.registry[worker_id]
             if worker is not prefill and not worker.draining:
@@ -466,15 +502,17 @@ class RouterMachine:
         chosen = self.placer.choose_decode(live, candidate_table, prefill.description, handoff.kv_path, now)
         if chosen is not None:
             for worker_id in [other for other in live.reserved_on if self.registry[other] is not prefill]:
-                self._release(live, worker_id)
+                self._release(live, worker_id, now)
             self.registry.reserve(live, chosen, 0, now)
         return chosen
 
     def _emit(self, live: LiveRequest, worker_id: WorkerId, progress: Progress, now: Nanos, out: list[Command]) -> None:
-        """Pass tokens to the client, and add their blocks to the worker's reservation."""
-        if not progress.token_ids and progress.parsed is None:
+        """Send tokens to the client, and add their blocks to the reservation on the worker."""
+        if not progress.token_ids and progress.parsed is None and not progress.vector:
             return
         if not live.first_token_at:
+            if live.expected_at and not live.failures:
+                self._admission.first_token(live, now)
             self.demand.first_token(live, now)
         worker = self._workers[worker_id]
         if not (live.sent or live.arrived.only_end):
@@ -489,13 +527,14 @@ class RouterMachine:
             logprobs=progress.logprobs,
             prompt_logprobs=progress.prompt_logprobs,
             parsed=progress.parsed,
+            vector=progress.vector,
         )
         out.append(Emit(request_id=live.id, progress=told, kv=live.kv, cached_tokens=live.cached_tokens))
 
-    # Failures.
+    # Methods for lost workers and failed attempts:
 
     def _joined(self, event: WorkerJoined, now: Nanos, out: list[Command]) -> None:
-        # the new incarnation replaces the known one
+        # a new incarnation replaces the one that the router knows
         if self.registry.get(event.description.worker_id) is not None:
             self._left(event.description.worker_id, now, out)
         self.registry.join(event.description, event.address, event.knowledge, event.believed_for)
@@ -506,7 +545,7 @@ class RouterMachine:
         worker = self.registry.get(worker_id)
         if worker is None:
             return
-        self._counters.workers_lost += 1
+        self._counters[worker.description.model].workers_lost += 1
         self.attempts.forget(worker_id)
         booked = [self.live_requests[request_id] for request_id in worker.reservations]
         self.registry.leave(worker_id)
@@ -521,21 +560,21 @@ class RouterMachine:
         rejected = event.rejected
         attempt = self.attempts.get(rejected.request_id)
         if attempt is None or attempt.worker_id != event.worker_id:
-            self._counters.late_messages += 1
+            self._statistics.late_messages += 1
             return
         live = self.live_requests[attempt.request_id]
-        self._counters.kv_mismatches += rejected.reason is Reason.KV_MISMATCH
+        self._counters[live.arrived.model].kv_mismatches += rejected.reason is Reason.KV_MISMATCH
         if rejected.reason in _NOT_THE_REQUESTS_FAULT:
             self._failed(
                 live, rejected.reason, rejected.message, now, out, blamed=self._to_blame(live, attempt, rejected)
             )
         else:
-            self._reject(live, rejected.reason, rejected.message, out, field=rejected.field)
+            self._reject(live, rejected.reason, rejected.message, now, out, field=rejected.field)
 
     def _to_blame(self, live: LiveRequest, attempt: Attempt, rejected: Rejected) -> WorkerId:
-        """Return the worker that the retry must avoid.
+        """Return the worker that the next attempt must avoid.
 
-        A decode worker that cannot read a handoff can still serve the whole request by itself.
+        If a decode worker cannot read a handoff, this is the prefill worker: the decode worker can still serve the whole request alone.
         """
         if rejected.reason is Reason.KV_MISMATCH and attempt.phase is Phase.DECODE:
             assert live.placed is not None
@@ -545,7 +584,7 @@ class RouterMachine:
     def _undelivered(self, event: Undelivered, now: Nanos, out: list[Command]) -> None:
         attempt = self.attempts.get(event.request_id)
         if attempt is None or attempt.worker_id != event.worker_id:
-            return  # the worker has left in the meantime, so its attempts are known to be lost
+            return  # the worker has left, and its attempts were already treated as lost
         self._failed(
             self.live_requests[attempt.request_id],
             Reason.WORKER_LOST,
@@ -564,24 +603,25 @@ class RouterMachine:
         *,
         blamed: WorkerId | None = None,
     ) -> None:
-        """Place a request again, or give it up, after its attempt ended without a result."""
+        """Place a request again or reject it, after its attempt has ended without a result."""
         assert live.attempt is not None
         worker = self.registry.get(blamed or live.attempt.worker_id)
-        if worker is not None:  # a worker that has left needs no mark: a new incarnation may try
+        # A worker that has left is not excluded, because its next incarnation may serve the request.
+        if worker is not None:
             live.failed_on[worker.description.worker_id, worker.description.incarnation] = None
         live.failures += 1
         hindrance = self._hindrance(live)
         if live.sent and live.remaining_tokens <= 0 and not live.arrived.only_end:
             self._complete(
                 live, Finish.LENGTH, now, out
-            )  # the client has the whole answer, and only the last message of the worker is missing
+            )  # the client has the whole answer; only the worker's last message is missing
         elif hindrance and not live.arrived.whole:
-            self._end_begun(live, hindrance.cause, f"{message}; {hindrance.message},", out)
+            self._end_begun(live, hindrance.cause, f"{message}; {hindrance.message},", now, out)
         elif live.failures >= self.settings.max_attempts:
-            self._reject(live, reason, message, out)
+            self._reject(live, reason, message, now, out)
         else:
-            self._counters.retried += 1
-            self._withdraw(live)
+            self._counters[live.arrived.model].retried += 1
+            self._withdraw(live, now)
             if hindrance:
                 live.start_over()
                 out.append(StartedOver(request_id=live.id))
@@ -592,10 +632,10 @@ class RouterMachine:
             if isinstance(outcome, WaitForRoom):
                 self._admission.enqueue(
                     live, now, outcome.busy
-                )  # the request was admitted before, so the limit does not apply
+                )  # the limit of the queue does not apply, because the request was admitted before
 
     def _hindrance(self, live: LiveRequest) -> _Hindrance | None:
-        """Return why no other worker can continue the answer; None if one can, or if the answer has not begun."""
+        """Return why no other worker can continue the answer; None if one can, or if the answer has not begun yet."""
         if not live.sent:
             return None
         if not live.may_continue:
@@ -618,21 +658,23 @@ class RouterMachine:
             return _Hindrance(RejectionCause.LOSES_STATE, message)
         return None
 
-    def _end_begun(self, live: LiveRequest, cause: RejectionCause, message: str, out: list[Command]) -> None:
+    def _end_begun(
+        self, live: LiveRequest, cause: RejectionCause, message: str, now: Nanos, out: list[Command]
+    ) -> None:
         """Reject a request whose answer has begun and cannot be continued."""
-        self._statistics.impossible(cause)
-        self._reject(live, Reason.WORKER_LOST, f"{message} send the request again", out, cause=cause)
+        self._statistics.impossible(live.arrived.model, cause)
+        self._reject(live, Reason.WORKER_LOST, f"{message} send the request again", now, out, cause=cause)
 
-    # Ends.
+    # Methods that end requests:
 
     def _cancelled(self, request_id: RequestId, now: Nanos, out: list[Command]) -> None:
         live = self.live_requests.get(request_id)
         if live is None:
-            return  # the request has ended just before its client cancelled it
+            return  # the request ended just before its client cancelled it
         self.attempts.stop(live, out)
         self.demand.ended(live, now)
-        self._end(live)
-        self._counters.cancelled += 1
+        self._end(live, now)
+        self._counters[live.arrived.model].cancelled += 1
 
     def _ticked(self, now: Nanos, out: list[Command]) -> None:
         while (due := self._deadlines.lowest) is not None and due <= now:
@@ -640,12 +682,12 @@ class RouterMachine:
             assert first is not None
             live = self.live_requests[first]
             self.attempts.stop(live, out)
-            self._reject(live, Reason.DEADLINE_PASSED, "the deadline passed before the answer was complete", out)
+            self._reject(live, Reason.DEADLINE_PASSED, "the deadline passed before the answer was complete", now, out)
 
     def _complete(self, live: LiveRequest, finish: Finish, now: Nanos, out: list[Command]) -> None:
         self.demand.ended(live, now)
-        self._end(live)
-        self._counters.completed += 1
+        self._end(live, now)
+        self._counters[live.arrived.model].completed += 1
         out.append(Complete(request_id=live.id, finish=finish, kv=live.kv, cached_tokens=live.cached_tokens))
 
     def _reject(
@@ -653,6 +695,7 @@ class RouterMachine:
         live: LiveRequest,
         reason: Reason,
         message: str,
+        now: Nanos,
         out: list[Command],
         *,
         field: str = "",
@@ -660,8 +703,8 @@ class RouterMachine:
         cause: str = "",
     ) -> None:
         self.demand.rejected(live, reason)
-        self._end(live)
-        self._statistics.refused(reason)
+        self._end(live, now)
+        self._statistics.refused(live.arrived.model, reason)
         if not retry_after_ms and reason in _WORTH_A_RETRY:
             retry_after_ms = self.settings.retry_after_ms
         out.append(
@@ -675,50 +718,50 @@ class RouterMachine:
             )
         )
 
-    def _end(self, live: LiveRequest) -> None:
+    def _end(self, live: LiveRequest, now: Nanos) -> None:
         if live.stage is _QUEUED:
             self.queue.discard(live.id)
-        self._withdraw(live)
+        self._withdraw(live, now)
         if live.arrived.deadline is not None:
             self._deadlines.discard(live.arrived.deadline, live.seq, live.id)
         del self.live_requests[live.id]
 
-    def _withdraw(self, live: LiveRequest) -> None:
+    def _withdraw(self, live: LiveRequest, now: Nanos) -> None:
         """Release everything that a request holds on workers."""
         for worker_id in live.reserved_on[:]:
-            self._release(live, worker_id)
+            self._release(live, worker_id, now)
         self.attempts.end(live)
 
-    def _release(self, live: LiveRequest, worker_id: WorkerId) -> None:
-        """Release what a request holds on a worker, so that queued requests may get it."""
-        self.registry.release(live, worker_id)
+    def _release(self, live: LiveRequest, worker_id: WorkerId, now: Nanos) -> None:
+        """Release what a request holds on a worker, so that queued requests can use it."""
+        self.registry.release(live, worker_id, now)
         self.queue.room_released(live.arrived.model, worker_id)
 
-    # Views.
+    # Methods that only return what the machine knows:
 
     def models(self) -> tuple[ModelCard, ...]:
         return self.registry.cards()
 
     def thresholds(self) -> Thresholds:
-        """Return the thresholds in force."""
+        """Return the thresholds that are in use now."""
         return Thresholds(**{name: getattr(self.settings, name) for name in Thresholds.__struct_fields__})
 
     def remote_prefill(self) -> RemotePrefillSnapshot:
-        """Return what was measured about remote prefill, whether it is used or not."""
+        """Return what was measured about remote prefill, whether the router uses it or not."""
         return self.placer.remote_prefill(self.registry.paces())
 
     def booked(self) -> dict[WorkerId, ReservationTotals]:
-        """Return this router's own reservations, for its peers."""
+        """Return the reservations of this router's own requests by worker, which are sent to its peers."""
         return self.registry.booked()
 
     @property
     def sessions(self) -> SessionTable:
-        """The sessions that this router and its peers have served."""
+        """The worker of each session, for the sessions that this router and its peers have served."""
         return self.placer.sessions
 
     @property
     def prompts(self) -> PromptAnnouncements:
-        """The prompts that this router announces to its peers."""
+        """Collects the prompts that this router announces to its peers."""
         return self.registry.prompts
 
     def assumed_prompts(self, now: Nanos) -> list[PlacedPrompt]:
@@ -730,8 +773,17 @@ class RouterMachine:
         live = self.live_requests.get(request_id)
         return None if live is None else live.placed
 
+    def decisions(self, request_id: RequestId) -> tuple[Decision, ...]:
+        """Return the decisions for a request in their order; empty if the request was never placed, or too long ago."""
+        return self._statistics.decisions(request_id)
+
+    def queue_seconds(self, request_id: RequestId) -> float | None:
+        """Return how many seconds a live request waited until it was first sent to a worker; None if it was not sent, or has ended."""
+        live = self.live_requests.get(request_id)
+        return None if live is None or not live.sent_at else (live.sent_at - live.since) / SECOND
+
     def fingerprint(self, request_id: RequestId) -> str:
-        """Return the fingerprint of the worker that began an answer; empty if none has, or if the request has ended."""
+        """Return the fingerprint of the worker that began an answer; empty if the answer has not begun, or the request has ended."""
         live = self.live_requests.get(request_id)
         return "" if live is None else live.fingerprint
 
@@ -751,7 +803,7 @@ class RouterMachine:
         return {worker.description.worker_id: worker.address for worker in self.registry}
 
     def explain(self, request_id: RequestId) -> Explanation | None:
-        """Return why a request was placed as it was; None if that is too long ago or it was never placed."""
+        """Return why a request was placed as it was; None if the request was never placed, or too long ago."""
         return self._statistics.explain(request_id)
 
     def demand_by_model(self, now: Nanos) -> tuple[ModelDemand, ...]:
@@ -759,7 +811,7 @@ class RouterMachine:
         return self.demand.models(self.live_requests.values(), now)
 
     def worker_loads(self) -> tuple[WorkerLoad, ...]:
-        """Return the load of all workers that do not drain, for the planner."""
+        """Return the loads of all workers except draining ones, for the planner."""
         return tuple(
             WorkerLoad(
                 worker_id=worker.description.worker_id,
@@ -775,8 +827,28 @@ class RouterMachine:
         )
 
     def cache_seconds(self) -> dict[WorkerId, float]:
-        """Return for each worker how long computing its cache again would take, without what others have (`WorkerRegistry`)."""
+        """Return for each worker the seconds that computing its cached blocks again would take (`WorkerRegistry.cache_seconds`)."""
         return self.registry.cache_seconds()
+
+    def _models(self) -> tuple[ModelSnapshot, ...]:
+        """Return the requests of each model that has, or had, a worker or a request."""
+        active: dict[ModelName, int] = {}
+        queued: dict[ModelName, int] = {}
+        for live in self.live_requests.values():
+            model = live.arrived.model
+            active[model] = active.get(model, 0) + 1
+            if live.stage is RequestStage.QUEUED or self.attempts.is_waiting(live):
+                queued[model] = queued.get(model, 0) + 1
+        served = dict.fromkeys(worker.description.model for worker in self.registry)
+        return tuple(
+            ModelSnapshot(
+                model=model,
+                active=active.get(model, 0),
+                queued=queued.get(model, 0),
+                counters=self._counters[model].copy(),
+            )
+            for model in served | active | dict.fromkeys(self._counters)
+        )
 
     def snapshot(self) -> RouterSnapshot:
         return RouterSnapshot(
@@ -786,12 +858,13 @@ class RouterMachine:
             queued=len(self.queue) + self.attempts.waiting,
             index_blocks=self.registry.known_blocks(),
             index_overflowed=self.registry.index.overflowed,
-            counters=self._counters.copy(),
+            counters=self._statistics.total(),
+            models=self._models(),
             knowledge=self._statistics.knowledge(self.registry.recent),
         )
 
     def check(self) -> None:
-        """Assert that requests, attempts, reservations, queues and deadlines agree. For tests and the simulator."""
+        """Assert that requests, attempts, reservations, queues and deadlines agree. Tests and the simulator call this."""
         self.registry.check(self.live_requests)
         self._admission.check()
         self.attempts.check(self.live_requests)

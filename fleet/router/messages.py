@@ -13,7 +13,7 @@ from msgspec import Struct
 from fleet.core.clock import Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, RequestId, StoreId, WorkerId
-from fleet.core.requests import Finish, KvPhase, Sampling, TokenBytes
+from fleet.core.requests import Finish, KvPhase, Pooling, Sampling, TokenBytes
 from fleet.core.roles import KvPath, Placement
 from fleet.core.work import KvEvent, LoadReport, LoraAdapter, ParsingTask, Progress, Rejected, Start, WorkerDescription
 from fleet.router.kv_index.peer_prompts import PlacedPrompt
@@ -28,12 +28,12 @@ class WorkerJoined(Struct, frozen=True, kw_only=True):
     address: str
     knowledge: Knowledge = Knowledge.EXACT  # how the router knows what the worker has cached
     believed_for: Nanos | None = (
-        None  # how long a sent prompt is assumed to be cached; None: the worker reports its cache
+        None  # how long the router assumes that a sent prompt stays cached; None: the worker reports its cache
     )
 
 
 class WorkerLeft(Struct, frozen=True, kw_only=True):
-    """The stream broke or the lease ended; every attempt on the worker is lost."""
+    """Event: the stream to a worker broke or its lease ended, so every attempt on the worker is lost."""
 
     worker_id: WorkerId
 
@@ -43,7 +43,7 @@ class WorkerDraining(Struct, frozen=True, kw_only=True):
 
 
 class KvPathsChanged(Struct, frozen=True, kw_only=True):
-    """A worker has joined its store after it started, or its blocks can take other KV paths than before."""
+    """Event: a worker has joined its store after its own start, or its blocks can take other KV paths than before."""
 
     worker_id: WorkerId
     kv_paths: tuple[KvPath, ...]
@@ -51,7 +51,7 @@ class KvPathsChanged(Struct, frozen=True, kw_only=True):
 
 
 class WorkerResumed(Struct, frozen=True, kw_only=True):
-    """A draining worker takes requests again."""
+    """Event: a draining worker takes requests again."""
 
     worker_id: WorkerId
 
@@ -62,14 +62,14 @@ class LoadReported(Struct, frozen=True, kw_only=True):
 
 
 class KvChanged(Struct, frozen=True, kw_only=True):
-    """Changes of one worker's prefix cache, without a gap since the worker joined."""
+    """Event: one worker has stored and removed blocks in its prefix cache. All changes since the worker joined arrive, none is missing."""
 
     worker_id: WorkerId
     events: tuple[KvEvent, ...]
 
 
 class CacheAssumed(Struct, frozen=True, kw_only=True):
-    """Block keys that a worker without KV events is assumed to hold from now on, and keys that it no longer holds."""
+    """Event: the blocks that a worker without KV events is assumed to hold have changed. `stored` and `removed` are block keys."""
 
     worker_id: WorkerId
     stored: Sequence[int] = ()
@@ -77,13 +77,13 @@ class CacheAssumed(Struct, frozen=True, kw_only=True):
 
 
 class CacheAged(Struct, frozen=True, kw_only=True):
-    """Time has passed: prompts that were sent to a worker long ago are no longer assumed to be cached."""
+    """Event: time has passed, so prompts that were sent to this worker long ago are no longer assumed to be cached."""
 
     worker_id: WorkerId
 
 
 class CacheReported(Struct, frozen=True, kw_only=True):
-    """The cached share of one prompt, as a server without KV events reports it in its own tokens; it comes before the attempt's end."""
+    """Event: a server without KV events reports how many tokens of a prompt were cached. It comes before the end of the attempt."""
 
     worker_id: WorkerId
     request_id: RequestId
@@ -92,7 +92,7 @@ class CacheReported(Struct, frozen=True, kw_only=True):
 
 
 class StoreChanged(Struct, frozen=True, kw_only=True):
-    """Changes in one tier of a store node and one namespace; `reset` voids what was known of all its tiers."""
+    """Event: one tier of a store node has stored and removed blocks of one namespace. `reset`: forget first what all its tiers held."""
 
     store_id: StoreId
     fingerprint: str
@@ -104,14 +104,14 @@ class StoreChanged(Struct, frozen=True, kw_only=True):
 
 @final
 class WorkerStepped(Struct, frozen=True, kw_only=True):
-    """Progress of one engine step on one worker."""
+    """Event: the progress of all attempts that one engine step on one worker has advanced."""
 
     worker_id: WorkerId
     progress: tuple[Progress, ...]
 
 
 class ReservationTotals(Struct, frozen=True):
-    """The sums of all reservations on one worker."""
+    """The sums of all reservations that one router has on one worker."""
 
     prefill_tokens: int
     blocks: float
@@ -119,28 +119,28 @@ class ReservationTotals(Struct, frozen=True):
 
 
 class PeerReserved(Struct, frozen=True, kw_only=True):
-    """All reservations of a peer router, by worker; they replace what it reported before."""
+    """Event: all reservations of a peer router, by worker. They replace the ones that the peer reported before."""
 
     replica: str
     booked: Mapping[WorkerId, ReservationTotals]
 
 
 class PeerPlaced(Struct, frozen=True, kw_only=True):
-    """A peer router has sent prompts to workers, or has finished with some of them (`fleet.router.kv_index.peer_prompts`)."""
+    """Event: a peer router has sent prompts to workers, or some of them are finished (`fleet.router.kv_index.peer_prompts`)."""
 
     replica: str
     placed: tuple[PlacedPrompt, ...] = ()
-    over: tuple[int, ...] = ()  # numbers of the prompts that are finished
+    over: tuple[int, ...] = ()  # numbers of the announced prompts that are finished
 
 
 class PeerLeft(Struct, frozen=True, kw_only=True):
-    """A peer router has left; its reservations and its unfinished prompts go with it."""
+    """Event: a peer router has left. Its reservations and its unfinished prompts are forgotten."""
 
     replica: str
 
 
 class SessionsBound(Struct, frozen=True, kw_only=True):
-    """A peer router has bound or forgotten sessions, or has reported its clock."""
+    """Event: a peer router has bound or forgotten sessions, or has reported its clock."""
 
     bindings: tuple[SessionBinding, ...] = ()
     clock: int = 0  # Unix time in nanoseconds; 0: not reported
@@ -172,9 +172,9 @@ WorkerEvent = (
 
 
 @final
-# `rename`: recordings keep the old name of the field
+# `rename` is needed because recordings keep the old name of the field
 class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_hand"}):
-    """A request that has been validated and tokenized."""
+    """Event: a request has arrived. It is validated and tokenized."""
 
     request_id: RequestId
     model: ModelName
@@ -190,41 +190,46 @@ class Arrived(Struct, frozen=True, kw_only=True, rename={"external": "second_han
     pin: WorkerId | None = None  # the only worker that may answer
     labels: tuple[str, ...] = ()  # labels that the worker must have
     among: tuple[WorkerId, ...] | None = None  # the only workers that may be chosen; None: all
-    adapter: LoraAdapter | None = None  # the LoRA adapter to use; `salt` keeps its blocks apart
+    # The LoRA adapter to use; `salt` then separates its blocks from those of the base model.
+    adapter: LoraAdapter | None = None
     expected_tokens: int = 0  # length of the answer that the client expects; 0: unknown
-    external: bool = False  # another program sends the request and reports its progress, so the timing teaches nothing
+    # Another program sends the request and reports its progress, so its timing is not used for measurements.
+    external: bool = False
     keys: Mapping[int, tuple[int, ...]] = {}  # block keys of the prompt by block size, if the frontend knows them
-    only_end: bool = False  # the listener sees the answer itself and is only told about its end
+    only_end: bool = False  # the listener gets the answer in another way, and only its end from the router
     whole: bool = False  # the client gets the answer in one piece, so it has seen nothing before the end
     needs: tuple[str, ...] = ()  # `fleet.core.requests.ENGINE_FIELDS` that the sampling parameters use
     most_wait: Nanos | None = (
-        # a longer predicted wait rejects the request, because a hosted endpoint then takes it; None: the usual limit
+        # A request with a longer predicted wait is rejected, because a hosted endpoint then takes it. None: the usual limit.
         None
     )
     parsing: ParsingTask | None = None  # what workers need to parse the answer; None: they do not parse it
     answered: tuple[int, ...] = ()  # tokens of the answer that another router has sent already; fewer than `max_tokens`
     fingerprint: str = ""  # fingerprint of the worker that sent the first of these tokens; empty: unknown
+    # The vector that the client wants instead of tokens; `sampling.max_tokens` is then 0.
+    pooling: Pooling | None = None
+    images: tuple[bytes, ...] = ()  # content of the image files of the prompt (`Start.images`)
 
 
 class RequestCancelled(Struct, frozen=True, kw_only=True):
-    """The client went away, or a stop string was found."""
+    """Event: the client has gone, or its answer contains a stop string."""
 
     request_id: RequestId
 
 
 class Undelivered(Struct, frozen=True, kw_only=True):
-    """A `Dispatch` that could not be sent."""
+    """Event: a `Dispatch` command could not be sent to its worker."""
 
     request_id: RequestId
     worker_id: WorkerId
 
 
 class RouterTicked(Struct, frozen=True, kw_only=True):
-    """Time has passed, so deadlines may be over."""
+    """Event: time has passed, so the deadlines of requests may have passed."""
 
 
 class ThresholdsChanged(Struct, frozen=True, kw_only=True):
-    """An operator has set new thresholds."""
+    """Event: the thresholds were changed, at this router or at a peer."""
 
     thresholds: Thresholds
 
@@ -245,7 +250,7 @@ class CancelAttempt(Struct, frozen=True, kw_only=True):
 
 @final
 class Emit(Struct, frozen=True, kw_only=True):
-    """Tokens for the client, with what workers have reported about the origin of the prompt's blocks."""
+    """Command: send tokens to the client, with what workers have reported about the origin of the prompt's blocks."""
 
     request_id: RequestId
     progress: Progress
@@ -255,7 +260,7 @@ class Emit(Struct, frozen=True, kw_only=True):
 
 @final
 class Complete(Struct, frozen=True, kw_only=True):
-    """The request is over; nothing follows."""
+    """Command: tell the client that its answer is complete. Nothing follows."""
 
     request_id: RequestId
     finish: Finish
@@ -264,29 +269,29 @@ class Complete(Struct, frozen=True, kw_only=True):
 
 
 class StartedOver(Struct, frozen=True, kw_only=True):
-    """The answer begins again on another worker, and the tokens emitted so far are void. It needs `Arrived.whole`."""
+    """Command: tell the client that all tokens so far are void, because the answer starts over. Only requests with `Arrived.whole` get this."""
 
     request_id: RequestId
 
 
 class Reject(Struct, frozen=True, kw_only=True):
-    """The request is over without its answer, or without the rest of it; nothing follows."""
+    """Command: tell the client that its request has ended without an answer, or without the rest of it. Nothing follows."""
 
     request_id: RequestId
     reason: Reason
     message: str
     field: str = ""
     retry_after_ms: int = 0
-    cause: str = ""  # a `RejectionCause`, if no worker could be chosen
+    cause: str = ""  # a `RejectionCause`, if the request was rejected because no worker could be chosen
 
 
 class CacheDriftChanged(Struct, frozen=True, kw_only=True):
-    """A worker's reported cache has begun to differ from what the router knows of it, or agrees with it again."""
+    """Command: report that a worker's cache has begun to drift, or no longer drifts (`fleet.router.kv_index.prefix_index`, rule 7)."""
 
     worker_id: WorkerId
     knowledge: Knowledge
     drifting: bool
-    precision: float  # precision of the latest comparisons (`fleet.router.kv_index.prefix_index`)
+    precision: float  # precision over the latest comparisons
     recall: float
 
 

@@ -9,21 +9,32 @@ from fleet.router.messages import Command, RouterEvent
 
 
 class Observer(Protocol):
-    """A function that is called after each event, before its commands are performed; it must neither block nor raise."""
+    """Port: is called after each event, before the commands of the event are performed. It must neither block nor raise."""
 
     def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:
-        """Process an event and its commands.
+        """Take note of an event and its commands.
 
         Args:
             now: The instant that the machine was given.
             event: The event.
-            commands: The machine's commands; None: the machine raised.
+            commands: The commands that the machine returned; None: the machine raised an exception.
         """
         ...
 
 
+class Observers:
+    """Observer that calls several observers in order."""
+
+    def __init__(self, *observers: Observer):
+        self._observers = observers
+
+    def __call__(self, now: Nanos, event: RouterEvent, commands: Sequence[Command] | None, /) -> None:
+        for observer in self._observers:
+            observer(now, event, commands)
+
+
 class ObservedMachine(RouterMachine):
-    """A machine that calls an observer after each event; a machine without an observer has no extra cost."""
+    """Router machine that calls an observer after each event. Without an observer there is no extra cost."""
 
     def __init__(self, *arguments: Any, observer: Observer, **named: Any):
         super().__init__(*arguments, **named)

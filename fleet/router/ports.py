@@ -1,4 +1,4 @@
-"""Ports of the router: what it needs from workers and from text processing."""
+"""Ports of the router: what the router needs from workers and from text processing."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -9,14 +9,14 @@ from fleet.core.work import Start
 
 
 class Workers(Protocol):
-    """All workers of the cluster.
+    """Port: all workers of the cluster, to which the router sends attempts.
 
-    What they do (join, leave, advance requests, change their caches) is passed to `RouterServer.hear`, in order for each worker. An event
-    that occurs during one of these calls is processed after the call.
+    The implementation passes all events of workers (they join, leave, advance requests, change their caches) to `RouterServer.hear`, in
+    order for each worker. An event that occurs during a call of one of these methods is processed after the call.
     """
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
-        """Send an attempt to a worker; never block.
+        """Send an attempt to a worker. The call never blocks.
 
         Raises:
             WorkerUnreachable: There is no stream to that worker; nothing was sent.
@@ -24,7 +24,7 @@ class Workers(Protocol):
         ...
 
     def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
-        """Stop an attempt; ignored if the worker has gone, because its attempts are gone too."""
+        """Stop an attempt on a worker. Do nothing if the worker has gone, because its attempts have ended with it."""
         ...
 
 
@@ -35,19 +35,19 @@ class WorkerUnreachable(Exception):
 
 
 class TextDecoder(Protocol):
-    """Turns one request's tokens into text, one after the other."""
+    """Port: turns the tokens of one answer into text, one token after the other."""
 
     def add(self, token_id: int) -> str:
-        """Add a token, and return the text that is certain now; incomplete characters wait for the next call."""
+        """Add a token. Return the text that can no longer change; an incomplete character is held back until later tokens complete it."""
         ...
 
     def flush(self) -> str:
-        """Return the waiting text, with U+FFFD for incomplete characters."""
+        """Return the text that was held back, with U+FFFD for incomplete characters."""
         ...
 
 
 class TextCodec(Protocol):
-    """Tokenizer and chat template of one model."""
+    """Port: the tokenizer and the chat template of one model."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -55,8 +55,25 @@ class TextCodec(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def class_names(self) -> Mapping[int, str]:
+        """The names of the classes of a classifying model, by number; empty for other models and for classes without names."""
+        ...
+
+    @property
+    def image_token_ids(self) -> tuple[int, ...]:
+        """The token ids that may stand for an image in a prompt; empty for models without images."""
+        ...
+
     def encode(self, text: str, special: bool = True) -> TokenBytes:
-        """Return the token ids of a plain prompt, with the special tokens that the model puts before it unless `special` is false."""
+        """Return the token ids of a text. If `special` is true, the special tokens that the model puts before a prompt come first."""
+        ...
+
+    def encode_pair(self, first: str, second: str) -> tuple[TokenBytes, int]:
+        """Return the token ids of a pair of texts as one prompt, and how many of them belong to the first text.
+
+        If the tokenizer cannot say where the first text ends, the number is that of all tokens.
+        """
         ...
 
     @property
@@ -65,12 +82,12 @@ class TextCodec(Protocol):
         ...
 
     def render(self, messages: Sequence[ChatMessage], tools: str = "", template_args: str = "") -> TokenBytes:
-        """Return the token ids of a conversation, up to the assistant's turn.
+        """Return the token ids of a conversation up to the beginning of the assistant's answer.
 
         Args:
             messages: At least one message.
             tools: Tools that the model may call, in the form of `ChatPrompt.tools`; empty: none.
-            template_args: Further variables of the template, in the form of `ChatPrompt.template_args`; empty: none.
+            template_args: Additional variables for the template, in the form of `ChatPrompt.template_args`; empty: none.
 
         Raises:
             RequestRejected: The template does not accept these messages or knows no tools, or the model has no template (INVALID_ARGUMENT,
@@ -82,15 +99,15 @@ class TextCodec(Protocol):
         """Return a decoder for one answer.
 
         Args:
-            prompt: The prompt before it, which decides for some models whether a space is text.
-            special: Whether special tokens are text.
+            prompt: The token ids of the prompt. With some models they decide whether the answer's first space is text.
+            special: True if special tokens are to appear in the text.
         """
         ...
 
     def decode(self, tokens: TokenBytes) -> str:
-        """Return the text of a prompt, special tokens included."""
+        """Return the text of a prompt, including special tokens."""
         ...
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a single token; a part of a character is U+FFFD."""
+        """Return the text of a single token. Incomplete characters become U+FFFD."""
         ...

@@ -1,8 +1,8 @@
 """Router server: the async shell of a router. It passes events to the machine and performs the machine's commands.
 
-Flow: frontend -> `submit` -> machine -> `Workers.start`; workers -> `hear` -> machine -> `RequestStream` -> frontend. Between
-an event and the end of its commands there is no `await`, so nothing can come in between. Events that a command causes are
-processed after all commands that came with it.
+Flow: frontend -> `submit` -> machine -> `Workers.start`; workers -> `hear` -> machine -> `RequestStream` -> frontend. Between an event and
+its last command there is no `await`, so no other code runs in between. If a command causes an event, that event is processed after all
+commands of the present event.
 """
 
 import asyncio
@@ -51,26 +51,26 @@ log = logging.getLogger(__name__)
 
 
 class RequestListener(Protocol):
-    """A receiver of one request's events; it is called between two turns of the event loop, and must not block."""
+    """Port: receives the events of one request. It is called between two turns of the event loop, and must not block."""
 
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
-        """Take an event that the machine has for this client; nothing follows a `Complete` or a `RequestRejected`."""
+        """Take an event of the machine for this client. Nothing follows a `Complete` or a `RequestRejected`."""
         ...
 
 
 class RequestStream:
-    """One request: entering submits it, iterating yields its tokens and at last `Complete`, leaving early cancels it.
+    """One request: entering the context submits it, iterating yields tokens and at last `Complete`, and leaving early cancels it.
 
-    Nothing starts before the context is entered, and nothing runs after it is left. Unread items are bounded by the request's
-    `max_tokens`. `kv` and `cached_tokens` may be read at any time, also after leaving; they cover at least the attempts whose tokens
-    were read.
+    Nothing starts before the context is entered, and nothing runs after it is left. The request's `max_tokens` limits the number of items
+    that wait to be read. `kv` and `cached_tokens` may be read at any time, also after the context was left. They cover at least the
+    attempts whose tokens were read.
     """
 
     def __init__(self, arrived: Arrived, server: "RouterServer"):
         self._arrived = arrived
         self._server = server
-        self.kv: tuple[KvPhase, ...] = ()  # KV reports of the attempts so far
-        self.cached_tokens = 0  # cached tokens of the prompt so far
+        self.kv: tuple[KvPhase, ...] = ()  # KV reports of all attempts so far
+        self.cached_tokens = 0  # prompt tokens that were cached, in all attempts so far
         self._waiting: deque[Progress | StartedOver | Complete | RequestRejected] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._over = False
@@ -79,7 +79,7 @@ class RequestStream:
         """Submit the request.
 
         Raises:
-            RequestRejected: The request was not accepted; leaving is not needed.
+            RequestRejected: The request was not accepted. The context then counts as not entered.
         """
         self._server.open(self._arrived, self)
         if self._waiting and isinstance(refused := self._waiting[0], RequestRejected):
@@ -95,7 +95,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> Progress | StartedOver | Complete:
-        """Return the next tokens, `StartedOver` if the tokens so far are void, or `Complete`, which ends the iteration.
+        """Return the next tokens, or `StartedOver` if all tokens so far are void, or `Complete` as the last item.
 
         Raises:
             RequestRejected: The rest of the answer will not come.
@@ -128,7 +128,7 @@ class RequestStream:
 
 
 class RouterServer:
-    """The server of one router. Call `run` once; any number of frontends in the same event loop may `submit` requests."""
+    """The server of one router. `run` must be called once. Any number of frontends in the same event loop may `submit` requests."""
 
     def __init__(self, machine: RouterMachine, workers: Workers, clock: Clock):
         self._machine = machine
@@ -137,21 +137,21 @@ class RouterServer:
         self._streams: dict[RequestId, RequestListener] = {}
         self._events: deque[RouterEvent] = deque()
         self._processing = False
-        self._bug: Exception | None = None  # the error that interrupted a decision; `run` raises it
+        self._bug: Exception | None = None  # the exception that interrupted the processing of an event; `run` raises it
         self._bug_met = asyncio.Event()
-        self.on_change: Callable[[], None] | None = None  # called after each event, for objects that read `booked`
-        self._closed = False  # True: no more requests are accepted
+        self.on_change: Callable[[], None] | None = None  # called after each event, for objects that then read `booked`
+        self._closed = False  # True if no more requests are accepted
         self._idle = asyncio.Event()
         self._idle.set()
-        self._armed: Nanos | None = None  # the instant that `_keep_time` waits for
+        self._armed: Nanos | None = None  # the deadline for which `_keep_time` waits
         self._sooner = asyncio.Event()
 
     def submit(self, arrived: Arrived) -> RequestStream:
-        """Return a request to be entered: ``async with server.submit(arrived) as progress: async for ...``."""
+        """Return a request as a context: ``async with server.submit(arrived) as progress: async for ...``."""
         return RequestStream(arrived, self)
 
     def hear(self, event: WorkerEvent | PeerEvent) -> None:
-        """Process an event of a worker or a peer router at once."""
+        """Process an event of a worker or of a peer router at once."""
         self._process(event)
 
     def models(self) -> tuple[ModelCard, ...]:
@@ -170,7 +170,7 @@ class RouterServer:
         return self._machine.remote_prefill()
 
     def tune(self, thresholds: Thresholds) -> None:
-        """Set thresholds for all further requests; the queued ones are tried again."""
+        """Set thresholds for all further requests. Queued requests are tried again."""
         log.info("thresholds set", extra=structs.asdict(thresholds))
         self._process(ThresholdsChanged(thresholds=thresholds))
 
@@ -186,11 +186,17 @@ class RouterServer:
         return self._machine.prompts
 
     def assumed_prompts(self) -> list[PlacedPrompt]:
-        """Return the latest prompts that workers without KV events are assumed to have cached, the latest one last."""
+        """Return the latest prompts that workers without KV events are assumed to have cached. The latest one is last."""
         return self._machine.assumed_prompts(self._clock.now())
 
     def decision(self, request_id: RequestId) -> Decision | None:
         return self._machine.decision(request_id)
+
+    def decisions(self, request_id: RequestId) -> tuple[Decision, ...]:
+        return self._machine.decisions(request_id)
+
+    def queue_seconds(self, request_id: RequestId) -> float | None:
+        return self._machine.queue_seconds(request_id)
 
     def fingerprint(self, request_id: RequestId) -> str:
         return self._machine.fingerprint(request_id)
@@ -213,15 +219,15 @@ class RouterServer:
         return now, self._machine.demand_by_model(now), self._machine.worker_loads()
 
     def recent_requests(self, after: int) -> tuple[int, tuple[SampledRequest, ...]]:
-        """Return the number of the last ended request, and a sample of those that ended after number `after`."""
+        """Return the number of the latest request in the sample, and the requests of the sample with a number above `after`."""
         return self._machine.demand.recent(after)
 
     def turned_away(self, model: ModelName) -> None:
-        """Count a request that was refused before its prompt was read, because the model has no worker."""
+        """Count a request that was refused before its prompt was read, because its model has no worker."""
         self._machine.demand.turned_away(model)
 
     async def run(self) -> Never:
-        """Serve until cancelled; then every open stream is rejected."""
+        """Serve until the task is cancelled. Then reject all requests that have not ended."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keep_time(), name="deadlines")
@@ -234,7 +240,7 @@ class RouterServer:
         raise AssertionError("time ended")
 
     async def drain(self, within: Nanos) -> int:
-        """Accept no new requests, wait for the running ones, and reject those that are not over in time; return how many."""
+        """Accept no new requests, wait for the running ones, and reject those that do not end in time. Return the number of rejected requests."""
         self._closed = True
         try:
             async with asyncio.timeout(within / SECOND):
@@ -242,7 +248,7 @@ class RouterServer:
         except TimeoutError:
             log.warning("requests not finished before the drain timeout", extra={"requests": len(self._streams)})
         late = len(self._streams)
-        # rejected here, before the workers' streams end, because a lost worker would be given as the reason
+        # The requests are rejected before the streams of the workers end, because clients would otherwise get WORKER_LOST as the reason.
         self._reject_all()
         return late
 
@@ -252,7 +258,7 @@ class RouterServer:
             self.close(request_id, stream)
 
     def open(self, arrived: Arrived, stream: RequestListener) -> None:
-        """Submit a request whose listener hears of it until it is over, or until `close`.
+        """Submit a request. Its listener gets the events until the request is over, or until `close` is called.
 
         Raises:
             RequestRejected: This router takes no requests, or already has one with this id.
@@ -270,13 +276,13 @@ class RouterServer:
         self._process(arrived)
 
     def close(self, request_id: RequestId, stream: RequestListener) -> None:
-        """Stop listening; a request that is not over is cancelled everywhere."""
+        """Remove the listener of a request. If the request is not over, cancel it in the router and on its workers."""
         if self._streams.get(request_id) is stream:
             self._forget(request_id)
             self._process(RequestCancelled(request_id=request_id))
 
     async def _keep_time(self) -> Never:
-        """Tell the machine when a deadline has come."""
+        """Send `RouterTicked` to the machine when a deadline has come."""
         while True:
             self._sooner.clear()
             self._armed = due = self._machine.next_deadline()
@@ -287,16 +293,16 @@ class RouterServer:
                 self._process(RouterTicked())
 
     def _process(self, event: RouterEvent) -> None:
-        """Let the machine process an event, and perform its commands. A command that cannot be performed causes another event.
+        """Let the machine process an event, and perform its commands. If a command cannot be performed, this causes another event.
 
-        A bug on the way is raised and ends `run`: no further decision of the machine can be trusted, and the caller (a socket's reader,
-        or a client's call) can do nothing about it.
+        An exception from a bug is raised here and also ends `run`: the decisions of the machine can no longer be trusted, and the caller
+        (the reader of a socket, or a client's call) cannot repair that.
         """
         if self._bug is not None:
             return
         events = self._events
         events.append(event)
-        if self._processing:  # a command caused this event; it waits until all other commands are performed
+        if self._processing:  # a command has caused this event, so it waits until all other commands are performed
             return
         self._processing = True
         try:
@@ -317,7 +323,7 @@ class RouterServer:
             self._sooner.set()
 
     def _perform(self, command: Command) -> Undelivered | None:
-        # The most frequent commands come first, compared by type: each class pattern takes 70 ns, whether it matches or not.
+        # The most frequent commands come first and are compared by type, because each class pattern takes 70 ns, whether it matches or not.
         if type(command) is Emit:
             if (stream := self._streams.get(command.request_id)) is not None:
                 stream.put(command)

@@ -2,18 +2,19 @@
 
 Rules:
 
-1. The explanations of the latest `explained_requests` requests are kept, whether these have ended or not. A request that reuses
-   an id replaces the older request.
+1. The decisions of the latest `explained_requests` requests are kept for explanations, whether the requests have ended or not. If a request
+   reuses the id of an older one, the decisions of the older one are forgotten.
 2. Predicted and reported cached tokens are compared once for each prompt, on the worker that computed it
    (`fleet.router.kv_index.prefix_index`, rule 5).
 
-Rules of demand (`RouterDemand`), which is what clients ask for and how they are served, for the planner:
+Rules of demand (`RouterDemand`). The planner learns from it what clients ask for and how well they are served.
 
 3. A request costs a few increments and three look-ups in a table of bucket edges. Everything else is computed for a report.
-4. Times run from the request's arrival at the machine, after its prompt was tokenized.
-5. The first token ends TTFT and queue wait, once for each request: a request that is placed again after a failure is not a new one.
-6. The sample takes at most one ended request in `SAMPLE_EVERY`, so that a busy router does not pay for it. The latest `KEPT_REQUESTS` are kept.
-   Each reader names the last one that it has read.
+4. All times are measured from the request's arrival at the machine, which is after its prompt was tokenized.
+5. TTFT and queue wait are counted at the first token, once for each request. A request that is placed again after a failure does not count
+   as a new one.
+6. At most one ended request in every `SAMPLE_EVERY` nanoseconds is sampled, so that a busy router has no noticeable cost. The latest
+   `KEPT_REQUESTS` samples are kept. Each reader states up to which sample it has read.
 """
 
 from bisect import bisect_left
@@ -37,27 +38,42 @@ from fleet.router.state.live_requests import LiveRequest, RequestStage
 from fleet.router.state.snapshot import Explanation, KnowledgeSnapshot, RouterCounters
 from fleet.router.state.worker_table import RegisteredWorker
 
+MOST_MODELS = 1000
+"""The maximum number of models with counters of their own. Model names come from workers and settings, so only a fault
+can reach this limit."""
+
 _PREFILL_LOST = PlacementReason.PREFILL_LOST  # a module variable is ten times as fast as the enum attribute
 
 
+class CountersByModel(dict[ModelName, RouterCounters]):
+    """The counters of each model by its name. The counters of a model are made when they are first read."""
+
+    def __missing__(self, model: ModelName) -> RouterCounters:
+        counters = RouterCounters()
+        if len(self) < MOST_MODELS:
+            self[model] = counters
+        return counters
+
+
 class RouterStatistics:
-    """Counts the decisions and ends of one router's requests since its start, and keeps recent explanations."""
+    """Counts the decisions about requests of one router, and how the requests ended. It also keeps recent decisions."""
 
     def __init__(self, explained_requests: int) -> None:
-        self.counters = RouterCounters()
+        self.counters = CountersByModel()
+        self.late_messages = 0
         self._most_explained = explained_requests
-        # `OrderedDict`, because it finds its first key fast
+        # an `OrderedDict`, because it finds and removes its first key fast
         self._explained: OrderedDict[RequestId, tuple[Decision, ...]] = OrderedDict()
         self._compared = dict.fromkeys(Knowledge, CacheComparison())
         self._prompts_compared = dict.fromkeys(Knowledge, 0)
 
     def arrived(self, request_id: RequestId) -> None:
-        """Forget an older request with the same id."""
+        """Forget the decisions of an older request that had the same id."""
         self._explained.pop(request_id, None)
 
     def placed(self, live: LiveRequest, decision: Decision, policy: PlacementPolicy) -> None:
-        """Count and keep a decision; `policy` is the one that should have made it."""
-        counters, why = self.counters, decision.why
+        """Count a decision, and keep it for explanations. `policy` is the configured policy."""
+        counters, why = self.counters[live.arrived.model], decision.why
         placements = counters.placements
         placements[why] = placements.get(why, 0) + 1
         counters.policy_fallbacks += decision.policy is not policy
@@ -76,21 +92,21 @@ class RouterStatistics:
         if len(explained) > self._most_explained:
             explained.popitem(last=False)
 
-    def impossible(self, cause: RejectionCause) -> None:
+    def impossible(self, model: ModelName, cause: RejectionCause) -> None:
         """Count a request that no worker could serve."""
-        causes = self.counters.impossible
+        causes = self.counters[model].impossible
         causes[cause] = causes.get(cause, 0) + 1
 
-    def refused(self, reason: Reason) -> None:
+    def refused(self, model: ModelName, reason: Reason) -> None:
         """Count a rejected request."""
-        refused = self.counters.refused
+        refused = self.counters[model].refused
         refused[reason] = refused.get(reason, 0) + 1
 
     def compare(self, decision: Decision, worker: RegisteredWorker, reported_tokens: int) -> CacheDriftChanged | None:
-        """Compare the cached tokens that a decision predicted with those that the worker reported.
+        """Compare the cached tokens that a decision predicted with the cached tokens that the worker reported.
 
         Returns:
-            The command to give if the worker's cache begins to drift, or no longer drifts.
+            The command to return from the machine if the worker's cache begins to drift or no longer drifts; otherwise None.
         """
         accuracy, prompt = worker.accuracy, decision.request.prompt_tokens
         predicted = prompt - decision.prefill_tokens
@@ -107,18 +123,30 @@ class RouterStatistics:
             recall=accuracy.recent.recall,
         )
 
+    def decisions(self, request_id: RequestId) -> tuple[Decision, ...]:
+        """Return the decisions for a request in their order; empty if the request was never placed, or too long ago."""
+        return self._explained.get(request_id, ())
+
     def explain(self, request_id: RequestId) -> Explanation | None:
-        """Return why a request was placed as it was; None if that is too long ago or it was never placed."""
+        """Return why a request was placed as it was; None if the request was never placed, or too long ago."""
         placements = self._explained.get(request_id)
         return None if placements is None else Explanation(placements=tuple(each.explained() for each in placements))
+
+    def total(self) -> RouterCounters:
+        """Return the sums of the counters over all models."""
+        total = RouterCounters(late_messages=self.late_messages)
+        for each in self.counters.values():
+            total.add(each)
+        return total
 
     def knowledge(
         self, recent: Callable[[Knowledge], tuple[int, int, CacheComparison]]
     ) -> tuple[KnowledgeSnapshot, ...]:
-        """Return how accurately the caches of workers are known.
+        """Return how accurately the router knows the caches of workers, for each kind of knowledge.
 
         Args:
-            recent: Returns, for one kind of knowledge, the number of workers, how many of them drift, and their latest comparisons.
+            recent: A function that returns, for one kind of knowledge, the number of workers, how many of them drift, and the sums of their
+                latest comparisons.
         """
         found = []
         for knowledge in Knowledge:
@@ -138,9 +166,6 @@ class RouterStatistics:
 
 KEPT_REQUESTS = 256
 SAMPLE_EVERY = Nanos(SECOND // RECENT_REQUESTS)
-MOST_MODELS = 1000
-"""Most models that are counted; the names of models come from workers and settings, so this is a guard against a fault."""
-
 _FOR_LOAD = frozenset({Reason.NO_WORKER, Reason.QUEUE_FULL, Reason.DEADLINE_PASSED})
 _INVALID = frozenset(
     {
@@ -202,7 +227,7 @@ class RouterDemand:
         counters.prompt_squares += tokens * tokens
 
     def turned_away(self, model: ModelName) -> None:
-        """Count a request that was refused before its prompt was read, because the model has no worker."""
+        """Count a request that was refused before its prompt was read, because its model has no worker."""
         counters = self._models.get(model) or self._new(model)
         counters.arrivals += 1
         counters.refused += 1
@@ -213,7 +238,7 @@ class RouterDemand:
         counters.waited += 1
 
     def first_token(self, live: LiveRequest, now: Nanos) -> None:
-        """Note the first token of a request."""
+        """Count the first token of a request, with its TTFT and its queue wait."""
         live.first_token_at = now
         counters = self._models.get(model := live.arrived.model) or self._new(model)
         since = live.since
@@ -256,7 +281,7 @@ class RouterDemand:
         )
 
     def rejected(self, live: LiveRequest, reason: Reason) -> None:
-        """Count a request that was rejected; what was answered of it before still counts as tokens."""
+        """Count a request that was rejected. If it had begun to be answered, its tokens still count."""
         counters = self._models.get(model := live.arrived.model) or self._new(model)
         if live.first_token_at:
             counters.finished += 1
@@ -268,7 +293,7 @@ class RouterDemand:
             counters.uncounted_tokens += live.own_tokens
 
     def models(self, live_requests: Iterable[LiveRequest], now: Nanos) -> tuple[ModelDemand, ...]:
-        """Return the demand of all models; `live_requests` are those that have not ended."""
+        """Return the demand of all models. `live_requests` are the requests that have not ended."""
         queued: dict[ModelName, int] = {}
         oldest: dict[ModelName, Nanos] = {}
         for live in live_requests:
@@ -301,13 +326,13 @@ class RouterDemand:
         )
 
     def recent(self, after: int) -> tuple[int, tuple[SampledRequest, ...]]:
-        """Return the requests of the sample that were taken after another one.
+        """Return the sampled requests with numbers above `after`.
 
         Args:
-            after: The number of the last request that the reader has read; 0 for none.
+            after: The number of the last sample that the reader has read; 0: none.
 
         Returns:
-            The number of the last request, and at most the last `RECENT_REQUESTS` requests.
+            The number of the latest sample, and at most the latest `RECENT_REQUESTS` samples.
         """
         fresh = min(max(0, self._sampled - after), len(self._recent), RECENT_REQUESTS)
         return self._sampled, tuple(islice(self._recent, len(self._recent) - fresh, None))

@@ -2,17 +2,19 @@
 
 Rules:
 
-1. If no tenant has a key, the router believes the tenant that a request names, because the network is closed. If any tenant has one, a
-   request proves its tenant by a key and must not name another tenant.
-2. A tenant has a bucket of requests and a bucket of tokens; each fills evenly up to the amount of a minute. A request is admitted
-   when both hold at least one. It takes one request and the tokens of its prompt at once, and the tokens of its answer at the end. So a
-   bucket may be overdrawn, and then admits nothing until it has filled again. Without a limit there is no bucket.
-3. Routers can share buckets through Redis. Several times a second they report what they took (`taken`) and learn what is left (`settle`),
-   with their own view (`before`) in case Redis has lost it. In between each router counts by itself, so together
-   they may admit too much by what fits into that time.
-4. Routers that are peers (`fleet.peers`) each count what all of them take: the usage of a peer is subtracted here (`took_elsewhere`).
-   Until the peers have confirmed its usage, a router admits at most an equal share of what is left (`is_unsure`), and one request if less
-   is left. N routers together admit at most N - 1 requests too many, which the bucket then owes.
+1. If no tenant has a key, the router believes the tenant that a request names, because then only trusted clients are expected on the
+   network. If any tenant has a key, each request has to prove its tenant by a key, and must not name another tenant.
+2. A tenant has one token bucket for requests and one for tokens. Each fills at a constant rate, up to the limit for one minute. A request
+   is admitted if the level of each bucket is at least one. On admission it takes one request and the tokens of its prompt, and at its end
+   the tokens of its answer. So the level may fall below zero; then no request is admitted until the bucket has filled again. A limit that
+   is not set has no bucket.
+3. Routers can share buckets through Redis. Several times a second each router reports what was taken from its buckets (`taken`) and gets
+   the common levels (`settle`). It also sends its own levels (`before`), in case Redis has lost the common ones. Between two reports each
+   router counts by itself, so together the routers may admit more than the limit by the requests of that time.
+4. Routers that are peers (`fleet.peers`) each keep buckets for the whole cluster: what was taken at a peer is subtracted here too
+   (`took_elsewhere`). Until all peers have confirmed what a router has reported, that router admits at most an equal share of what is left
+   (`is_unsure`), or one request if the share is smaller. N routers together admit at most N - 1 requests too many, and then the level is
+   below zero.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -27,7 +29,8 @@ from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected, inv
 from fleet.core.requests import RateLimitStatus, RemainingLimit
 
 MINUTE_SECONDS = 60
-# most exchanges with peers for one request; each of them lets at least an equal share of what is left be admitted
+# Maximum number of times that one request waits for the peers. After each wait, at least an equal share of what is left
+# can be admitted.
 ROUNDS = 100
 
 PerMinute = Annotated[float, Meta(ge=0, le=1e12)]
@@ -68,7 +71,7 @@ class TokenBucket:
         self._at = now
 
     def level(self, now: Nanos) -> float:
-        """Return the content; it is negative if more was taken than there was."""
+        """Return the present level of the bucket. It is negative if more was taken than the bucket contained."""
         gained = max(0, now - self._at) * self.per_minute / (MINUTE_SECONDS * SECOND)
         return min(self.per_minute, self._level + gained)
 
@@ -83,29 +86,29 @@ class TokenBucket:
 
 
 class TenantUsageDelta(Struct, frozen=True, kw_only=True):
-    """The requests and tokens that a tenant took from this router since the last call."""
+    """The requests and tokens that were taken from a tenant's buckets on this router in some time."""
 
     requests: float
     tokens: float
 
 
 class TenantUsage(Struct, kw_only=True):
-    """The total usage of a tenant on this router since its start, for accounting."""
+    """The usage of a tenant on this router since the start of the router, for accounting."""
 
-    requests: int = 0  # admitted requests
+    requests: int = 0  # number of admitted requests
     prompt_tokens: int = 0
     answer_tokens: int = 0
 
 
 class BucketLevels(Struct, frozen=True, kw_only=True):
-    """The content of a tenant's buckets; 0 if there is no such bucket."""
+    """The levels of a tenant's two buckets; 0 if there is no such bucket."""
 
     requests: float
     tokens: float
 
 
 SettleWithPeers = Callable[[], Awaitable[bool]]
-"""A function that waits until the peers have heard what was taken here; it returns False if one of them did not answer in time."""
+"""A function that waits until all peers have confirmed what was taken here. It returns False if a peer did not answer in time."""
 
 
 class _TenantLimits:
@@ -116,8 +119,8 @@ class _TenantLimits:
         self.taken_tokens = 0.0
         self.told = TenantUsageDelta(
             requests=0.0, tokens=0.0
-        )  # total that was taken here and must be sent to the peers; it only grows
-        self.heard = self.told  # the part of this total that all peers have confirmed
+        )  # The total that was taken here since the start, which the peers must learn. It never falls.
+        self.heard = self.told  # the part of `told` that all peers have confirmed
 
     @property
     def unheard_requests(self) -> float:
@@ -129,10 +132,10 @@ class _TenantLimits:
 
 
 class Tenants:
-    """Checks API keys and rate limits of the tenants that the settings name; other tenants have neither."""
+    """Checks the API keys and the rate limits of the tenants that the settings name. Other tenants have neither keys nor limits."""
 
     def __init__(self, settings: Mapping[str, TenantSettings], now: Nanos) -> None:
-        """Start with full buckets.
+        """Start with full token buckets.
 
         Raises:
             ConfigurationRefused: Two tenants have the same key.
@@ -143,36 +146,38 @@ class Tenants:
                 if (other := self._by_key.setdefault(key, name)) != name:
                     raise ConfigurationRefused(f"tenants.{name}.api_key_sha256: {key[:8]}… is a key of {other!r} too")
         self.settle_with_others: SettleWithPeers | None = None
-        """Set by the component that tells peer routers directly what is taken here (rule 4)."""
+        """The component that sends the usage at this router to its peers sets this function, which waits for their
+        answers (rule 4)."""
 
         self.on_taken: Callable[[], None] | None = None
-        """Called when something was taken from a bucket here; must not block."""
+        """Called after something was taken from a bucket here. The function must not block."""
 
         self.others = 0
-        """The number of peer routers that are told directly."""
+        """The number of peer routers to which the usage at this router is sent."""
 
         self._usage = {name: TenantUsage() for name in settings}
         self._limited = {name: _TenantLimits(tenant, now) for name, tenant in settings.items() if tenant.is_limited}
 
     @property
     def by_key(self) -> bool:
-        """True if requests prove their tenant by a key."""
+        """True if requests have to prove their tenant by an API key."""
         return bool(self._by_key)
 
     def tenant(self, authorization: str, named: str) -> str:
         """Return the tenant of a request (rule 1).
 
         Args:
-            authorization: The header of that name, ``Bearer KEY``; empty: there is none.
-            named: The tenant that the request names; empty: none.
+            authorization: The value of the header `authorization`, ``Bearer KEY``; empty: there is no such header.
+            named: The tenant that the request names; empty: it names none.
 
         Raises:
-            RequestRejected: UNAUTHENTICATED without a known key; INVALID_ARGUMENT if another tenant than the key's is named.
+            RequestRejected: UNAUTHENTICATED if there is no known key; INVALID_ARGUMENT if the request names another tenant than that of its
+            key.
         """
         if not self._by_key:
             return named
         scheme, _, key = authorization.partition(" ")
-        # the bytes of the header, because frontends decode headers as Latin-1
+        # the original bytes of the header, because frontends decode headers as Latin-1
         sent = key.strip(" \t").encode("latin-1", "replace")
         known = self._by_key.get(sha256(sent).hexdigest())
         if scheme.lower() != "bearer" or known is None:
@@ -187,10 +192,10 @@ class Tenants:
         return known
 
     def admit(self, tenant: str, prompt_tokens: int, now: Nanos) -> RateLimitStatus | None:
-        """Admit a request; return what is left, or None for a tenant without limits.
+        """Admit a request and take its prompt from the tenant's buckets. Return what is left; None for a tenant without limits.
 
         Raises:
-            RequestRejected: RATE_LIMITED, with the time after which the next request is admitted.
+            RequestRejected: RATE_LIMITED, with the time after which a request can be admitted.
         """
         limited = self._limited.get(tenant)
         if limited is not None:
@@ -204,19 +209,27 @@ class Tenants:
         self._take(limited, 1, prompt_tokens, now)
         return RateLimitStatus(requests=_remaining(limited.requests, now), tokens=_remaining(limited.tokens, now))
 
-    def used(self, tenant: str, answer_tokens: int, now: Nanos) -> None:
-        """Charge the tokens of an answer that has ended in any way."""
+    def used(self, tenant: str, answer_tokens: int, now: Nanos, image_tokens: int = 0) -> None:
+        """Take the tokens of an answer from the tenant's buckets. The answer may have ended in any way.
+
+        Args:
+            tenant: Name of the tenant.
+            answer_tokens: Number of tokens of the answer.
+            now: The present instant.
+            image_tokens: Number of tokens that images added to the prompt, which is known only after the request was admitted.
+        """
         if (usage := self._usage.get(tenant)) is not None:
             usage.answer_tokens += answer_tokens
+            usage.prompt_tokens += image_tokens
         if (limited := self._limited.get(tenant)) is not None:
-            self._take(limited, 0, answer_tokens, now)
+            self._take(limited, 0, answer_tokens + image_tokens, now)
 
     def usage(self) -> Mapping[str, TenantUsage]:
-        """Return the usage of each tenant that the settings name. The returned objects are live and keep changing."""
+        """Return the usage of each tenant that the settings name. The returned objects are not copies, so they keep changing."""
         return self._usage
 
     def taken(self) -> dict[str, TenantUsageDelta]:
-        """Return what was taken here since the last call, for tenants with limits that took anything."""
+        """Return, for each tenant with limits, what was taken here since the last call. Tenants that took nothing are left out."""
         taken = {}
         for name, limited in self._limited.items():
             if limited.taken_requests or limited.taken_tokens:
@@ -225,7 +238,7 @@ class Tenants:
         return taken
 
     def settle(self, tenant: str, requests: float, tokens: float, now: Nanos) -> None:
-        """Set a tenant's buckets to what is left over all routers; what was taken here since `taken` is subtracted."""
+        """Set a tenant's buckets to the levels over all routers, minus what was taken here since the last call of `taken`."""
         limited = self._limited[tenant]
         if limited.requests is not None:
             limited.requests.settle(requests - limited.taken_requests, now)
@@ -233,7 +246,7 @@ class Tenants:
             limited.tokens.settle(tokens - limited.taken_tokens, now)
 
     def before(self, tenant: str, now: Nanos) -> tuple[float, float]:
-        """Return requests and tokens in a tenant's buckets without what was taken since `taken`; 0: no such bucket."""
+        """Return the levels of a tenant's two buckets without what was taken since the last call of `taken`; 0 if there is no such bucket."""
         limited = self._limited[tenant]
         return (
             0.0 if limited.requests is None else limited.requests.level(now) + limited.taken_requests,
@@ -241,7 +254,7 @@ class Tenants:
         )
 
     def is_unsure(self, tenant: str, prompt_tokens: int, now: Nanos) -> bool:
-        """Return whether the peers should hear what was taken here before this request is admitted (rule 4)."""
+        """Return whether all peers should confirm what was taken here before this request is admitted (rule 4)."""
         limited = self._limited.get(tenant) if self.others else None
         if limited is None:
             return False
@@ -251,11 +264,11 @@ class Tenants:
         )
 
     def told(self) -> dict[str, TenantUsageDelta]:
-        """Return the totals taken here so far, for `confirm`; call it when peers have been told (`taken`)."""
+        """Return the totals that were taken here so far. The caller sends them to the peers, and then gives them to `confirm`."""
         return {name: limited.told for name, limited in self._limited.items() if limited.told != limited.heard}
 
     def confirm(self, told: Mapping[str, TenantUsageDelta]) -> None:
-        """Note the totals that all peers have confirmed (`told`); any order and any repetition is allowed."""
+        """Record that all peers have confirmed these totals of `told`. The calls may come in any order, and repeatedly."""
         for name, taken in told.items():
             limited = self._limited[name]
             limited.heard = TenantUsageDelta(
@@ -263,7 +276,7 @@ class Tenants:
             )
 
     def took_elsewhere(self, tenant: str, taken: TenantUsageDelta, now: Nanos) -> None:
-        """Subtract what a tenant took from a peer router."""
+        """Subtract from a tenant's buckets what the tenant took on a peer router."""
         if (limited := self._limited.get(tenant)) is not None:
             if limited.requests is not None:
                 limited.requests.take(taken.requests, now)
@@ -271,7 +284,7 @@ class Tenants:
                 limited.tokens.take(taken.tokens, now)
 
     def left(self, now: Nanos) -> dict[str, BucketLevels]:
-        """Return the bucket levels of tenants that took anything lately."""
+        """Return the bucket levels of the tenants whose buckets are not full."""
         return {
             name: BucketLevels(requests=_level(limited.requests, now), tokens=_level(limited.tokens, now))
             for name, limited in self._limited.items()
@@ -279,14 +292,14 @@ class Tenants:
         }
 
     def lower(self, tenant: str, left: BucketLevels, now: Nanos) -> None:
-        """Lower a tenant's buckets to a peer's levels if these are lower."""
+        """Lower the levels of a tenant's buckets to those of a peer where the peer's are lower."""
         if (limited := self._limited.get(tenant)) is not None:
             for bucket, level in ((limited.requests, left.requests), (limited.tokens, left.tokens)):
                 if bucket is not None and level < bucket.level(now):
                     bucket.settle(level, now)
 
     def limits(self) -> dict[str, tuple[float, float]]:
-        """Return requests and tokens per minute of each tenant with a limit; 0: no such limit."""
+        """Return the limits of each tenant that has any, as requests and tokens per minute; 0: no such limit."""
         return {
             name: (
                 limited.requests.per_minute if limited.requests is not None else 0.0,
@@ -310,7 +323,7 @@ class Tenants:
 
 
 async def admit_with_peers(tenants: Tenants, tenant: str, prompt_tokens: int, clock: Clock) -> RateLimitStatus | None:
-    """Admit a request like `Tenants.admit`, but wait for peer routers near a limit.
+    """Admit a request like `Tenants.admit`. If the tenant is near a limit, first wait for the peer routers (rule 4).
 
     Raises:
         RequestRejected: The tenant has used up its limit.
@@ -320,19 +333,19 @@ async def admit_with_peers(tenants: Tenants, tenant: str, prompt_tokens: int, cl
         if settle is None or not tenants.is_unsure(tenant, prompt_tokens, clock.now()):
             break
         if not await settle():
-            break  # without its peers' answers each router counts by itself
+            break  # a peer did not answer, so this router decides by its own count
     return tenants.admit(tenant, prompt_tokens, clock.now())
 
 
 async def await_settle(settle: SettleWithPeers) -> bool:
-    """Await `settle` in a coroutine, for a task."""
+    """Await `settle`, as a coroutine from which a task can be made."""
     return await settle()
 
 
 def _exceeds_share(bucket: TokenBucket | None, unheard: float, more: float, routers: int, now: Nanos) -> bool:
-    """Return whether a router should ask its peers first, if `routers` routers share what is left."""
+    """Return whether a request would exceed the router's equal share of what is left. It then has to ask its peers first."""
     if bucket is None or not unheard or (level := bucket.level(now)) < 1:
-        return False  # with less than one, the request is rejected, whatever the peers took
+        return False  # if less than one is left, the request is rejected in any case
     return unheard + more > max(1.0, (level + unheard) / routers)
 
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from kvstore.v1 import protocol_pb2 as _protocol_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -25,20 +26,26 @@ class RegisterRequest(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     address: _builtins.str
     """host:port or unix:path of the Worker service"""
+    @_builtins.property
+    def protocols(self) -> _protocol_pb2.ProtocolRange:
+        """that the worker speaks; not set: version 1"""
+
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         address: _builtins.str = ...,
+        protocols: _protocol_pb2.ProtocolRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "protocols", b"protocols", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -49,16 +56,22 @@ class RegisterResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
     """register again well within this time"""
+    @_builtins.property
+    def protocols(self) -> _protocol_pb2.ProtocolRange:
+        """that the router speaks; not set: version 1"""
+
     def __init__(
         self,
         *,
         lease_ms: _builtins.int = ...,
+        protocols: _protocol_pb2.ProtocolRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "protocols", b"protocols"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -105,12 +118,19 @@ Global___DeregisterResponse: _TypeAlias = DeregisterResponse  # noqa: Y015
 class WatchDemandRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def protocols(self) -> _protocol_pb2.ProtocolRange:
+        """that the caller speaks; not set: version 1"""
+
     def __init__(
         self,
+        *,
+        protocols: _protocol_pb2.ProtocolRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -128,6 +148,7 @@ class DemandReport(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     RECENT_FIELD_NUMBER: _builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     incarnation: _builtins.str
     """another one after a restart, whose counters begin at zero"""
@@ -140,6 +161,10 @@ class DemandReport(_message.Message):
     def recent(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampledRequest]:
         """some of the requests that ended since the last message"""
 
+    @_builtins.property
+    def protocols(self) -> _protocol_pb2.ProtocolRange:
+        """that the router speaks, in the first report of a watch; not set there: version 1"""
+
     def __init__(
         self,
         *,
@@ -149,10 +174,11 @@ class DemandReport(_message.Message):
         workers: _abc.Iterable[Global___WorkerDemand] | None = ...,
         recent: _abc.Iterable[Global___SampledRequest] | None = ...,
         uptime_seconds: _builtins.float = ...,
+        protocols: _protocol_pb2.ProtocolRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "models", b"models", "recent", b"recent", "router_id", b"router_id", "uptime_seconds", b"uptime_seconds", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "models", b"models", "protocols", b"protocols", "recent", b"recent", "router_id", b"router_id", "uptime_seconds", b"uptime_seconds", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -336,12 +362,19 @@ Global___SampledRequest: _TypeAlias = SampledRequest  # noqa: Y015
 class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def protocols(self) -> _protocol_pb2.ProtocolRange:
+        """that the caller speaks; not set: version 1"""
+
     def __init__(
         self,
+        *,
+        protocols: _protocol_pb2.ProtocolRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -355,6 +388,8 @@ class StatusResponse(_message.Message):
     ROUTER_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
     OVERFLOW_FIELD_NUMBER: _builtins.int
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
+    INCOMPATIBLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolStatus]: ...
     @_builtins.property
@@ -365,6 +400,12 @@ class StatusResponse(_message.Message):
 
     @_builtins.property
     def overflow(self) -> _containers.RepeatedCompositeFieldContainer[Global___OverflowStatus]: ...
+    @_builtins.property
+    def protocols(self) -> _protocol_pb2.ProtocolRange:
+        """that the router speaks; not set: version 1"""
+
+    @_builtins.property
+    def incompatible(self) -> _containers.RepeatedCompositeFieldContainer[Global___IncompatiblePeer]: ...
     def __init__(
         self,
         *,
@@ -372,14 +413,46 @@ class StatusResponse(_message.Message):
         router: Global___RouterStatus | None = ...,
         store: Global___StoreStatus | None = ...,
         overflow: _abc.Iterable[Global___OverflowStatus] | None = ...,
+        protocols: _protocol_pb2.ProtocolRange | None = ...,
+        incompatible: _abc.Iterable[Global___IncompatiblePeer] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["router", b"router", "store", b"store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols", "router", b"router", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["overflow", b"overflow", "pools", b"pools", "router", b"router", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incompatible", b"incompatible", "overflow", b"overflow", "pools", b"pools", "protocols", b"protocols", "router", b"router", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class IncompatiblePeer(_message.Message):
+    """A process that was refused within the last minute, because it speaks no version of the protocol that the router speaks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    link: _builtins.str
+    """a value of fleet.membership.compatibility.Link"""
+    name: _builtins.str
+    """its id or address"""
+    cause: _builtins.str
+    """names both ranges, and what to upgrade"""
+    def __init__(
+        self,
+        *,
+        link: _builtins.str = ...,
+        name: _builtins.str = ...,
+        cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "link", b"link", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IncompatiblePeer: _TypeAlias = IncompatiblePeer  # noqa: Y015
 
 @_typing.final
 class OverflowStatus(_message.Message):
@@ -474,6 +547,8 @@ class WorkerStatus(_message.Message):
     BOOKED_REQUESTS_FIELD_NUMBER: _builtins.int
     BOOKED_ELSEWHERE_FIELD_NUMBER: _builtins.int
     CACHE_SECONDS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    PRODUCT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     state: _builtins.str
     """"serving" or "draining" """
@@ -492,6 +567,10 @@ class WorkerStatus(_message.Message):
     """requests, as other routers have told this one"""
     cache_seconds: _builtins.float
     """that computing its cache again would take, without what other workers hold"""
+    protocol: _builtins.int
+    """version of the protocol that it and the router use; 0: it speaks another one, or the router says nothing"""
+    product: _builtins.str
+    """its version of Fleet; empty: it does not say"""
     def __init__(
         self,
         *,
@@ -507,10 +586,12 @@ class WorkerStatus(_message.Message):
         booked_requests: _builtins.int = ...,
         booked_elsewhere: _builtins.int = ...,
         cache_seconds: _builtins.float = ...,
+        protocol: _builtins.int = ...,
+        product: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "booked_elsewhere", b"booked_elsewhere", "booked_requests", b"booked_requests", "cache_seconds", b"cache_seconds", "cached_blocks", b"cached_blocks", "engine", b"engine", "kv_blocks", b"kv_blocks", "kv_blocks_used", b"kv_blocks_used", "running", b"running", "state", b"state", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "booked_elsewhere", b"booked_elsewhere", "booked_requests", b"booked_requests", "cache_seconds", b"cache_seconds", "cached_blocks", b"cached_blocks", "engine", b"engine", "kv_blocks", b"kv_blocks", "kv_blocks_used", b"kv_blocks_used", "product", b"product", "protocol", b"protocol", "running", b"running", "state", b"state", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -52,6 +52,7 @@ class RegistryServicer:
     def Register(self, request, context):
         """Takes a membership under a lease, or renews it; idempotent. A worker that restarts comes with a new incarnation.
         ALREADY_EXISTS: another incarnation holds the name; try again. FAILED_PRECONDITION: another one has replaced this one for good.
+        OUT_OF_RANGE: router and worker speak no common version of the protocol; try again, because either may be upgraded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

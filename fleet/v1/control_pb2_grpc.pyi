@@ -34,6 +34,7 @@ class RegistryStub:
     Register: _grpc.UnaryUnaryMultiCallable[_control_pb2.RegisterRequest, _control_pb2.RegisterResponse]
     """Takes a membership under a lease, or renews it; idempotent. A worker that restarts comes with a new incarnation.
     ALREADY_EXISTS: another incarnation holds the name; try again. FAILED_PRECONDITION: another one has replaced this one for good.
+    OUT_OF_RANGE: router and worker speak no common version of the protocol; try again, because either may be upgraded.
     """
     Deregister: _grpc.UnaryUnaryMultiCallable[_control_pb2.DeregisterRequest, _control_pb2.DeregisterResponse]
     """Gives the membership up at once."""
@@ -44,6 +45,7 @@ class RegistryAsyncStub(RegistryStub):
     Register: _aio.UnaryUnaryMultiCallable[_control_pb2.RegisterRequest, _control_pb2.RegisterResponse]  # type: ignore[assignment]
     """Takes a membership under a lease, or renews it; idempotent. A worker that restarts comes with a new incarnation.
     ALREADY_EXISTS: another incarnation holds the name; try again. FAILED_PRECONDITION: another one has replaced this one for good.
+    OUT_OF_RANGE: router and worker speak no common version of the protocol; try again, because either may be upgraded.
     """
     Deregister: _aio.UnaryUnaryMultiCallable[_control_pb2.DeregisterRequest, _control_pb2.DeregisterResponse]  # type: ignore[assignment]
     """Gives the membership up at once."""
@@ -57,6 +59,7 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_control_pb2.RegisterResponse, _abc.Awaitable[_control_pb2.RegisterResponse]]:
         """Takes a membership under a lease, or renews it; idempotent. A worker that restarts comes with a new incarnation.
         ALREADY_EXISTS: another incarnation holds the name; try again. FAILED_PRECONDITION: another one has replaced this one for good.
+        OUT_OF_RANGE: router and worker speak no common version of the protocol; try again, because either may be upgraded.
         """
 
     @_abc_1.abstractmethod

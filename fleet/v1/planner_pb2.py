@@ -22,21 +22,22 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvstore.v1 import protocol_pb2 as kvstore_dot_v1_dot_protocol__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66leet/v1/planner.proto\x12\x08\x66leet.v1\"%\n\x0fShowPlanRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\"9\n\x12\x45xplainPlanRequest\x12\x0f\n\x07plan_id\x18\x01 \x01(\t\x12\x12\n\ndeployment\x18\x02 \x01(\t\"\x1f\n\x0fPlannerDocument\x12\x0c\n\x04json\x18\x01 \x01(\x0c\x32\xd8\x01\n\x07Planner\x12@\n\x08ShowPlan\x12\x19.fleet.v1.ShowPlanRequest\x1a\x19.fleet.v1.PlannerDocument\x12\x43\n\tWatchPlan\x12\x19.fleet.v1.ShowPlanRequest\x1a\x19.fleet.v1.PlannerDocument0\x01\x12\x46\n\x0b\x45xplainPlan\x12\x1c.fleet.v1.ExplainPlanRequest\x1a\x19.fleet.v1.PlannerDocumentb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66leet/v1/planner.proto\x12\x08\x66leet.v1\x1a\x19kvstore/v1/protocol.proto\"S\n\x0fShowPlanRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12,\n\tprotocols\x18\x32 \x01(\x0b\x32\x19.kvstore.v1.ProtocolRange\"9\n\x12\x45xplainPlanRequest\x12\x0f\n\x07plan_id\x18\x01 \x01(\t\x12\x12\n\ndeployment\x18\x02 \x01(\t\"M\n\x0fPlannerDocument\x12\x0c\n\x04json\x18\x01 \x01(\x0c\x12,\n\tprotocols\x18\x32 \x01(\x0b\x32\x19.kvstore.v1.ProtocolRange2\xd8\x01\n\x07Planner\x12@\n\x08ShowPlan\x12\x19.fleet.v1.ShowPlanRequest\x1a\x19.fleet.v1.PlannerDocument\x12\x43\n\tWatchPlan\x12\x19.fleet.v1.ShowPlanRequest\x1a\x19.fleet.v1.PlannerDocument0\x01\x12\x46\n\x0b\x45xplainPlan\x12\x1c.fleet.v1.ExplainPlanRequest\x1a\x19.fleet.v1.PlannerDocumentb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fleet.v1.planner_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SHOWPLANREQUEST']._serialized_start=36
-  _globals['_SHOWPLANREQUEST']._serialized_end=73
-  _globals['_EXPLAINPLANREQUEST']._serialized_start=75
-  _globals['_EXPLAINPLANREQUEST']._serialized_end=132
-  _globals['_PLANNERDOCUMENT']._serialized_start=134
-  _globals['_PLANNERDOCUMENT']._serialized_end=165
-  _globals['_PLANNER']._serialized_start=168
-  _globals['_PLANNER']._serialized_end=384
+  _globals['_SHOWPLANREQUEST']._serialized_start=63
+  _globals['_SHOWPLANREQUEST']._serialized_end=146
+  _globals['_EXPLAINPLANREQUEST']._serialized_start=148
+  _globals['_EXPLAINPLANREQUEST']._serialized_end=205
+  _globals['_PLANNERDOCUMENT']._serialized_start=207
+  _globals['_PLANNERDOCUMENT']._serialized_end=284
+  _globals['_PLANNER']._serialized_start=287
+  _globals['_PLANNER']._serialized_end=503
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,7 @@ What a planner decides and why. Served on a planner's control port only."""
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from kvstore.v1 import protocol_pb2 as _protocol_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -21,16 +22,22 @@ class ShowPlanRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DEPLOYMENT_FIELD_NUMBER: _builtins.int
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
     deployment: _builtins.str
     """namespace/name, for a process that plans several deployments; may be empty if it plans one"""
+    @_builtins.property
+    def protocols(self) -> _protocol_pb2.ProtocolRange:
+        """that the caller speaks; not set: version 1"""
+
     def __init__(
         self,
         *,
         deployment: _builtins.str = ...,
+        protocols: _protocol_pb2.ProtocolRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "protocols", b"protocols"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -64,16 +71,22 @@ class PlannerDocument(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JSON_FIELD_NUMBER: _builtins.int
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
     json: _builtins.bytes
     """fleet.planner.records.PlannerStatus, or a PlanRecord as in the history file"""
+    @_builtins.property
+    def protocols(self) -> _protocol_pb2.ProtocolRange:
+        """that the planner speaks; not set: version 1"""
+
     def __init__(
         self,
         *,
         json: _builtins.bytes = ...,
+        protocols: _protocol_pb2.ProtocolRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["json", b"json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json", b"json", "protocols", b"protocols"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,55 +24,56 @@ _sym_db = _symbol_database.Default()
 
 from fleet.v1 import control_pb2 as fleet_dot_v1_dot_control__pb2
 from fleet.v1 import selection_pb2 as fleet_dot_v1_dot_selection__pb2
+from kvstore.v1 import protocol_pb2 as kvstore_dot_v1_dot_protocol__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66leet/v1/replica.proto\x12\x08\x66leet.v1\x1a\x16\x66leet/v1/control.proto\x1a\x18\x66leet/v1/selection.proto\"\xb7\x04\n\x0eReplicaMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.fleet.v1.ReplicaHelloH\x00\x12-\n\x08\x62ookings\x18\x02 \x01(\x0b\x32\x19.fleet.v1.ReplicaBookingsH\x00\x12/\n\nregistered\x18\x03 \x01(\x0b\x32\x19.fleet.v1.RegisterRequestH\x00\x12\x33\n\x0c\x64\x65registered\x18\x04 \x01(\x0b\x32\x1b.fleet.v1.DeregisterRequestH\x00\x12-\n\x08question\x18\x05 \x01(\x0b\x32\x19.fleet.v1.ReplicaQuestionH\x00\x12\'\n\x05tuned\x18\x06 \x01(\x0b\x32\x16.fleet.v1.ReplicaTunedH\x00\x12-\n\x08sessions\x18\x07 \x01(\x0b\x32\x19.fleet.v1.ReplicaSessionsH\x00\x12+\n\x07prompts\x18\x08 \x01(\x0b\x32\x18.fleet.v1.ReplicaPromptsH\x00\x12+\n\x07members\x18\t \x01(\x0b\x32\x18.fleet.v1.ReplicaMembersH\x00\x12\'\n\x05taken\x18\n \x01(\x0b\x32\x16.fleet.v1.ReplicaTakenH\x00\x12%\n\x04left\x18\x0b \x01(\x0b\x32\x15.fleet.v1.ReplicaLeftH\x00\x12+\n\x07\x61nswers\x18\x0c \x01(\x0b\x32\x18.fleet.v1.ReplicaAnswersH\x00\x42\t\n\x07message\"9\n\x0eReplicaAnswers\x12\'\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x16.fleet.v1.AnswerTokens\"Q\n\x0c\x41nswerTokens\x12\x0e\n\x06\x61nswer\x18\x01 \x01(\x06\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04turn\x18\x04 \x01(\r\"2\n\x0cReplicaHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x0f\n\x07unix_ms\x18\x02 \x01(\x04\":\n\x0eReplicaMembers\x12(\n\x07members\x18\x01 \x03(\x0b\x32\x17.fleet.v1.ReplicaMember\"P\n\rReplicaMember\x12-\n\nregistered\x18\x01 \x01(\x0b\x32\x19.fleet.v1.RegisterRequest\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"<\n\x0fReplicaBookings\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.fleet.v1.WorkerBookings\"]\n\x0eWorkerBookings\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x01\"L\n\x0cReplicaTuned\x12(\n\nthresholds\x18\x01 \x01(\x0b\x32\x14.fleet.v1.Thresholds\x12\x12\n\nat_unix_ms\x18\x02 \x01(\x04\"=\n\x0fReplicaSessions\x12*\n\x08\x62indings\x18\x01 \x03(\x0b\x32\x18.fleet.v1.SessionBinding\"S\n\x0eSessionBinding\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\r\n\x05stamp\x18\x04 \x01(\x06\"W\n\x0eReplicaPrompts\x12&\n\x06placed\x18\x01 \x03(\x0b\x32\x16.fleet.v1.PlacedPrompt\x12\x0c\n\x04over\x18\x02 \x03(\x04\x12\x0f\n\x07private\x18\x03 \x01(\x06\"O\n\x0cPlacedPrompt\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\r\"7\n\x0cReplicaTaken\x12\'\n\x07tenants\x18\x01 \x03(\x0b\x32\x16.fleet.v1.TenantAmount\"6\n\x0bReplicaLeft\x12\'\n\x07tenants\x18\x01 \x03(\x0b\x32\x16.fleet.v1.TenantAmount\"@\n\x0cTenantAmount\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x01\x12\x0e\n\x06tokens\x18\x03 \x01(\x01\"\x8c\x02\n\x0fReplicaQuestion\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12+\n\x07\x65xplain\x18\x02 \x01(\x0b\x32\x18.fleet.v1.ExplainRequestH\x00\x12+\n\x07metrics\x18\x03 \x01(\x0b\x32\x18.fleet.v1.MetricsRequestH\x00\x12)\n\x06report\x18\x04 \x01(\x0b\x32\x17.fleet.v1.ReportRequestH\x00\x12+\n\x07release\x18\x05 \x01(\x0b\x32\x18.fleet.v1.ReleaseRequestH\x00\x12+\n\x07settled\x18\x06 \x01(\x0b\x32\x18.fleet.v1.SettledRequestH\x00\x42\n\n\x08question\"\x10\n\x0eMetricsRequest\"\x10\n\x0eSettledRequest\"\x11\n\x0fSettledResponse\"\x9d\x02\n\rReplicaAnswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12.\n\texplained\x18\x03 \x01(\x0b\x32\x19.fleet.v1.ExplainResponseH\x00\x12\x11\n\x07metrics\x18\x04 \x01(\tH\x00\x12,\n\x08reported\x18\x05 \x01(\x0b\x32\x18.fleet.v1.ReportResponseH\x00\x12-\n\x08released\x18\x06 \x01(\x0b\x32\x19.fleet.v1.ReleaseResponseH\x00\x12,\n\x07settled\x18\x07 \x01(\x0b\x32\x19.fleet.v1.SettledResponseH\x00\x12\x11\n\x07refused\x18\x08 \x01(\tH\x00\x42\x08\n\x06\x61nswerb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66leet/v1/replica.proto\x12\x08\x66leet.v1\x1a\x16\x66leet/v1/control.proto\x1a\x18\x66leet/v1/selection.proto\x1a\x19kvstore/v1/protocol.proto\"\xb7\x04\n\x0eReplicaMessage\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.fleet.v1.ReplicaHelloH\x00\x12-\n\x08\x62ookings\x18\x02 \x01(\x0b\x32\x19.fleet.v1.ReplicaBookingsH\x00\x12/\n\nregistered\x18\x03 \x01(\x0b\x32\x19.fleet.v1.RegisterRequestH\x00\x12\x33\n\x0c\x64\x65registered\x18\x04 \x01(\x0b\x32\x1b.fleet.v1.DeregisterRequestH\x00\x12-\n\x08question\x18\x05 \x01(\x0b\x32\x19.fleet.v1.ReplicaQuestionH\x00\x12\'\n\x05tuned\x18\x06 \x01(\x0b\x32\x16.fleet.v1.ReplicaTunedH\x00\x12-\n\x08sessions\x18\x07 \x01(\x0b\x32\x19.fleet.v1.ReplicaSessionsH\x00\x12+\n\x07prompts\x18\x08 \x01(\x0b\x32\x18.fleet.v1.ReplicaPromptsH\x00\x12+\n\x07members\x18\t \x01(\x0b\x32\x18.fleet.v1.ReplicaMembersH\x00\x12\'\n\x05taken\x18\n \x01(\x0b\x32\x16.fleet.v1.ReplicaTakenH\x00\x12%\n\x04left\x18\x0b \x01(\x0b\x32\x15.fleet.v1.ReplicaLeftH\x00\x12+\n\x07\x61nswers\x18\x0c \x01(\x0b\x32\x18.fleet.v1.ReplicaAnswersH\x00\x42\t\n\x07message\"9\n\x0eReplicaAnswers\x12\'\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x16.fleet.v1.AnswerTokens\"Q\n\x0c\x41nswerTokens\x12\x0e\n\x06\x61nswer\x18\x01 \x01(\x06\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04turn\x18\x04 \x01(\r\"`\n\x0cReplicaHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x0f\n\x07unix_ms\x18\x02 \x01(\x04\x12,\n\tprotocols\x18\x32 \x01(\x0b\x32\x19.kvstore.v1.ProtocolRange\":\n\x0eReplicaMembers\x12(\n\x07members\x18\x01 \x03(\x0b\x32\x17.fleet.v1.ReplicaMember\"P\n\rReplicaMember\x12-\n\nregistered\x18\x01 \x01(\x0b\x32\x19.fleet.v1.RegisterRequest\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"<\n\x0fReplicaBookings\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.fleet.v1.WorkerBookings\"]\n\x0eWorkerBookings\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x01\"L\n\x0cReplicaTuned\x12(\n\nthresholds\x18\x01 \x01(\x0b\x32\x14.fleet.v1.Thresholds\x12\x12\n\nat_unix_ms\x18\x02 \x01(\x04\"=\n\x0fReplicaSessions\x12*\n\x08\x62indings\x18\x01 \x03(\x0b\x32\x18.fleet.v1.SessionBinding\"S\n\x0eSessionBinding\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\r\n\x05stamp\x18\x04 \x01(\x06\"W\n\x0eReplicaPrompts\x12&\n\x06placed\x18\x01 \x03(\x0b\x32\x16.fleet.v1.PlacedPrompt\x12\x0c\n\x04over\x18\x02 \x03(\x04\x12\x0f\n\x07private\x18\x03 \x01(\x06\"O\n\x0cPlacedPrompt\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\r\"7\n\x0cReplicaTaken\x12\'\n\x07tenants\x18\x01 \x03(\x0b\x32\x16.fleet.v1.TenantAmount\"6\n\x0bReplicaLeft\x12\'\n\x07tenants\x18\x01 \x03(\x0b\x32\x16.fleet.v1.TenantAmount\"@\n\x0cTenantAmount\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x01\x12\x0e\n\x06tokens\x18\x03 \x01(\x01\"\x8c\x02\n\x0fReplicaQuestion\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12+\n\x07\x65xplain\x18\x02 \x01(\x0b\x32\x18.fleet.v1.ExplainRequestH\x00\x12+\n\x07metrics\x18\x03 \x01(\x0b\x32\x18.fleet.v1.MetricsRequestH\x00\x12)\n\x06report\x18\x04 \x01(\x0b\x32\x17.fleet.v1.ReportRequestH\x00\x12+\n\x07release\x18\x05 \x01(\x0b\x32\x18.fleet.v1.ReleaseRequestH\x00\x12+\n\x07settled\x18\x06 \x01(\x0b\x32\x18.fleet.v1.SettledRequestH\x00\x42\n\n\x08question\"\x10\n\x0eMetricsRequest\"\x10\n\x0eSettledRequest\"\x11\n\x0fSettledResponse\"\xcb\x02\n\rReplicaAnswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12.\n\texplained\x18\x03 \x01(\x0b\x32\x19.fleet.v1.ExplainResponseH\x00\x12\x11\n\x07metrics\x18\x04 \x01(\tH\x00\x12,\n\x08reported\x18\x05 \x01(\x0b\x32\x18.fleet.v1.ReportResponseH\x00\x12-\n\x08released\x18\x06 \x01(\x0b\x32\x19.fleet.v1.ReleaseResponseH\x00\x12,\n\x07settled\x18\x07 \x01(\x0b\x32\x19.fleet.v1.SettledResponseH\x00\x12\x11\n\x07refused\x18\x08 \x01(\tH\x00\x12,\n\tprotocols\x18\x32 \x01(\x0b\x32\x19.kvstore.v1.ProtocolRangeB\x08\n\x06\x61nswerb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fleet.v1.replica_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLICAMESSAGE']._serialized_start=87
-  _globals['_REPLICAMESSAGE']._serialized_end=654
-  _globals['_REPLICAANSWERS']._serialized_start=656
-  _globals['_REPLICAANSWERS']._serialized_end=713
-  _globals['_ANSWERTOKENS']._serialized_start=715
-  _globals['_ANSWERTOKENS']._serialized_end=796
-  _globals['_REPLICAHELLO']._serialized_start=798
-  _globals['_REPLICAHELLO']._serialized_end=848
-  _globals['_REPLICAMEMBERS']._serialized_start=850
-  _globals['_REPLICAMEMBERS']._serialized_end=908
-  _globals['_REPLICAMEMBER']._serialized_start=910
-  _globals['_REPLICAMEMBER']._serialized_end=990
-  _globals['_REPLICABOOKINGS']._serialized_start=992
-  _globals['_REPLICABOOKINGS']._serialized_end=1052
-  _globals['_WORKERBOOKINGS']._serialized_start=1054
-  _globals['_WORKERBOOKINGS']._serialized_end=1147
-  _globals['_REPLICATUNED']._serialized_start=1149
-  _globals['_REPLICATUNED']._serialized_end=1225
-  _globals['_REPLICASESSIONS']._serialized_start=1227
-  _globals['_REPLICASESSIONS']._serialized_end=1288
-  _globals['_SESSIONBINDING']._serialized_start=1290
-  _globals['_SESSIONBINDING']._serialized_end=1373
-  _globals['_REPLICAPROMPTS']._serialized_start=1375
-  _globals['_REPLICAPROMPTS']._serialized_end=1462
-  _globals['_PLACEDPROMPT']._serialized_start=1464
-  _globals['_PLACEDPROMPT']._serialized_end=1543
-  _globals['_REPLICATAKEN']._serialized_start=1545
-  _globals['_REPLICATAKEN']._serialized_end=1600
-  _globals['_REPLICALEFT']._serialized_start=1602
-  _globals['_REPLICALEFT']._serialized_end=1656
-  _globals['_TENANTAMOUNT']._serialized_start=1658
-  _globals['_TENANTAMOUNT']._serialized_end=1722
-  _globals['_REPLICAQUESTION']._serialized_start=1725
-  _globals['_REPLICAQUESTION']._serialized_end=1993
-  _globals['_METRICSREQUEST']._serialized_start=1995
-  _globals['_METRICSREQUEST']._serialized_end=2011
-  _globals['_SETTLEDREQUEST']._serialized_start=2013
-  _globals['_SETTLEDREQUEST']._serialized_end=2029
-  _globals['_SETTLEDRESPONSE']._serialized_start=2031
-  _globals['_SETTLEDRESPONSE']._serialized_end=2048
-  _globals['_REPLICAANSWER']._serialized_start=2051
-  _globals['_REPLICAANSWER']._serialized_end=2336
+  _globals['_REPLICAMESSAGE']._serialized_start=114
+  _globals['_REPLICAMESSAGE']._serialized_end=681
+  _globals['_REPLICAANSWERS']._serialized_start=683
+  _globals['_REPLICAANSWERS']._serialized_end=740
+  _globals['_ANSWERTOKENS']._serialized_start=742
+  _globals['_ANSWERTOKENS']._serialized_end=823
+  _globals['_REPLICAHELLO']._serialized_start=825
+  _globals['_REPLICAHELLO']._serialized_end=921
+  _globals['_REPLICAMEMBERS']._serialized_start=923
+  _globals['_REPLICAMEMBERS']._serialized_end=981
+  _globals['_REPLICAMEMBER']._serialized_start=983
+  _globals['_REPLICAMEMBER']._serialized_end=1063
+  _globals['_REPLICABOOKINGS']._serialized_start=1065
+  _globals['_REPLICABOOKINGS']._serialized_end=1125
+  _globals['_WORKERBOOKINGS']._serialized_start=1127
+  _globals['_WORKERBOOKINGS']._serialized_end=1220
+  _globals['_REPLICATUNED']._serialized_start=1222
+  _globals['_REPLICATUNED']._serialized_end=1298
+  _globals['_REPLICASESSIONS']._serialized_start=1300
+  _globals['_REPLICASESSIONS']._serialized_end=1361
+  _globals['_SESSIONBINDING']._serialized_start=1363
+  _globals['_SESSIONBINDING']._serialized_end=1446
+  _globals['_REPLICAPROMPTS']._serialized_start=1448
+  _globals['_REPLICAPROMPTS']._serialized_end=1535
+  _globals['_PLACEDPROMPT']._serialized_start=1537
+  _globals['_PLACEDPROMPT']._serialized_end=1616
+  _globals['_REPLICATAKEN']._serialized_start=1618
+  _globals['_REPLICATAKEN']._serialized_end=1673
+  _globals['_REPLICALEFT']._serialized_start=1675
+  _globals['_REPLICALEFT']._serialized_end=1729
+  _globals['_TENANTAMOUNT']._serialized_start=1731
+  _globals['_TENANTAMOUNT']._serialized_end=1795
+  _globals['_REPLICAQUESTION']._serialized_start=1798
+  _globals['_REPLICAQUESTION']._serialized_end=2066
+  _globals['_METRICSREQUEST']._serialized_start=2068
+  _globals['_METRICSREQUEST']._serialized_end=2084
+  _globals['_SETTLEDREQUEST']._serialized_start=2086
+  _globals['_SETTLEDREQUEST']._serialized_end=2102
+  _globals['_SETTLEDRESPONSE']._serialized_start=2104
+  _globals['_SETTLEDRESPONSE']._serialized_end=2121
+  _globals['_REPLICAANSWER']._serialized_start=2124
+  _globals['_REPLICAANSWER']._serialized_end=2455
 # @@protoc_insertion_point(module_scope)

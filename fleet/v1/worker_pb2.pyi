@@ -14,6 +14,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from kvstore.v1 import protocol_pb2 as _protocol_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -55,24 +56,28 @@ class RouterMessage(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    KEEP_TRACE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
     def start(self) -> Global___Start: ...
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
+    @_builtins.property
+    def keep_trace(self) -> Global___KeepTrace: ...
     def __init__(
         self,
         *,
         hello: Global___Hello | None = ...,
         start: Global___Start | None = ...,
         cancel: Global___Cancel | None = ...,
+        keep_trace: Global___KeepTrace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "keep_trace", b"keep_trace", "message", b"message", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "message", b"message", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "hello", b"hello", "keep_trace", b"keep_trace", "message", b"message", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "start", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "start", "cancel", "keep_trace"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -87,16 +92,22 @@ class Hello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """a worker keeps one stream a router: the older one is cut when it connects again"""
+    @_builtins.property
+    def protocols(self) -> _protocol_pb2.ProtocolRange:
+        """that the router speaks; not set: version 1"""
+
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
+        protocols: _protocol_pb2.ProtocolRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -119,6 +130,9 @@ class Start(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     PARSING_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     phase: Global___WorkPhase.ValueType
     tokens: _builtins.bytes
@@ -147,6 +161,20 @@ class Start(_message.Message):
     def parsing(self) -> Global___Parsing:
         """Parse the answer. Not set: the tokens are all that the router wants."""
 
+    @_builtins.property
+    def trace(self) -> Global___Trace:
+        """The trace that the attempt belongs to; not set: it is not traced."""
+
+    @_builtins.property
+    def pooling(self) -> Global___Pooling:
+        """Answer with the vector of the prompt, which is `Progress.vector`. Not set: generate tokens."""
+
+    @_builtins.property
+    def images(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Content of the image files of the prompt (PNG, JPEG, WebP or GIF). `tokens` has a placeholder for each of them, which the engine
+        replaces by as many tokens as the image takes. Only for workers whose `sampling_fields` have "images".
+        """
+
     def __init__(
         self,
         *,
@@ -163,14 +191,109 @@ class Start(_message.Message):
         adapter: _builtins.str = ...,
         parsing: Global___Parsing | None = ...,
         generated_tokens: _builtins.int = ...,
+        trace: Global___Trace | None = ...,
+        pooling: Global___Pooling | None = ...,
+        images: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "parsing", b"parsing", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "parsing", b"parsing", "pooling", b"pooling", "sampling", b"sampling", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "generated_tokens", b"generated_tokens", "handoff", b"handoff", "kv_path", b"kv_path", "parsing", b"parsing", "phase", b"phase", "priority", b"priority", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "timeout_ms", b"timeout_ms", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "generated_tokens", b"generated_tokens", "handoff", b"handoff", "images", b"images", "kv_path", b"kv_path", "parsing", b"parsing", "phase", b"phase", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session", b"session", "timeout_ms", b"timeout_ms", "tokens", b"tokens", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Start: _TypeAlias = Start  # noqa: Y015
+
+@_typing.final
+class Pooling(_message.Message):
+    """What vector is wanted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    ACTIVATION_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    """"embed" or "classify" """
+    dimensions: _builtins.int
+    """of an embedding; 0: as many as the model has"""
+    activation: _builtins.bool
+    """false: not normalised, or logits; not set: as the model has it"""
+    first_tokens: _builtins.int
+    """tokens of the first text of a pair, for models with token types; 0: no pair"""
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        dimensions: _builtins.int = ...,
+        activation: _builtins.bool | None = ...,
+        first_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_activation", b"_activation", "activation", b"activation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_activation", b"_activation", "activation", b"activation", "dimensions", b"dimensions", "first_tokens", b"first_tokens", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__activation: _TypeAlias = _typing.Literal["activation"]  # noqa: Y015
+    _WhichOneofArgType__activation: _TypeAlias = _typing.Literal["_activation", b"_activation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__activation) -> _WhichOneofReturnType__activation | None: ...
+
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
+@_typing.final
+class Trace(_message.Message):
+    """Where the spans of an attempt belong, as in W3C's trace context."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    PARENT_ID_FIELD_NUMBER: _builtins.int
+    SAMPLED_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    trace_id: _builtins.bytes
+    """16 bytes"""
+    parent_id: _builtins.bytes
+    """8 bytes: the router's span of this attempt"""
+    sampled: _builtins.bool
+    """Export the spans when the attempt ends. False: keep them for a while, until `KeepTrace` asks for them."""
+    state: _builtins.str
+    """the client's header `tracestate`"""
+    def __init__(
+        self,
+        *,
+        trace_id: _builtins.bytes = ...,
+        parent_id: _builtins.bytes = ...,
+        sampled: _builtins.bool = ...,
+        state: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent_id", b"parent_id", "sampled", b"sampled", "state", b"state", "trace_id", b"trace_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Trace: _TypeAlias = Trace  # noqa: Y015
+
+@_typing.final
+class KeepTrace(_message.Message):
+    """Export the spans of a trace that was not sampled, because its request was slow or has failed. Workers that do not trace ignore it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    trace_id: _builtins.bytes
+    """16 bytes"""
+    def __init__(
+        self,
+        *,
+        trace_id: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["trace_id", b"trace_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepTrace: _TypeAlias = KeepTrace  # noqa: Y015
 
 @_typing.final
 class Parsing(_message.Message):
@@ -536,6 +659,8 @@ class Description(_message.Message):
     SAMPLING_FIELDS_FIELD_NUMBER: _builtins.int
     PARSERS_FIELD_NUMBER: _builtins.int
     CONTINUED_FIELDS_FIELD_NUMBER: _builtins.int
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     """New at each start of the worker process."""
@@ -586,7 +711,7 @@ class Description(_message.Message):
 
     @_builtins.property
     def sampling_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """fields of WorkSampling from `logit_bias` on that it obeys"""
+        """fields of WorkSampling from `logit_bias` on that it obeys, and "images" if it takes them"""
 
     @_builtins.property
     def parsers(self) -> Global___Parsers:
@@ -597,6 +722,14 @@ class Description(_message.Message):
         """Fields of WorkSampling whose state it rebuilds from `generated_tokens`: "seed", "presence_penalty", "frequency_penalty",
         "repetition_penalty", "min_tokens", "form", "bad_tokens".
         """
+
+    @_builtins.property
+    def protocols(self) -> _protocol_pb2.ProtocolRange:
+        """that the worker speaks; not set: version 1"""
+
+    @_builtins.property
+    def pooling(self) -> Global___PoolingModel:
+        """not set: its model generates tokens"""
 
     def __init__(
         self,
@@ -626,14 +759,42 @@ class Description(_message.Message):
         sampling_fields: _abc.Iterable[_builtins.str] | None = ...,
         parsers: Global___Parsers | None = ...,
         continued_fields: _abc.Iterable[_builtins.str] | None = ...,
+        protocols: _protocol_pb2.ProtocolRange | None = ...,
+        pooling: Global___PoolingModel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["golden", b"golden", "kv", b"kv", "parsers", b"parsers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["golden", b"golden", "kv", b"kv", "parsers", b"parsers", "pooling", b"pooling", "protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "block_tokens", b"block_tokens", "continued_fields", b"continued_fields", "decode_speed", b"decode_speed", "engine", b"engine", "fingerprint", b"fingerprint", "generation", b"generation", "golden", b"golden", "incarnation", b"incarnation", "keeps_forms", b"keeps_forms", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "labels", b"labels", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "parsers", b"parsers", "prefill_speed", b"prefill_speed", "role", b"role", "sampling_fields", b"sampling_fields", "start_seconds", b"start_seconds", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_slots", b"adapter_slots", "adapters", b"adapters", "block_tokens", b"block_tokens", "continued_fields", b"continued_fields", "decode_speed", b"decode_speed", "engine", b"engine", "fingerprint", b"fingerprint", "generation", b"generation", "golden", b"golden", "incarnation", b"incarnation", "keeps_forms", b"keeps_forms", "kv", b"kv", "kv_blocks", b"kv_blocks", "kv_paths", b"kv_paths", "labels", b"labels", "max_model_len", b"max_model_len", "max_running", b"max_running", "model", b"model", "parsers", b"parsers", "pooling", b"pooling", "prefill_speed", b"prefill_speed", "protocols", b"protocols", "role", b"role", "sampling_fields", b"sampling_fields", "start_seconds", b"start_seconds", "store_id", b"store_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Description: _TypeAlias = Description  # noqa: Y015
+
+@_typing.final
+class PoolingModel(_message.Message):
+    """A model that answers with a vector for each prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    PAIRS_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    """"embed" or "classify" """
+    pairs: _builtins.str
+    """how a pair of texts becomes a prompt: "none", "separated" or "joined" """
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        pairs: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pairs", b"pairs", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolingModel: _TypeAlias = PoolingModel  # noqa: Y015
 
 @_typing.final
 class Parsers(_message.Message):
@@ -753,9 +914,12 @@ class Progress(_message.Message):
     HANDOFF_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PARSED_FIELD_NUMBER: _builtins.int
+    VECTOR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     finish: _builtins.str
     """Empty while the request goes on: "stop", "length" or "cancelled"."""
+    vector: _builtins.bytes
+    """with the finish of work with `pooling`: 32-bit little-endian floats, at most 65,536"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -787,10 +951,11 @@ class Progress(_message.Message):
         handoff: Global___Handoff | None = ...,
         prompt_logprobs: _abc.Iterable[Global___WorkLogprobs] | None = ...,
         parsed: Global___Parsed | None = ...,
+        vector: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "kv", b"kv", "parsed", b"parsed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "handoff", b"handoff", "kv", b"kv", "logprobs", b"logprobs", "parsed", b"parsed", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "handoff", b"handoff", "kv", b"kv", "logprobs", b"logprobs", "parsed", b"parsed", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "token_ids", b"token_ids", "vector", b"vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -866,8 +1031,11 @@ class KvPhaseReport(_message.Message):
     PROMPT_BLOCKS_FIELD_NUMBER: _builtins.int
     ORIGINS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    IMAGE_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_blocks: _builtins.int
     cached_tokens: _builtins.int
+    image_tokens: _builtins.int
+    """by which `Start.images` make the prompt longer than `Start.tokens`"""
     @_builtins.property
     def origins(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvOriginReport]: ...
     def __init__(
@@ -876,10 +1044,11 @@ class KvPhaseReport(_message.Message):
         prompt_blocks: _builtins.int = ...,
         origins: _abc.Iterable[Global___KvOriginReport] | None = ...,
         cached_tokens: _builtins.int = ...,
+        image_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "origins", b"origins", "prompt_blocks", b"prompt_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "image_tokens", b"image_tokens", "origins", b"origins", "prompt_blocks", b"prompt_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1034,6 +1203,7 @@ class Load(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     KV_BLOCKS_USED_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    PULLED_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """requests"""
     waiting: _builtins.int
@@ -1044,6 +1214,10 @@ class Load(_message.Message):
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """that are loaded"""
 
+    @_builtins.property
+    def pulled(self) -> Global___PulledBlocks:
+        """since the engine's start"""
+
     def __init__(
         self,
         *,
@@ -1051,14 +1225,45 @@ class Load(_message.Message):
         waiting: _builtins.int = ...,
         kv_blocks_used: _builtins.int = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
+        pulled: Global___PulledBlocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pulled", b"pulled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "kv_blocks_used", b"kv_blocks_used", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "kv_blocks_used", b"kv_blocks_used", "pulled", b"pulled", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class PulledBlocks(_message.Message):
+    """Blocks that the engine has pulled directly from other engines, by the result of their check."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERIFIED_FIELD_NUMBER: _builtins.int
+    CORRUPT_FIELD_NUMBER: _builtins.int
+    UNVERIFIED_FIELD_NUMBER: _builtins.int
+    verified: _builtins.int
+    """their checksums were right"""
+    corrupt: _builtins.int
+    """their checksums were wrong, so they were computed instead"""
+    unverified: _builtins.int
+    """no checksums of them were sent that could be compared"""
+    def __init__(
+        self,
+        *,
+        verified: _builtins.int = ...,
+        corrupt: _builtins.int = ...,
+        unverified: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "unverified", b"unverified", "verified", b"verified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PulledBlocks: _TypeAlias = PulledBlocks  # noqa: Y015
 
 @_typing.final
 class Rejected(_message.Message):
@@ -1113,15 +1318,21 @@ class Goodbye(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    @_builtins.property
+    def protocols(self) -> _protocol_pb2.ProtocolRange:
+        """that the worker speaks; only if the router speaks none of them"""
+
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        protocols: _protocol_pb2.ProtocolRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,13 +1,12 @@
-"""Public protocol (proto/fleet/v1/inference.proto): translation for clients and servers.
+"""Public protocol (proto/fleet/v1/inference.proto): translates messages for clients and servers.
 
-Values that have no equivalent are rejected here, with the field. `fleet.core.validation` checks the others.
+Values that cannot be translated are rejected here, with the path of their field. `fleet.core.validation` checks all other values.
 """
 
 from collections.abc import Callable, Mapping
 from typing import assert_never
 
 import numpy as np
-from msgspec import structs
 
 from fleet.core.clock import Nanos
 from fleet.core.errors import invalid
@@ -83,8 +82,8 @@ def decode_request(message: pb.GenerateRequest, request_id: RequestId, deadline:
 
     Args:
         message: The message.
-        request_id: Id for a message without one.
-        deadline: The earlier deadline of the call and of `message.timeout_ms`.
+        request_id: The id of the request if the message has none.
+        deadline: Deadline of the request, from the call or from `message.timeout_ms`, whichever is earlier; None: no deadline.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, because there is no prompt, or an enumeration value is unknown.
@@ -123,7 +122,7 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, object], tim
 
     Args:
         request: The request without its sampling parameters.
-        sampling: Fields of `Sampling` by name; absent ones take the server's defaults.
+        sampling: Values of fields of `Sampling`, by name. For absent fields the server uses its defaults.
         timeout_ms: Limit for the whole answer in milliseconds; 0: no limit.
 
     Raises:
@@ -153,7 +152,16 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, object], tim
         case TextPrompt(text=text):
             message.text = text
         case ChatPrompt(messages=messages, tools=tools, template_args=template_args):
-            chat = [pb.ChatMessage(**structs.asdict(one)) for one in messages]
+            chat = [
+                pb.ChatMessage(
+                    role=one.role,
+                    content=one.content,
+                    tool_calls=one.tool_calls,
+                    tool_call_id=one.tool_call_id,
+                    name=one.name,
+                )
+                for one in messages
+            ]
             message.chat.CopyFrom(pb.ChatMessages(messages=chat, tools=tools, template_args=template_args))
         case TokenPrompt(tokens=tokens):
             message.token_ids.CopyFrom(pb.TokenIds(ids=np.frombuffer(tokens, "<u4").tolist()))
@@ -163,7 +171,7 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, object], tim
 
 
 def encode_resume(resume: Resume) -> pb.Resume:
-    """Encode the part of an answer that a client already has, for a request that continues the answer."""
+    """Encode the part of an answer that a client has got already. The message belongs to a request that continues the answer."""
     return pb.Resume(
         token=resume.token,
         token_ids=resume.token_ids,
@@ -185,10 +193,10 @@ def _decode_resume(message: pb.Resume) -> Resume:
 
 
 def encode_event(event: GenerateEvent, token_text: Callable[[int], str]) -> pb.GenerateResponse:
-    """Encode an event of an answer; `token_text` is only called for log probabilities."""
+    """Encode an event of an answer. `token_text` returns the text of a token; it is called only for log probabilities."""
     match event:
         case Delta():
-            # Filled field by field, which is faster, because there is one response per token.
+            # Fill the message field by field, because this is faster than keyword arguments, and there is a message for each token.
             response = pb.GenerateResponse()
             delta = response.delta
             delta.SetInParent()
@@ -231,10 +239,10 @@ def encode_event(event: GenerateEvent, token_text: Callable[[int], str]) -> pb.G
 
 
 def decode_event(message: pb.GenerateResponse) -> GenerateEvent | None:
-    """Decode an event of an answer; None for an event that this version does not know.
+    """Decode an event of an answer. Return None for an event that this version does not know.
 
     Raises:
-        ValueError: It contradicts itself, or contains an unknown value.
+        ValueError: The event contradicts itself, or contains an unknown value.
     """
     match message.WhichOneof("event"):
         case "delta":
@@ -278,7 +286,7 @@ def decode_event(message: pb.GenerateResponse) -> GenerateEvent | None:
 
 
 def encode_model(card: ModelCard) -> pb.Model:
-    """Encode a model for `ListModels`."""
+    """Encode a model for the answer of `ListModels`."""
     return pb.Model(
         name=card.name,
         max_model_len=card.max_model_len,
@@ -289,7 +297,7 @@ def encode_model(card: ModelCard) -> pb.Model:
 
 
 def decode_model(message: pb.Model) -> ModelCard:
-    """Decode a model of `ListModels`."""
+    """Decode a model from the answer of `ListModels`."""
     return ModelCard(
         name=ModelName(message.name),
         max_model_len=message.max_model_len,

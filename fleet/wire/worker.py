@@ -1,13 +1,17 @@
-"""Worker protocol: translation of `fleet.core.work` values from and to `worker.proto`.
+"""Worker protocol: translates the values of `fleet.core.work` from and to `worker.proto`.
 
 Rules:
 
 1. Encoding never fails, because Fleet's own values are valid. Decoding checks everything that a faulty or newer peer
    could get wrong, and raises `MalformedMessage` with the field.
 2. Unknown fields are ignored, as protobuf intends. An unknown message in a stream decodes to None, so that a newer peer
-   may send messages that this version does not know. Unknown enumeration values are malformed, because an instruction
-   that is only understood in part must not be carried out.
-3. `Step` is the hot path: one message per decode step, a few microseconds per token.
+   may send messages that this version does not know.
+3. An unknown value of an enumeration never ends a stream (ADR 44). In a message to a worker it leads to a rejection of the attempt, because
+   the worker must not carry out what it understands only in part. In a message to a router it becomes a known value: blocks of an unknown
+   source count as computed, an unknown reason counts as an internal error, and an unknown KV path is left out. An answer with an unknown
+   finish, or with a handoff by an unknown KV path, counts as failed on this worker. Only a worker with an unknown role, or one that sends
+   unknown KV events, cannot be used.
+4. `Step` messages are the hot path, because there is one for each decode step. A token takes a few microseconds.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,22 +24,31 @@ from msgspec import structs
 from fleet.core.errors import Reason
 from fleet.core.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
 from fleet.core.requests import (
+    MAX_VECTOR_NUMBERS,
+    NUMBER_BYTES,
     AnswerParsers,
     Finish,
     KvOrigin,
     KvReport,
     Logprobs,
+    PairForm,
+    Pooling,
+    PoolingModel,
+    PoolingTask,
     Sampling,
     Source,
     StructuredOutput,
     ToolChoice,
+    Vector,
 )
 from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.work import (
+    NOTHING_PULLED,
     Cancel,
     Draining,
     Goodbye,
     Handoff,
+    KeepTrace,
     KvCleared,
     KvEvent,
     KvEvents,
@@ -46,6 +59,7 @@ from fleet.core.work import (
     ParsedDelta,
     ParsingTask,
     Progress,
+    PulledBlocks,
     Rejected,
     RouterHello,
     RouterMessage,
@@ -61,17 +75,19 @@ from fleet.wire.structured_output import decode_structured_output, encode_struct
 from fleet.wire.tool_calls import decode_call, encode_call
 from kvstore.block import HASH_BYTES, SALT_BYTES, TOKEN_BYTES, HashAlgorithm, split
 from kvstore.layouts.fingerprint import Fingerprint
+from kvstore.protocol.range_messages import parse_range, range_message
+from kvstore.tracing.context import SPAN_ID_BYTES, TRACE_ID_BYTES, TraceContext, is_trace_state
 
 LONGEST_TIMEOUT_MS = 2**32 - 1
-"""Longest `Start.timeout_ms`: 49 days. A client's deadline may be later; then only the router enforces it."""
+"""Maximum value of `Start.timeout_ms`: 49 days. If the deadline of a client is later, only the router enforces it."""
 
 
 class MalformedMessage(Exception):
-    """A message that cannot be decoded.
+    """Error: a message cannot be decoded.
 
     Attributes:
         field: Path of the field, such as ``start.sampling.top_k``.
-        request_id: The request of the message; empty if unknown.
+        request_id: The id of the request that the message is about; empty if unknown.
     """
 
     def __init__(self, field: str, message: str, *, request_id: str = ""):
@@ -87,6 +103,8 @@ _PHASE_TO_WIRE = {
 }
 _PHASE_FROM_WIRE = {wire: phase for phase, wire in _PHASE_TO_WIRE.items()}
 
+_KV_PATHS, _SOURCES, _REASONS, _FINISHES = (frozenset(map(str, names)) for names in (KvPath, Source, Reason, Finish))
+
 Name = TypeVar("Name", bound=StrEnum)
 
 
@@ -98,16 +116,20 @@ def encode_router_message(message: RouterMessage) -> pb.RouterMessage:
         case Cancel():
             return pb.RouterMessage(cancel=pb.Cancel(request_id=message.request_id))
         case RouterHello():
-            return pb.RouterMessage(hello=pb.Hello(router_id=message.router_id))
+            return pb.RouterMessage(
+                hello=pb.Hello(router_id=message.router_id, protocols=range_message(message.protocols))
+            )
+        case KeepTrace():
+            return pb.RouterMessage(keep_trace=pb.KeepTrace(trace_id=message.trace_id))
         case _:
             assert_never(message)
 
 
 def decode_router_message(message: pb.RouterMessage) -> RouterMessage | None:
-    """Decode a message of a router; None for one that this version does not know.
+    """Decode a message of a router. Return None for a message that this version does not know.
 
     Raises:
-        MalformedMessage: A field is wrong; nothing may be started.
+        MalformedMessage: A field is wrong, so the worker must not start the attempt.
     """
     match message.WhichOneof("message"):
         case "start":
@@ -115,7 +137,10 @@ def decode_router_message(message: pb.RouterMessage) -> RouterMessage | None:
         case "cancel":
             return Cancel(request_id=RequestId(_filled(message.cancel.request_id, "cancel.request_id")))
         case "hello":
-            return RouterHello(router_id=_filled(message.hello.router_id, "hello.router_id"))
+            router_id = _filled(message.hello.router_id, "hello.router_id")
+            return RouterHello(router_id=router_id, protocols=parse_range(message.hello))
+        case "keep_trace":
+            return KeepTrace(trace_id=message.keep_trace.trace_id)
         case _:
             return None
 
@@ -134,6 +159,7 @@ def encode_worker_message(message: WorkerMessage) -> pb.WorkerMessage:
                 waiting=message.waiting,
                 kv_blocks_used=message.kv_blocks_used,
                 adapters=message.adapters,
+                pulled=_pulled_to_wire(message.pulled),
             )
             return pb.WorkerMessage(load=load)
         case Rejected():
@@ -143,16 +169,24 @@ def encode_worker_message(message: WorkerMessage) -> pb.WorkerMessage:
         case Draining():
             return pb.WorkerMessage(draining=pb.Draining())
         case Goodbye():
-            return pb.WorkerMessage(goodbye=pb.Goodbye(reason=message.reason))
+            protocols = None if message.protocols is None else range_message(message.protocols)
+            return pb.WorkerMessage(goodbye=pb.Goodbye(reason=message.reason, protocols=protocols))
         case _:
             assert_never(message)
 
 
+def _pulled_to_wire(pulled: PulledBlocks) -> pb.PulledBlocks | None:
+    """Return None if no block was pulled, as by most workers, to keep their load reports short."""
+    if pulled == NOTHING_PULLED:
+        return None
+    return pb.PulledBlocks(verified=pulled.verified, corrupt=pulled.corrupt, unverified=pulled.unverified)
+
+
 def decode_worker_message(message: pb.WorkerMessage) -> WorkerMessage | None:
-    """Decode a message of a worker; None for one that this version does not know.
+    """Decode a message of a worker. Return None for a message that this version does not know.
 
     Raises:
-        MalformedMessage: A field is wrong; nothing from this worker can be trusted any more.
+        MalformedMessage: A field is wrong, so nothing from this worker can be trusted any more.
     """
     match message.WhichOneof("message"):
         case "step":
@@ -168,6 +202,13 @@ def decode_worker_message(message: pb.WorkerMessage) -> WorkerMessage | None:
                 waiting=load.waiting,
                 kv_blocks_used=load.kv_blocks_used,
                 adapters=tuple(load.adapters),
+                pulled=PulledBlocks(
+                    verified=load.pulled.verified,
+                    corrupt=load.pulled.corrupt,
+                    unverified=load.pulled.unverified,
+                )
+                if load.HasField("pulled")
+                else NOTHING_PULLED,
             )
         case "rejected":
             return _rejected_from_wire(message.rejected)
@@ -176,7 +217,10 @@ def decode_worker_message(message: pb.WorkerMessage) -> WorkerMessage | None:
         case "draining":
             return Draining()
         case "goodbye":
-            return Goodbye(reason=message.goodbye.reason)
+            goodbye = message.goodbye
+            return Goodbye(
+                reason=goodbye.reason, protocols=parse_range(goodbye) if goodbye.HasField("protocols") else None
+            )
         case _:
             return None
 
@@ -208,6 +252,8 @@ def encode_description(description: WorkerDescription) -> pb.Description:
         sampling_fields=description.sampling_fields,
         continued_fields=description.continued_fields,
         parsers=_parsers_to_wire(description.parsers),
+        pooling=_pooling_model_to_wire(description.pooling),
+        protocols=None if description.protocols is None else range_message(description.protocols),
     )
 
 
@@ -227,10 +273,10 @@ def decode_description(description: pb.Description) -> WorkerDescription:
         kv_blocks=_at_least_one(description.kv_blocks, "description.kv_blocks"),
         max_running=_at_least_one(description.max_running, "description.max_running"),
         fingerprint=description.fingerprint,
-        kv_paths=tuple(_named(KvPath, path, "description.kv_paths") for path in description.kv_paths),
+        kv_paths=tuple(KvPath(path) for path in description.kv_paths if path in _KV_PATHS),
         store_id=StoreId(description.store_id) if description.store_id else None,
         engine=description.engine,
-        kv=_kv_from_wire(description.kv, "description.kv") if description.HasField("kv") else None,
+        kv=_known_kv(description.kv, "description.kv") if description.HasField("kv") else None,
         prefill_speed=_speed(description.prefill_speed, "description.prefill_speed"),
         decode_speed=_speed(description.decode_speed, "description.decode_speed"),
         labels=tuple(description.labels),
@@ -246,6 +292,8 @@ def decode_description(description: pb.Description) -> WorkerDescription:
         sampling_fields=tuple(description.sampling_fields),
         continued_fields=tuple(description.continued_fields),
         parsers=_parsers_from_wire(description.parsers) if description.HasField("parsers") else None,
+        pooling=_pooling_model_from_wire(description.pooling) if description.HasField("pooling") else None,
+        protocols=parse_range(description),
     )
 
 
@@ -255,6 +303,17 @@ def _parsers_to_wire(parsers: AnswerParsers | None) -> pb.Parsers | None:
 
 def _parsers_from_wire(parsers: pb.Parsers) -> AnswerParsers:
     return AnswerParsers(tool_calls=parsers.tool_calls, reasoning=parsers.reasoning, in_engine=parsers.in_engine)
+
+
+def _pooling_model_to_wire(model: PoolingModel | None) -> pb.PoolingModel | None:
+    return None if model is None else pb.PoolingModel(task=model.task.value, pairs=model.pairs.value)
+
+
+def _pooling_model_from_wire(model: pb.PoolingModel) -> PoolingModel:
+    return PoolingModel(
+        task=_named(PoolingTask, model.task, "description.pooling.task"),
+        pairs=_named(PairForm, model.pairs, "description.pooling.pairs"),
+    )
 
 
 def _start_seconds(seconds: float) -> float:
@@ -286,13 +345,21 @@ def _kv_to_wire(kv: Fingerprint | None) -> pb.KvFingerprint | None:
 
 
 def _kv_from_wire(kv: pb.KvFingerprint, path: str) -> Fingerprint:
-    """Decode a fingerprint without checking its values; comparing it with another one does that."""
+    """Decode a fingerprint without checking its values, which are checked when two fingerprints are compared."""
     algorithm = _named(HashAlgorithm, kv.hash_algorithm, f"{path}.hash_algorithm")
     told = {name: getattr(kv, name) for name in Fingerprint.__struct_fields__}
     return Fingerprint(**{**told, "hash_algorithm": algorithm})
 
 
-# Router to worker
+def _known_kv(kv: pb.KvFingerprint, path: str) -> Fingerprint | None:
+    """Decode the fingerprint of a worker. Return None if it has a value that this version does not know."""
+    try:
+        return _kv_from_wire(kv, path)
+    except MalformedMessage:
+        return None
+
+
+# Messages from router to worker:
 
 
 def _start_to_wire(start: Start) -> pb.Start:
@@ -310,6 +377,25 @@ def _start_to_wire(start: Start) -> pb.Start:
         adapter=start.adapter,
         parsing=None if start.parsing is None else _parsing_to_wire(start.parsing, start.generated_tokens),
         generated_tokens=start.generated_tokens,
+        trace=None if start.trace is None else _trace_to_wire(start.trace),
+        pooling=None if start.pooling is None else _pooling_to_wire(start.pooling),
+        images=start.images,
+    )
+
+
+def _trace_to_wire(trace: TraceContext) -> pb.Trace:
+    return pb.Trace(trace_id=trace.trace_id, parent_id=trace.parent_id, sampled=trace.sampled, state=trace.state)
+
+
+def _trace_from_wire(trace: pb.Trace) -> TraceContext | None:
+    """Decode a trace context. Return None if it is malformed, because no attempt may fail because of its trace."""
+    if len(trace.trace_id) != TRACE_ID_BYTES or len(trace.parent_id) != SPAN_ID_BYTES:
+        return None
+    return TraceContext(
+        trace_id=trace.trace_id,
+        parent_id=trace.parent_id,
+        sampled=trace.sampled,
+        state=trace.state if is_trace_state(trace.state) else "",
     )
 
 
@@ -338,6 +424,24 @@ def _parsing_from_wire(parsing: pb.Parsing) -> ParsingTask:
     )
 
 
+def _pooling_to_wire(pooling: Pooling) -> pb.Pooling:
+    return pb.Pooling(
+        task=pooling.task.value,
+        dimensions=pooling.dimensions,
+        activation=pooling.activation,
+        first_tokens=pooling.first_tokens,
+    )
+
+
+def _pooling_from_wire(pooling: pb.Pooling) -> Pooling:
+    return Pooling(
+        task=_named(PoolingTask, pooling.task, "start.pooling.task"),
+        dimensions=pooling.dimensions,
+        activation=pooling.activation if pooling.HasField("activation") else None,
+        first_tokens=pooling.first_tokens,
+    )
+
+
 def _start_from_wire(start: pb.Start) -> Start:
     request_id = _filled(start.request_id, "start.request_id")
     try:
@@ -350,7 +454,8 @@ def _start_from_wire(start: pb.Start) -> Start:
             )
         if len(start.salt) not in (0, SALT_BYTES):
             raise MalformedMessage("start.salt", f"has 0 or {SALT_BYTES} bytes, not {len(start.salt)}")
-        generated = start.generated_tokens or start.parsing.answered_tokens  # older routers send only `answered_tokens`
+        # Routers of earlier versions send only `answered_tokens`.
+        generated = start.generated_tokens or start.parsing.answered_tokens
         if generated and generated >= (tokens := len(start.tokens) // TOKEN_BYTES):
             raise MalformedMessage(
                 "start.generated_tokens", f"is {generated}, but must be less than the {tokens} tokens with the prompt"
@@ -369,9 +474,12 @@ def _start_from_wire(start: pb.Start) -> Start:
             adapter=start.adapter,
             parsing=_parsing_from_wire(start.parsing) if start.HasField("parsing") else None,
             generated_tokens=generated,
+            trace=_trace_from_wire(start.trace) if start.HasField("trace") else None,
+            pooling=_pooling_from_wire(start.pooling) if start.HasField("pooling") else None,
+            images=tuple(start.images),
         )
     except MalformedMessage as error:
-        error.request_id = RequestId(request_id)  # so that the rejection names its request
+        error.request_id = RequestId(request_id)  # needed because the rejection has to name the request
         raise
 
 
@@ -451,15 +559,23 @@ def _handoff_from_wire(handoff: pb.Handoff, path: str) -> Handoff:
     )
 
 
-# Worker to router
+def _known_handoff(handoff: pb.Handoff) -> Handoff | None:
+    """Decode the handoff of a worker. Return None if it has a value that this version does not know."""
+    try:
+        return _handoff_from_wire(handoff, "step.progress.handoff")
+    except MalformedMessage:
+        return None
+
+
+# Messages from worker to router:
 
 
 def _step_to_wire(step: Step) -> pb.WorkerMessage:
     message = pb.WorkerMessage()
-    message.step.SetInParent()  # makes the message present even if it is empty
+    message.step.SetInParent()  # without this, an empty step would not be sent
     add = message.step.progress.add
     for progress in step.progress:
-        wire = add()  # filled field by field, which is a quarter faster than with keyword arguments
+        wire = add()  # the message is filled field by field, which is a quarter faster than keyword arguments
         wire.request_id = progress.request_id
         wire.token_ids.extend(progress.token_ids)
         if progress.logprobs:
@@ -480,11 +596,13 @@ def _step_to_wire(step: Step) -> pb.WorkerMessage:
             wire.handoff.CopyFrom(_handoff_to_wire(progress.handoff))
         if progress.parsed is not None:
             _fill_parsed(wire.parsed, progress.parsed)
+        if progress.vector:
+            wire.vector = progress.vector
     return message
 
 
 def _fill_parsed(wire: pb.Parsed, parsed: ParsedDelta) -> None:
-    wire.SetInParent()  # makes the message present even if it is empty
+    wire.SetInParent()  # without this, an empty delta would not be sent
     wire.text = parsed.text
     wire.reasoning = parsed.reasoning
     wire.stopped = parsed.stopped
@@ -506,7 +624,7 @@ def _parsed_from_wire(parsed: pb.Parsed) -> ParsedDelta:
 def _progress_from_wire(progress: pb.Progress) -> Progress:
     if not progress.request_id:
         raise MalformedMessage("step.progress.request_id", "is empty")
-    if not progress.finish:  # the usual case: the attempt goes on
+    if not progress.finish:  # the most frequent case: the attempt continues
         return Progress(
             request_id=RequestId(progress.request_id),
             token_ids=tuple(progress.token_ids),
@@ -520,11 +638,22 @@ def _progress_from_wire(progress: pb.Progress) -> Progress:
         token_ids=tuple(progress.token_ids),
         logprobs=_logprobs_from_wire(progress.logprobs),
         prompt_logprobs=_logprobs_from_wire(progress.prompt_logprobs) if progress.prompt_logprobs else (),
-        finish=_named(Finish, progress.finish, "step.progress.finish"),
+        # Treat an unknown finish as a cancellation by the worker, because then the router continues the answer on another worker.
+        finish=Finish(progress.finish) if progress.finish in _FINISHES else Finish.CANCELLED,
         kv=_report_from_wire(progress.kv) if progress.HasField("kv") else None,
-        handoff=_handoff_from_wire(progress.handoff, "step.progress.handoff") if progress.HasField("handoff") else None,
+        handoff=_known_handoff(progress.handoff) if progress.HasField("handoff") else None,
         parsed=_parsed_from_wire(progress.parsed) if progress.HasField("parsed") else None,
+        vector=_vector_from_wire(vector) if (vector := progress.vector) else b"",
     )
+
+
+def _vector_from_wire(vector: Vector) -> Vector:
+    if len(vector) % NUMBER_BYTES or len(vector) > MAX_VECTOR_NUMBERS * NUMBER_BYTES:
+        raise MalformedMessage(
+            "step.progress.vector",
+            f"{len(vector)} bytes are not at most {MAX_VECTOR_NUMBERS} numbers of {NUMBER_BYTES} bytes",
+        )
+    return vector
 
 
 def _logprobs_from_wire(logprobs: Iterable[pb.WorkLogprobs]) -> tuple[Logprobs, ...]:
@@ -537,19 +666,21 @@ def _logprobs_from_wire(logprobs: Iterable[pb.WorkLogprobs]) -> tuple[Logprobs, 
 
 
 def _report_to_wire(report: KvReport) -> pb.KvPhaseReport:
-    message = pb.KvPhaseReport(prompt_blocks=report.prompt_blocks, cached_tokens=report.cached_tokens)
+    message = pb.KvPhaseReport(
+        prompt_blocks=report.prompt_blocks, cached_tokens=report.cached_tokens, image_tokens=report.image_tokens
+    )
     for origin in report.origins:
         wire = message.origins.add(
             source=origin.source.value, blocks=origin.blocks, bytes=origin.bytes, tier=origin.tier
         )
-        setattr(wire, "from", origin.origin)  # `from` is a keyword of Python
+        setattr(wire, "from", origin.origin)  # `from` is a keyword of Python, so it cannot be assigned as an attribute
     return message
 
 
 def _report_from_wire(report: pb.KvPhaseReport) -> KvReport:
     origins = tuple(
         KvOrigin(
-            source=_named(Source, origin.source, "step.progress.kv.origins.source"),
+            source=Source(origin.source) if origin.source in _SOURCES else Source.COMPUTED,
             origin=getattr(origin, "from"),
             blocks=origin.blocks,
             bytes=origin.bytes,
@@ -560,7 +691,12 @@ def _report_from_wire(report: pb.KvPhaseReport) -> KvReport:
     counted = sum(origin.blocks for origin in origins)
     if counted != report.prompt_blocks:
         raise MalformedMessage("step.progress.kv", f"origins add up to {counted} of {report.prompt_blocks} blocks")
-    return KvReport(prompt_blocks=report.prompt_blocks, origins=origins, cached_tokens=report.cached_tokens)
+    return KvReport(
+        prompt_blocks=report.prompt_blocks,
+        origins=origins,
+        cached_tokens=report.cached_tokens,
+        image_tokens=report.image_tokens,
+    )
 
 
 def _rejected_to_wire(rejected: Rejected) -> pb.Rejected:
@@ -575,7 +711,7 @@ def _rejected_to_wire(rejected: Rejected) -> pb.Rejected:
 def _rejected_from_wire(rejected: pb.Rejected) -> Rejected:
     return Rejected(
         request_id=RequestId(_filled(rejected.request_id, "rejected.request_id")),
-        reason=_named(Reason, rejected.reason, "rejected.reason"),
+        reason=Reason(rejected.reason) if rejected.reason in _REASONS else Reason.INTERNAL,
         message=rejected.message,
         field=rejected.field,
     )
@@ -608,7 +744,7 @@ _KV_EVENTS: dict[str, Callable[[pb.KvEvent], KvEvent]] = {
 }
 
 
-# Checks
+# Checks of values:
 
 
 def _hashes(joined: bytes, path: str) -> tuple[bytes, ...]:

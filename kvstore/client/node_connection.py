@@ -1,18 +1,20 @@
-"""Connection of a store client to its node: handshake, circuit breaker, data path.
+"""Connection of a store client to its node, with a circuit breaker and a new handshake after each restart of the node.
+
+The handshake and the choice of the data path are in `kvstore.client.node_session`.
 
 Rules:
 
-1. A failure of the node results in None here. It is counted, and logged when it begins. An exception is a bug of the
-   caller.
+1. If the node fails, a call returns None. The failure is counted, and the log says when the node begins to fail. An
+   exception means a bug of the caller.
 2. No call takes longer than its deadline, and a circuit breaker keeps callers from waiting for a dead node again and
    again.
-3. A restarted node refuses the ids of its former incarnation. The connection then repeats the handshake, maps the new
-   pool and repeats the call, within the same deadline.
+3. A node that has restarted refuses the ids that its former incarnation has given out. The connection then repeats the
+   handshake, maps the new pool and repeats the call, within the same deadline.
 4. If TLS is the cause why a node cannot be reached, the error or a log line says so (`kvstore.security.tls_diagnosis`).
 5. If shared memory could not be mapped, perhaps because too many clients asked for it, a thread tries again
    periodically. Later calls then use shared memory.
-6. A connection may be opened before its node answers. A thread performs the handshake as soon as the node does. Until
-   then, each call returns None at once. One log line for each cause says why the node does not answer.
+6. A connection may be opened before its node answers. A thread then performs the handshake as soon as the node answers.
+   Until then, each call returns None at once. One log line for each cause says why the node does not answer.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ import grpc
 from kvstore.circuit_breaker import CircuitBreaker
 from kvstore.client.node_session import NodeSession, refusal, shake_hands, with_shared_memory
 from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
-from kvstore.errors import InvalidArgument, LayoutMismatch, NamespaceUnknown, StoreUnreachable
+from kvstore.errors import IncompatibleVersion, InvalidArgument, LayoutMismatch, NamespaceUnknown, StoreUnreachable
 from kvstore.messages import DataPath, StoreClientCounters
 from kvstore.namespace import KvNamespace
 from kvstore.ports import Transport
@@ -40,7 +42,7 @@ CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # each client has its own connection, so clients do not share a broken one
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),  # a restarted node is found again within this time
+    ("grpc.max_reconnect_backoff_ms", 500),  # when a node has restarted, the client connects again within this time
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
 )
@@ -48,16 +50,16 @@ CHANNEL_OPTIONS = (
 Answer = TypeVar("Answer")
 
 JOIN_SECONDS = 5.0
-"""Longest time for one attempt to join a node. An attempt waits for a node that is still starting, and succeeds as soon
-as the node answers."""
+"""Time limit for one attempt to join a node, that is, to perform the first handshake with it. An attempt waits for a
+node that is still starting, and succeeds as soon as the node answers."""
 
-JOIN_PAUSE_SECONDS = 1.0  # pause before the next attempt to join, if an attempt fails at once
+JOIN_PAUSE_SECONDS = 1.0  # pause between two attempts to join a node
 
 log = logging.getLogger(__name__)
 
 
 class CounterAccumulator:
-    """Counters of one client, which `read` returns as `StoreClientCounters`. Thread-safe."""
+    """Counts the blocks, bytes and failures of one client, for `StoreClientCounters`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,7 +76,7 @@ class CounterAccumulator:
 
 
 class NodeConnection:
-    """Connection of one client to one node. Thread-safe."""
+    """Makes the calls of one client to one node, by the rules of this module. Thread-safe."""
 
     def __init__(
         self,
@@ -86,7 +88,10 @@ class NodeConnection:
         credentials: Credentials,
         clock: Clock,
     ):
-        """Prepare the channel; call `open` or `open_early` next. Raise BadCredentials if a file cannot be used."""
+        """Prepare the channel. The caller then has to call `open` or `open_early`.
+
+        Raise BadCredentials if a file of the credentials cannot be used.
+        """
         self._access = load(credentials)
         self._channel = self._access.channel(address, CHANNEL_OPTIONS)
         self.stub = pb_grpc.BlockStoreStub(self._channel)
@@ -95,7 +100,8 @@ class NodeConnection:
         self._address = address
         self._namespace = namespace
         self._session: NodeSession | None = None
-        self._outdated = False  # True if the node has reported another incarnation than that of the session
+        # True if the node has restarted, so that the session belongs to a former incarnation of the node.
+        self._outdated = False
         self._call_timeout = call_timeout
         self._prefer = prefer
         self._clock = clock
@@ -104,13 +110,13 @@ class NodeConnection:
         self._handshake = threading.Lock()
         self._memory_breaker = CircuitBreaker()  # decides when to try again to map shared memory (rule 5)
         self.seeking = threading.Lock()
-        # data paths that the client used before shared memory was mapped; calls in other threads may still use them
+        # data paths that the client used before it mapped shared memory; calls in other threads may still use them
         self._slower: list[Transport] = []
 
     def open(self, deadline: Nanos) -> None:
-        """Perform the handshake by the deadline.
+        """Perform the handshake, at the latest until the deadline.
 
-        On an error, close the channel and raise the errors of `StoreClient.connect`.
+        If it fails, close the channel and raise the same errors as `StoreClient.connect`.
         """
         try:
             self._session = self._shake_hands(deadline)
@@ -136,20 +142,20 @@ class NodeConnection:
 
     @property
     def answers(self) -> bool:
-        """True if the node answered the last call."""
+        """True if no call has failed since the last call that the node answered."""
         return self._breaker.closed
 
     def call(self, act: Callable[[NodeSession, float], Answer], until: Nanos | None = None) -> Answer | None:
-        """Call the node by `act(session, seconds left)`; return None if the node does not answer.
+        """Call the node by `act(session, seconds left)`; return None if the call fails or cannot be made.
 
-        The call ends at `until` or after the connection's call timeout, whichever is earlier. While the circuit breaker
-        is open, it returns None at once.
+        The call ends at `until`, or earlier if the connection's call timeout is over. It returns None at once while the
+        circuit breaker is open, before the node was joined, and after `close`.
         """
         started = self._clock.now()
         deadline = earlier(until, Nanos(started + self._call_timeout))
         if self.closed.is_set() or not self._breaker.allows(started):
             return None
-        for _ in range(2):  # a second attempt follows a new handshake (rule 3)
+        for _ in range(2):  # if the session is outdated, a second attempt follows after a new handshake (rule 3)
             session = self._current(deadline)
             if session is None:
                 return None
@@ -167,10 +173,12 @@ class NodeConnection:
         return None
 
     def session_of(self, incarnation: str) -> NodeSession | None:
-        """Return a session with the incarnation of the node that made a match; None if that incarnation has ended.
+        """Return the session with the incarnation of the node that made a match.
 
-        The match may come from another process, which has met the restarted node before this process. A new handshake
-        then shows whether the node has this incarnation.
+        Return None if this incarnation has ended, or if the node cannot be reached.
+
+        The match may come from another process that has noticed a restart of the node earlier than this process. A new
+        handshake then shows whether the node has this incarnation.
         """
         session = self._session
         if session is None or session.incarnation == incarnation:
@@ -189,20 +197,20 @@ class NodeConnection:
         return renewed
 
     def close(self) -> None:
-        """Close the connection. Calls that run in other threads return None."""
+        """Close the connection. Calls that are running in other threads then return None."""
         if self.closed.is_set():
             return
         self.closed.set()
         self._channel.close()
-        with self._handshake:  # a thread that joins or renews stores its session under this lock
+        with self._handshake:  # a thread that performs a handshake holds this lock while it stores the new session
             if self._session is not None:
                 self._session.calls.close()
                 self._close_transports(self._session)
 
     def _join(self, reported: str) -> None:
-        """Perform the handshake as soon as the node answers; runs in a thread.
+        """Perform the handshake as soon as the node answers. This method runs in its own thread.
 
-        `reported` is the failure that was logged last.
+        `reported` is the message of an earlier failure, which is logged first; empty if there was none.
         """
         if reported:
             self._log_not_joined(reported)
@@ -235,9 +243,9 @@ class NodeConnection:
     def _explain(self, error: Exception) -> tuple[str, str]:
         """Return the message of a failed join, and the part of the message that names the cause.
 
-        That part is empty if nothing more is known than that the node does not answer.
+        The second text is empty if the only known cause is that the node does not answer.
         """
-        if not isinstance(error, StoreUnreachable) or self.closed.is_set():
+        if not isinstance(error, StoreUnreachable) or isinstance(error, IncompatibleVersion) or self.closed.is_set():
             return str(error), str(error)
         cause = self._access.diagnose(self._address)
         return (f"{error}: {cause}" if cause else str(error)), cause
@@ -246,7 +254,10 @@ class NodeConnection:
         log.warning("store node not joined yet", extra={"address": self._address, "cause": cause})
 
     def _judge(self, error: grpc.RpcError, started: Nanos) -> None:
-        """Decide by the status of a failed call: renew the session, raise, or count a failure."""
+        """Handle a failed call by its gRPC status.
+
+        Mark the session as outdated, raise an exception, or count a failure.
+        """
         match error.code():
             case grpc.StatusCode.FAILED_PRECONDITION:
                 self._outdated = True
@@ -269,7 +280,7 @@ class NodeConnection:
 
     def _diagnose_tls(self) -> None:
         """Find out in a thread whether TLS is the cause, and log it. Callers do not wait for the thread."""
-        if not self._access.authority:
+        if not self._access.has_authority:
             return
 
         def look() -> None:
@@ -280,9 +291,10 @@ class NodeConnection:
             threading.Thread(target=look, name="kvstore-tls", daemon=True).start()
 
     def _current(self, deadline: Nanos) -> NodeSession | None:
-        """Return the current session, after a new handshake if it is outdated.
+        """Return the session. If it is outdated, perform a new handshake first.
 
-        The result is None while another thread performs a handshake, or if the handshake fails.
+        Return None if another thread is already performing that handshake, if the handshake fails, or if the node has
+        not been joined yet.
         """
         if not self._outdated:
             return self._session
@@ -341,12 +353,12 @@ class NodeConnection:
             self.seeking.release()
 
     def _close_transports(self, session: NodeSession) -> None:
-        """Close the data path of a session, and the slower data paths from before shared memory was mapped."""
+        """Close the session's data path, and the data paths that were used before shared memory was mapped."""
         session.transport.close()
         while self._slower:
             self._slower.pop().close()
 
 
 def earlier(deadline: Nanos | None, other: Nanos) -> Nanos:
-    """Return the earlier instant of the caller's deadline and `other`; `other` if the caller has no deadline (None)."""
+    """Return the caller's deadline or `other`, whichever is earlier; `other` if the caller has no deadline (None)."""
     return other if deadline is None else min(deadline, other)

@@ -1,4 +1,4 @@
-"""Node session: the result of a client's handshake with one incarnation of a node, and how to call it."""
+"""Node session: performs a client's handshake with a node, and holds its result: the node's limits and data path."""
 
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -8,13 +8,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvstore.clock import MILLISECOND, Clock, Nanos, seconds
-from kvstore.errors import InvalidArgument, LayoutMismatch, NamespaceUnknown, StoreUnreachable
+from kvstore.errors import IncompatibleVersion, InvalidArgument, LayoutMismatch, NamespaceUnknown, StoreUnreachable
 from kvstore.messages import DataPath
 from kvstore.namespace import KvNamespace
 from kvstore.net.host import host_id
 from kvstore.ports import Transport
 from kvstore.protocol import wire
 from kvstore.protocol.calls import NodeCalls
+from kvstore.protocol.range_messages import range_message
 from kvstore.security.authentication import AuthenticationKey
 from kvstore.transports.nixl import NixlTransport
 from kvstore.transports.shared_memory import SharedMemoryTransport
@@ -26,9 +27,13 @@ WILDCARDS = ("0.0.0.0", "[::]", "::")  # noqa: S104 - compared with a node's ans
 
 
 class NodeSession(Struct, frozen=True, kw_only=True):
-    """Result of a handshake with one incarnation of a node. `max_hold` is the longest duration of a session pin."""
+    """Result of a handshake with one incarnation of a node: its limits, and how to call it and move bytes.
+
+    `max_lease`, `max_reservation` and `max_hold` limit the duration of leases, write reservations and session pins.
+    """
 
     store_id: str
+    protocol: int  # version of the protocol that client and node use (`kvstore.protocol.versions`)
     incarnation: str
     max_lease: Nanos
     max_reservation: Nanos
@@ -49,13 +54,16 @@ def shake_hands(
     clock: Clock,
     deadline: Nanos,
 ) -> NodeSession:
-    """Agree with the node on the namespace, and open the first data path of `prefer` that works.
+    """Agree with the node on the protocol and the namespace, and open the first data path of `prefer` that works.
 
     Raises:
-        StoreUnreachable: The node does not answer by the deadline, or no data path works.
+        StoreUnreachable: The node does not answer by the deadline, or no data path works. If client and node speak no
+            common version of the protocol, the error is its subclass IncompatibleVersion.
         LayoutMismatch: The node stores this model's blocks in another layout; the error names the field that differs.
     """
-    request = pb.HelloRequest(namespace=wire.namespace_message(namespace), digest=namespace.digest)
+    request = pb.HelloRequest(
+        namespace=wire.namespace_message(namespace), digest=namespace.digest, protocols=range_message()
+    )
 
     def say_hello(deadline: Nanos) -> pb.HelloResponse:
         timeout_seconds = max(seconds(deadline - clock.now()), 0.001)
@@ -65,6 +73,7 @@ def shake_hands(
             raise refusal(address, error) from error
 
     hello = say_hello(deadline)
+    protocol = wire.agree_with_node(address, hello)
     here = hello.host_id == host_id()
     failures: dict[DataPath, str] = {}
     for path in prefer:
@@ -75,6 +84,7 @@ def shake_hands(
             continue
         return NodeSession(
             store_id=hello.store_id,
+            protocol=protocol,
             incarnation=hello.incarnation,
             max_lease=Nanos(hello.max_lease_ms * MILLISECOND),
             max_reservation=Nanos(hello.max_reservation_ms * MILLISECOND),
@@ -97,7 +107,7 @@ def with_shared_memory(session: NodeSession, namespace: KvNamespace, clock: Cloc
 
 
 def refusal(address: str, error: grpc.RpcError) -> Exception:
-    """Convert the RPC error of a failed Hello to an error of `kvstore.errors`."""
+    """Return the error of `kvstore.errors` for a handshake (the call `Hello`) that failed with this RPC error."""
     details = error.details() or ""
     metadata = cast("Sequence[tuple[str, str]]", error.trailing_metadata() or ())
     field = next((value for key, value in metadata if key == wire.FIELD_KEY), "")
@@ -106,6 +116,8 @@ def refusal(address: str, error: grpc.RpcError) -> Exception:
             return LayoutMismatch(field, details)
         case grpc.StatusCode.INVALID_ARGUMENT:
             return InvalidArgument(field, details.removeprefix(f"{field}: "))
+        case grpc.StatusCode.OUT_OF_RANGE:
+            return IncompatibleVersion(details)
         case code:
             return StoreUnreachable(f"{address}: {code.name}: {details}")
 
@@ -140,7 +152,11 @@ def _open(
 
 
 def reachable(data_address: str, control_address: str) -> str:
-    """Return the node's data address; a wildcard host in it is replaced by the host of the control address."""
+    """Return the address at which this client reaches the node's TCP data server.
+
+    A node that listens on all its addresses reports a wildcard as its host. The host of the control address is then
+    used instead.
+    """
     host, _, port = data_address.rpartition(":")
     if host not in WILDCARDS:
         return data_address

@@ -51,13 +51,14 @@ from kvstore.transports.shared_memory import SharedMemoryTransport
 from kvstore.v1 import blocks_pb2 as pb
 
 SLOWEST_BYTES_PER_SECOND = 100_000_000
-"""A transfer that is slower than this is cancelled, because computing the blocks again would be faster."""
+"""A transfer that is slower than this is cancelled, because the engine can compute the blocks faster."""
 
 # Pause between two look-ups of blocks that are being promoted. Reading a batch from any disk takes longer than this.
 LOOK_AGAIN_SECONDS = 0.002
 
-LEAST_BATCH = 32  # blocks in the smallest batch
-BATCH_BYTES = 16 << 20  # bytes of a batch; a batch of small blocks has more blocks, because each batch has a fixed cost
+LEAST_BATCH = 32  # minimum number of blocks in a batch, even if they have more than `BATCH_BYTES`
+# Size of a batch of blocks in bytes. Small blocks are moved in large batches, because each batch has a fixed cost.
+BATCH_BYTES = 16 << 20
 
 MOVED, CORRUPT = BlockOutcome.MOVED, BlockOutcome.CORRUPT
 """Members of `BlockOutcome`. They are constants of this module because an enum look-up for each block is slow."""
@@ -68,14 +69,14 @@ log = logging.getLogger(__name__)
 def batch_blocks(block_bytes: int) -> int:
     """Return the number of blocks that `StoreClient.write` requests from its source at a time.
 
-    A source that copies blocks therefore need not copy a whole chain at once. It may reuse the memory of a block once
-    this many further blocks have been requested.
+    A source that copies blocks into buffers needs buffers for this number of blocks only. It may use the buffer of a
+    block again once this number of other blocks has been requested after it.
     """
     return max(LEAST_BATCH, BATCH_BYTES // block_bytes)
 
 
 class StoreClient:
-    """Client for one namespace of one node. Call `connect` or `join` to make one. Thread-safe."""
+    """Client for one namespace of one node. `connect` and `join` make a client. Thread-safe."""
 
     def __init__(
         self,
@@ -117,8 +118,8 @@ class StoreClient:
         Args:
             address: Address of the node's control plane: ``unix:/path`` or ``host:port``.
             namespace: Namespace of this client's blocks.
-            timeout_seconds: Longest duration of the handshake, in which the client waits for a node that is starting.
-            call_timeout_seconds: Longest duration of each later call, including a new connection.
+            timeout_seconds: Time limit for the handshake, in which the client waits for a node that is starting.
+            call_timeout_seconds: Time limit for each later call, including a new handshake if the node has restarted.
             prefer: Data paths in order of preference, best first.
             credentials: Files by which this client and a node on another host authenticate each other; None: no
                 authentication.
@@ -155,10 +156,10 @@ class StoreClient:
     ) -> Self:
         """Connect to a node, or make a client that connects as soon as the node answers.
 
-        Until the node answers, each call returns at once and finds nothing, because a store is only a cache (`joined`
-        tells whether the node has answered). A node that answers later, but stores the blocks in another layout, is not
-        joined. The log tells why a node is not joined yet. This call waits for the node for at most `wait_seconds`. The
-        other arguments and the errors are those of `connect`.
+        Until the node answers, each call returns at once and finds nothing; `joined` tells whether the node has
+        answered. If the node answers later, but stores the blocks in another layout, the client does not use it. The
+        log tells why the node is not used yet. This call waits for the node for at most `wait_seconds`. The other
+        arguments and the errors are those of `connect`.
         """
         failure = ""
         if wait_seconds > 0:
@@ -192,13 +193,13 @@ class StoreClient:
 
     @property
     def store_id(self) -> str:
-        """Name of the node; empty until it has answered."""
+        """Name of the node; empty as long as it has never answered."""
         session = self.connection.session
         return "" if session is None else session.store_id
 
     @property
     def path(self) -> DataPath | None:
-        """Current data path; None until the node has answered."""
+        """The data path that is used now; None as long as the node has never answered."""
         session = self.connection.session
         return None if session is None else session.path
 
@@ -214,7 +215,7 @@ class StoreClient:
 
     @property
     def answers(self) -> bool:
-        """True if the node answered the last call."""
+        """True if no call has failed since the last call that the node answered."""
         return self.connection.answers
 
     def match(
@@ -225,20 +226,23 @@ class StoreClient:
         max_wait_seconds: float = 0,
         tenant: bytes = b"",
         deadline: Nanos | None = None,
+        trace: bytes = b"",
     ) -> Match:
         """Find the longest prefix of a chain in the node's pool and pin it by a read lease.
 
         The blocks after the prefix may lie in a backing tier. If `max_wait_seconds` is positive, the node begins to
-        promote them and returns their number (`Match.loading`); match again later to find them.
+        promote these blocks and returns their number (`Match.loading`). A later match then finds them in the pool.
 
         Args:
             hashes: Block hashes from the start of the chain.
-            lease_seconds: Longest duration of the lease; the node limits it too. 0: only look the blocks up, without a
+            lease_seconds: Maximum duration of the lease; the node limits it too. 0: only look the blocks up, without a
                 lease. They may be evicted before they are read, and the client counts neither hits nor misses.
-            max_wait_seconds: Longest time that is worth waiting for blocks of backing tiers: the time that computing
+            max_wait_seconds: Maximum time that is worth waiting for blocks of backing tiers: the time that computing
                 them would take. 0: promote nothing.
             tenant: Tenant's salt. Promoted blocks count towards the quota of this tenant, and hits in its statistics.
-            deadline: Instant at which the call gives up, if that is earlier than the client's call timeout.
+            deadline: Instant at which the call ends, if that is earlier than the end of the client's call timeout.
+            trace: The trace context of the request that causes this call (`kvstore.tracing.context.call_trace`); empty:
+                the request is not traced.
         """
         asked = tuple(hashes[: wire.MAX_HASHES])
         current = self.connection.session
@@ -256,29 +260,41 @@ class StoreClient:
                 incarnation=session.incarnation,
                 patience_ms=nanos(max_wait_seconds) // MILLISECOND,
                 tenant=tenant,
+                trace=trace,
             )
             return wire.parse_match(session.calls.match(request, timeout_seconds), session.incarnation, asked)
 
         found = self.connection.call(call, deadline)
-        # An empty match is false as a bool, but may still report loading blocks.
+        # The match is compared with None, because an empty match is false as a bool but may report loading blocks.
         match = nothing if found is None else found
         if lease_seconds:
             self.connection.counting.add(hits=len(match), misses=len(hashes) - len(match))
         return match
 
     def match_and_wait(
-        self, hashes: Sequence[BlockHash], *, lease_seconds: float, max_wait_seconds: float, tenant: bytes = b""
+        self,
+        hashes: Sequence[BlockHash],
+        *,
+        lease_seconds: float,
+        max_wait_seconds: float,
+        tenant: bytes = b"",
+        trace: bytes = b"",
     ) -> Match:
-        """Match a chain after its blocks in backing tiers are promoted, or after the max wait has passed."""
+        """Match a chain.
+
+        If blocks of it are being promoted, wait for them, at most for the max wait, and match again.
+        """
         deadline = Nanos(self._clock.now() + nanos(max_wait_seconds))
-        found = self.match(hashes, lease_seconds=lease_seconds, max_wait_seconds=max_wait_seconds, tenant=tenant)
+        found = self.match(
+            hashes, lease_seconds=lease_seconds, max_wait_seconds=max_wait_seconds, tenant=tenant, trace=trace
+        )
         if not found.loading:
             return found
         while self._clock.now() < deadline and not self.connection.closed.wait(LOOK_AGAIN_SECONDS):
             if not self.match(hashes, lease_seconds=0, tenant=tenant).loading:
                 break
-        complete = self.match(hashes, lease_seconds=lease_seconds, tenant=tenant)
-        self.release(found.lease_id)  # this first lease kept the prefix in the pool during the promotion
+        complete = self.match(hashes, lease_seconds=lease_seconds, tenant=tenant, trace=trace)
+        self.release(found.lease_id)  # the lease of the first match, which kept the prefix in the pool while waiting
         return (
             structs.replace(complete, promoted=merge_promoted(found.promoted, complete.promoted))
             if found.promoted
@@ -299,7 +315,7 @@ class StoreClient:
             match: Match of this client, or of another client of the same node and namespace.
             indices: Indices of the blocks within the match.
             destinations: One buffer, or one list of consecutive pieces, for each index.
-            deadline: As for `match`.
+            deadline: Instant at which the call ends, as for `match`.
 
         Returns:
             For each index, whether the block arrived. If it did not, the content of its destination is undefined.
@@ -329,7 +345,10 @@ class StoreClient:
         return self._read(match, indices, share.bytes, get, deadline)
 
     def release(self, *lease_ids: LeaseId, deadline: Nanos | None = None) -> None:
-        """End leases before their deadlines. The leases may be of any process; ended leases are ignored."""
+        """End leases before their deadlines.
+
+        Leases that another process has got can be ended too. Leases that have ended already are ignored.
+        """
         held = [lease_id for lease_id in lease_ids if lease_id]
         for start in range(0, len(held), wire.MAX_LEASES):
             request = pb.ReleaseRequest(lease_ids=held[start : start + wire.MAX_LEASES])
@@ -339,13 +358,13 @@ class StoreClient:
         """Pin the part of a chain that is in the pool while its session waits, for instance for a tool call.
 
         The pin ends at its deadline, with `release_hold`, or when the same session pins again. A session that continues
-        first matches its chain and then releases its pin, so its blocks are pinned without a gap. The result is None if
-        the node does not answer.
+        first matches its chain and then releases its pin, so its blocks are pinned without a gap. Return None if the
+        node cannot be reached.
 
         Args:
             session: Name of the session. The same name in another namespace is another session.
             hashes: Block hashes from the start of the chain.
-            seconds: Longest duration of the pin; the node limits it too.
+            seconds: Maximum duration of the pin; the node limits it too.
         """
         asked = b"".join(hashes[: wire.MAX_HASHES])
         if not asked:
@@ -371,14 +390,15 @@ class StoreClient:
     def evacuate(self, names: Sequence[BlockHash], *, leaving: bool) -> EvacuationResult | None:
         """Ask the node to copy blocks to a tier that other nodes can read.
 
-        The node stops copying after half of the call timeout. Call again for the blocks that are not `done`.
+        The node stops copying after half of the call timeout. The caller has to call again for the blocks that are not
+        `done`.
 
         Args:
             names: Hashes of the blocks, the most valuable first.
-            leaving: True if the node itself will end too.
+            leaving: True if the node itself will end too, and its memory with it.
 
         Returns:
-            The numbers of copied and refused blocks; None if the node does not answer.
+            The numbers of copied and refused blocks; None if the node cannot be reached.
         """
         asked = b"".join(names[: wire.MAX_EVACUATED])
         if not asked:
@@ -403,19 +423,21 @@ class StoreClient:
         *,
         tenant: bytes = b"",
         deadline: Nanos | None = None,
+        trace: bytes = b"",
     ) -> int:
         """Store blocks, except those that the node has already or that another client is writing.
 
         Args:
             hashes: Block hashes from the start of the chain, as far as the caller has its blocks. Include blocks that
-                are stored already: it costs nothing, and their use keeps the start of a chain from being evicted before
-                its end.
+                are stored already. This costs nothing, and counts as a use, so that the start of a chain is not evicted
+                before its end.
             sources: Function or sequence that returns the block for an index into `hashes`, in one buffer or a list of
-                consecutive pieces. It is asked only for blocks that are written. The memory must not change during the
-                call, or until `batch_blocks` further blocks are requested. If a source raises, this call raises the
-                same exception, publishes nothing and ends the reservation at once.
+                consecutive pieces. It is called only for blocks that are written. The memory of a block must not change
+                until `batch_blocks` other blocks have been requested after it, or until this call ends. If a source
+                raises, this call raises the same exception, publishes nothing and ends the reservation at once.
             tenant: Tenant's salt. The blocks count towards the quota of this tenant.
             deadline: As for `match`.
+            trace: As for `match`.
 
         Returns:
             Number of newly published blocks.
@@ -424,7 +446,7 @@ class StoreClient:
             return 0
         asked = hashes[: wire.MAX_HASHES]
         started = self._clock.now()
-        found = self.request_slots(asked, tenant, deadline)
+        found = self.request_slots(asked, tenant, deadline, trace)
         if found is None:
             self.connection.counting.add(dropped=len(hashes))
             return 0
@@ -432,10 +454,10 @@ class StoreClient:
         source = sources if callable(sources) else sources.__getitem__
         try:
             written = self._put(session, places, source, earlier(deadline, Nanos(started + session.max_reservation)))
-        except BaseException:  # the caller's source may raise any exception
+        except BaseException:  # the function that the caller has passed as the source may raise any exception
             self._abandon(places, deadline)
             raise
-        published = self._publish(places, written, deadline) if places.indices else 0
+        published = self._publish(places, written, deadline, trace) if places.indices else 0
         self.connection.counting.add(
             bytes_written=published * self._namespace.block_bytes,
             dropped=len(places) - published + places.refused + len(hashes) - len(asked),
@@ -445,10 +467,12 @@ class StoreClient:
     def reserve(
         self, hashes: Sequence[BlockHash], *, tenant: bytes = b"", deadline: Nanos | None = None
     ) -> WriteGrant | None:
-        """Reserve slots for blocks that are neither stored nor being written; several ranks then write them (rule 3).
+        """Reserve slots for those blocks that are neither stored nor being written.
 
-        The reservation ends with `publish` or at its deadline. The result is None if the node does not answer. The
-        arguments are those of `write`.
+        Several ranks can then write the blocks, each rank its shards (rule 3).
+
+        The reservation ends with `publish` or at its deadline. The arguments are those of `write`. Return None if
+        `hashes` is empty, or if the node cannot be reached.
         """
         asked = hashes[: wire.MAX_HASHES]
         found = self.request_slots(asked, tenant, deadline) if asked else None
@@ -501,11 +525,12 @@ class StoreClient:
         return self.connection.counting.read()
 
     def stats(self) -> Stats | None:
-        """Return the statistics of the node; None if it does not answer."""
+        """Return the statistics of the node; None if it cannot be reached."""
 
         def call(session: NodeSession, timeout_seconds: float) -> Stats:
             asked = self._clock.now()
-            session.calls.settle(timeout_seconds)  # wait for releases, so that released blocks do not count as pinned
+            # Wait until the node has received the releases, so that it does not count released blocks as pinned.
+            session.calls.settle(timeout_seconds)
             left = max(timeout_seconds - seconds(self._clock.now() - asked), 0.001)
             return wire.parse_stats(self.connection.stub.Stats(pb.StatsRequest(), timeout=left))
 
@@ -514,7 +539,8 @@ class StoreClient:
     def close(self) -> None:
         """Close the client.
 
-        Calls in other threads return as if nothing was found; leases stay until they are released or end.
+        Calls that run in other threads return as if nothing was found. Leases that are still open stay until their
+        deadline or until another client releases them.
         """
         self.connection.close()
 
@@ -527,8 +553,7 @@ class StoreClient:
         self.close()
 
     def _releasing(self, request: pb.ReleaseRequest) -> Callable[[NodeSession, float], None]:
-        # If the node does not answer, send the release at once and wait for the response: it shows whether the node is
-        # back.
+        # If the node did not answer before, wait for its response to the release, which shows whether it is back.
         wait = not self.answers
 
         def call(session: NodeSession, timeout_seconds: float) -> None:
@@ -540,7 +565,7 @@ class StoreClient:
         return call
 
     def request_slots(
-        self, hashes: Sequence[BlockHash], tenant: bytes, deadline: Nanos | None = None
+        self, hashes: Sequence[BlockHash], tenant: bytes, deadline: Nanos | None = None, trace: bytes = b""
     ) -> tuple[NodeSession, ClientWriteReservation] | None:
         names = b"".join(hashes)
 
@@ -552,6 +577,7 @@ class StoreClient:
                 incarnation=session.incarnation,
                 owner=self._owner,
                 tenant=tenant,
+                trace=trace,
             )
             return session, wire.parse_reservation(session.calls.reserve(request, timeout_seconds))
 
@@ -560,7 +586,7 @@ class StoreClient:
     def _put(
         self, session: NodeSession, places: ClientWriteReservation, source: Callable[[int], Block], deadline: Nanos
     ) -> dict[int, int]:
-        """Write the reserved blocks. Return the checksums of the blocks that were written, by index into the hashes."""
+        """Write the blocks of a reservation; return the checksums of the written ones, by index into the hashes."""
         until = min(deadline, self._transfer_deadline(len(places)))
         written: dict[int, int] = {}
         step = batch_blocks(self._namespace.block_bytes)
@@ -571,10 +597,16 @@ class StoreClient:
             written |= {index: each.crc32c for index, each in zip(indices, put, strict=True) if each.outcome is MOVED}
         return written
 
-    def _publish(self, places: ClientWriteReservation, written: Mapping[int, int], deadline: Nanos | None) -> int:
+    def _publish(
+        self, places: ClientWriteReservation, written: Mapping[int, int], deadline: Nanos | None, trace: bytes = b""
+    ) -> int:
         assert places.reservation_id != NO_RESERVATION
         request = pb.PublishRequest(
-            reservation_id=places.reservation_id, indices=written.keys(), crc32c=written.values(), owner=self._owner
+            reservation_id=places.reservation_id,
+            indices=written.keys(),
+            crc32c=written.values(),
+            owner=self._owner,
+            trace=trace,
         )
         response = self.connection.call(lambda session, timeout: session.calls.publish(request, timeout), deadline)
         return response.published if response is not None else 0
@@ -587,7 +619,7 @@ class StoreClient:
         get: Callable[[NodeSession, Slots, Nanos], Sequence[BlockOutcome]],
         deadline: Nanos | None,
     ) -> list[bool]:
-        """Read blocks with `get`, report corrupt blocks to the node, and count all outcomes."""
+        """Read blocks by the function `get`, report corrupt blocks to the node, and count all outcomes."""
         if not indices:
             return []
         slots = match.slots.some(indices)
@@ -631,7 +663,7 @@ class StoreClient:
 def _read_whole(
     session: NodeSession, slots: Slots, share: RankShard, destinations: Sequence[MutableBlock], deadline: Nanos
 ) -> list[BlockOutcome]:
-    """Read one rank's shard of each block over a data path that moves only whole blocks."""
+    """Read one rank's shard of each block over a data path that can move only whole blocks."""
     outcomes: list[BlockOutcome] = []
     step = batch_blocks(share.block_bytes)
     for start in range(0, len(slots), step):

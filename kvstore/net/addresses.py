@@ -1,6 +1,7 @@
 """Addresses of nodes: ``unix:/path`` or ``host:port``, where an IPv6 host is in brackets."""
 
 import ipaddress
+from urllib.parse import urlsplit
 
 UNIX = "unix:"
 
@@ -30,3 +31,21 @@ def is_local(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def refuse_plain_key(field: str, url: str, key_field: str, permission: str) -> None:
+    """Raise ValueError if a key would cross the network unencrypted, because the URL has no TLS and names another host.
+
+    Args:
+        field: The settings field of the URL, for the message.
+        url: ``http://host:port`` or ``https://host:port``.
+        key_field: The settings field of the key.
+        permission: The settings field that would allow this. The caller calls this function only if the field is false.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "http" or is_local(f"{parts.hostname}:0"):
+        return
+    raise ValueError(
+        f"{field}: {key_field} would cross the network to {parts.hostname} in the clear: use https,"
+        f" or set {permission} = true on a network that nobody else is on"
+    )

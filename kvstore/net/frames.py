@@ -3,17 +3,17 @@
 Rules:
 
 1. A payload has at most `limit` bytes. If a peer announces a longer one, its connection is closed before memory is
-   allocated for the payload. `lost` then gets a `FrameTooLong`, after the frames that came before. If a stream ends
-   within a frame, `lost` gets a `FrameTorn`.
+   allocated for the payload. The receiver first gets the earlier frames, and then its method `lost` gets a
+   `FrameTooLong`. If a stream ends within a frame, `lost` gets a `FrameTorn`.
 2. An incoming payload is copied at most once, however the stream was split. It takes no more memory than has arrived.
 3. Sending never waits. All frames of one iteration of the event loop leave in one write at its end. Bytes that the peer
    does not read are kept up to `send_limit`; then `send` raises. A sender that checks `full` first, and continues when
    the receiver's `resumed` is called, never reaches the limit.
 4. One iteration of the event loop handles one piece of the stream, at most a few hundred KiB. Then other connections
-   are served. With `turn_frames`, they are served after that many frames of a piece. `pause_reading` takes effect after
-   the piece, or the frames, that are being received.
-5. `lost` is called once for each accepted connection, as its last call. It is the only sign that the connection is
-   over.
+   are served. If `turn_frames` is given, other connections are served after that many frames of a piece.
+   `pause_reading` takes effect after the piece, or the frames, that are being received.
+5. `lost` is called once for each accepted connection, as its last call. No other call tells that the connection has
+   ended.
 
 Frames know nothing of TLS and of proofs of a secret: a `ConnectionGuard` decides which connections are admitted.
 """
@@ -40,7 +40,7 @@ from kvstore.net.unix_sockets import BACKLOG
 HEAD = struct.Struct("<I")  # head of a frame: the length of the payload in bytes
 
 FRAME_BYTES = 64 << 20
-"""Default length of the longest payload in bytes; a prompt of a million tokens has 4 MiB."""
+"""Default limit of a payload in bytes; a prompt of a million tokens has 4 MiB."""
 
 SEND_BYTES = 2 * FRAME_BYTES
 """Default number of bytes that may wait to be sent on one connection."""
@@ -48,8 +48,12 @@ SEND_BYTES = 2 * FRAME_BYTES
 HIGH_WATER_BYTES = 256 << 10
 """A connection with more bytes than this to send is `full`. A network of 2 Gbit/s moves this many in a millisecond."""
 
-TURN_BYTES = 64 << 10  # after a received piece of more bytes than this, other connections are served first
-JOINED_BYTES = 32 << 10  # up to this many bytes, joining the parts and one write cost less than a vectored write
+TURN_BYTES = 64 << 10  # if a connection has received this many bytes at once, other connections are served next
+JOINED_BYTES = 32 << 10
+"""Maximum number of bytes that are joined for one write.
+
+For more bytes, writing several parts costs less than joining.
+"""
 
 TCP_OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -60,20 +64,20 @@ TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
 """With these options, the system detects within ten seconds a host that is gone, or a peer that reads no bytes. A hanging
-process at the other end of a quiet connection is only detected by heartbeats.
+process behind a quiet connection is only detected by heartbeats.
 """
 
 TLS_BEGINS = 0x0316
-"""The first two bytes of a TLS handshake, 0x16 and 3, read as the low half of a length."""
+"""The first two bytes of a TLS handshake, 0x16 and 3, as they appear in the low half of the length of a frame."""
 
 HANDSHAKE_SECONDS = 5.0
-"""Longest duration of a TLS handshake, which needs some round trips, and signatures on a busy machine."""
+"""Maximum duration of a TLS handshake. It has some round trips, and its signatures take long on a busy machine."""
 
-STOP_SECONDS = 2  # longest time to send waiting bytes when a server stops
+STOP_SECONDS = 2  # time limit to send waiting bytes when a server stops
 
 
 class FrameTooLong(ConnectionError):
-    """A payload exceeds the limit of one of the two ends."""
+    """The payload of a frame is longer than the limit of the receiver or of the sender."""
 
     def __init__(self, size: int, limit: int):
         cause = "the peer speaks another protocol or limit"
@@ -90,14 +94,14 @@ class FrameTorn(ConnectionError):
 
 
 class SendBufferFull(ConnectionError):
-    """The peer has not taken earlier bytes. Nothing was sent, and the connection is unchanged."""
+    """The frame cannot be sent, because the peer has not taken earlier bytes. The connection can still be used."""
 
     def __init__(self, limit: int):
         super().__init__(f"the peer has not taken the last {limit} bytes")
 
 
 class FrameDecoder:
-    """Divides a stream, in whatever pieces it arrives, into payloads. Does no I/O.
+    """Divides a stream into the payloads of its frames; the stream may arrive in pieces of any size. Does no I/O.
 
     Attributes:
         fault: Set when the last announced payload is too long; the stream cannot be used any more.
@@ -105,14 +109,14 @@ class FrameDecoder:
 
     def __init__(self, limit: int = FRAME_BYTES):
         self._limit = limit
-        self._head = b""  # head of an incomplete frame; with all four bytes, a part of the payload is missing
+        self._head = b""  # the bytes of the head of an incomplete frame that have arrived; empty between two frames
         self.body = BytesIO()
         self._missing = 0
         self.fault: FrameTooLong | None = None
 
     @property
     def torn(self) -> bool:
-        """True if a frame has begun and not ended."""
+        """True if a frame has begun and is not complete."""
         return bool(self._head)
 
     def allow(self, limit: int) -> None:
@@ -145,14 +149,14 @@ class FrameDecoder:
         return length
 
     def _begin(self, data: bytes, start: int) -> None:
-        """Keep the beginning of a frame."""
+        """Keep the first part of a frame that is not complete yet."""
         body = start + HEAD.size
         self._head = data[start:body]
         if len(self._head) == HEAD.size:
             self._missing = self._announced(data, start) - self.body.write(memoryview(data)[body:])
 
     def _resume(self, data: bytes, payloads: list[bytes]) -> int:
-        """Continue a frame that has begun; return where in `data` the next one begins."""
+        """Add bytes to the frame that has begun; return where in `data` the next frame begins."""
         start = 0
         if len(self._head) < HEAD.size:
             start = min(HEAD.size - len(self._head), len(data))
@@ -169,20 +173,20 @@ class FrameDecoder:
 
 
 class FrameReceiver(Protocol):
-    """Consumer of a connection. Its methods are called on the event loop and must not block."""
+    """Port of the consumer of a connection. Its methods are called on the event loop and must not block."""
 
     def received(self, payload: bytes) -> None:
         """Handle the next frame. An exception ends the connection."""
 
     def resumed(self) -> None:
-        """Continue to send: the connection was `full` and is not any more."""
+        """Continue to send, because the connection is no longer `full`."""
 
     def lost(self, cause: Exception | None) -> None:
         """Handle the end of the connection. `cause` is None if one end has closed it in an orderly way."""
 
 
 class FrameConnection(asyncio.Protocol):
-    """One end of a connection, made by `connect` or `open_server`."""
+    """Sends and receives frames on one connection, by the rules of this module; made by `connect` or `open_server`."""
 
     def __init__(
         self,
@@ -211,16 +215,16 @@ class FrameConnection(asyncio.Protocol):
 
     @property
     def full(self) -> bool:
-        """True if nothing more should be sent before `FrameReceiver.resumed` is called."""
+        """True while the send buffer is full; `FrameReceiver.resumed` is called when it has room again."""
         return self._paused
 
     @property
     def torn(self) -> bool:
-        """True if an incoming frame has begun and not ended."""
+        """True if an incoming frame has begun and is not complete."""
         return self._decoder.torn
 
     def send(self, *parts: bytes) -> None:
-        """Send one frame whose payload is the concatenation of `parts`. Does nothing when the connection is over.
+        """Send one frame whose payload is the concatenation of `parts`. Do nothing if the connection has ended.
 
         Raises:
             FrameTooLong: The payload exceeds the limit.
@@ -239,10 +243,13 @@ class FrameConnection(asyncio.Protocol):
         self._leaving += parts
         self._leaving_bytes += HEAD.size + size
         if self._leaving_bytes > HIGH_WATER_BYTES:
-            self._flush()  # the write updates `full` at once
+            self._flush()  # write now, so that `full` tells at once whether the send buffer is full
 
     def flush(self) -> None:
-        """Send the queued frames now, for a server whose client waits for each answer."""
+        """Send the queued frames now, and not at the end of the iteration of the event loop.
+
+        This is useful for a server whose clients wait for each answer.
+        """
         self._flush()
 
     def allow(self, limit: int) -> None:
@@ -251,7 +258,10 @@ class FrameConnection(asyncio.Protocol):
         self._decoder.allow(limit)
 
     def hand_over(self, receiver: "FrameReceiver", limit: int) -> None:
-        """Pass all frames from the next piece of the stream on to another receiver, with this limit of a payload."""
+        """Pass all frames to another receiver, from the next piece of the stream on.
+
+        `limit` is the limit of their payloads.
+        """
         self._receiver = receiver
         self.allow(limit)
 
@@ -283,7 +293,7 @@ class FrameConnection(asyncio.Protocol):
         self._leaving.clear()
         self.transport.abort()
 
-    # Called by the event loop
+    # The methods that the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -338,7 +348,7 @@ class FrameConnection(asyncio.Protocol):
                     return
                 self._receiver.received(self._waiting.popleft())
         except Exception as error:
-            self.abort(error)  # an asyncio transport does the same if its protocol raises
+            self.abort(error)  # the receiver's error ends the connection, as asyncio does with the error of a protocol
             raise
         if self._waiting:
             self._loop.call_soon(self._receive_waiting)
@@ -354,7 +364,7 @@ class FrameConnection(asyncio.Protocol):
     def _flush(self) -> None:
         leaving, size = self._leaving, self._leaving_bytes
         if not leaving:
-            return  # the parts were sent already, or the connection has ended
+            return  # nothing waits: the parts have been sent already, or the connection has ended
         self._leaving, self._leaving_bytes = [], 0
         if size <= JOINED_BYTES:
             self.transport.write(b"".join(leaving))
@@ -377,8 +387,8 @@ async def connect(
 ) -> FrameConnection:
     """Open a connection to ``unix:/path`` or ``host:port``; `accept` is called before anything is received.
 
-    The call waits as long as the system allows, so put a deadline around it. Raise OSError if no process listens at the
-    address or the TLS handshake fails, and ValueError if the address is invalid.
+    The call waits as long as the system allows, so the caller has to limit its time. Raise OSError if no process
+    listens at the address or the TLS handshake fails, and ValueError if the address is invalid.
     """
 
     def made() -> FrameConnection:
@@ -418,12 +428,12 @@ async def open_server(
     limit: int = FRAME_BYTES,
     send_limit: int = SEND_BYTES,
     tls: ssl.SSLContext | None = None,
-    door: "ConnectionGuard | None" = None,
+    guard: "ConnectionGuard | None" = None,
 ) -> AsyncIterator[str]:
     """Listen while the context is open; yield the address with the chosen port. The connections end with the context.
 
     `field` names the settings field in error messages. `accept` is called before anything is received on a connection.
-    `door` decides which TCP connections are admitted; None: all of them.
+    `guard` decides which TCP connections are admitted; None: all of them.
 
     Raises:
         StoreNotStarted: The address is invalid, in use, or not of this machine.
@@ -441,8 +451,8 @@ async def open_server(
         else:
             listener = _listener(field, address)
             address = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
-        if door is not None and not path:
-            await listening.enter_async_context(door.guarding(listener, made, accept))
+        if guard is not None and not path:
+            await listening.enter_async_context(guard.guarding(listener, made, accept))
         else:
             await listening.enter_async_context(_open_to_all(listener, path, tls, partial(made, accept)))
         yield address
@@ -461,7 +471,7 @@ async def _open_to_all(
         yield
     finally:
         if path:
-            # The file is removed before the socket is closed. Afterwards it might be the socket of another process.
+            # Remove the file while the socket is open: later, the path may belong to the socket of another process.
             Path(path).unlink(missing_ok=True)  # noqa: ASYNC240 - this call does not block
         stop_listening(server)
         await asyncio.sleep(0)
@@ -481,7 +491,7 @@ async def _end(connections: set["_AcceptedConnection"], ended: asyncio.Event) ->
 
 
 class _AcceptedConnection(FrameConnection):
-    """A connection that its server can end."""
+    """A connection that a server has accepted. It is in the server's set of connections until it ends."""
 
     def __init__(
         self,

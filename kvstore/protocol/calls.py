@@ -6,16 +6,16 @@ Rules:
 
 1. A connection goes to the memory handout socket and begins with that socket's QUESTION under another magic
    (`kvstore.transports.shared_memory.CALLS`). Frames follow in both directions (`kvstore.net.frames`). The node's first
-   frame is empty and says that it accepts the connection.
+   frame is empty and confirms that it accepts the connection.
 2. A request is a method (1 byte) and its message. An answer is a status (1 byte, a gRPC code) and the message. If the
    status is not 0, the message is replaced by the offending field, a zero byte, and the reason.
 3. Answers have the order of the requests. This client makes one call at a time on a connection, and has as many
-   connections as threads that call at the same time. A release does not wait for its answer: the answer is read before
-   the next request is sent.
+   connections as threads that call at the same time. A release returns without waiting for its answer, which is read
+   before the next request on the connection is sent.
 4. A peer that violates these rules, or misses a deadline within a call, loses the connection. Nothing else is affected.
-5. Calls use gRPC when no such connection is possible: containers that share a host but no sockets, or a node that is
-   full, away or of another version. A client notices an ended connection before it sends a request, so no request is
-   sent twice.
+5. Calls use gRPC if a connection for frames is not possible, for example because containers on one host share no
+   sockets, or because the node is full, does not answer or has another version. A client notices an ended connection
+   before it sends a request, so no request is sent twice.
 """
 
 import select
@@ -36,20 +36,22 @@ from kvstore.transports.shared_memory import CALLS, QUESTION
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
-OPENING = QUESTION.pack(CALLS, bytes(16))
-TAKEN = HEAD.pack(0)
+HANDSHAKE = QUESTION.pack(CALLS, bytes(16))
+ACCEPTED = HEAD.pack(0)
 
 FRAME_BYTES = 2 << 20
-"""Longest frame: the slots of `wire.MAX_HASHES` blocks take 1.3 MiB."""
+"""Maximum length of a frame: the slots of `wire.MAX_HASHES` blocks take 1.3 MiB."""
 
-REQUEST = struct.Struct("<IB")  # head of a request: bytes of the frame, method
-ANSWER = struct.Struct("<IB")  # head of an answer: bytes of the frame, status
+REQUEST = struct.Struct("<IB")  # head of a request: number of bytes of the frame, and method
+ANSWER = struct.Struct("<IB")  # head of an answer: number of bytes of the frame, and status
 OK = 0
 
-ROOM_BYTES = 64 << 10  # size of the buffer for answers; a longer answer, which is rare, gets a buffer of its own
-AT_ONCE_BYTES = 32 << 10  # a message of at most this size fits into the socket buffer, so that sending does not block
-GOODBYE_SECONDS = 0.1  # longest wait for pending releases when a client closes
-IDLE_CONNECTIONS = 8  # largest number of idle connections that are kept; more threads that call at a time are rare
+BUFFER_BYTES = 64 << 10  # size of the buffer for answers; a longer answer, which is rare, gets a buffer of its own
+# A message of at most this size fits into the socket buffer, so sending it does not block.
+NON_BLOCKING_BYTES = 32 << 10
+CLOSE_SECONDS = 0.1  # maximum wait for pending releases when a client closes
+# Maximum number of idle connections that are kept. It is rare that more threads make calls at the same time.
+IDLE_CONNECTIONS = 8
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -62,7 +64,7 @@ class Method(IntEnum):
 
 
 class CallRefused(grpc.RpcError):
-    """A framed call that failed; the error looks like one of gRPC."""
+    """A framed call failed. The error has the same interface as an error of gRPC, so callers handle both alike."""
 
     def __init__(self, code: grpc.StatusCode, details: str, field: str = ""):
         super().__init__(details)
@@ -86,7 +88,7 @@ def refusal_message(code: grpc.StatusCode, field: str, reason: str) -> bytes:
 
 
 def number_of(code: grpc.StatusCode) -> int:
-    """Return the number of a gRPC code on the wire."""
+    """Return the number by which a gRPC status code is sent."""
     number: int = code.value[0]
     return number
 
@@ -95,7 +97,10 @@ _CODES = {number_of(code): code for code in grpc.StatusCode}
 
 
 class NodeCalls:
-    """Calls of one client to one node; it connects at the first call. Thread-safe. All methods raise `grpc.RpcError`."""
+    """Makes the frequent calls of one client to its node; the first call opens a connection. Thread-safe.
+
+    All methods raise `grpc.RpcError`.
+    """
 
     def __init__(self, stub: pb_grpc.BlockStoreStub, path: str, clock: Clock):
         self._stub = stub
@@ -104,7 +109,7 @@ class NodeCalls:
         self._lock = threading.Lock()
         self.connections: set[_CallConnection] = set()
         self.idle: list[_CallConnection] = []
-        self._over = False
+        self._closed = False
 
     def match(self, request: pb.MatchRequest, timeout_seconds: float) -> pb.MatchResponse:
         return self._ask(Method.MATCH, request, pb.MatchResponse, self._stub.Match, timeout_seconds)
@@ -113,29 +118,29 @@ class NodeCalls:
         return self._ask(Method.RELEASE, request, pb.ReleaseResponse, self._stub.Release, timeout_seconds)
 
     def release_soon(self, request: pb.ReleaseRequest, timeout_seconds: float) -> None:
-        """Release leases without waiting for the node's answer, if possible; `settle` waits for it."""
+        """Release leases, if possible without waiting for the node's answer; `settle` waits for it."""
         deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
         connection = self._connection(deadline) if self.path else None
         if connection is None:
             self._stub.Release(request, timeout=max(seconds(deadline - self._clock.now()), 0.001))
             return
-        whole = False
+        reusable = False
         try:
-            connection.tell(Method.RELEASE, request.SerializeToString(), deadline)
-            whole = True
+            connection.submit(Method.RELEASE, request.SerializeToString(), deadline)
+            reusable = True
         except OSError as error:
             raise _failed(error) from error
         finally:
-            self._give_back(connection, whole=whole)
+            self._give_back(connection, reusable=reusable)
 
     def settle(self, timeout_seconds: float) -> None:
-        """Wait until the node has released the leases that `release_soon` sent, or until the time has passed."""
+        """Wait until the node has answered the releases of `release_soon`, at most for the given time."""
         deadline = Nanos(self._clock.now() + nanos(timeout_seconds))
         with self._lock:
-            owing = [connection for connection in self.idle if connection.is_owed]
-            self.idle = [connection for connection in self.idle if not connection.is_owed]
-        for connection in owing:
-            self._give_back(connection, whole=connection.settle(deadline))
+            waiting = [connection for connection in self.idle if connection.awaits_answer]
+            self.idle = [connection for connection in self.idle if not connection.awaits_answer]
+        for connection in waiting:
+            self._give_back(connection, reusable=connection.settle(deadline))
 
     def reserve(self, request: pb.ReserveRequest, timeout_seconds: float) -> pb.ReserveResponse:
         return self._ask(Method.RESERVE, request, pb.ReserveResponse, self._stub.Reserve, timeout_seconds)
@@ -144,21 +149,21 @@ class NodeCalls:
         return self._ask(Method.PUBLISH, request, pb.PublishResponse, self._stub.Publish, timeout_seconds)
 
     def retire(self) -> None:
-        """Close the idle connections now, and the connections in use after their calls."""
-        self.settle(GOODBYE_SECONDS)
+        """Close the idle connections now, and each connection in use when its call has ended."""
+        self.settle(CLOSE_SECONDS)
         with self._lock:
-            self._over = True
+            self._closed = True
             idle, self.idle = self.idle, []
             self.connections.difference_update(idle)
         for connection in idle:
             connection.close()
 
     def close(self) -> None:
-        """Close as `retire` does, and end the calls in progress now."""
+        """Close the idle connections, as `retire` does, and end the calls that are running."""
         self.retire()
         with self._lock:
             for connection in self.connections:
-                connection.hang_up()
+                connection.shut_down()
 
     def _ask(
         self,
@@ -172,32 +177,32 @@ class NodeCalls:
         connection = self._connection(deadline) if self.path else None
         if connection is None:
             return by_grpc(request, timeout=max(seconds(deadline - self._clock.now()), 0.001))
-        whole = False
+        reusable = False
         try:
             status, body = connection.exchange(method, request.SerializeToString(), deadline)
             answer = kind.FromString(body) if status == OK else None
-            whole = True
+            reusable = True
         except (OSError, DecodeError) as error:
             raise _failed(error) from error
         finally:
-            self._give_back(connection, whole=whole)
+            self._give_back(connection, reusable=reusable)
         if answer is None:
             field, _, reason = body.decode(errors="replace").partition("\0")
             raise CallRefused(_CODES.get(status, grpc.StatusCode.UNKNOWN), reason, field)
         return answer
 
     def _connection(self, deadline: Nanos) -> "_CallConnection | None":
-        """Return a connection for one call; None if there is none."""
+        """Return a connection for one call; None if the calls have to use gRPC."""
         while True:
             with self._lock:
-                if self._over:
+                if self._closed:
                     raise CallRefused(grpc.StatusCode.CANCELLED, "the client has closed this session")
                 if not self.idle:
                     break
                 connection = self.idle.pop()
             if connection.settle(deadline) and connection.is_silent():
                 return connection
-            self._give_back(connection, whole=False)
+            self._give_back(connection, reusable=False)
             if self._clock.now() >= deadline:
                 raise CallRefused(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time")
         try:
@@ -212,9 +217,9 @@ class NodeCalls:
             self.connections.add(connection)
         return connection
 
-    def _give_back(self, connection: "_CallConnection", *, whole: bool) -> None:
+    def _give_back(self, connection: "_CallConnection", *, reusable: bool) -> None:
         with self._lock:
-            if whole and not self._over and len(self.idle) < IDLE_CONNECTIONS:
+            if reusable and not self._closed and len(self.idle) < IDLE_CONNECTIONS:
                 self.idle.append(connection)
                 return
             self.connections.discard(connection)
@@ -228,19 +233,22 @@ def _failed(error: Exception) -> CallRefused:
 
 
 class _CallConnection:
-    """One connection, used by one thread at a time."""
+    """Makes framed calls on one connection. Only one thread at a time may use it."""
 
     def __init__(self, path: str, clock: Clock, deadline: Nanos):
-        """Connect; raise TimeoutError at the deadline, or OSError if the node refuses the connection or is not there."""
+        """Connect.
+
+        Raise TimeoutError at the deadline, or OSError if the node refuses the connection or does not run.
+        """
         self._clock = clock
-        self._room = memoryview(bytearray(ROOM_BYTES))
-        self.is_owed = False  # True if the answer to the latest `tell` was not read yet
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self.awaits_answer = False  # True if the answer to the last `submit` has not been read yet
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._hurry(deadline)
+            self._set_timeout(deadline)
             self._socket.connect(path)
-            self._socket.sendall(OPENING)
-            if self._socket.recv(len(TAKEN), socket.MSG_WAITALL) != TAKEN:
+            self._socket.sendall(HANDSHAKE)
+            if self._socket.recv(len(ACCEPTED), socket.MSG_WAITALL) != ACCEPTED:
                 raise ConnectionRefusedError(f"unix:{path} takes no calls")
         except BaseException:
             self._socket.close()
@@ -259,55 +267,55 @@ class _CallConnection:
         error, only `close` may be called.
         """
         self._send(method, message, deadline)
-        if len(message) > AT_ONCE_BYTES:
-            self._hurry(deadline)
+        if len(message) > NON_BLOCKING_BYTES:
+            self._set_timeout(deadline)
         return self._answer(deadline)
 
-    def tell(self, method: Method, message: bytes, deadline: Nanos) -> None:
+    def submit(self, method: Method, message: bytes, deadline: Nanos) -> None:
         """Send a request without waiting for its answer, which `settle` reads; raise the errors of `exchange`."""
         self._send(method, message, deadline)
-        self.is_owed = True
+        self.awaits_answer = True
 
     def settle(self, deadline: Nanos) -> bool:
-        """Read the pending answer to `tell`, if there is one; return whether the connection can still be used."""
+        """Read the pending answer to `submit`, if there is one; return whether the connection can still be used."""
         try:
-            if self.is_owed:
-                self._hurry(deadline)
+            if self.awaits_answer:
+                self._set_timeout(deadline)
                 self._answer(deadline)
-                self.is_owed = False
+                self.awaits_answer = False
         except OSError:
             return False
         return True
 
     def _send(self, method: Method, message: bytes, deadline: Nanos) -> None:
-        assert not self.is_owed, "two pending answers cannot be told apart"
+        assert not self.awaits_answer, "two pending answers cannot be told apart"
         if len(message) >= FRAME_BYTES:
             raise ConnectionError(f"a request of {len(message)} bytes is longer than {FRAME_BYTES}")
-        self._hurry(deadline)
+        self._set_timeout(deadline)
         self._socket.sendall(REQUEST.pack(1 + len(message), method) + message)
 
     def _answer(self, deadline: Nanos) -> tuple[int, bytes]:
-        room, filled, size = self._room, 0, 0
+        buffer, filled, size = self._buffer, 0, 0
         while not size or filled < size:
             if filled:
-                self._hurry(deadline)
-            count = self._socket.recv_into(room[filled:])
+                self._set_timeout(deadline)
+            count = self._socket.recv_into(buffer[filled:])
             if not count:
                 raise ConnectionResetError("the node has ended the connection")
             filled += count
             if not size and filled >= ANSWER.size:
-                length, _ = ANSWER.unpack_from(room)
+                length, _ = ANSWER.unpack_from(buffer)
                 size = length + ANSWER.size - 1
                 if not 1 <= length <= FRAME_BYTES:
                     raise ConnectionError(f"an answer of {length} bytes")
-                if size > len(room):
-                    room = memoryview(bytearray(size))
-                    room[:filled] = self._room[:filled]
+                if size > len(buffer):
+                    buffer = memoryview(bytearray(size))
+                    buffer[:filled] = self._buffer[:filled]
         if filled > size:
             raise ConnectionError("more than an answer has come")
-        return room[ANSWER.size - 1], bytes(room[ANSWER.size : size])
+        return buffer[ANSWER.size - 1], bytes(buffer[ANSWER.size : size])
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """Shut the connection down, so that a waiting thread stops waiting."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -317,7 +325,7 @@ class _CallConnection:
     def close(self) -> None:
         self._socket.close()
 
-    def _hurry(self, deadline: Nanos) -> None:
+    def _set_timeout(self, deadline: Nanos) -> None:
         """Set the timeout of the next socket operation to the time left; raise TimeoutError if the deadline has passed."""
         left = seconds(deadline - self._clock.now())
         if left <= 0:

@@ -1,4 +1,7 @@
-"""Wire conversion: between `kvstore.v1` messages and the values of this package. It checks each field of what comes in."""
+"""Wire conversion: converts `kvstore.v1` messages to the values of this package, and back.
+
+Each field of a received message is checked.
+"""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -12,6 +15,7 @@ from kvstore.block import HASH_BYTES, SALT_BYTES, BlockHash, HashAlgorithm, spli
 from kvstore.clock import MILLISECOND, Nanos
 from kvstore.errors import (
     Exhausted,
+    IncompatibleVersion,
     InvalidArgument,
     LayoutMismatch,
     NamespaceInUse,
@@ -37,24 +41,27 @@ from kvstore.messages import (
     WriteReservation,
 )
 from kvstore.namespace import DIGEST_BYTES, FORMAT_VERSION, KvNamespace
+from kvstore.protocol.range_messages import RangeCarrier, parse_range
+from kvstore.protocol.versions import NoCommonProtocol, agree, own_protocols
 from kvstore.transports.nixl import NixlOffer
 from kvstore.v1 import blocks_pb2 as pb
 
 MAX_HASHES = 65_536
-"""Most block hashes in one request: 1 MiB, or 2 million tokens at 32 per block."""
+"""Maximum number of block hashes in one request: 1 MiB, or 2 million tokens at 32 per block."""
 
 NOTHING_PROMOTED: Mapping[str, int] = MappingProxyType({})
 
 MAX_LEASES = 1024
-"""Most leases that one request releases. Each may have many blocks, and other clients wait meanwhile."""
+"""Maximum number of leases that one request releases. Each lease may have many blocks, and other clients wait while the
+leases are released."""
 
 MAX_EVACUATED = 4096
-"""Most blocks that one request evacuates; each is looked up before anything else happens."""
+"""Maximum number of blocks that one request evacuates; all of them are looked up at once, while other clients wait."""
 
-MAX_TEXT = 512  # characters of a text field
+MAX_TEXT = 512  # maximum number of characters of a text field
 MAX_WAIT_MS = 60_000
 MAX_MESSAGE_BYTES = 16 << 20
-"""Longest gRPC message: 65,536 slots take 1.3 MiB, and a cache dump is divided into several messages."""
+"""Maximum length of a gRPC message: 65,536 slots take 1.3 MiB, and a cache dump is divided into several messages."""
 
 FIELD_KEY = "kvstore-field"
 """Key of the trailing metadata that names the offending field."""
@@ -66,6 +73,8 @@ _CODES: dict[type[StoreError], grpc.StatusCode] = {
     NamespaceUnknown: grpc.StatusCode.FAILED_PRECONDITION,
     Restarted: grpc.StatusCode.FAILED_PRECONDITION,
     Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    # Clients of protocol version 1 understand this code as a node that cannot be reached now, and try again later.
+    IncompatibleVersion: grpc.StatusCode.OUT_OF_RANGE,
 }
 
 
@@ -77,6 +86,22 @@ def status_of(error: StoreError) -> tuple[grpc.StatusCode, str]:
 
 def namespace_message(namespace: KvNamespace) -> pb.Namespace:
     return pb.Namespace(**{name: getattr(namespace, name) for name in namespace.__struct_fields__})
+
+
+def agree_with_client(store_id: str, request: RangeCarrier) -> int:
+    """Return the protocol version to use with a client; raise IncompatibleVersion if there is none."""
+    try:
+        return agree(own_protocols(), parse_range(request), own_name=f"store node {store_id}", peer_name="the client")
+    except NoCommonProtocol as error:
+        raise IncompatibleVersion(str(error)) from error
+
+
+def agree_with_node(address: str, answer: RangeCarrier) -> int:
+    """Return the protocol version to use with a node; raise IncompatibleVersion if there is none."""
+    try:
+        return agree(own_protocols(), parse_range(answer), own_name="this client", peer_name=f"store node {address}")
+    except NoCommonProtocol as error:
+        raise IncompatibleVersion(str(error)) from error
 
 
 def parse_hello(request: pb.HelloRequest) -> KvNamespace:
@@ -169,7 +194,7 @@ def parse_max_wait(patience_ms: int) -> Nanos:
 
 
 def parse_tenant(tenant: bytes) -> bytes:
-    """Return the salt of a tenant's chains, or nothing; raise InvalidArgument unless it has 0 or 32 bytes."""
+    """Return the salt of a tenant's chains, which may be empty; raise InvalidArgument unless it has 0 or 32 bytes."""
     if len(tenant) not in (0, SALT_BYTES):
         raise InvalidArgument("tenant", f"{len(tenant)} bytes instead of 0 or {SALT_BYTES}")
     return tenant
@@ -321,5 +346,8 @@ def _named(message: Message, kind: type[Struct]) -> dict[str, Any]:
 
 
 def _complete_slots(slots: bytes) -> bytes:
-    """Return the complete slots. A node that sends incomplete ones is of another version, and nothing can be read from it."""
+    """Return the bytes of the complete slots, without an incomplete slot at the end.
+
+    Only a node of another version sends an incomplete slot, and no block can be read from such a node.
+    """
     return slots[: len(slots) - len(slots) % SLOT.size]

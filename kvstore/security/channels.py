@@ -1,4 +1,4 @@
-"""Secure channels: TLS with certificates on both ends, proofs of a secret, or both, for the control plane between hosts.
+"""Secure channels: TLS with certificates of both peers, proofs of a secret, or both, for control calls between hosts.
 
 Rules:
 
@@ -6,13 +6,17 @@ Rules:
 2. A node listens beyond loopback only if its callers have to prove something: a certificate of the authority
    (`certificate`, `key` and `authority` are set), or the secret. The TCP data plane only supports the secret.
    `insecure` allows a node to listen without either.
-3. With a secret, each call over TCP carries a proof and each answer another one, also on loopback. With certificates on
-   both ends, TLS has done that already. Health checks are exempt: they only tell that the node lives.
+3. With a secret, each call over TCP carries a proof and each answer another one, also on loopback. With certificates of
+   both peers, no proofs are needed, because TLS has proven the identity of both. Health checks are exempt: they only
+   report that the node lives.
+4. Servers and channels follow renewed certificates (`kvstore.security.certificates`). A server asks for its certificate
+   at each handshake. After a renewal, a client's channel is opened again before its next call, and running calls go on
+   over the old channel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from msgspec import Struct
@@ -27,7 +31,9 @@ from kvstore.security.call_proofs import (
     ProofStreamInterceptor,
     ProofUnaryInterceptor,
 )
+from kvstore.security.certificates import CertificateFiles
 from kvstore.security.credentials import Credentials
+from kvstore.security.renewed_channels import RenewedAioChannel, RenewedChannel
 from kvstore.security.tls_diagnosis import TIMEOUT_SECONDS, diagnose_address
 from kvstore.system_clock import unix_seconds
 
@@ -37,37 +43,49 @@ Options = Sequence[tuple[str, Any]]
 
 
 class LoadedCredentials(Struct, frozen=True, kw_only=True):
-    """Contents of the files in `Credentials`."""
+    """Holds the contents of the files in `Credentials`, and opens ports and channels that use them."""
 
     secret: bytes = b""
-    certificate: bytes = b""
-    key: bytes = b""
-    authority: bytes = b""
+    certificates: CertificateFiles | None = None
+    """The certificate files; None if the settings name none."""
     insecure: bool = False
     files: Credentials = Credentials()
-    """The files that were read; error messages name the wrong one."""
+    """The paths of the files that were read; error messages name the one that is wrong."""
     purpose: Purpose = Purpose.CONTROL
-    """Purpose of the proofs on calls: a proof for one kind of port is useless at another."""
+    """The purpose for which proofs on calls are made. A proof for one kind of port is not accepted at another kind."""
 
     def __repr__(self) -> str:
         return "LoadedCredentials(…)"  # the real contents, which are secrets, must not appear in logs
 
     @property
     def data_key(self) -> AuthenticationKey | None:
-        """Key that both ends of the data plane prove; None: they prove nothing."""
+        """The key that both ends of a data connection have to prove; None if they need no proof."""
         return AuthenticationKey(self.secret, Purpose.DATA) if self.secret else None
 
     @property
     def control_key(self) -> AuthenticationKey | None:
-        """Key that both ends of a call over TCP prove; None if there is no secret, or if TLS has proven both ends."""
+        """The key that both ends of a call over TCP have to prove.
+
+        It is None if there is no secret, or if TLS has proven the identity of both peers.
+        """
         return AuthenticationKey(self.secret, self.purpose) if self.secret and not self._certified else None
 
     @property
+    def has_certificate(self) -> bool:
+        """True if this process shows a certificate to its peers."""
+        return bool(self.files.certificate)
+
+    @property
+    def has_authority(self) -> bool:
+        """True if this process verifies the peer's certificate."""
+        return bool(self.files.authority)
+
+    @property
     def _certified(self) -> bool:
-        return bool(self.certificate and self.authority)
+        return self.has_certificate and self.has_authority
 
     def require(self, listen: Sequence[str], data_listen: str) -> None:
-        """Refuse to listen without protection (rule 2): raise StoreNotStarted, which names the address."""
+        """Raise StoreNotStarted if a node must not listen at one of these addresses without protection (rule 2)."""
         if self.insecure:
             return
         remedy = "or credentials.insecure = true on a network that nobody else is on"
@@ -82,25 +100,22 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
             )
 
     def bind(self, server: grpc.aio.Server, address: str) -> int:
-        """Make a server listen and return the port; raise RuntimeError if the address cannot be bound."""
-        if address.startswith("unix:") or not self.certificate:
+        """Make a server listen at an address and return the port; raise RuntimeError if the address cannot be used."""
+        if address.startswith("unix:") or self.certificates is None or not self.has_certificate:
             return server.add_insecure_port(address)
-        authority = self.authority or None
-        credentials = grpc.ssl_server_credentials(
-            [(self.key, self.certificate)], root_certificates=authority, require_client_auth=authority is not None
-        )
-        return server.add_secure_port(address, credentials)
+        return server.add_secure_port(address, renewed_server_credentials(self.certificates))
 
     def interceptors(self, now: Calendar = unix_seconds) -> list[grpc.aio.ServerInterceptor]:
-        """Return the interceptors with which a server checks and gives proofs."""
+        """Return the interceptors by which a server checks the proofs of callers and adds its own."""
         return [ProofServerInterceptor(self.control_key, now)] if self.control_key else []
 
     def channel(self, address: str, options: Options, now: Calendar = unix_seconds) -> grpc.Channel:
         """Open a channel to a node for synchronous calls."""
         if address.startswith("unix:"):
             return grpc.insecure_channel(address, options=options)
-        if self.authority:
-            channel = grpc.secure_channel(address, self._for_channels(), options=options)
+        channel: Any
+        if self.certificates is not None and self.has_authority:
+            channel = RenewedChannel(self.certificates, lambda tls: grpc.secure_channel(address, tls, options=options))
         else:
             channel = grpc.insecure_channel(address, options=options)
         key = self.control_key
@@ -112,52 +127,78 @@ class LoadedCredentials(Struct, frozen=True, kw_only=True):
         interceptors: list[grpc.aio.ClientInterceptor] = (
             [ProofStreamInterceptor(key, now), ProofAioUnaryInterceptor(key, now)] if key else []
         )
-        if address.startswith("unix:") or not self.authority:
+        if address.startswith("unix:") or self.certificates is None or not self.has_authority:
             return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
-        return grpc.aio.secure_channel(address, self._for_channels(), options=options, interceptors=interceptors)
+        renewed: Any = RenewedAioChannel(
+            self.certificates,
+            lambda tls: grpc.aio.secure_channel(address, tls, options=options, interceptors=interceptors),
+        )
+        return cast(grpc.aio.Channel, renewed)
 
     def diagnose(self, address: str) -> str:
         """Return why a client gets no TLS connection to a node, or an empty string; see `kvstore.security.tls_diagnosis`.
 
-        It takes a second or two. A client without TLS waits only a moment, because most nodes that do not answer have
-        no TLS.
+        The diagnosis takes a second or two. It is much shorter for a client without TLS, because then the node probably
+        has no TLS either.
         """
-        timeout_seconds = TIMEOUT_SECONDS if self.authority else PLAIN_TIMEOUT_SECONDS
+        timeout_seconds = TIMEOUT_SECONDS if self.has_authority else PLAIN_TIMEOUT_SECONDS
         return diagnose_address(address, self.files, timeout_seconds=timeout_seconds)
 
-    def _for_channels(self) -> grpc.ChannelCredentials:
-        return grpc.ssl_channel_credentials(self.authority, self.key or None, self.certificate or None)
+
+def renewed_server_credentials(files: CertificateFiles) -> grpc.ServerCredentials:
+    """Return server credentials that get the certificate at each handshake, so that a renewed certificate is used."""
+
+    def current() -> grpc.ServerCertificateConfiguration:
+        pem = files.pem
+        return grpc.ssl_server_certificate_configuration([(pem.key, pem.certificate)], pem.authority or None)
+
+    return grpc.dynamic_ssl_server_credentials(
+        current(), current, require_client_authentication=bool(files.pem.authority)
+    )
+
+
+def secure_binder(files: CertificateFiles) -> Callable[[Any, str], int]:
+    """Return a function that makes a server listen with TLS and returns the port; it raises RuntimeError if that is not possible."""
+    return lambda server, address: server.add_secure_port(address, renewed_server_credentials(files))
 
 
 OPEN = LoadedCredentials()
 """Credentials without secret and certificate, for nodes and clients that need no protection."""
 
 
-def load(credentials: Credentials, purpose: Purpose = Purpose.CONTROL) -> LoadedCredentials:
-    """Read the files; `purpose` is that of the proofs on calls.
+def load(
+    credentials: Credentials, purpose: Purpose = Purpose.CONTROL, *, field: str = "credentials"
+) -> LoadedCredentials:
+    """Read the credential files.
 
-    Raise BadCredentials, which names the field, if a file cannot be read or its content protects nothing.
+    `purpose` is the purpose of the proofs on calls. `field` is the name of the settings section, for error messages.
+
+    Raises:
+        BadCredentials: A file cannot be read, or the secret is too short; the message names the field.
     """
-    secret = _read("secret_file", credentials.secret_file).strip()
+    secret = _read(f"{field}.secret_file", credentials.secret_file).strip()
     if credentials.secret_file and len(secret) < SECRET_BYTES:
         raise BadCredentials(
-            f"credentials.secret_file: {credentials.secret_file} holds {len(secret)} bytes: a secret has {SECRET_BYTES} or more"
+            f"{field}.secret_file: {credentials.secret_file} holds {len(secret)} bytes: a secret has {SECRET_BYTES} or more"
+        )
+    certificates = None
+    if credentials.certificate or credentials.authority:
+        certificates = CertificateFiles(
+            certificate=credentials.certificate, key=credentials.key, authority=credentials.authority, field=field
         )
     return LoadedCredentials(
         secret=secret,
-        certificate=_read("certificate", credentials.certificate),
-        key=_read("key", credentials.key),
-        authority=_read("authority", credentials.authority),
+        certificates=certificates,
         insecure=credentials.insecure,
         files=credentials,
         purpose=purpose,
     )
 
 
-def _read(field: str, path: str) -> bytes:
+def _read(place: str, path: str) -> bytes:
     if not path:
         return b""
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise BadCredentials(f"credentials.{field}: {path} cannot be read: {error.strerror}") from error
+        raise BadCredentials(f"{place}: {path} cannot be read: {error.strerror}") from error

@@ -1,8 +1,8 @@
-"""BlockStore service: calls the pool machine, performs its commands, tells the watchers, and answers.
+"""BlockStore service: answers the calls of clients by the pool machine, performs its commands, and informs watchers.
 
 Changes in the pool are also reported to the hierarchy of the backing tiers, which promotes the blocks that clients
-miss. Everything runs on one event loop, and nothing waits between a decision and its execution. A client therefore
-never learns of a slot before the slot is stamped.
+miss. Everything runs on one event loop, and nothing waits between a decision and its execution. When a client gets a
+slot, the pool's memory is therefore already marked with the slot generation.
 """
 
 # ruff: noqa: N802 - gRPC names the methods
@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from kvstore.block import HASH_BYTES, BlockHash, split
 from kvstore.buffers import crc32c
 from kvstore.clock import MILLISECOND, Clock, Nanos, nanos, seconds
-from kvstore.errors import LayoutMismatch, NamespaceInUse, Restarted, StoreError
+from kvstore.errors import IncompatibleVersion, LayoutMismatch, NamespaceInUse, Restarted, StoreError
 from kvstore.eviction.ghost_cache import GhostCaches
 from kvstore.eviction.hit_savings import HitSavings
 from kvstore.hierarchy.machine import Hierarchy
@@ -33,7 +33,9 @@ from kvstore.ports import MemoryTier
 from kvstore.protocol import wire
 from kvstore.protocol.calls import Method
 from kvstore.protocol.framed_call_server import CallHandler
+from kvstore.protocol.range_messages import range_message
 from kvstore.service.backing_tiers import BackingTiers
+from kvstore.service.call_traces import CallTraces
 from kvstore.service.evacuation import Evacuations
 from kvstore.service.metrics import NodeSnapshot
 from kvstore.service.settings import StoreSettings
@@ -51,22 +53,20 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 CONDEMNED_BYTES = 8 << 20
-"""Bytes whose checksums are computed in one iteration of the event loop when a client condemns blocks; this takes a
-millisecond.
-"""
+"""Maximum number of bytes whose checksums are computed in one iteration of the event loop when a client condemns
+blocks. This takes a millisecond."""
 
-CONDEMNED_NAMES = 64  # most blocks that are checked in one iteration of the event loop
+CONDEMNED_NAMES = 64  # maximum number of blocks that are checked in one iteration of the event loop
 
-USES_PER_TURN = 64  # most uses of chains that are counted in one iteration of the event loop
+USES_PER_TURN = 64  # maximum number of uses of chains that are counted in one iteration of the event loop
 
 MAX_UNCOUNTED_USES = 4096
-"""Most uses of chains that wait to be counted. An overloaded node does not count further uses. They only influence which
-blocks are demoted.
-"""
+"""Maximum number of uses of chains that wait to be counted. If the node is overloaded and more uses wait, the oldest
+ones are not counted. The counts only influence which blocks are demoted, and the ghost caches."""
 
 
 class NodeIdentity(Struct, frozen=True, kw_only=True):
-    """Data about a node for the handshake."""
+    """Data about a node that it sends to each client in the handshake."""
 
     store_id: str
     incarnation: str
@@ -85,7 +85,7 @@ class _ChainUse(Struct, frozen=True):
 
 
 class BlockStoreService(pb_grpc.BlockStoreServicer):
-    """Control plane of one node."""
+    """Serves the gRPC calls of one node: look-ups, leases, reservations, publications, watches and statistics."""
 
     def __init__(
         self,
@@ -98,8 +98,9 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         backing: BackingTiers,
         nixl_offer: Callable[[], NixlOffer | None],
         clock: Clock,
+        traces: CallTraces | None = None,
     ):
-        """Prepare the service; it serves after `attach`."""
+        """Prepare the service. It can serve calls once `attach` was called. Without `traces`, calls are not traced."""
         self._identity = identity
         self._machine = machine
         self._tier = tier
@@ -115,34 +116,36 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         self._max_reservation = nanos(settings.reservation_seconds)
         self._max_hold = nanos(settings.max_hold_seconds)
         self._watchers = Watchers(settings.watch_queue)
-        # Lets one client at a time condemn blocks, because the checks occupy the event loop.
+        # Only one client at a time may condemn blocks, because the checks of the blocks occupy the event loop.
         self._condemning = asyncio.Lock()
         self._mismatches = 0
+        self._traces = traces
 
     def attach(self, executor: TransferExecutor) -> None:
-        """Set the executor of the hierarchy's transfers."""
+        """Set the transfer executor, which performs the transfers of the hierarchy."""
         self._executor = executor
 
     def tick(self) -> None:
-        """Reclaim what has ended; call this periodically."""
+        """End leases and reservations whose time has passed. The server calls this periodically."""
         now = self._clock.now()
         self._machine.expire(now)
         self._hierarchy.tick(now)
         self.settle()
 
     def settle(self) -> None:
-        """Perform what machine and hierarchy have decided, until nothing is left."""
+        """Perform what the pool machine and the hierarchy have decided, until they have no more commands."""
         self._perform()
         self._executor.settle()
-        self._perform()  # a tier that answered at once may have caused new reservations
+        # A tier with an index in memory answers at once, and its answer may cause new commands of the pool machine.
+        self._perform()
 
     def stats(self) -> Stats:
-        """Return the current state."""
+        """Return the current state and the counters of the node."""
         self._machine.expire(self._clock.now())
         return replace(self._machine.stats(), tiers=self._executor.status())
 
     def snapshot(self) -> NodeSnapshot:
-        """Return the data of the metrics."""
+        """Return the state of the node from which its metrics are made."""
         stats = self.stats()
         return NodeSnapshot(
             stats=stats,
@@ -154,7 +157,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
 
     @property
     def framed_calls(self) -> Mapping[Method, CallHandler]:
-        """Frequent calls by method, for clients of this host (`kvstore.protocol.calls`)."""
+        """The handlers of the frequent calls by method, for clients on this host (`kvstore.protocol.calls`)."""
 
         def framed(kind: type[Request], act: Callable[[Request, Nanos], Message]) -> CallHandler:
             return lambda message: self._act_and_settle(partial(act, kind.FromString(message)))
@@ -202,8 +205,10 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:  # noqa: ARG002 - gRPC passes it
         return await self._answer(context, self._stats)
 
-    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.BlockChanges]:  # noqa: ARG002 - gRPC passes it
-        await context.send_initial_metadata(())  # an empty store sends nothing else for a while
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.BlockChanges]:
+        await self._answer(context, lambda _: wire.agree_with_client(self._identity.store_id, request))
+        # The metadata tells the client that the stream is open, because an empty store may send no message for long.
+        await context.send_initial_metadata(())
         sequence = 0
         try:
             async with aclosing(self._watchers.watch([*self._machine.held(), *self._executor.held()])) as stream:
@@ -214,8 +219,10 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too slow for the changes; watch again")
 
     def _hello(self, request: pb.HelloRequest, now: Nanos) -> pb.HelloResponse:
+        wire.agree_with_client(self._identity.store_id, request)
         namespace = wire.parse_hello(request)
-        self._open_in_tiers(namespace)  # first, because a layout that a tier refuses must not block one that fits
+        # Open the namespace in the tiers first: if a tier refuses it, the pool must not remember its layout.
+        self._open_in_tiers(namespace)
         self._machine.open(namespace, now)
         self._ghost_caches.open(namespace)
         return pb.HelloResponse(
@@ -228,6 +235,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             max_reservation_ms=self._max_reservation // MILLISECOND,
             max_hold_ms=self._max_hold // MILLISECOND,
             nixl=wire.nixl_message(self._nixl_offer()),
+            protocols=range_message(),
         )
 
     def _match(self, request: pb.MatchRequest, now: Nanos) -> pb.MatchResponse:
@@ -243,12 +251,19 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             names = split(hashes)
             self._savings.report(digest, len(names), seconds(max_wait))
             self._hierarchy.prefetch(digest, names, held, max_wait, now, tenant)
-            self.settle()  # a tier that finds in memory may answer now
+            self.settle()  # a tier that looks up blocks in memory may answer at once
         loading = self._hierarchy.loading(digest, split(hashes[held * HASH_BYTES :]))
         tell = lease and self._hierarchy.has_promoted
         promoted = (
             self._hierarchy.promoted(digest, split(hashes[: held * HASH_BYTES])) if tell else wire.NOTHING_PROMOTED
         )
+        if request.trace and self._traces is not None:
+            told = {
+                "fleet.blocks.asked": len(hashes) // HASH_BYTES,
+                "fleet.blocks.held": held,
+                "fleet.blocks.loading": loading,
+            }
+            self._traces.called("store match", request.trace, now, told)
         return wire.match_message(leased, loading, promoted)
 
     def _release(self, request: pb.ReleaseRequest, now: Nanos) -> pb.ReleaseResponse:
@@ -267,6 +282,9 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             tenant=wire.parse_tenant(request.tenant),
         )
         self._queue_use(_ChainUse(digest, request.hashes, is_write=True))
+        if request.trace and self._traces is not None:
+            told = {"fleet.blocks.asked": len(names), "fleet.blocks.reserved": len(reservation.reserved)}
+            self._traces.called("store reserve", request.trace, now, told)
         return wire.reservation_message(reservation)
 
     def _publish(self, request: pb.PublishRequest, now: Nanos) -> pb.PublishResponse:
@@ -274,6 +292,8 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         published = self._machine.publish(
             ReservationId(request.reservation_id), checksums, owner=wire.parse_owner(request.owner), now=now
         )
+        if request.trace and self._traces is not None:
+            self._traces.called("store publish", request.trace, now, {"fleet.blocks.published": published})
         return pb.PublishResponse(published=published)
 
     def _hold(self, request: pb.HoldRequest, now: Nanos) -> pb.HoldResponse:
@@ -292,15 +312,18 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         return pb.ReleaseHoldResponse(released=self._machine.release_hold(digest, session, now))
 
     def _evacuation(self, request: pb.EvacuateRequest, now: Nanos) -> Coroutine[Any, Any, EvacuationResult]:
-        """Check an evacuation and return it; nothing happens before it is awaited."""
+        """Check the request of an evacuation, and return the evacuation, which begins only when it is awaited."""
         self._require_incarnation(request.incarnation)
         digest, names = wire.parse_digest(request.digest), wire.parse_evacuated(request.hashes)
         deadline = Nanos(now + wire.parse_max_wait(request.timeout_ms))
-        self._machine.block_bytes(digest)  # raises before the evacuation begins
+        self._machine.block_bytes(digest)  # raises NamespaceUnknown before the evacuation begins
         return self.evacuations.evacuate(digest, names, leaving=request.leaving, deadline=deadline)
 
     def _condemned_batches(self, request: pb.CondemnRequest) -> list[list[tuple[BlockHash, int]]]:
-        """Return the blocks that a client condemns, each once, in batches for one turn of the event loop."""
+        """Return the blocks that a client condemns, each only once, in batches.
+
+        A batch is so small that it can be checked in one iteration of the event loop.
+        """
         block_bytes = self._machine.block_bytes(wire.parse_digest(request.digest))
         blocks = list(dict.fromkeys(wire.parse_condemned(request)))
         step = max(1, min(CONDEMNED_NAMES, CONDEMNED_BYTES // block_bytes))
@@ -315,10 +338,16 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
         )
 
     def _stats(self, now: Nanos) -> pb.StatsResponse:  # noqa: ARG002 - the signature of all answers
-        return wire.stats_message(self.stats(), self._identity.store_id)
+        message = wire.stats_message(self.stats(), self._identity.store_id)
+        message.protocols.CopyFrom(range_message())
+        return message
 
     def _is_corrupt(self, digest: bytes, name: BlockHash, generation: int) -> bool:
-        """Return whether a block is corrupt: a client may have misread it, and others would lose an intact block."""
+        """Return whether a block is really corrupt.
+
+        The client may have received wrong bytes although the block in the pool is intact. Removing it would then harm
+        other clients.
+        """
         slot = self._machine.find(digest, name)
         if slot is None or slot.generation != generation:
             return False
@@ -337,6 +366,9 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             if isinstance(error, LayoutMismatch | NamespaceInUse):
                 self._mismatches += 1
                 log.warning("client refused: incompatible blocks", extra={"reason": str(error)})
+            elif isinstance(error, IncompatibleVersion):
+                self._mismatches += 1
+                log.warning("client refused: no common protocol version", extra={"reason": str(error)})
             code, field = wire.status_of(error)
             await context.abort(code, str(error), ((wire.FIELD_KEY, field),) if field else ())
 
@@ -348,7 +380,7 @@ class BlockStoreService(pb_grpc.BlockStoreServicer):
             self.settle()
 
     def _queue_use(self, use: "_ChainUse") -> None:
-        """Report a use to the hierarchy and the ghost caches, after the client has its answer."""
+        """Queue a use of a chain; the hierarchy and the ghost caches count it after the client has its answer."""
         if not self._uncounted_uses:
             asyncio.get_running_loop().call_soon(self._count_uses)
         self._uncounted_uses.append(use)

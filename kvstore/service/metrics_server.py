@@ -1,22 +1,56 @@
-"""HTTP server of a node's metrics with a bounded number of connections.
+"""HTTP server of the metrics of a node or a planner, with a bounded number of connections.
 
-Each connection has a thread, and there are at most `CONNECTIONS`. When another connection comes, the oldest one of the
-address with the most connections is closed (`kvstore.net.unproven_connections`), so a scrape is always served. The port
-has no authentication and serves only counters.
+Each connection has a thread, and there are at most `CONNECTIONS`. When one more connection comes, the oldest connection
+of the address with the most connections is closed (`kvstore.net.unproven_connections`), so a scrape is always served.
+The port serves only metrics, and requires a key according to its guard (`kvstore.security.metrics_access`). With
+certificates it speaks TLS 1.2 and 1.3; a handshake runs in the thread of its connection, so a client that never
+finishes it hinders nobody.
 """
 
+import asyncio
 import contextlib
 import socket
+import ssl
 import threading
+from collections.abc import Iterable
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from kvstore.net.unproven_connections import UnprovenConnections
+from kvstore.security.certificates import CertificateFiles, RenewedContext
+from kvstore.security.metrics_access import CHALLENGE, MetricsGuard, MetricsTls
 
 CONNECTIONS = 16
+LOOP_SECONDS = 5.0  # time limit for the event loop to collect the metrics
 SILENT_SECONDS = 5.0  # the connection of a client that sends or reads nothing for this long is closed
+
+
+class LoopCollector:
+    """Runs a collector of metrics on an event loop, because scrapes come in other threads.
+
+    The collector reads objects that only the event loop may use.
+    """
+
+    def __init__(self, collector: Collector) -> None:
+        """Use the event loop that runs now for all later collections."""
+        self._collector = collector
+        self._loop = asyncio.get_running_loop()
+
+    def describe(self) -> Iterable[Metric]:
+        """Return no metrics, because the registry would otherwise collect all metrics at the registration."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics; raise TimeoutError if the loop is busy for too long."""
+
+        async def collected() -> list[Metric]:
+            return list(self._collector.collect())
+
+        return asyncio.run_coroutine_threadsafe(collected(), self._loop).result(LOOP_SECONDS)
 
 
 class MetricsServer:
@@ -28,10 +62,21 @@ class MetricsServer:
         self._thread.start()
 
     @classmethod
-    def open(cls, host: str, port: int, registry: CollectorRegistry) -> "MetricsServer":
-        """Listen on the address; raise OSError if it cannot be bound."""
+    def open(
+        cls,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        guard: MetricsGuard,
+        certificates: CertificateFiles | None = None,
+    ) -> "MetricsServer":
+        """Listen on the address, with TLS if there are certificates; raise OSError if it cannot be bound."""
         kind = _MetricsHttpServerV6 if ":" in host else _MetricsHttpServer
-        return cls(make_server(host, port, make_wsgi_app(registry), kind, handler_class=_MetricsHandler))
+        application = _guarded(make_wsgi_app(registry), guard)
+        server = make_server(host, port, application, kind, handler_class=_MetricsHandler)
+        if certificates is not None:
+            server.context = RenewedContext(certificates, _listening_context)
+        return cls(server)
 
     @property
     def port(self) -> int:
@@ -44,6 +89,44 @@ class MetricsServer:
         self._thread.join()
 
 
+def metrics_certificates(tls: MetricsTls) -> CertificateFiles | None:
+    """Read the certificate files of a port for metrics; None if the port has no TLS.
+
+    Raises:
+        BadCredentials: A file cannot be used; the message names its field.
+    """
+    if not tls.certificate:
+        return None
+    files = CertificateFiles(
+        certificate=tls.certificate,
+        key=tls.key,
+        authority=tls.client_authority,
+        field="metrics_tls",
+        authority_field="client_authority",
+        logs=True,
+    )
+    files.require_usable()
+    return files
+
+
+def _listening_context() -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+def _guarded(application: Any, guard: MetricsGuard) -> Any:
+    """Return a WSGI application that answers with status 401 if the client may not read the metrics."""
+
+    def answer(environment: dict[str, Any], start_response: Any) -> Any:
+        if refusal := guard.refusal(environment.get("HTTP_AUTHORIZATION", "")):
+            start_response("401 Unauthorized", [("Content-Type", "text/plain; charset=utf-8"), CHALLENGE])
+            return [f"{refusal}\n".encode()]
+        return application(environment, start_response)
+
+    return answer
+
+
 class _MetricsHandler(WSGIRequestHandler):
     timeout = SILENT_SECONDS
 
@@ -54,6 +137,7 @@ class _MetricsHandler(WSGIRequestHandler):
 class _MetricsHttpServer(WSGIServer):
     """Serves each connection in its own thread."""
 
+    context: RenewedContext | None = None  # None: no TLS
     request_queue_size = 128  # the library's default of five lets a burst of silent clients delay a scrape for seconds
 
     def __init__(self, *args: Any, **how: Any):
@@ -61,27 +145,39 @@ class _MetricsHttpServer(WSGIServer):
         self._open: UnprovenConnections[socket.socket] = UnprovenConnections(CONNECTIONS)
         super().__init__(*args, **how)
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        accepted, address = super().get_request()
+        if self.context is None:
+            return accepted, address
+        accepted.settimeout(SILENT_SECONDS)  # time limit for each read and write of the TLS handshake
+        return self.context.current.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False), address
+
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._guard:
             gone = self._open.add(request, client_address[0])
             if gone is not None:
                 with contextlib.suppress(OSError):  # raised if the connection has ended by itself
-                    gone.shutdown(socket.SHUT_RDWR)  # its thread notices this and closes it
+                    # The thread of the connection `gone` notices the shutdown and then closes the connection.
+                    # `SSLSocket.shutdown` is not called, because it would drop TLS state that the thread still uses.
+                    socket.socket.shutdown(gone, socket.SHUT_RDWR)
         try:
             threading.Thread(target=self._serve, args=(request, client_address), daemon=True).start()
-        except BaseException:  # no thread can be started; the library closes the connection and continues
+        # Raised if no thread can be started. The library then closes this connection and continues with others.
+        except BaseException:
             with self._guard:
                 self._open.discard(request)
             raise
 
     def _serve(self, request: Any, client_address: Any) -> None:
         try:
+            if isinstance(request, ssl.SSLSocket):
+                request.do_handshake()
             self.finish_request(request, client_address)
         except OSError:
-            pass  # the client has left or was silent for too long
+            pass  # the client has closed the connection, or was silent for too long
         finally:
             with self._guard:
-                # Under the lock, so that no other thread shuts down a new socket with the same descriptor.
+                # Closed under the lock, so that no other thread shuts down a new socket with the same descriptor.
                 self._open.discard(request)
                 self.shutdown_request(request)
 

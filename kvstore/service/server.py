@@ -1,4 +1,8 @@
-"""Node process: gRPC control plane, memory handout, framed calls, TCP data plane, and the periodic work."""
+"""Node process: starts and stops all parts of a store node, and performs its periodic work.
+
+The parts are the pool, the backing tiers, the gRPC control plane, the memory handout, the framed calls, the TCP data
+plane and the metrics.
+"""
 
 import asyncio
 import contextlib
@@ -18,7 +22,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from kvstore.clock import Clock
-from kvstore.errors import NamespaceUnknown, StoreNotStarted
+from kvstore.errors import BadCredentials, NamespaceUnknown, StoreNotStarted
 from kvstore.eviction.hit_savings import HitSavings
 from kvstore.eviction.policies import policy
 from kvstore.hierarchy.machine import BATCH_BYTES, Hierarchy
@@ -34,16 +38,22 @@ from kvstore.pool.quotas import TenantQuotas
 from kvstore.protocol.decoding import DecodingInterceptor
 from kvstore.protocol.framed_call_server import FramedCallServer
 from kvstore.protocol.wire import MAX_MESSAGE_BYTES
+from kvstore.security.certificates import CertificateFiles, CertificateWatch
 from kvstore.security.channels import LoadedCredentials, load
+from kvstore.security.metrics_access import MetricsGuard
 from kvstore.security.tls_diagnosis import fault_of_own
 from kvstore.service.backing_tiers import BackingTiers
 from kvstore.service.block_store import BlockStoreService, NodeIdentity
+from kvstore.service.call_traces import CallTraces
 from kvstore.service.metrics import NodeMetrics, NodeSnapshot
-from kvstore.service.metrics_server import MetricsServer
+from kvstore.service.metrics_server import MetricsServer, metrics_certificates
 from kvstore.service.settings import NixlUse, StoreSettings
 from kvstore.service.transfer_executor import TransferExecutor
-from kvstore.system_clock import MonotonicClock
+from kvstore.system_clock import MonotonicClock, unix_nanoseconds
 from kvstore.tiers.shared_memory import SharedMemoryTier
+from kvstore.tracing.exporter import TraceExporter, open_trace_exporter
+from kvstore.tracing.metrics import ExportMetrics
+from kvstore.tracing.spans import SpanIds
 from kvstore.transports.nixl_node import NixlNode, has_fabric
 from kvstore.transports.shared_memory import MemoryHandout
 from kvstore.transports.tcp_server import DataPlaneServer
@@ -51,15 +61,15 @@ from kvstore.v1 import blocks_pb2
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
 
 TICK_SECONDS = 0.25  # seconds between two runs of the periodic work, such as the end of leases
-# Least number of transfers that fill a pool, so that transfers leave most of a small pool to clients.
 BATCHES_A_POOL = 16
-SNAPSHOT_SECONDS = 2.0  # longest wait of a scrape for the event loop
+"""A transfer moves at most the size of the pool divided by this number, so that transfers leave most of a small pool to
+clients."""
+SNAPSHOT_SECONDS = 2.0  # maximum wait of a scrape for the event loop
 GRACE_SECONDS = 0.5  # time for calls in progress to end when the node stops
 MIN_PING_MS = 1000
-"""Least time between two pings of a quiet connection; the connection of a client that pings more often is closed. Routers
-ping every 4.5 s to notice a hanging node, and on a busy machine two pings may be read shortly after each other. gRPC's
-default limit is 5 minutes.
-"""
+"""Minimum time between two pings of a quiet connection; the connection of a client that pings more often is closed.
+Routers ping every 4.5 s to notice a hanging node, and on a busy machine two pings may be read shortly after each other.
+gRPC's default limit is 5 minutes."""
 
 HANDSHAKE_MS = 5000
 """Time after which a silent connection of the control plane is cut. gRPC's default of 2 minutes would let callers
@@ -78,7 +88,8 @@ async def serve(
 ) -> None:
     """Run a node until cancelled, and leave neither memory nor socket files behind.
 
-    `on_ready` is called once, when everything listens. Raise StoreNotStarted if the settings cannot be met here.
+    `on_ready` is called once, when the node listens at all addresses. Raise StoreNotStarted if the settings cannot be
+    used on this machine.
     """
     async with open_node(settings, clock or MonotonicClock()) as endpoints:
         log.info("store node ready", extra={"store": settings.store_id, "listen": endpoints.listen})
@@ -92,6 +103,11 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
     incarnation = uuid.uuid4().hex
     access = load(settings.credentials)
     access.require(settings.listen, settings.data_listen)
+    try:
+        scraped = metrics_certificates(settings.metrics_tls)
+    except BadCredentials as error:
+        raise StoreNotStarted(str(error)) from error
+    watch = CertificateWatch.of({"credentials": settings.credentials}, [] if scraped is None else [scraped])
     if fault := fault_of_own(settings.credentials):
         log.warning("clients will not accept this node's certificate", extra={"cause": fault})
     async with contextlib.AsyncExitStack() as stack:
@@ -131,7 +147,7 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
             shm_socket = _absolute(settings.shm_socket)
             listener = sockets.listen("shm_socket", shm_socket)
             stack.callback(listener.close)
-            # Called before the listener is closed, so while no other process can take the path.
+            # The path is removed before the listener is closed, because no other process can take the path until then.
             stack.callback(sockets.remove, shm_socket, sockets.identity(shm_socket))
         identity = NodeIdentity(
             store_id=settings.store_id,
@@ -150,8 +166,10 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         offers_nixl = settings.nixl is NixlUse.REQUIRE or (settings.nixl is NixlUse.AUTO and has_fabric())
         if offers_nixl:
             await _start(nixl, settings.nixl)
+        exporter = stack.enter_context(_trace_exporter(settings))
+        traces = None if exporter is None else _call_traces(settings, exporter, clock)
         service = BlockStoreService(
-            settings, identity, machine, tier, hierarchy, savings, backing, lambda: nixl.offer, clock
+            settings, identity, machine, tier, hierarchy, savings, backing, lambda: nixl.offer, clock, traces
         )
         callers, guard = FramedCallServer(service.framed_calls), DecodingInterceptor()
         stack.callback(callers.close)
@@ -169,8 +187,12 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         executor = TransferExecutor(hierarchy, backing.tiers, tier, clock, tasks, service.settle, metrics.moved)
         stack.callback(executor.close)
         service.attach(executor)
+        metrics.registry.register(watch)
+        if exporter is not None:
+            metrics.registry.register(ExportMetrics(exporter))
+        stack.callback(tasks.create_task(watch.run()).cancel)
         if settings.metrics_listen:
-            _serve_metrics(settings.metrics_listen, metrics.registry, stack)
+            _serve_metrics(settings, metrics.registry, scraped, stack)
         listen = await stack.enter_async_context(_control_plane(settings.listen, service, access, guard, tasks))
         stack.callback(tasks.create_task(_tick_forever(service, plane, callers, clock)).cancel)
         if offers_nixl:
@@ -187,8 +209,23 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         )
 
 
+def _trace_exporter(settings: StoreSettings) -> contextlib.AbstractContextManager[TraceExporter | None]:
+    """Return a context that opens the exporter of this node's traces. It yields None if tracing is off."""
+    if not settings.tracing.is_on:
+        return contextlib.nullcontext()
+    return open_trace_exporter(settings.tracing, "fleet-kvstore", settings.store_id, "")
+
+
+def _call_traces(settings: StoreSettings, exporter: TraceExporter, clock: Clock) -> CallTraces:
+    return CallTraces(settings.store_id, exporter, clock, unix_nanoseconds, SpanIds(secrets.randbits(128)))
+
+
 async def _in_thread(act: Callable[[], Result], give_up: Callable[[], None] = lambda: None) -> Result:
-    """Call `act` in a thread. A caller that is cancelled waits until `act` has ended, so that what it opened is known."""
+    """Call `act` in a thread and return its result.
+
+    If the caller is cancelled, call `give_up`, which may make `act` end earlier, and wait until `act` has ended. All
+    that `act` has opened can therefore be closed.
+    """
     calling = asyncio.get_running_loop().run_in_executor(None, act)
     try:
         return await asyncio.shield(calling)
@@ -200,7 +237,7 @@ async def _in_thread(act: Callable[[], Result], give_up: Callable[[], None] = la
 
 
 def _snapshots(look: Callable[[], NodeSnapshot]) -> Callable[[], NodeSnapshot]:
-    """Return a function for other threads that takes a snapshot on the event loop."""
+    """Return a function for other threads. It calls `look` on the event loop and returns the snapshot."""
     loop = asyncio.get_running_loop()
 
     async def take() -> NodeSnapshot:
@@ -209,10 +246,18 @@ def _snapshots(look: Callable[[], NodeSnapshot]) -> Callable[[], NodeSnapshot]:
     return lambda: asyncio.run_coroutine_threadsafe(take(), loop).result(SNAPSHOT_SECONDS)
 
 
-def _serve_metrics(address: str, registry: CollectorRegistry, stack: contextlib.AsyncExitStack) -> None:
+def _serve_metrics(
+    settings: StoreSettings,
+    registry: CollectorRegistry,
+    certificates: CertificateFiles | None,
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    address = settings.metrics_listen
     host, port = host_port(address)
     try:
-        server = MetricsServer.open(host, port, registry)
+        server = MetricsServer.open(
+            host, port, registry, MetricsGuard.of(settings.metrics_access, address), certificates
+        )
     except OSError as error:
         raise StoreNotStarted(f"metrics_listen: {address} cannot be bound: {error.strerror or error}") from error
     stack.push_async_callback(asyncio.to_thread, server.close)
@@ -220,7 +265,10 @@ def _serve_metrics(address: str, registry: CollectorRegistry, stack: contextlib.
 
 @contextlib.asynccontextmanager
 async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
-    """Open a task group that raises a single failure unchanged, so that callers see why a node did not start."""
+    """Open a task group. If one task fails, raise its exception itself and not an exception group.
+
+    Callers therefore see why a node did not start.
+    """
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
@@ -242,7 +290,8 @@ async def _control_plane(
     server = grpc.aio.server(
         interceptors=[*access.interceptors(), guard, sockets_guard],
         options=[
-            ("grpc.so_reuseport", 0),  # two nodes on one port would each get half of the calls
+            # Without this option, two nodes could listen on one port, and each would get half of the calls.
+            ("grpc.so_reuseport", 0),
             ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS),
             ("grpc.keepalive_permit_without_calls", 1),  # without this, the third ping without a call ends a connection
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
@@ -262,7 +311,7 @@ async def _control_plane(
             bound.append(_bind(server, f"listen[{index}]", address, access))
             if path := unix_path(address):
                 os.chmod(path, 0o600)  # noqa: PTH101 - this call does not block
-                # gRPC usually removes the socket file itself. If a file is left, it may be that of the next process.
+                # gRPC usually removes the socket file itself; a file that is left may belong to the next process.
                 stack.callback(sockets.remove, path, sockets.identity(path))
         await server.start()
         stack.push_async_callback(server.stop, GRACE_SECONDS)

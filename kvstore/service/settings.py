@@ -9,11 +9,13 @@ from kvstore.eviction.policies import PolicyName
 from kvstore.net.addresses import host_port, unix_path
 from kvstore.pool.extents import PAGE_BYTES
 from kvstore.security.credentials import Credentials
+from kvstore.security.metrics_access import MetricsAccess, MetricsTls
 from kvstore.tiers.file_mapping import HugePages
 from kvstore.tiers.peer.settings import PeerSettings
 from kvstore.tiers.redis.settings import RedisSettings
 from kvstore.tiers.s3.settings import S3Settings
 from kvstore.tiers.ssd.settings import SsdSettings
+from kvstore.tracing.settings import TracingSettings
 
 AnyTier = SsdSettings | PeerSettings | RedisSettings | S3Settings
 """Settings of a backing tier, told apart by their `kind`."""
@@ -69,20 +71,20 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     max_lease_seconds: Annotated[float, Meta(ge=0.001, le=3600)] = 30
-    """Longest time that a match may pin blocks. It covers a prefill in a queue; a dead reader pins blocks no longer than
+    """Maximum time that a match may pin blocks. It covers a prefill in a queue; a dead reader pins blocks no longer than
     this.
     """
 
     reservation_seconds: Annotated[float, Meta(ge=0.001, le=3600)] = 10
-    """Longest time from a reservation to its publication. A block takes milliseconds; a dead writer keeps its space no
+    """Maximum time from a reservation to its publication. A block takes milliseconds; a dead writer keeps its space no
     longer than this.
     """
 
     max_leases: Annotated[int, Meta(ge=1)] = 65_536
-    """Most leases and reservations at a time, so that a client that never releases cannot exhaust the node."""
+    """Maximum number of leases and reservations at a time, so that a client that never releases cannot exhaust the node."""
 
     max_hold_seconds: Annotated[float, Meta(ge=0.001, le=86_400)] = 600
-    """Longest time that a session may pin its blocks while it waits for a tool or a person."""
+    """Maximum time that a session may pin its blocks while it waits for a tool or a person."""
 
     max_held_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
     """Share of the pool that all session pins together may keep; what exceeds it is refused. With a quarter, waiting
@@ -101,7 +103,7 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Put the pool into pages of 2 MiB, which saves page tables and TLB misses."""
 
     max_namespaces: Annotated[int, Meta(ge=1)] = 256
-    """Most open namespaces: one for each model with its weights, merged adapter, data type and block size. Layouts and
+    """Maximum number of open namespaces: one for each model with its weights, merged adapter, data type and block size. Layouts and
     ranks of engines, and adapters that they load, need none of their own.
     """
 
@@ -111,8 +113,17 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     metrics_listen: str = ""
     """``host:port`` of the node's Prometheus metrics. Empty: none; the control plane has them in any case."""
 
+    metrics_access: MetricsAccess = MetricsAccess()
+    """Access to the metrics of `metrics_listen`."""
+
+    metrics_tls: MetricsTls = MetricsTls()
+    """TLS of `metrics_listen`."""
+
+    tracing: TracingSettings = TracingSettings()
+    """Traces of the calls that sampled requests make here. Only where they go is set here; routers decide what is sampled."""
+
     watch_queue: Annotated[int, Meta(ge=1)] = 1024
-    """Most messages that wait for a slow watcher before its stream is cut."""
+    """Maximum number of messages that wait for a slow watcher before its stream is cut."""
 
     def __post_init__(self) -> None:
         if not self.listen:

@@ -22,69 +22,70 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvstore.v1 import protocol_pb2 as kvstore_dot_v1_dot_protocol__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvstore/v1/blocks.proto\x12\nkvstore.v1\"\xe8\x01\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\x12\x0e\n\x06layout\x18\x08 \x01(\t\x12\x0c\n\x04lora\x18\t \x01(\t\x12\x16\n\x0ehash_algorithm\x18\n \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x0b \x01(\x04\x12\x16\n\x0e\x66ormat_version\x18\x0c \x01(\r\"H\n\x0cHelloRequest\x12(\n\tnamespace\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.Namespace\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"\xdc\x01\n\rHelloResponse\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x12\n\nshm_socket\x18\x04 \x01(\t\x12\x13\n\x0btcp_address\x18\x05 \x01(\t\x12\x14\n\x0cmax_lease_ms\x18\x06 \x01(\r\x12\x1a\n\x12max_reservation_ms\x18\x07 \x01(\r\x12\x13\n\x0bmax_hold_ms\x18\x08 \x01(\r\x12#\n\x04nixl\x18\t \x01(\x0b\x32\x15.kvstore.v1.NixlOffer\"=\n\tNixlOffer\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x06\x12\x0e\n\x06stamps\x18\x03 \x01(\x06\"z\n\x0cMatchRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\x0c\x12\x13\n\x0bpatience_ms\x18\x06 \x01(\r\"c\n\rMatchResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x01(\x0c\x12\x0f\n\x07loading\x18\x03 \x01(\r\x12 \n\x05risen\x18\x04 \x03(\x0b\x32\x11.kvstore.v1.Risen\"%\n\x05Risen\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\"\x11\n\x0fReleaseResponse\"v\n\x0eReserveRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\r\n\x05owner\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\x0c\"Z\n\x0fReserveResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\x0f\n\x07refused\x18\x04 \x01(\r\"X\n\x0ePublishRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\x0e\n\x06\x63rc32c\x18\x03 \x03(\x07\x12\r\n\x05owner\x18\x04 \x01(\t\"$\n\x0fPublishResponse\x12\x11\n\tpublished\x18\x01 \x01(\r\"d\n\x0bHoldRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07session\x18\x04 \x01(\t\x12\x0f\n\x07hold_ms\x18\x05 \x01(\r\"-\n\x0cHoldResponse\x12\x0c\n\x04held\x18\x01 \x01(\r\x12\x0f\n\x07refused\x18\x02 \x01(\r\"5\n\x12ReleaseHoldRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0f\n\x07session\x18\x02 \x01(\t\"\'\n\x13ReleaseHoldResponse\x12\x10\n\x08released\x18\x01 \x01(\r\"k\n\x0f\x45vacuateRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\ntimeout_ms\x18\x04 \x01(\r\x12\x0f\n\x07leaving\x18\x05 \x01(\x08\"m\n\x10\x45vacuateResponse\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\r\x12\r\n\x05moved\x18\x03 \x01(\r\x12\r\n\x05there\x18\x04 \x01(\r\x12\x0f\n\x07refused\x18\x05 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x06 \x01(\r\"E\n\x0e\x43ondemnRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"\"\n\x0f\x43ondemnResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\r\"\x0e\n\x0cWatchRequest\"_\n\x0c\x42lockChanges\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06stored\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\x12\x0c\n\x04tier\x18\x05 \x01(\t\"\x0e\n\x0cStatsRequest\"\x93\x03\n\rStatsResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04hits\x18\x04 \x01(\x04\x12\x0e\n\x06misses\x18\x05 \x01(\x04\x12\x0f\n\x07written\x18\x06 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x07 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x08 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\t \x01(\x04\x12\x0e\n\x06pinned\x18\n \x01(\r\x12\x10\n\x08store_id\x18\x0b \x01(\t\x12\x15\n\rbytes_matched\x18\x0c \x01(\x04\x12\x15\n\rbytes_written\x18\r \x01(\x04\x12\x0f\n\x07refused\x18\x0e \x01(\x04\x12\x0e\n\x06leases\x18\x0f \x01(\r\x12\x14\n\x0creservations\x18\x10 \x01(\r\x12\x12\n\nheld_bytes\x18\x11 \x01(\x04\x12$\n\x05tiers\x18\x12 \x03(\x0b\x32\x15.kvstore.v1.TierStats\x12(\n\x07tenants\x18\x13 \x03(\x0b\x32\x17.kvstore.v1.TenantStats\"\xff\x01\n\tTierStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x12\n\nbytes_read\x18\x07 \x01(\x04\x12\x15\n\rbytes_written\x18\x08 \x01(\x04\x12\x0f\n\x07refused\x18\t \x01(\x04\x12\x0f\n\x07\x65victed\x18\n \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x0b \x01(\x04\x12\x10\n\x08\x66\x61ilures\x18\x0c \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\r \x01(\x04\x12\x0e\n\x06\x66\x65nced\x18\x0e \x01(\x04\"\x81\x01\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0bquota_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04hits\x18\x04 \x01(\x04\x12\x0e\n\x06misses\x18\x05 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x06 \x01(\x04\x12\x0f\n\x07refused\x18\x07 \x01(\x04\x32\xe7\x05\n\nBlockStore\x12<\n\x05Hello\x12\x18.kvstore.v1.HelloRequest\x1a\x19.kvstore.v1.HelloResponse\x12<\n\x05Match\x12\x18.kvstore.v1.MatchRequest\x1a\x19.kvstore.v1.MatchResponse\x12\x42\n\x07Release\x12\x1a.kvstore.v1.ReleaseRequest\x1a\x1b.kvstore.v1.ReleaseResponse\x12\x42\n\x07Reserve\x12\x1a.kvstore.v1.ReserveRequest\x1a\x1b.kvstore.v1.ReserveResponse\x12\x42\n\x07Publish\x12\x1a.kvstore.v1.PublishRequest\x1a\x1b.kvstore.v1.PublishResponse\x12\x39\n\x04Hold\x12\x17.kvstore.v1.HoldRequest\x1a\x18.kvstore.v1.HoldResponse\x12N\n\x0bReleaseHold\x12\x1e.kvstore.v1.ReleaseHoldRequest\x1a\x1f.kvstore.v1.ReleaseHoldResponse\x12\x45\n\x08\x45vacuate\x12\x1b.kvstore.v1.EvacuateRequest\x1a\x1c.kvstore.v1.EvacuateResponse\x12\x42\n\x07\x43ondemn\x12\x1a.kvstore.v1.CondemnRequest\x1a\x1b.kvstore.v1.CondemnResponse\x12=\n\x05Watch\x12\x18.kvstore.v1.WatchRequest\x1a\x18.kvstore.v1.BlockChanges0\x01\x12<\n\x05Stats\x12\x18.kvstore.v1.StatsRequest\x1a\x19.kvstore.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvstore/v1/blocks.proto\x12\nkvstore.v1\x1a\x19kvstore/v1/protocol.proto\"\xe8\x01\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x10\n\x08kv_heads\x18\x06 \x01(\r\x12\x10\n\x08head_dim\x18\x07 \x01(\r\x12\x0e\n\x06layout\x18\x08 \x01(\t\x12\x0c\n\x04lora\x18\t \x01(\t\x12\x16\n\x0ehash_algorithm\x18\n \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x0b \x01(\x04\x12\x16\n\x0e\x66ormat_version\x18\x0c \x01(\r\"v\n\x0cHelloRequest\x12(\n\tnamespace\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.Namespace\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12,\n\tprotocols\x18\x32 \x01(\x0b\x32\x19.kvstore.v1.ProtocolRange\"\x8a\x02\n\rHelloResponse\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x12\n\nshm_socket\x18\x04 \x01(\t\x12\x13\n\x0btcp_address\x18\x05 \x01(\t\x12\x14\n\x0cmax_lease_ms\x18\x06 \x01(\r\x12\x1a\n\x12max_reservation_ms\x18\x07 \x01(\r\x12\x13\n\x0bmax_hold_ms\x18\x08 \x01(\r\x12#\n\x04nixl\x18\t \x01(\x0b\x32\x15.kvstore.v1.NixlOffer\x12,\n\tprotocols\x18\x32 \x01(\x0b\x32\x19.kvstore.v1.ProtocolRange\"=\n\tNixlOffer\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x06\x12\x0e\n\x06stamps\x18\x03 \x01(\x06\"\x89\x01\n\x0cMatchRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\x0c\x12\x13\n\x0bpatience_ms\x18\x06 \x01(\r\x12\r\n\x05trace\x18( \x01(\x0c\"c\n\rMatchResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x01(\x0c\x12\x0f\n\x07loading\x18\x03 \x01(\r\x12 \n\x05risen\x18\x04 \x03(\x0b\x32\x11.kvstore.v1.Risen\"%\n\x05Risen\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\"\x11\n\x0fReleaseResponse\"\x85\x01\n\x0eReserveRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\r\n\x05owner\x18\x05 \x01(\t\x12\x0e\n\x06tenant\x18\x06 \x01(\x0c\x12\r\n\x05trace\x18( \x01(\x0c\"Z\n\x0fReserveResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\r\n\x05slots\x18\x03 \x01(\x0c\x12\x0f\n\x07refused\x18\x04 \x01(\r\"g\n\x0ePublishRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\x0e\n\x06\x63rc32c\x18\x03 \x03(\x07\x12\r\n\x05owner\x18\x04 \x01(\t\x12\r\n\x05trace\x18( \x01(\x0c\"$\n\x0fPublishResponse\x12\x11\n\tpublished\x18\x01 \x01(\r\"d\n\x0bHoldRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07session\x18\x04 \x01(\t\x12\x0f\n\x07hold_ms\x18\x05 \x01(\r\"-\n\x0cHoldResponse\x12\x0c\n\x04held\x18\x01 \x01(\r\x12\x0f\n\x07refused\x18\x02 \x01(\r\"5\n\x12ReleaseHoldRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0f\n\x07session\x18\x02 \x01(\t\"\'\n\x13ReleaseHoldResponse\x12\x10\n\x08released\x18\x01 \x01(\r\"k\n\x0f\x45vacuateRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\ntimeout_ms\x18\x04 \x01(\r\x12\x0f\n\x07leaving\x18\x05 \x01(\x08\"m\n\x10\x45vacuateResponse\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\r\x12\r\n\x05moved\x18\x03 \x01(\r\x12\r\n\x05there\x18\x04 \x01(\r\x12\x0f\n\x07refused\x18\x05 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x06 \x01(\r\"E\n\x0e\x43ondemnRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"\"\n\x0f\x43ondemnResponse\x12\x0f\n\x07\x64ropped\x18\x01 \x01(\r\"<\n\x0cWatchRequest\x12,\n\tprotocols\x18\x32 \x01(\x0b\x32\x19.kvstore.v1.ProtocolRange\"_\n\x0c\x42lockChanges\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06stored\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\x12\x0c\n\x04tier\x18\x05 \x01(\t\"\x0e\n\x0cStatsRequest\"\xc1\x03\n\rStatsResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04hits\x18\x04 \x01(\x04\x12\x0e\n\x06misses\x18\x05 \x01(\x04\x12\x0f\n\x07written\x18\x06 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x07 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x08 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\t \x01(\x04\x12\x0e\n\x06pinned\x18\n \x01(\r\x12\x10\n\x08store_id\x18\x0b \x01(\t\x12\x15\n\rbytes_matched\x18\x0c \x01(\x04\x12\x15\n\rbytes_written\x18\r \x01(\x04\x12\x0f\n\x07refused\x18\x0e \x01(\x04\x12\x0e\n\x06leases\x18\x0f \x01(\r\x12\x14\n\x0creservations\x18\x10 \x01(\r\x12\x12\n\nheld_bytes\x18\x11 \x01(\x04\x12$\n\x05tiers\x18\x12 \x03(\x0b\x32\x15.kvstore.v1.TierStats\x12(\n\x07tenants\x18\x13 \x03(\x0b\x32\x17.kvstore.v1.TenantStats\x12,\n\tprotocols\x18\x32 \x01(\x0b\x32\x19.kvstore.v1.ProtocolRange\"\xff\x01\n\tTierStats\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x12\n\nbytes_read\x18\x07 \x01(\x04\x12\x15\n\rbytes_written\x18\x08 \x01(\x04\x12\x0f\n\x07refused\x18\t \x01(\x04\x12\x0f\n\x07\x65victed\x18\n \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x0b \x01(\x04\x12\x10\n\x08\x66\x61ilures\x18\x0c \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\r \x01(\x04\x12\x0e\n\x06\x66\x65nced\x18\x0e \x01(\x04\"\x81\x01\n\x0bTenantStats\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0bquota_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04hits\x18\x04 \x01(\x04\x12\x0e\n\x06misses\x18\x05 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x06 \x01(\x04\x12\x0f\n\x07refused\x18\x07 \x01(\x04\x32\xe7\x05\n\nBlockStore\x12<\n\x05Hello\x12\x18.kvstore.v1.HelloRequest\x1a\x19.kvstore.v1.HelloResponse\x12<\n\x05Match\x12\x18.kvstore.v1.MatchRequest\x1a\x19.kvstore.v1.MatchResponse\x12\x42\n\x07Release\x12\x1a.kvstore.v1.ReleaseRequest\x1a\x1b.kvstore.v1.ReleaseResponse\x12\x42\n\x07Reserve\x12\x1a.kvstore.v1.ReserveRequest\x1a\x1b.kvstore.v1.ReserveResponse\x12\x42\n\x07Publish\x12\x1a.kvstore.v1.PublishRequest\x1a\x1b.kvstore.v1.PublishResponse\x12\x39\n\x04Hold\x12\x17.kvstore.v1.HoldRequest\x1a\x18.kvstore.v1.HoldResponse\x12N\n\x0bReleaseHold\x12\x1e.kvstore.v1.ReleaseHoldRequest\x1a\x1f.kvstore.v1.ReleaseHoldResponse\x12\x45\n\x08\x45vacuate\x12\x1b.kvstore.v1.EvacuateRequest\x1a\x1c.kvstore.v1.EvacuateResponse\x12\x42\n\x07\x43ondemn\x12\x1a.kvstore.v1.CondemnRequest\x1a\x1b.kvstore.v1.CondemnResponse\x12=\n\x05Watch\x12\x18.kvstore.v1.WatchRequest\x1a\x18.kvstore.v1.BlockChanges0\x01\x12<\n\x05Stats\x12\x18.kvstore.v1.StatsRequest\x1a\x19.kvstore.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.v1.blocks_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NAMESPACE']._serialized_start=40
-  _globals['_NAMESPACE']._serialized_end=272
-  _globals['_HELLOREQUEST']._serialized_start=274
-  _globals['_HELLOREQUEST']._serialized_end=346
-  _globals['_HELLORESPONSE']._serialized_start=349
-  _globals['_HELLORESPONSE']._serialized_end=569
-  _globals['_NIXLOFFER']._serialized_start=571
-  _globals['_NIXLOFFER']._serialized_end=632
-  _globals['_MATCHREQUEST']._serialized_start=634
-  _globals['_MATCHREQUEST']._serialized_end=756
-  _globals['_MATCHRESPONSE']._serialized_start=758
-  _globals['_MATCHRESPONSE']._serialized_end=857
-  _globals['_RISEN']._serialized_start=859
-  _globals['_RISEN']._serialized_end=896
-  _globals['_RELEASEREQUEST']._serialized_start=898
-  _globals['_RELEASEREQUEST']._serialized_end=933
-  _globals['_RELEASERESPONSE']._serialized_start=935
-  _globals['_RELEASERESPONSE']._serialized_end=952
-  _globals['_RESERVEREQUEST']._serialized_start=954
-  _globals['_RESERVEREQUEST']._serialized_end=1072
-  _globals['_RESERVERESPONSE']._serialized_start=1074
-  _globals['_RESERVERESPONSE']._serialized_end=1164
-  _globals['_PUBLISHREQUEST']._serialized_start=1166
-  _globals['_PUBLISHREQUEST']._serialized_end=1254
-  _globals['_PUBLISHRESPONSE']._serialized_start=1256
-  _globals['_PUBLISHRESPONSE']._serialized_end=1292
-  _globals['_HOLDREQUEST']._serialized_start=1294
-  _globals['_HOLDREQUEST']._serialized_end=1394
-  _globals['_HOLDRESPONSE']._serialized_start=1396
-  _globals['_HOLDRESPONSE']._serialized_end=1441
-  _globals['_RELEASEHOLDREQUEST']._serialized_start=1443
-  _globals['_RELEASEHOLDREQUEST']._serialized_end=1496
-  _globals['_RELEASEHOLDRESPONSE']._serialized_start=1498
-  _globals['_RELEASEHOLDRESPONSE']._serialized_end=1537
-  _globals['_EVACUATEREQUEST']._serialized_start=1539
-  _globals['_EVACUATEREQUEST']._serialized_end=1646
-  _globals['_EVACUATERESPONSE']._serialized_start=1648
-  _globals['_EVACUATERESPONSE']._serialized_end=1757
-  _globals['_CONDEMNREQUEST']._serialized_start=1759
-  _globals['_CONDEMNREQUEST']._serialized_end=1828
-  _globals['_CONDEMNRESPONSE']._serialized_start=1830
-  _globals['_CONDEMNRESPONSE']._serialized_end=1864
-  _globals['_WATCHREQUEST']._serialized_start=1866
-  _globals['_WATCHREQUEST']._serialized_end=1880
-  _globals['_BLOCKCHANGES']._serialized_start=1882
-  _globals['_BLOCKCHANGES']._serialized_end=1977
-  _globals['_STATSREQUEST']._serialized_start=1979
-  _globals['_STATSREQUEST']._serialized_end=1993
-  _globals['_STATSRESPONSE']._serialized_start=1996
-  _globals['_STATSRESPONSE']._serialized_end=2399
-  _globals['_TIERSTATS']._serialized_start=2402
-  _globals['_TIERSTATS']._serialized_end=2657
-  _globals['_TENANTSTATS']._serialized_start=2660
-  _globals['_TENANTSTATS']._serialized_end=2789
-  _globals['_BLOCKSTORE']._serialized_start=2792
-  _globals['_BLOCKSTORE']._serialized_end=3535
+  _globals['_NAMESPACE']._serialized_start=67
+  _globals['_NAMESPACE']._serialized_end=299
+  _globals['_HELLOREQUEST']._serialized_start=301
+  _globals['_HELLOREQUEST']._serialized_end=419
+  _globals['_HELLORESPONSE']._serialized_start=422
+  _globals['_HELLORESPONSE']._serialized_end=688
+  _globals['_NIXLOFFER']._serialized_start=690
+  _globals['_NIXLOFFER']._serialized_end=751
+  _globals['_MATCHREQUEST']._serialized_start=754
+  _globals['_MATCHREQUEST']._serialized_end=891
+  _globals['_MATCHRESPONSE']._serialized_start=893
+  _globals['_MATCHRESPONSE']._serialized_end=992
+  _globals['_RISEN']._serialized_start=994
+  _globals['_RISEN']._serialized_end=1031
+  _globals['_RELEASEREQUEST']._serialized_start=1033
+  _globals['_RELEASEREQUEST']._serialized_end=1068
+  _globals['_RELEASERESPONSE']._serialized_start=1070
+  _globals['_RELEASERESPONSE']._serialized_end=1087
+  _globals['_RESERVEREQUEST']._serialized_start=1090
+  _globals['_RESERVEREQUEST']._serialized_end=1223
+  _globals['_RESERVERESPONSE']._serialized_start=1225
+  _globals['_RESERVERESPONSE']._serialized_end=1315
+  _globals['_PUBLISHREQUEST']._serialized_start=1317
+  _globals['_PUBLISHREQUEST']._serialized_end=1420
+  _globals['_PUBLISHRESPONSE']._serialized_start=1422
+  _globals['_PUBLISHRESPONSE']._serialized_end=1458
+  _globals['_HOLDREQUEST']._serialized_start=1460
+  _globals['_HOLDREQUEST']._serialized_end=1560
+  _globals['_HOLDRESPONSE']._serialized_start=1562
+  _globals['_HOLDRESPONSE']._serialized_end=1607
+  _globals['_RELEASEHOLDREQUEST']._serialized_start=1609
+  _globals['_RELEASEHOLDREQUEST']._serialized_end=1662
+  _globals['_RELEASEHOLDRESPONSE']._serialized_start=1664
+  _globals['_RELEASEHOLDRESPONSE']._serialized_end=1703
+  _globals['_EVACUATEREQUEST']._serialized_start=1705
+  _globals['_EVACUATEREQUEST']._serialized_end=1812
+  _globals['_EVACUATERESPONSE']._serialized_start=1814
+  _globals['_EVACUATERESPONSE']._serialized_end=1923
+  _globals['_CONDEMNREQUEST']._serialized_start=1925
+  _globals['_CONDEMNREQUEST']._serialized_end=1994
+  _globals['_CONDEMNRESPONSE']._serialized_start=1996
+  _globals['_CONDEMNRESPONSE']._serialized_end=2030
+  _globals['_WATCHREQUEST']._serialized_start=2032
+  _globals['_WATCHREQUEST']._serialized_end=2092
+  _globals['_BLOCKCHANGES']._serialized_start=2094
+  _globals['_BLOCKCHANGES']._serialized_end=2189
+  _globals['_STATSREQUEST']._serialized_start=2191
+  _globals['_STATSREQUEST']._serialized_end=2205
+  _globals['_STATSRESPONSE']._serialized_start=2208
+  _globals['_STATSRESPONSE']._serialized_end=2657
+  _globals['_TIERSTATS']._serialized_start=2660
+  _globals['_TIERSTATS']._serialized_end=2915
+  _globals['_TENANTSTATS']._serialized_start=2918
+  _globals['_TENANTSTATS']._serialized_end=3047
+  _globals['_BLOCKSTORE']._serialized_start=3050
+  _globals['_BLOCKSTORE']._serialized_end=3793
 # @@protoc_insertion_point(module_scope)

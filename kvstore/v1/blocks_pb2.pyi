@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from kvstore.v1 import protocol_pb2 as _protocol_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -85,19 +86,25 @@ class HelloRequest(_message.Message):
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     """Digest that the client computed from the namespace, 16 bytes."""
     @_builtins.property
     def namespace(self) -> Global___Namespace: ...
+    @_builtins.property
+    def protocols(self) -> _protocol_pb2.ProtocolRange:
+        """that the client speaks; not set: version 1"""
+
     def __init__(
         self,
         *,
         namespace: Global___Namespace | None = ...,
         digest: _builtins.bytes = ...,
+        protocols: _protocol_pb2.ProtocolRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "namespace", b"namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "namespace", b"namespace", "protocols", b"protocols"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -116,6 +123,7 @@ class HelloResponse(_message.Message):
     MAX_RESERVATION_MS_FIELD_NUMBER: _builtins.int
     MAX_HOLD_MS_FIELD_NUMBER: _builtins.int
     NIXL_FIELD_NUMBER: _builtins.int
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
     store_id: _builtins.str
     incarnation: _builtins.str
     host_id: _builtins.str
@@ -132,6 +140,10 @@ class HelloResponse(_message.Message):
     def nixl(self) -> Global___NixlOffer:
         """not set: none"""
 
+    @_builtins.property
+    def protocols(self) -> _protocol_pb2.ProtocolRange:
+        """that the node speaks; not set: version 1"""
+
     def __init__(
         self,
         *,
@@ -144,10 +156,11 @@ class HelloResponse(_message.Message):
         max_reservation_ms: _builtins.int = ...,
         max_hold_ms: _builtins.int = ...,
         nixl: Global___NixlOffer | None = ...,
+        protocols: _protocol_pb2.ProtocolRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["nixl", b"nixl"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["nixl", b"nixl", "protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "max_hold_ms", b"max_hold_ms", "max_lease_ms", b"max_lease_ms", "max_reservation_ms", b"max_reservation_ms", "nixl", b"nixl", "shm_socket", b"shm_socket", "store_id", b"store_id", "tcp_address", b"tcp_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_id", b"host_id", "incarnation", b"incarnation", "max_hold_ms", b"max_hold_ms", "max_lease_ms", b"max_lease_ms", "max_reservation_ms", b"max_reservation_ms", "nixl", b"nixl", "protocols", b"protocols", "shm_socket", b"shm_socket", "store_id", b"store_id", "tcp_address", b"tcp_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -193,6 +206,7 @@ class MatchRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     PATIENCE_MS_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     """namespace"""
     hashes: _builtins.bytes
@@ -205,6 +219,8 @@ class MatchRequest(_message.Message):
     """salt of the chain, 32 bytes; empty: nobody's in particular"""
     patience_ms: _builtins.int
     """how long blocks of lower tiers are worth waiting for: as computing them would take; 0: start no loads"""
+    trace: _builtins.bytes
+    """of the request that asks, if it is sampled: trace id (16) and id of the calling span (8); empty: none"""
     def __init__(
         self,
         *,
@@ -214,10 +230,11 @@ class MatchRequest(_message.Message):
         incarnation: _builtins.str = ...,
         tenant: _builtins.bytes = ...,
         patience_ms: _builtins.int = ...,
+        trace: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "hashes", b"hashes", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "patience_ms", b"patience_ms", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "hashes", b"hashes", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "patience_ms", b"patience_ms", "tenant", b"tenant", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -329,6 +346,7 @@ class ReserveRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     hashes: _builtins.bytes
     """chain from its start, 16 bytes a hash; naming held blocks keeps them from being evicted first"""
@@ -339,6 +357,8 @@ class ReserveRequest(_message.Message):
     """only it can publish"""
     tenant: _builtins.bytes
     """salt of the chain, 32 bytes: whose quota the blocks count against; empty: nobody's"""
+    trace: _builtins.bytes
+    """as in MatchRequest"""
     def __init__(
         self,
         *,
@@ -348,10 +368,11 @@ class ReserveRequest(_message.Message):
         incarnation: _builtins.str = ...,
         owner: _builtins.str = ...,
         tenant: _builtins.bytes = ...,
+        trace: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "hashes", b"hashes", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "owner", b"owner", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "hashes", b"hashes", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "owner", b"owner", "tenant", b"tenant", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -399,9 +420,12 @@ class PublishRequest(_message.Message):
     INDICES_FIELD_NUMBER: _builtins.int
     CRC32C_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.int
     owner: _builtins.str
     """as in ReserveRequest"""
+    trace: _builtins.bytes
+    """as in MatchRequest"""
     @_builtins.property
     def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of what was written, into ReserveRequest.hashes"""
@@ -417,10 +441,11 @@ class PublishRequest(_message.Message):
         indices: _abc.Iterable[_builtins.int] | None = ...,
         crc32c: _abc.Iterable[_builtins.int] | None = ...,
         owner: _builtins.str = ...,
+        trace: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "indices", b"indices", "owner", b"owner", "reservation_id", b"reservation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crc32c", b"crc32c", "indices", b"indices", "owner", b"owner", "reservation_id", b"reservation_id", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -672,12 +697,19 @@ Global___CondemnResponse: _TypeAlias = CondemnResponse  # noqa: Y015
 class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def protocols(self) -> _protocol_pb2.ProtocolRange:
+        """that the caller speaks; not set: version 1"""
+
     def __init__(
         self,
+        *,
+        protocols: _protocol_pb2.ProtocolRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -756,6 +788,7 @@ class StatsResponse(_message.Message):
     HELD_BYTES_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
+    PROTOCOLS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     bytes: _builtins.int
     capacity_bytes: _builtins.int
@@ -794,6 +827,10 @@ class StatsResponse(_message.Message):
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStats]:
         """that have a quota and used it of late"""
 
+    @_builtins.property
+    def protocols(self) -> _protocol_pb2.ProtocolRange:
+        """that the node speaks; not set: version 1"""
+
     def __init__(
         self,
         *,
@@ -816,10 +853,11 @@ class StatsResponse(_message.Message):
         held_bytes: _builtins.int = ...,
         tiers: _abc.Iterable[Global___TierStats] | None = ...,
         tenants: _abc.Iterable[Global___TenantStats] | None = ...,
+        protocols: _protocol_pb2.ProtocolRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocols", b"protocols"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "bytes_matched", b"bytes_matched", "bytes_written", b"bytes_written", "capacity_bytes", b"capacity_bytes", "corrupt", b"corrupt", "evicted", b"evicted", "expired", b"expired", "held_bytes", b"held_bytes", "hits", b"hits", "leases", b"leases", "misses", b"misses", "pinned", b"pinned", "refused", b"refused", "reservations", b"reservations", "store_id", b"store_id", "tenants", b"tenants", "tiers", b"tiers", "written", b"written"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "bytes_matched", b"bytes_matched", "bytes_written", b"bytes_written", "capacity_bytes", b"capacity_bytes", "corrupt", b"corrupt", "evicted", b"evicted", "expired", b"expired", "held_bytes", b"held_bytes", "hits", b"hits", "leases", b"leases", "misses", b"misses", "pinned", b"pinned", "protocols", b"protocols", "refused", b"refused", "reservations", b"reservations", "store_id", b"store_id", "tenants", b"tenants", "tiers", b"tiers", "written", b"written"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -96,6 +96,7 @@ class BlockStoreServicer:
 
     def Hello(self, request, context):
         """Checks that client and node agree on the layout, before any byte moves. FAILED_PRECONDITION names the field that differs.
+        Agrees on the version of the protocol, for all calls and data connections that follow. OUT_OF_RANGE: there is no common version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

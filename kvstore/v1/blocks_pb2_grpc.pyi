@@ -32,7 +32,9 @@ class BlockStoreStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> BlockStoreAsyncStub: ...
     Hello: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.HelloRequest, _blocks_pb2.HelloResponse]
-    """Checks that client and node agree on the layout, before any byte moves. FAILED_PRECONDITION names the field that differs."""
+    """Checks that client and node agree on the layout, before any byte moves. FAILED_PRECONDITION names the field that differs.
+    Agrees on the version of the protocol, for all calls and data connections that follow. OUT_OF_RANGE: there is no common version.
+    """
     Match: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.MatchRequest, _blocks_pb2.MatchResponse]
     """Longest prefix of a chain that is held; pins its blocks until Release or the lease's end."""
     Release: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.ReleaseRequest, _blocks_pb2.ReleaseResponse]
@@ -61,7 +63,9 @@ class BlockStoreStub:
 class BlockStoreAsyncStub(BlockStoreStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Hello: _aio.UnaryUnaryMultiCallable[_blocks_pb2.HelloRequest, _blocks_pb2.HelloResponse]  # type: ignore[assignment]
-    """Checks that client and node agree on the layout, before any byte moves. FAILED_PRECONDITION names the field that differs."""
+    """Checks that client and node agree on the layout, before any byte moves. FAILED_PRECONDITION names the field that differs.
+    Agrees on the version of the protocol, for all calls and data connections that follow. OUT_OF_RANGE: there is no common version.
+    """
     Match: _aio.UnaryUnaryMultiCallable[_blocks_pb2.MatchRequest, _blocks_pb2.MatchResponse]  # type: ignore[assignment]
     """Longest prefix of a chain that is held; pins its blocks until Release or the lease's end."""
     Release: _aio.UnaryUnaryMultiCallable[_blocks_pb2.ReleaseRequest, _blocks_pb2.ReleaseResponse]  # type: ignore[assignment]
@@ -93,7 +97,9 @@ class BlockStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _blocks_pb2.HelloRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_blocks_pb2.HelloResponse, _abc.Awaitable[_blocks_pb2.HelloResponse]]:
-        """Checks that client and node agree on the layout, before any byte moves. FAILED_PRECONDITION names the field that differs."""
+        """Checks that client and node agree on the layout, before any byte moves. FAILED_PRECONDITION names the field that differs.
+        Agrees on the version of the protocol, for all calls and data connections that follow. OUT_OF_RANGE: there is no common version.
+        """
 
     @_abc_1.abstractmethod
     def Match(

@@ -7,7 +7,14 @@ import re
 from collections.abc import Iterator
 
 from fleet.core.roles import KvPath
-from operators.api.disagg_deployment import DisaggDeploymentSpec, EngineKind, RoleSpec, RoleType, ScalingMode
+from operators.api.disagg_deployment import (
+    DisaggDeploymentSpec,
+    EngineKind,
+    RoleSpec,
+    RoleType,
+    ScalingMode,
+    TraceProtocol,
+)
 
 MOST_WITH_ROUTER = 48
 """The longest name of a deployment whose routers have the role `router`."""
@@ -41,6 +48,15 @@ def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple
         yield "spec.model", "cacheClaim: keeps what is fetched, and with claim nothing is"
     if spec.watchdog.floor_seconds > spec.watchdog.ceiling_seconds:
         yield "spec", "watchdog.ceilingSeconds: is below watchdog.floorSeconds"
+    if spec.tracing.protocol is TraceProtocol.GRPC and re.search(r"//[^/]+/.", spec.tracing.endpoint):
+        why = "has a path, which gRPC does not use; leave it out, or set tracing.protocol to http"
+        yield "spec", f"tracing.endpoint: {why}"
+    if (spec.tracing.headers_secret or spec.tracing.authority_secret) and not spec.tracing.endpoint.startswith(
+        "https:"
+    ):
+        yield "spec", "tracing.endpoint: headersSecret and authoritySecret are for a collector with https"
+    if spec.worker_metrics.tls_secret and not spec.worker_metrics.key_sha256:
+        yield "spec", "workerMetrics.tlsSecret: without keySha256 the ports are closed; set both"
     transfer = spec.kv_transfer
     if KvPath.STORE not in transfer.paths if transfer.redis else transfer.redis_secret:
         why = "takes blocks of stores, so 'store' must be among kvTransfer.paths; and redisSecret is for redis only"

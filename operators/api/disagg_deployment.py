@@ -79,7 +79,7 @@ class Scaling(Resource, frozen=True):
     """Fewest replicas that a scaler may request."""
 
     most: Count = 64
-    """Most replicas that a scaler may request."""
+    """Maximum number of replicas that a scaler may request."""
 
 
 class Parallelism(Resource, frozen=True):
@@ -255,7 +255,7 @@ class RatioBounds(Resource, frozen=True):
     """Fewest prefill replicas for the decode replicas, as `1:4`."""
 
     most: Ratio = "999:1"
-    """Most prefill replicas for the decode replicas, as `1:2`."""
+    """Maximum number of prefill replicas for the decode replicas, as `1:2`."""
 
 
 class Balance(Resource, frozen=True):
@@ -282,6 +282,67 @@ class WatchdogSpec(Resource, frozen=True):
 
     ceiling_seconds: Seconds = 300
     """The longest time for a step, also for first steps and for work of a new kind."""
+
+
+PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+"""Regular expression of the port numbers from 1 to 65535."""
+
+
+class TraceProtocol(StrEnum):
+    GRPC = "grpc"
+    HTTP = "http"
+
+
+class TracingSpec(Resource, frozen=True):
+    """Traces of requests in the format of OpenTelemetry (OTLP)."""
+
+    endpoint: Annotated[
+        str,
+        Meta(
+            pattern=r"^(https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])"
+            rf"(:{PORT})?(/[^?#@]*)?)?$",
+            max_length=512,
+        ),
+    ] = ""
+    """URL of the collector: `http://collector.observability:4317` for gRPC, `http://collector.observability:4318/v1/traces` for HTTP. Empty:
+    nothing is traced."""
+
+    headers_secret: Annotated[str, Meta(max_length=253)] = ""
+    """A Secret whose key `headers` has the headers of each export, such as a key of the collector: a line `name: value` for each. Needs an
+    endpoint with https."""
+
+    authority_secret: Annotated[str, Meta(max_length=253)] = ""
+    """A Secret whose key `ca.crt` has the authority of a collector with https. Empty: the authorities that the image trusts."""
+
+    protocol: TraceProtocol = TraceProtocol.GRPC
+    """OTLP over gRPC, or over HTTP with protobuf."""
+
+    sample_percent: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    """Percentage of the requests without a `traceparent` that are traced."""
+
+    keep_errors: bool = True
+    """Trace requests that fail, sampled or not. Cancellations by clients are no failures, nor are refusals by a rule before the answer has
+    begun: `draining`, and HTTP 4xx except `kv_mismatch`."""
+
+    slow_first_token_seconds: Annotated[int, Meta(ge=0, le=1_000_000)] = 10
+    """Requests whose first token takes longer are traced, sampled or not; 0: none."""
+
+    slow_seconds: Annotated[int, Meta(ge=0, le=1_000_000)] = 60
+    """Requests that take longer altogether are traced, sampled or not; 0: none."""
+
+
+class WorkerMetricsSpec(Resource, frozen=True):
+    """Ports for the metrics of workers and of the stores in them. Routers export what workers report to them in any case."""
+
+    key_sha256: Annotated[
+        tuple[Annotated[str, Meta(pattern="^[0-9a-f]{64}$")], ...],
+        Meta(max_length=16, extra_json_schema={"x-kubernetes-list-type": "set"}),
+    ] = ()
+    """SHA-256 of each key that may read the metrics, in hex (`printf %s KEY | sha256sum`). Scrapers send `Authorization: Bearer KEY`. Empty:
+    the ports are closed."""
+
+    tls_secret: Annotated[str, Meta(max_length=253)] = ""
+    """A Secret of the type `kubernetes.io/tls` with the certificate of these ports. Empty: they do not speak TLS."""
 
 
 _ROLES = rules(
@@ -317,6 +378,18 @@ DEPLOYMENT_RULES = rules(
     (
         "self.watchdog.floorSeconds <= self.watchdog.ceilingSeconds",
         "watchdog.ceilingSeconds: is below watchdog.floorSeconds",
+    ),
+    (
+        "self.tracing.protocol != 'grpc' || self.tracing.endpoint.matches('^(https?://[^/]+/?)?$')",
+        "tracing.endpoint: has a path, which gRPC does not use; leave it out, or set tracing.protocol to http",
+    ),
+    (
+        "(self.tracing.headersSecret == '' && self.tracing.authoritySecret == '') || self.tracing.endpoint.startsWith('https:')",
+        "tracing.endpoint: headersSecret and authoritySecret are for a collector with https",
+    ),
+    (
+        "self.workerMetrics.tlsSecret == '' || self.workerMetrics.keySha256.size() > 0",
+        "workerMetrics.tlsSecret: without keySha256 the ports are closed; set both",
     ),
 )
 
@@ -374,6 +447,12 @@ class DisaggDeploymentSpec(Resource, frozen=True):
 
     watchdog: WatchdogSpec = WatchdogSpec()
     """When a worker whose engine makes no progress is ended and started again."""
+
+    tracing: TracingSpec = TracingSpec()
+    """The collector to which routers, workers and their stores send traces, and which requests are traced."""
+
+    worker_metrics: WorkerMetricsSpec = WorkerMetricsSpec()
+    """Ports for the metrics of workers and of their stores, who may read them, and their certificate."""
 
     suspend: bool = False
     """Scale everything to 0 and keep it there."""

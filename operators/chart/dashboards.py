@@ -1,7 +1,7 @@
-"""Grafana dashboards. Every query is checked against the metric catalogue: an unknown metric or label is an error.
+"""Dashboards: generates Grafana dashboards. A metric or label that is not in the metric catalogue is an error.
 
-The schema version is 39 (Grafana 10.4 and later). Namespaces are a variable; Prometheus adds that label to scraped
-metrics.
+The schema version is 39 (Grafana 10.4 and later). The user chooses the namespace by a variable of the dashboard;
+Prometheus adds this label to scraped metrics.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,12 +9,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from operators.chart.metric_catalogue import (
-    MetricDescription,
-    operator_metric_descriptions,
-    router_metric_descriptions,
-    store_metric_descriptions,
-)
+from kvstore.metric_definitions import MetricDefinition
+from operators.chart.metric_catalogue import OPERATOR, ROUTER, STORE, Definitions, by_name
 
 SCOPE = 'namespace=~"$namespace"'
 WINDOW = "$__rate_interval"
@@ -29,8 +25,8 @@ ALIKE = frozenset(
         "fleet_operator_objects",
     }
 )
-"""Metrics that every router reports about the same workers and stores, and every operator about the same objects: they
-count once."""
+"""Metrics that several processes report about the same objects, such as all routers about the same workers. A dashboard
+shows one of their values instead of their sum."""
 
 COLUMNS, WIDTH, HEIGHT = 3, 8, 7
 
@@ -46,7 +42,7 @@ class Panel(Struct, frozen=True, kw_only=True):
     unit: str
     queries: tuple[Query, ...]
     most: float | None = None
-    """Upper end of the axis."""
+    """Upper end of the vertical axis, or None if Grafana chooses it."""
 
 
 class Row(Struct, frozen=True):
@@ -55,26 +51,26 @@ class Row(Struct, frozen=True):
 
 
 class Queries:
-    """Makes queries and panels from the metrics of one process."""
+    """Builds the queries and panels of a dashboard from the metrics of one process."""
 
-    def __init__(self, catalogue: Mapping[str, MetricDescription]) -> None:
-        self._catalogue = catalogue
+    def __init__(self, definitions: Definitions) -> None:
+        self._catalogue = by_name(definitions)
 
-    def metric(self, name: str, kind: str, by: Iterable[str] = ()) -> MetricDescription:
-        """Return a metric.
+    def metric(self, name: str, kind: str, by: Iterable[str] = ()) -> MetricDefinition:
+        """Return the definition of a metric, after a check of its kind and its labels.
 
         Raises:
             LookupError: There is no metric of that name and kind, or it does not have these labels.
         """
         found = self._catalogue.get(name)
-        if found is None or found.kind != kind:
+        if found is None or found.type != kind:
             raise LookupError(f"{name}: there is no such {kind}")
-        if missing := set(by) - found.labels - {"pod"}:
+        if missing := set(by) - {*found.labels} - {"pod"}:
             raise LookupError(f"{name}: has no label {min(missing)}")
         return found
 
     def rate(self, name: str, *by: str, legend: str = "") -> Query:
-        """Return the rate per second of a counter."""
+        """Return the query for the rate of a counter per second."""
         self.metric(name, "counter", by)
         return Query(_summed(by, f"rate({name}_total{{{SCOPE}}}[{WINDOW}])"), legend or _legend(by))
 
@@ -91,14 +87,14 @@ class Queries:
         return Query(f"histogram_quantile({of}, {inner})", f"p{of * 100:g} {_legend(by)}".strip())
 
     def rates(self, title: str, name: str, *by: str, unit: str = "reqps") -> Panel:
-        """Return a panel of a counter by its labels."""
+        """Return a panel with the rates of a counter, with one line for each combination of values of the labels."""
         return self.panel(title, name, unit, self.rate(name, *by))
 
     def levels(self, title: str, name: str, *by: str, unit: str = "short") -> Panel:
         return self.panel(title, name, unit, self.level(name, *by))
 
     def times(self, title: str, name: str, *by: str) -> Panel:
-        """Return a panel with the median and the slowest durations."""
+        """Return a panel with the percentiles 50, 90 and 99 of a histogram of durations."""
         return self.panel(title, name, "s", *(self.quantile(name, of, *by) for of in (0.5, 0.9, 0.99)))
 
     def panel(self, title: str, name: str, unit: str, *queries: Query) -> Panel:
@@ -106,7 +102,7 @@ class Queries:
 
 
 def share(title: str, meaning: str, part: Query, *whole: Query) -> Panel:
-    """Return a panel of a part's share of a sum, from 0 to 1."""
+    """Return a panel with `part` divided by the sum of `whole`, a number from 0 to 1."""
     total = " + ".join(each.expression for each in whole)
     query = Query(f"{part.expression} / ({total})", part.legend)
     return Panel(title=title, meaning=meaning, unit="percentunit", queries=(query,), most=1.0)
@@ -114,7 +110,7 @@ def share(title: str, meaning: str, part: Query, *whole: Query) -> Panel:
 
 def requests() -> dict[str, Any]:
     """Return the routers' dashboard: requests, times, tokens, workers."""
-    of = Queries(router_metric_descriptions())
+    of = Queries(ROUTER)
     rows = (
         Row(
             "Requests",
@@ -231,7 +227,7 @@ def requests() -> dict[str, Any]:
 
 def store() -> dict[str, Any]:
     """Return the dashboard of KV store nodes: tiers, their hits, times and free space."""
-    of = Queries(store_metric_descriptions())
+    of = Queries(STORE)
     tier = ("tier",)
     rows = (
         Row(
@@ -301,8 +297,8 @@ def store() -> dict[str, Any]:
 
 
 def operator() -> dict[str, Any]:
-    """Return the operator's dashboard: its objects, its actions and their durations."""
-    of = Queries(operator_metric_descriptions())
+    """Return the dashboard of the operator: its objects, its reconciles and their durations."""
+    of = Queries(OPERATOR)
     rows = (
         Row(
             "Deployments",

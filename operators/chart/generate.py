@@ -1,8 +1,9 @@
-"""Generator of the Helm chart: `python -m operators.chart.generate deploy/helm/fleet` writes what comes from types.
+"""Generator of the Helm chart: writes those files of the chart that are generated from types.
 
-Values, their schema and the README come from `operators.chart.values`, `Chart.yaml` from `operators.chart.package`, custom resource definitions from `operators.chart.crds`, the
-rights of operator and planner from `operators.rbac`, and dashboards from `operators.chart.dashboards`. A test compares the chart
-with the generated content.
+The command is `python -m operators.chart.generate deploy/helm/fleet`. Values, their schema and the README come from
+`operators.chart.values`, `Chart.yaml` from `operators.chart.package`, custom resource definitions from
+`operators.chart.crds`, the rights of operator and planner from `operators.rbac`, and dashboards from
+`operators.chart.dashboards`. A test compares the chart with the generated content.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from fleet.core.errors import ConfigurationRefused
 from operators.chart.crds import KINDS, definition
 from operators.chart.dashboards import DASHBOARDS
 from operators.chart.docstrings import documented_fields, structs_of
-from operators.chart.package import chart_yaml, readme
+from operators.chart.package import PUBLISHING, chart_yaml, readme
 from operators.chart.presets import PRESETS
 from operators.chart.values import OWNED, Values
 from operators.planner.settings import KubePlannerSettings
@@ -37,11 +38,11 @@ metadata:
 {{- end }}
   labels: {{- include "fleet.labels" (list . "crds") | nindent 4 }}
 """
-"""Metadata of a definition, before its name."""
+"""First lines of the field `metadata` of each CustomResourceDefinition in the chart; the name follows them."""
 
 
 def generated() -> dict[str, str]:
-    """Return the content of every generated file, by its path in the chart."""
+    """Return the content of every generated file, by the file's path in the chart."""
     dashboards = {
         f"files/dashboards/{name}.json": f"{msgspec.json.format(msgspec.json.encode(made()), indent=1).decode()}\n"
         for name, made in DASHBOARDS.items()
@@ -50,7 +51,7 @@ def generated() -> dict[str, str]:
     return {
         "values.yaml": values(),
         "values.schema.json": f"{msgspec.json.format(msgspec.json.encode(schema()), indent=1).decode()}\n",
-        "Chart.yaml": f"{HEADER.replace('the types', 'operators/chart/package.py')}\n{chart_yaml()}",
+        "Chart.yaml": f"{HEADER.replace('the types', 'operators/chart/package.py')}\n{PUBLISHING}{chart_yaml()}",
         "README.md": readme(HEADER.removeprefix("# ")),
         "files/presets.yaml": f"{HEADER}\n{_yaml(PRESETS)}",
         "files/operator-access.yaml": f"{HEADER}\n{_yaml(rules(ACCESS) | {'cluster': rules(CLUSTER_ACCESS)['deployments']})}",
@@ -61,7 +62,7 @@ def generated() -> dict[str, str]:
 
 
 def values() -> str:
-    """Return `values.yaml`: every value with its meaning and its default."""
+    """Return the text of `values.yaml`: every value with its default, and its meaning as a comment."""
     lines = [HEADER.replace("the types", "operators/chart/values.py")]
     for each in _lines(Values, Values()):
         if not each.startswith((" ", "#")) and not lines[-1].startswith("#"):
@@ -71,14 +72,14 @@ def values() -> str:
 
 
 def schema() -> Schema:
-    """Return `values.schema.json`, in the draft that both versions of Helm know."""
+    """Return the JSON schema in `values.schema.json`, in draft 7, which Helm 3 and Helm 4 can read."""
     kinds: list[type[Struct]] = [Values, OperatorSettings, KubePlannerSettings]
     (root, *_), parts = msgspec.json.schema_components(kinds, ref_template="#/definitions/{name}")
     structs = {name: kind for each in kinds for name, kind in structs_of(each).items()}
     for name, part in parts.items():
         for field, text in documented_fields(structs.get(name)).items():
             part["properties"][field] = {"description": text} | part["properties"][field]
-    # Not the field's type, because only the chart knows the values of settings without a default.
+    # In `Values`, `settings` may be any object, because the chart adds settings; the schema names the real type.
     for values_name, kind in (("OperatorValues", OperatorSettings), ("PlannerValues", KubePlannerSettings)):
         parts[values_name]["properties"]["settings"] |= {"$ref": f"#/definitions/{kind.__name__}"}
     for owner, names in OWNED.items():
@@ -91,7 +92,7 @@ def schema() -> Schema:
 
 
 def _references(node: Any) -> Iterator[str]:
-    """Yield the names of definitions that a schema refers to."""
+    """Yield the names of the definitions to which a JSON schema refers."""
     if isinstance(node, dict):
         if "$ref" in node:
             yield node["$ref"].rpartition("/")[2]
@@ -101,7 +102,7 @@ def _references(node: Any) -> Iterator[str]:
 
 
 def rules(access: Sequence[RoleRule]) -> dict[str, list[dict[str, list[str]]]]:
-    """Return the rules of a process's Roles: in the namespaces of deployments, and in its own."""
+    """Return the rules of a process's two Roles: in the namespaces of deployments, and in its own namespace."""
     parts: dict[str, list[dict[str, list[str]]]] = {"deployments": [], "own": []}
     for name, own in (("deployments", False), ("own", True)):
         alike: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = {}
@@ -117,7 +118,11 @@ def rules(access: Sequence[RoleRule]) -> dict[str, list[dict[str, list[str]]]]:
 
 
 def _definition(made: Schema) -> str:
-    """Return a definition as a template, which is installed and kept as the values say."""
+    """Return a CustomResourceDefinition as a Helm template.
+
+    The values of the chart decide whether the definition is installed, and whether it stays when the release is
+    removed.
+    """
     text = _yaml(made)
     if "{{" in text:
         raise ConfigurationRefused(
@@ -128,7 +133,7 @@ def _definition(made: Schema) -> str:
 
 
 def _yaml(value: Any) -> str:
-    # Each text gets one line, because folded lines would look like the white space of templates.
+    # The width is large enough that no text is broken into several lines, which could break a Helm template inside it.
     return str(yaml.safe_dump(msgspec.to_builtins(value), sort_keys=False, width=10_000, allow_unicode=True))
 
 
@@ -158,6 +163,7 @@ def write(chart: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m operators.chart.generate",
         description="Write the parts of the Helm chart that come from types.",
     )

@@ -1,91 +1,48 @@
-"""Metric catalogue: every metric of a router, a KV store node and the operator, read from their objects."""
+"""Metric catalogue: lists the definitions of all metrics of Fleet, by the process that exports them.
 
-from collections.abc import Iterable, Mapping
-from functools import cache
+docs/metrics.md (`operators.chart.metrics_reference`) and the dashboards are generated from the catalogue.
+"""
 
-from msgspec import Struct
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import Metric
+from collections.abc import Mapping, Sequence
 
-from fleet.core.requests import Finish
-from fleet.core.telemetry import RouterProcessMetrics
-from fleet.frontend.metrics.predictions import PredictionMetrics
-from fleet.frontend.metrics.relay import RelayMetrics
-from fleet.frontend.metrics.router import RouterMetrics, TenantMetrics
-from fleet.router.state.snapshot import RouterCounters, RouterSnapshot
-from fleet.router.tenants import TenantUsage
-from kvstore.messages import Stats
-from kvstore.service.metrics import NodeMetrics, NodeSnapshot
-from operators import telemetry
+from fleet.backends.external import workers as external_backends
+from fleet.core import telemetry as requests
+from fleet.frontend.metrics import demand, images, overflow, predictions, relay, router, tracing
+from fleet.peers import redis_tenants
+from fleet.planner.control import metrics as planner
+from fleet.recording import access_records
+from kvstore.metric_definitions import MetricDefinition
+from kvstore.security import certificates
+from kvstore.service import metrics as store
+from kvstore.tracing import metrics as export
+from operators import telemetry as operator
+from operators.planner import metrics as cluster_planner
+from workers import metrics as worker
 
-IDLE_ROUTER = RouterSnapshot(
-    pools=(), stores=(), active=0, queued=0, index_blocks=0, index_overflowed=0, counters=RouterCounters()
+Definitions = Sequence[MetricDefinition]
+
+ROUTER: Definitions = (
+    *(*requests.METRICS, *router.METRICS, *relay.METRICS, *external_backends.METRICS, *demand.METRICS),
+    *(*predictions.METRICS, *overflow.METRICS, *redis_tenants.METRICS, *access_records.METRICS),
+    *(*images.METRICS, *tracing.METRICS, *export.METRICS, *certificates.METRICS),
 )
-IDLE_NODE = NodeSnapshot(
-    stats=Stats(
-        blocks=0,
-        bytes=0,
-        capacity_bytes=0,
-        hits=0,
-        misses=0,
-        written=0,
-        evicted=0,
-        corrupt=0,
-        expired=0,
-        pinned=0,
-    ),
-    transfers=(),
-    refused_loads=0,
-    ghost_caches=(),
-)
+WORKER: Definitions = (*worker.METRICS, *export.METRICS, *certificates.METRICS)
+STORE: Definitions = (*store.METRICS, *export.METRICS, *certificates.METRICS)
+PLANNER: Definitions = (*planner.METRICS, *certificates.METRICS)
+CLUSTER_PLANNER: Definitions = (*cluster_planner.METRICS, *certificates.METRICS)
+OPERATOR: Definitions = operator.METRICS
+
+PROCESSES: Mapping[str, Definitions] = {
+    "router": ROUTER,
+    "worker": WORKER,
+    "kvstore": STORE,
+    "planner": PLANNER,
+    "kube-planner": CLUSTER_PLANNER,
+    "operator": OPERATOR,
+}
+"""The definitions of the metrics of each process, by the name that the process has in `fleet serve`."""
 
 
-class MetricDescription(Struct, frozen=True, kw_only=True):
-    """One metric; a counter's samples are called `<name>_total`, a histogram's `<name>_bucket` and so on."""
-
-    name: str
-    kind: str
-    meaning: str
-    labels: frozenset[str]
-
-
-@cache
-def router_metric_descriptions() -> Mapping[str, MetricDescription]:
-    metrics = RouterProcessMetrics(CollectorRegistry())
-    metrics.ended(Finish.STOP, (), None, 0.0)
-    parts = (
-        RouterMetrics(lambda: IDLE_ROUTER, tasks=lambda: 0, refused=dict, directory=bool),
-        TenantMetrics(lambda: {"one": TenantUsage()}),
-        RelayMetrics(tuple),
-        PredictionMetrics(lambda _: None),
-    )
-    return _described(metrics.registry.collect(), *(part.collect() for part in parts))
-
-
-@cache
-def store_metric_descriptions() -> Mapping[str, MetricDescription]:
-    metrics = NodeMetrics(CollectorRegistry(), lambda: IDLE_NODE)
-    metrics.moved("ssd", "fetch", 0.0)
-    return _described(metrics.registry.collect())
-
-
-@cache
-def operator_metric_descriptions() -> Mapping[str, MetricDescription]:
-    metrics = telemetry.OperatorMetrics(CollectorRegistry())
-    metrics.wrote("apply")
-    gauges = telemetry.OperatorGauges(leads=bool, waiting=int, objects=dict, restarts=int, ready=dict)
-    return _described(metrics.registry.collect(), gauges.collect())
-
-
-def _described(*collected: Iterable[Metric]) -> dict[str, MetricDescription]:
-    found: dict[str, MetricDescription] = {}
-    for family in (each for families in collected for each in families):
-        declared = getattr(family, "_labelnames", ())  # labels without a sample yet
-        sampled = {label for sample in family.samples for label in sample.labels}
-        found[family.name] = MetricDescription(
-            name=family.name,
-            kind=family.type,
-            meaning=family.documentation,
-            labels=frozenset({*declared, *sampled} - {"le"}),
-        )
-    return found
+def by_name(definitions: Definitions) -> Mapping[str, MetricDefinition]:
+    """Return the definitions by the name of their metric; names of counters have no `_total` here."""
+    return {each.name: each for each in definitions}

@@ -1,4 +1,4 @@
-"""Package of the Helm chart: its `Chart.yaml` with the annotations of Artifact Hub, and its README with all values."""
+"""Package of the Helm chart: generates `Chart.yaml` with the annotations of Artifact Hub, and the README."""
 
 import base64
 import textwrap
@@ -18,12 +18,17 @@ from operators.chart.presets import PRESETS
 from operators.chart.values import ChartImages, Image, Values
 
 CHART_VERSION = "0.1.0"
-"""Version of the chart and of the images. A test compares it with the package's."""
+"""Version of the chart and of the images. A test checks that it equals the version of the Python package."""
 
 REPOSITORY = Path(__file__).parents[2]
 ICON = REPOSITORY / "deploy" / "helm" / "fleet" / "icon.svg"
 EXAMPLES = ("samples/cpu.yaml", "samples/plans/h100-llama-70b.yaml", "samples/requests/llama-70b.yaml")
-"""Samples that Artifact Hub shows, below deploy/."""
+"""Paths, relative to deploy/, of the sample objects that Artifact Hub shows."""
+
+PUBLISHING = """\
+# Whoever publishes this chart sets Homepage in pyproject.toml to a page of their own (`home` and `maintainers` follow), and adds what only
+# they know: `sources`, and the annotations artifacthub.io/links, artifacthub.io/signKey, and artifacthub.io/images with their registry.
+"""
 
 INTRODUCTION = """\
 Disaggregated serving of large language models: a KV-aware router, an operator for pools of prefill and decode workers, and a planner.
@@ -40,7 +45,7 @@ helm install fleet deploy/helm/fleet --namespace serving --create-namespace --se
 
 
 def chart_yaml() -> str:
-    """Return `Chart.yaml`; its home is the homepage in `pyproject.toml`."""
+    """Return the text of `Chart.yaml`; its field `home` is the homepage in `pyproject.toml`."""
     home = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
     chart = {
         "apiVersion": "v2",
@@ -49,7 +54,7 @@ def chart_yaml() -> str:
         "type": "application",
         "version": CHART_VERSION,
         "appVersion": CHART_VERSION,
-        # Older Helms take a cluster for 1.25 in `helm template`. The tests cover 1.30 to 1.37.
+        # Tests cover Kubernetes 1.30 to 1.37, but `helm template` of older Helm versions assumes 1.25.
         "kubeVersion": ">=1.25.0-0",
         "home": home,
         "icon": f"data:image/svg+xml;base64,{base64.b64encode(ICON.read_bytes()).decode()}",
@@ -61,7 +66,7 @@ def chart_yaml() -> str:
 
 
 def _annotations() -> dict[str, str]:
-    """Return the annotations of https://artifacthub.io/docs/topics/annotations/helm/, whose values are texts."""
+    """Return the annotations for Artifact Hub (https://artifacthub.io/docs/topics/annotations/helm/)."""
     kinds = [
         {
             "kind": kind.name,
@@ -94,10 +99,10 @@ def _text(value: Any) -> str:
 
 
 def readme(header: str) -> str:
-    """Return the chart's `README.md`.
+    """Return the text of the chart's `README.md`.
 
     Args:
-        header: The line that says how to make it again.
+        header: The line that tells by which command the page is generated.
     """
     lines = [f"<!-- {header} -->", "", "# Fleet", "", INTRODUCTION.rstrip(), "", "## Values", ""]
     lines += ["| value | default | meaning |", "|---|---|---|", *_rows(Values, Values(), "")]

@@ -225,6 +225,13 @@ class ChartClientTls(_Values, frozen=True):
     """The key in the Secret that holds the authority of clients' certificates (mTLS): `ca.crt`. Empty: clients need no
     certificate."""
 
+    health: bool = False
+    """Use TLS at the port for health and metrics too, 8080; probes and the PodMonitor then use HTTPS. Not with `clientAuthority`, because
+    probes of Kubernetes have no certificate."""
+
+    endpoint_picker: bool = False
+    """Use TLS at the port of the endpoint picker too, 9002, for gateways that call pickers over TLS."""
+
 
 class Autoscaling(_Values, frozen=True):
     enabled: bool = False
@@ -234,7 +241,7 @@ class Autoscaling(_Values, frozen=True):
     """Fewest replicas."""
 
     most: Annotated[int, Meta(ge=1, le=1000)] = 8
-    """Most replicas."""
+    """Maximum number of replicas."""
 
     cpu_percent: Annotated[int, Meta(ge=1, le=1000)] = 70
     """Percentage of the CPUs that a pod requests."""

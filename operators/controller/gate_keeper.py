@@ -1,16 +1,25 @@
-"""Gate keeper: lets one group of pods at a time pass the scheduler, while the operator cannot choose domains itself. Pure.
+"""Gate keeper: opens the scheduling gates of one worker group at a time, if the operator cannot choose domains. Pure.
 
 Rules:
 
-1. All pods of a group are made with a scheduling gate. The scheduler does not see them, so they hold no GPUs.
-2. One group at a time passes: its gates are opened when all of its pods exist and no other group of this operator has pods
-   that are open and without a node. So two groups cannot each hold half of a domain and wait for the other half.
-3. Groups pass in the order in which they came. A group keeps its place until the cache shows that it is open, so that nobody
-   overtakes it between the decision and the write. A group that the operator has not heard of for STALE is forgotten.
-4. A group of which some pods are open already goes on at once: it may hold GPUs. This also covers a pod that was
-   replaced later, and an operator that was killed between two writes.
-5. A group for which no node was found gives its turn back if others wait: it is removed, made again, and waits behind them.
-   If nobody waits it stays, because a node may be on its way.
+1. All pods of a group are made with a scheduling gate. The scheduler ignores pods with a gate, so these pods hold no
+   GPUs.
+2. Only one group at a time passes the scheduler. Its gates are opened when all of its pods exist, and no other group of
+   this operator has pods without a gate that still wait for a node. So two groups cannot each hold half of a domain and
+   wait for the other half.
+3. The operator's gate is the last one to open. A group whose pods also have gates of other controllers is not in the
+   queue: the scheduler would not look at its pods, and all other groups would wait until the other controller removes
+   its gate.
+4. Groups pass in the order in which they entered the queue. A group keeps its place until the cache shows that its
+   gates are open, so that no other group overtakes it between the decision and the write. A group that no reconcile has
+   named for STALE is forgotten.
+5. The turn of a group is limited. If its gates are not open after OPENING, for example because the API server refuses
+   the write, the group goes to the end of the queue. Open pods that wait for a node block other groups for TURN at
+   most, even if no scheduler reports on them.
+6. If some pods of a group are open already, its other gates are opened at once, because the group may hold GPUs. This
+   also covers a pod that was replaced later, and an operator that was killed between two writes.
+7. A group for which no node was found gives its turn back if others wait: it is removed, made again, and waits behind them.
+   If no other group waits, it is not removed, because a new node may be starting.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,29 +32,47 @@ from operators.keys import ReconcileKey
 from operators.observed.gates import GatedGroup, is_passing
 
 STALE = Nanos(30 * SECOND)
+OPENING = Nanos(30 * SECOND)
+"""The time limit from the decision to open a group's gates until the cache shows them open. After it, the next group
+gets the turn."""
+
+TURN = Nanos(180 * SECOND)
+"""The maximum time that an open pod without a node makes other groups wait. If the scheduler has looked at the pods of
+its group, the group has nodes or was removed by then (`operators.observed.observe.PARTIAL_GROUP_SECONDS`)."""
+
+Place = tuple[ReconcileKey, str]
 
 
 class GateKeeper:
     def __init__(self) -> None:
-        self._waiting: dict[tuple[ReconcileKey, str], Nanos] = {}
+        self._waiting: dict[Place, Nanos] = {}
+        self._turn: tuple[Place, Nanos] | None = None
+        """The group whose gates are being opened, and the instant at which its turn began; None if no group has the
+        turn."""
+
+        self._passing: dict[str, Nanos] = {}
+        """Pods without a gate that wait for a node: the uid of each, and the instant at which it was first seen
+        waiting."""
 
     def decide(
         self, key: ReconcileKey, groups: Sequence[GatedGroup], pods: Iterable[Pod], now: Nanos
     ) -> tuple[Action, ...]:
-        """Return the gates to open, and the groups to remove because others wait.
+        """Return actions that open gates, and one that removes a group if it found no node and other groups wait.
 
         Args:
-            key: The deployment.
-            groups: Its groups with gates.
+            key: The key of the deployment.
+            groups: All groups of the deployment whose pods were created with a gate.
             pods: All pods that this operator knows.
             now: The present time.
         """
-        closed = [each for each in groups if each.closed and not each.begun]
+        closed = [each for each in groups if each.closed and not each.begun and not each.held]
         self._queue(key, closed, now)
         opened = [each for each in groups if each.closed and each.begun]
-        if closed and not is_passing(pods):
-            first_key, first = next(iter(self._waiting))
-            opened += [each for each in closed if (key, each.name) == (first_key, first)]
+        if closed and self._is_occupied(pods, now):
+            self._turn = None
+        elif closed:
+            first = self._next(now)
+            opened += [each for each in closed if (key, each.name) == first]
         given_back = [each.name for each in groups if each.unplaced and self._waiting]
         return (
             *(OpenGate(pod) for each in opened for pod in each.closed),
@@ -53,12 +80,33 @@ class GateKeeper:
         )
 
     def waits(self, key: ReconcileKey) -> bool:
-        """Return whether a group of the deployment waits for its turn."""
+        """Return whether a group of the deployment waits in the queue for its turn."""
         return any(waiting == key for waiting, _ in self._waiting)
 
     def forget(self, key: ReconcileKey) -> None:
-        """Forget a deployment that has gone."""
+        """Remove the groups of a deleted deployment from the queue."""
         self._queue(key, (), Nanos(0))
+
+    def _is_occupied(self, pods: Iterable[Pod], now: Nanos) -> bool:
+        """Return whether any open pod has waited for a node for less than TURN, so that other groups still have to wait."""
+        uids = [each.metadata.uid for each in pods if is_passing(each)]
+        self._passing = {uid: self._passing.get(uid, now) for uid in uids}
+        return any(now < since + TURN for since in self._passing.values())
+
+    def _next(self, now: Nanos) -> Place:
+        """Return the first group of the queue.
+
+        If the gates of the first group could not be opened within OPENING, move this group to the end of the queue and
+        return the next one.
+        """
+        first = next(iter(self._waiting))
+        if self._turn is not None and self._turn[0] == first and now >= self._turn[1] + OPENING:
+            self._waiting[first] = self._waiting.pop(first)
+            first = next(iter(self._waiting))
+            self._turn = None
+        if self._turn is None or self._turn[0] != first:
+            self._turn = (first, now)
+        return first
 
     def _queue(self, key: ReconcileKey, closed: Sequence[GatedGroup], now: Nanos) -> None:
         names = {each.name for each in closed}

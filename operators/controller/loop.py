@@ -1,4 +1,4 @@
-"""Controller: reconciles one key. It reads the caches, decides, writes, and sets the time of the next reconcile."""
+"""Controller: reconciles one key. It reads the caches, decides, writes, and enqueues the key for a later reconcile."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -24,9 +24,11 @@ from operators.controller.gate_keeper import GateKeeper
 from operators.controller.reconcile import reconcile
 from operators.controller.room_reader import RoomReader
 from operators.controller.work_queue import IMMEDIATELY
+from operators.controller.worker_revisions import WorkerRevisions
 from operators.keys import ReconcileKey, deployment_key
 from operators.manifests.names import DesiredDeployment
 from operators.manifests.pods import Images
+from operators.manifests.workloads import revision
 from operators.observed.caches import InformerCaches
 from operators.observed.observe import conditions_of, observe, scalers_of
 from operators.observed.registrations import SKEW_SECONDS, ReportedWorkers
@@ -39,23 +41,27 @@ from operators.status.scaler import plan_status, scaler_status
 from operators.telemetry import ReconcileOutcome
 
 WRITES_BEFORE_PAUSE = 20
-"""After this number of reconciles in a row with writes, a pause follows each, because somebody may be undoing the writes.
+"""After this many reconciles of a key in a row that wrote something, the controller pauses after each reconcile that
+writes, because another program may be undoing the writes.
 """
 
 TROUBLE_RECHECK = Nanos(15 * SECOND)
-"""The time between two reconciles of pods that do not start: passing time alone may require a change."""
+"""The time between two reconciles of a deployment whose pods do not start. A reconcile checks time limits, for which no
+watch event comes."""
 
 TURN_RECHECK = SECOND
 """The time between two reconciles of a deployment with groups that wait for their turn (`operators.controller.gate_keeper`)."""
 
 MOST_AVOIDED = 64
-"""Nodes of a role that are remembered as too full."""
+"""The maximum number of nodes that the controller remembers as too full for the groups of one role."""
 
 DERIVED_CONDITIONS = frozenset({"Available", "Progressing", "RolesRegistered", "Rebalancing"})
-"""Conditions that follow from the requested replicas and from Ready. Only the loss of Available is news of its own."""
+"""Conditions that follow from the requested replicas and from Ready. Their changes are not urgent to write. The only
+exception is Available when it becomes False."""
 
 PROGRESS_REASONS = frozenset({"RolesNotReady", "RollingOut", "Suspending", "RegistrationUnknown", "NotRegistered"})
-"""Reasons of Ready that follow one another during a change, so that a switch between them is not urgent."""
+"""Reasons of the condition Ready that follow one another during a start or a rollout. A change from one of them to
+another is not urgent to write."""
 
 NOTHING = Condition(type="Ready", status="Unknown", reason="")
 AFTER_LEASE_END = Nanos(SECOND // 10)
@@ -76,9 +82,10 @@ class Controller:
         room: RoomReader,
         plans_obeyed: bool = False,
     ) -> None:
-        """Create the controller; `enqueue` takes a key and a delay; without `prober`, no probes are sent.
+        """Create the controller.
 
-        If `plans_obeyed`, a planner writes the statuses of ServingPlans.
+        `enqueue` takes a key and a delay. If `prober` is None, no probes are sent. If `plans_obeyed` is true, a planner
+        writes the statuses of ServingPlans, and the controller does not.
         """
         self._plans_obeyed = plans_obeyed
         self._secrets = secrets
@@ -94,24 +101,25 @@ class Controller:
         self._gates = GateKeeper()
         self._avoided: dict[ReconcileKey, dict[str, tuple[str, ...]]] = {}
         self._sizes: dict[ReconcileKey, tuple[str, Mapping[str, int]]] = {}
+        self._worker_revisions = WorkerRevisions(lambda desired: revision(desired, images))
         self._write_streaks: dict[ReconcileKey, int] = {}
         self._edits: dict[ReconcileKey, tuple[KubernetesEvent, ...]] = {}
 
     def edited(self, before: CustomObject, after: CustomObject) -> None:
-        """Note an edit of a deployment, for an event with its next reconcile."""
+        """Remember that a deployment was edited, so that its next reconcile can record Kubernetes events about the edit."""
         if told := tuple(events.replicas_ignored(before, after)):
             self._edits[deployment_key(after.metadata.namespace, after.metadata.name)] = told
 
     async def reconcile_key(
         self, key: ReconcileKey, reports: ReportedWorkers | None, served: OptionalKinds, *, afresh: bool = False
     ) -> ReconcileOutcome:
-        """Reconcile a key; return the outcome.
+        """Reconcile the object that a key names once; return the outcome.
 
         Args:
             key: The key.
-            reports: Workers that the deployment's routers report; None: no report.
-            served: The optional kinds of the API server.
-            afresh: Apply everything, also what looks unchanged, because somebody may have edited it.
+            reports: Workers that the deployment's routers report, or None if no router has reported.
+            served: The optional kinds that the API server has.
+            afresh: If true, apply all objects, even those that look unchanged: somebody may have edited them.
 
         Raises:
             KubernetesError: The API server failed.
@@ -126,6 +134,7 @@ class Controller:
             self._avoided.pop(key, None)
             self._gates.forget(key)
             self._sizes.pop(key, None)
+            self._worker_revisions.forget(key)
             self._limiter.rests(key)
             if self._prober is not None:
                 self._prober.forget(key)
@@ -138,7 +147,8 @@ class Controller:
             return ReconcileOutcome.SETTLED
         try:
             await self._secrets.load()
-        except UnusableSecret as error:  # without a secret, pods would have to trust everybody, so nothing is changed
+        # Pods without a control secret would have to accept calls from anybody. So the deployment stays unchanged.
+        except UnusableSecret as error:
             await self._report_missing_secret(key, custom, str(error))
             return ReconcileOutcome.REFUSED
         desired = DesiredDeployment(name=key.name, namespace=key.namespace, spec=spec, uid=custom.metadata.uid)
@@ -150,10 +160,13 @@ class Controller:
         edited = {key: self._metadata(*key, custom) for key in observed.drifted}
         sizes = {**observed.sizes, **self._last_sizes(key, desired, observed.scalers)}
         observed = msgspec.structs.replace(observed, avoided=self._avoided.get(key, {}), sizes=sizes)
-        decided = reconcile(desired, msgspec.structs.replace(observed, afresh=afresh), self._images, self._now())
+        worker_revision = self._worker_revisions.of(key, desired)
+        observed_afresh = msgspec.structs.replace(observed, afresh=afresh)
+        decided = reconcile(desired, observed_afresh, self._images, self._now(), worker_revision)
         if decided.needs_room:
             observed = msgspec.structs.replace(observed, room=await self._room.read())
-            decided = reconcile(desired, msgspec.structs.replace(observed, afresh=afresh), self._images, self._now())
+            observed_afresh = msgspec.structs.replace(observed, afresh=afresh)
+            decided = reconcile(desired, observed_afresh, self._images, self._now(), worker_revision)
         room = observed.room
         self._avoid_nodes(key, observed)
         groups = [group for child in observed.children for group in child.gated]
@@ -165,17 +178,17 @@ class Controller:
                 self._room.promise(key.namespace, placed)
         denied: tuple[ApiRefusal, ...] = ()
         if secret.content and (decided.actions or afresh or not _is_ready(decided.status)):
-            # Last, because no cache shows whether it exists. Pods wait for it, and ready pods have it.
+            # The Secret is written last, because no cache shows whether it exists. Pods do not start before it exists.
             denied = await self._applier.make_secret(secret.manifest(desired), again=afresh)
             refusals = (*refusals, *denied)
-            # checked again soon, because an existing Secret may belong to a deleted deployment of this name and go with it
+            # Reconcile again soon, because an existing Secret of a deleted deployment may still be deleted.
             if not _is_ready(decided.status):
                 self._enqueue(key, TROUBLE_RECHECK)
         status, wanted = decided.status, decided.wanted
-        if passed or decided.actions or denied:  # they may have changed readiness
+        if passed or decided.actions or denied:  # these writes may have changed whether the deployment is Ready
             observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence)
             observed = msgspec.structs.replace(observed, refusals=refusals, room=room, sizes=sizes)
-            after = reconcile(desired, observed, self._images, self._now())
+            after = reconcile(desired, observed, self._images, self._now(), worker_revision)
             status, wanted = after.status, after.wanted
         if self._prober is not None:
             self._prober.want(key, wanted)
@@ -199,7 +212,7 @@ class Controller:
     def _last_sizes(
         self, key: ReconcileKey, desired: DesiredDeployment, scalers: Mapping[str, int]
     ) -> Mapping[str, int]:
-        """Return the last number that each role's RoleScaler had; the status may be older."""
+        """Return the last number of replicas of each role's RoleScaler, by role; it may be newer than the status."""
         uid, before = self._sizes.get(key, ("", {}))
         now = {**(before if uid == desired.uid else {}), **scalers}
         roles = {role.name for role in desired.spec.roles if role.scaling.mode is not ScalingMode.STATIC}
@@ -208,7 +221,10 @@ class Controller:
         return sizes
 
     def _avoid_nodes(self, key: ReconcileKey, observed: ObservedState) -> None:
-        """Note where groups found too little room, for the next ones; after a group that found none, begin again."""
+        """Remember the nodes that had room for only a part of a group, so that the next group of the role avoids them.
+
+        If a group found no node at all, forget the nodes of its role.
+        """
         for child in observed.children:
             for name in child.half_scheduled[-1:]:
                 avoided = self._avoided.setdefault(key, {})
@@ -233,7 +249,8 @@ class Controller:
         there = deployments.get(key.namespace, key.name)
         actions = serving_request.actions(custom, asked, reply, there, afresh=afresh)
         refusals = await self._applier.perform(actions, key.namespace)
-        if actions and not refusals:  # the answer is in the cache, so no watch event will enqueue the key
+        # The cache has the results of our writes already, so no watch event would enqueue the deployment.
+        if actions and not refusals:
             self._enqueue(deployment_key(key.namespace, key.name), IMMEDIATELY)
         there = deployments.get(key.namespace, key.name)
         said = serving_request.status(custom, asked, reply, there, refusals, self._now())
@@ -243,7 +260,10 @@ class Controller:
     async def _write_scaler_status(
         self, key: ReconcileKey, desired: DesiredDeployment | None, status: DisaggDeploymentStatus | None
     ) -> None:
-        """Write the status of a deployment's RoleScalers, and of its plans if no planner does, whether the deployment exists or not."""
+        """Write the status of a deployment's RoleScalers, and of its ServingPlans if no planner writes those.
+
+        The deployment itself need not exist.
+        """
         now = self._now()
         for role, scaler in scalers_of(self._store, key.namespace, key.name).items():
             said = scaler_status(
@@ -272,7 +292,10 @@ class Controller:
         await self._write_scaler_status(key, None, None)
 
     async def _report_missing_secret(self, key: ReconcileKey, custom: CustomObject, problem: str) -> None:
-        """Report in the status that the deployment's control secret is missing; the rest of the status stays."""
+        """Report in the conditions that the deployment has no control secret.
+
+        The other fields of the status stay as they are.
+        """
         generation = custom.metadata.generation
         try:
             before = msgspec.convert(custom.status, DisaggDeploymentStatus)
@@ -283,9 +306,9 @@ class Controller:
         await self._write_status(key, kinds.DISAGG_DEPLOYMENT, custom, said)
 
     async def _write_status(self, key: ReconcileKey, kind: ApiKind, custom: CustomObject, said: Any) -> None:
-        """Write the status if it differs, once `operators.status.rate_limiter` allows it.
+        """Write the status if it differs from the last one and `operators.status.rate_limiter` allows it now.
 
-        Otherwise enqueue `key` for then.
+        If it may be written only later, enqueue `key` for that time.
         """
         try:
             there = _sorted(msgspec.convert(custom.status, type(said)))
@@ -306,7 +329,7 @@ class Controller:
         self._limiter.wrote(written, now)
         await self._applier.record(kind, custom, tuple(events.turns(before, said.conditions)), self._wall())
         if kind == kinds.DISAGG_DEPLOYMENT and self._store.any(kinds.SERVING_REQUEST).get(key.namespace, key.name):
-            # Our own write enqueues nothing (`fleet.net.kubernetes.cache`, rule 1), but the request shows this readiness.
+            # The ServingRequest's status depends on the written status, and our own writes enqueue no key.
             self._enqueue(ReconcileKey(kinds.SERVING_REQUEST.name, key.namespace, key.name), IMMEDIATELY)
 
     def _schedule_next(self, key: ReconcileKey, acted: bool, *, troubled: bool) -> None:
@@ -335,7 +358,8 @@ class Controller:
 def _sorted(status: Any) -> Any:
     """Return the status with its lists sorted.
 
-    The API server keeps the order in which the items of a list were first written. Unsorted lists would look changed each time.
+    The API server keeps the order in which the items of a list were first written, so unsorted lists would look changed
+    after every write.
     """
     lists = {name: value for name in status.__struct_fields__ if isinstance(value := getattr(status, name), tuple)}
     ordered = {name: tuple(sorted(value, key=msgspec.json.encode)) for name, value in lists.items()}
@@ -343,7 +367,7 @@ def _sorted(status: Any) -> Any:
 
 
 def _urgent(there: Any, said: Any) -> bool:
-    """Return whether the status has news, and not only progress."""
+    """Return whether a new status is urgent to write: it shows more than the progress of a start or rollout."""
     if there is None or there.observed_generation != said.observed_generation:
         return True
     if isinstance(said, DisaggDeploymentStatus):
@@ -352,16 +376,16 @@ def _urgent(there: Any, said: Any) -> bool:
 
 
 def _lost(there: DisaggDeploymentStatus, said: DisaggDeploymentStatus) -> bool:
-    """Return whether a deployment that was Available is so no longer."""
+    """Return whether a deployment was Available in the last status, and is not in the new one."""
     was, now = _condition(there, "Available"), _condition(said, "Available")
     return was.status == TRUE != now.status
 
 
 def _brief(there: Any, said: Any) -> bool:
-    """Return whether a status shows a state that usually lasts only a moment."""
+    """Return whether a new status shows a state that usually lasts only a moment, so that writing it can wait."""
     if there is None or not isinstance(said, DisaggDeploymentStatus):
         return False
-    # After its restart, an API server refuses everybody until it has read the roles.
+    # A restarted API server refuses all requests until it has read the Roles, usually for a moment.
     if lacks_right(_condition(said, "Ready").message):
         return not lacks_right(_condition(there, "Ready").message)
     return (
@@ -381,7 +405,7 @@ def _reports(status: DisaggDeploymentStatus) -> tuple[list[tuple[str, int]], lis
 
 
 def _stable_turns(conditions: Sequence[Condition]) -> list[tuple[str, str, str]]:
-    """Return conditions without those that repeat others, and without the progress of a change."""
+    """Return type, status and reason of the conditions, without DERIVED_CONDITIONS; PROGRESS_REASONS become empty."""
     return [
         (each.type, each.status, "" if each.reason in PROGRESS_REASONS else each.reason)
         for each in conditions
@@ -390,7 +414,10 @@ def _stable_turns(conditions: Sequence[Condition]) -> list[tuple[str, str, str]]
 
 
 def _faulty_field(error: msgspec.ValidationError) -> str:
-    """Return the field that is not understood and what is expected there, but never its value."""
+    """Return the path of the invalid field, and what is wrong with it.
+
+    The result never contains the value of the field.
+    """
     cause, _, path = str(error).partition(" - at `$")
     if cause.startswith("Invalid enum value"):
         cause = "Invalid enum value"

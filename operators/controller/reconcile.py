@@ -1,20 +1,22 @@
-"""Reconcile: which actions make a cluster match a DisaggDeployment. Pure.
+"""Reconcile: decides which actions make the cluster match a DisaggDeployment. Pure.
 
 Rules:
 
-1. Level-triggered: every action follows from the desired and the observed state. Nothing is remembered between calls,
-   so an operator that is killed after any write continues where it was.
+1. It is level-triggered: every action follows from the desired and the observed state. Nothing is remembered between
+   calls, so an operator that is killed after any write continues where it was.
 2. An object is applied if its digest, kept in an annotation, differs from the observed one. An object of somebody else
-   under one of our names stays unchanged, and the deployment is Degraded until one of the two gets another name. An object
-   that somebody has edited, or that has lost its owner, is applied again at once; from time to time everything is.
+   under one of our names stays unchanged, and the deployment is Degraded until one of the two gets another name. An
+   object that somebody has edited, or that has lost its owner, is applied again at once. From time to time all objects
+   are applied again.
 3. Children of workers are scaled by `operators.replica_steps`, one step in each call. A child that should have no replicas is
    removed when its last pod has gone: the child of an old revision, of a suspended deployment, or of a removed role.
    Other objects of the deployment are removed when they are not desired any more.
 4. Replicas have one writer: for a Static role the specification, else the role's RoleScaler, which is created with the
-   specification's number and never written afterwards. If somebody deletes it, the next one begins with the present number.
+   specification's number and never written afterwards. If somebody deletes the RoleScaler, a new one is created with
+   the present number.
 5. Before replicas are removed, the known deletion cost of each pod is annotated for the controller that chooses. Among
    groups that are StatefulSets, those with the fewest warm blocks are removed. A LeaderWorkerSet always removes its
-   last groups.
+   last groups. How a pod drains is set in `operators.manifests.pods` and decided in `workers.machine`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +39,7 @@ from operators.status.deployment import status
 
 SIDES = {RoleType.PREFILL: PairSide.PREFILL, RoleType.DECODE: PairSide.DECODE}
 CONTROLLERS = frozenset({"Deployment", "LeaderWorkerSet", "StatefulSet"})
-MOST_DELETION_COST = 2**31 - 1  # the limit of Kubernetes
+MOST_DELETION_COST = 2**31 - 1  # the maximum value that Kubernetes accepts
 
 
 class Apply(Struct, frozen=True, tag=True):
@@ -47,7 +49,7 @@ class Apply(Struct, frozen=True, tag=True):
 
 
 class Scale(Struct, frozen=True, tag=True):
-    """Change replicas, but only from the observed number, so that a late leader changes nothing."""
+    """Change a number of replicas only if it still has the observed value, so that a late write of a former leader changes nothing."""
 
     kind: str
     name: str
@@ -56,7 +58,7 @@ class Scale(Struct, frozen=True, tag=True):
 
 
 class SetDeletionCost(Struct, frozen=True, tag=True):
-    """Annotate a pod with its deletion cost, so that the cheapest pods are removed."""
+    """Annotate a pod with its deletion cost. Its controller removes the pods with the lowest cost first."""
 
     pod: str
     cost: int
@@ -74,7 +76,7 @@ class DeletePod(Struct, frozen=True, tag=True):
 
 
 class OpenGate(Struct, frozen=True, tag=True):
-    """Take the operator's scheduling gate from a pod."""
+    """Remove the operator's scheduling gate from a pod, so that the scheduler places the pod."""
 
     pod: str
 
@@ -86,31 +88,36 @@ class Reconciled(Struct, frozen=True, kw_only=True):
     actions: tuple[Action, ...]
     status: DisaggDeploymentStatus
     wanted: PendingProbes | None = None
-    """The probes to send; None: not yet."""
+    """The probes that are needed; None: probes are not sent yet."""
 
     placed: tuple[PlacedGroup, ...] = ()
-    """New groups with their domains."""
+    """New worker groups with the domains that were chosen for them."""
 
     needs_room: bool = False
-    """True if groups are left out because `ObservedState.room` was not read."""
+    """True if a group could not be created because `ObservedState.room` was not read. The caller reads it and
+    reconciles again."""
 
     unfit: bool = False
-    """True if a group fits nowhere now."""
+    """True if a group fits into no domain now."""
 
 
-def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Images, now: str) -> Reconciled:
-    """Return one step towards the desired state.
+def reconcile(
+    desired: DesiredDeployment, observed: ObservedState, images: Images, now: str, worker_revision: str = ""
+) -> Reconciled:
+    """Return the actions of one step towards the desired state, and the status.
 
     Args:
         desired: The desired deployment.
         observed: The observed state.
         images: Images for deployments that name none.
-        now: RFC 3339, for conditions that change.
+        now: The present time as RFC 3339, which conditions get when they change.
+        worker_revision: The revision of the workers that `desired` describes, if the caller knows it. Empty: it is computed, which
+            takes a large part of the time of a step.
     """
-    present = revision(desired, images)
+    worker_revision = worker_revision or revision(desired, images)
     routers = _target_replicas(desired, desired.router, observed)
     wanted = [with_digest(each) for each in shared(desired, images, observed.served, routers=routers)]
-    pools = [_pool(desired, role, observed, present) for role in desired.workers]
+    pools = [_pool(desired, role, observed, worker_revision) for role in desired.workers]
     possible = targets(pools, _bounds(desired))
     actions: list[Action] = []
     changes = next_changes(possible, _bounds(desired))
@@ -124,7 +131,7 @@ def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Image
     if observed.afresh or observed.drifted or observed.orphans:
         wanted += [
             each
-            for each in map(with_digest, _present_children(desired, observed, present, images))
+            for each in map(with_digest, _present_children(desired, observed, worker_revision, images))
             if each not in wanted and (observed.afresh or _key(each) in _faulty(observed))
         ]
     applied = wanted + [with_digest(each) for each in _scalers(desired, observed)]
@@ -133,7 +140,7 @@ def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Image
     taken = sorted(f"{kind} {name}" for kind, name in map(_key, applied) if (kind, name) in observed.foreign)
     at_rest = not changes and not any(each.changing for pool in possible for each in pool.replicas)
     observed = with_unfit(observed, placer)
-    said, wanted_of_probes = status(desired, observed, pools, possible, taken, present, routers, at_rest, now)
+    said, wanted_of_probes = status(desired, observed, pools, possible, taken, worker_revision, routers, at_rest, now)
     return Reconciled(
         actions=tuple(actions),
         status=said,
@@ -145,17 +152,17 @@ def reconcile(desired: DesiredDeployment, observed: ObservedState, images: Image
 
 
 def _present_children(
-    desired: DesiredDeployment, observed: ObservedState, present: str, images: Images
+    desired: DesiredDeployment, observed: ObservedState, worker_revision: str, images: Images
 ) -> Iterator[Manifest]:
-    """Yield the children of the present revision, with their current replicas."""
+    """Yield the manifests of the children that have the revision `worker_revision`, with their current numbers of replicas."""
     for role in desired.workers:
         for each in observed.children:
-            if (each.role, each.replicas.revision) != (role.name, present) or not each.kind:
+            if (each.role, each.replicas.revision) != (role.name, worker_revision) or not each.kind:
                 continue
-            *others, made = workers(desired, role, present, images, _served(each, observed))
+            *others, made = workers(desired, role, worker_revision, images, _served(each, observed))
             if each.kind == kinds.STATEFUL_SET.name:
                 groups = (
-                    group(desired, role, present, _index(name), images, each.placements.get(name, ANYWHERE))
+                    group(desired, role, worker_revision, _index(name), images, each.placements.get(name, ANYWHERE))
                     for name in each.members
                 )
                 yield from (*others, made, *groups)
@@ -172,7 +179,7 @@ def _changed(
     images: Images,
     placer: GroupPlacer,
 ) -> tuple[list[Manifest], list[Action]]:
-    """Return the manifests to apply and the actions that bring a role's revision to this number of replicas."""
+    """Return the manifests to apply, and the further actions, that bring one revision of a role to the number of replicas in `change`."""
     child = next(
         (each for each in observed.children if (each.role, each.replicas.revision) == (change.role, change.revision)),
         None,
@@ -200,7 +207,10 @@ def _changed(
 
 
 def _served(child: ObservedChild | None, observed: ObservedState) -> OptionalKinds:
-    """Return the kinds for a role's revision: an existing child keeps its kind, whatever the server has by now."""
+    """Return the optional kinds that may be used for one revision of a role.
+
+    An existing child keeps its kind, even if the API server has other kinds by now.
+    """
     if child is None or not child.kind:
         return observed.served
     return structs.replace(observed.served, leader_worker_sets=child.kind == kinds.LEADER_WORKER_SET.name)
@@ -211,12 +221,15 @@ def _index(name: str) -> int:
 
 
 def _in_removal_order(child: ObservedChild) -> list[str]:
-    """Return the groups in the order of removal: not serving first, then fewest warm blocks, then last index."""
+    """Return the groups in the order of their removal: those that do not serve first, then by fewest warm blocks and highest index."""
     return sorted(child.members, key=lambda name: (name in child.ready_members, child.warm.get(name, 0), -_index(name)))
 
 
 def _deletion_costs(child: ObservedChild, observed: ObservedState) -> list[SetDeletionCost]:
-    """Return the annotations for pods of which some will be removed, if the cost is known and not annotated yet."""
+    """Return the deletion costs to annotate on the pods of children that lose replicas.
+
+    Leave out pods whose cost is unknown or annotated already.
+    """
     return [
         SetDeletionCost(each.pod, cost)
         for each in observed.deletion_costs.get((child.role, child.replicas.revision), ())
@@ -229,7 +242,7 @@ def _key(manifest: Manifest) -> tuple[str, str]:
 
 
 def _faulty(observed: ObservedState) -> frozenset[tuple[str, str]]:
-    """Return the objects that have to be applied although their digest is right."""
+    """Return the objects that have to be applied although their digest is right: others have edited them, or they have no owner."""
     return observed.drifted | observed.orphans
 
 
@@ -248,7 +261,7 @@ def _differs(manifest: Manifest, observed: ObservedState) -> bool:
 
 
 def _scalers(desired: DesiredDeployment, observed: ObservedState) -> list[Manifest]:
-    """Return the missing RoleScalers."""
+    """Return the manifests of the RoleScalers that should exist and do not."""
     return [
         role_scaler(desired, role, _first_value(desired, role, observed))
         for role in _scaled(desired)
@@ -257,12 +270,12 @@ def _scalers(desired: DesiredDeployment, observed: ObservedState) -> list[Manife
 
 
 def _first_value(desired: DesiredDeployment, role: RoleSpec, observed: ObservedState) -> int:
-    """Return the replicas of a role without RoleScaler: as before, if somebody has deleted it, else as specified."""
+    """Return the first number of a new RoleScaler: the one before it was deleted, if there was one, else that of the specification."""
     return role.replicas if desired.spec.suspend else observed.sizes.get(role.name, role.replicas)
 
 
 def _scaled(desired: DesiredDeployment) -> Iterator[RoleSpec]:
-    """Yield the roles that have a RoleScaler."""
+    """Yield the roles whose number of replicas is in a RoleScaler."""
     return (role for role in (*desired.workers, desired.router) if role.scaling.mode is not ScalingMode.STATIC)
 
 
@@ -275,7 +288,7 @@ def _target_replicas(desired: DesiredDeployment, role: RoleSpec, observed: Obser
     return min(max(asked, role.scaling.least), role.scaling.most)
 
 
-def _pool(desired: DesiredDeployment, role: RoleSpec, observed: ObservedState, present: str) -> ScaledRole:
+def _pool(desired: DesiredDeployment, role: RoleSpec, observed: ObservedState, worker_revision: str) -> ScaledRole:
     return ScaledRole(
         name=role.name,
         side=SIDES.get(role.type, PairSide.ALONE),
@@ -283,7 +296,7 @@ def _pool(desired: DesiredDeployment, role: RoleSpec, observed: ObservedState, p
         gpus=role.gpus.per_replica,
         surge=role.rollout.max_surge,
         unavailable=role.rollout.max_unavailable,
-        revision=present,
+        revision=worker_revision,
         replicas=tuple(each.replicas for each in observed.children if each.role == role.name),
     )
 
@@ -306,14 +319,14 @@ def _ratio(text: str) -> tuple[int, int]:
 def _pruned(
     desired: DesiredDeployment, observed: ObservedState, pools: Sequence[ScaledRole], wanted: Sequence[Manifest]
 ) -> list[Action]:
-    """Return the removals of children that are not needed any more, and of other objects of ours that are not desired.
+    """Return actions that remove children that are not needed any more, and other objects of the deployment that are not desired.
 
     Examples are objects of a removed role, or settings without a child because the operator was killed between two
     writes.
     """
     targets_of = {pool.name: (pool.revision, pool.target) for pool in pools}
     used = {_key(each) for each in wanted}
-    # Our own processes restart together by themselves, which may take long (`workers.rank_rendezvous`).
+    # Pods of Fleet's own processes restart together by themselves (`workers.rank_rendezvous`), and are not deleted.
     foreign = {role.name for role in desired.workers if is_foreign(role)}
     actions: list[Action] = []
     for each in observed.children:
@@ -330,7 +343,7 @@ def _pruned(
         actions += [DeletePod(pod) for pod in each.left_behind if each.role in foreign]
         used.add(("ConfigMap", child_name(desired, each.role, each.replicas.revision)))
     actions += [Remove(kinds.DEPLOYMENT.name, name) for name in observed.old_routers]
-    # An orphan that is not needed may be somebody's copy of an object of ours.
+    # Orphans are not removed: an orphan may be a copy of our object that somebody has made.
     used |= observed.orphans
     own = [key for key in observed.digests if key[0] not in {*CONTROLLERS, "RoleScaler"} and key not in used]
     scaled = {f"{desired.name}-{role.name}" for role in _scaled(desired)}

@@ -1,4 +1,4 @@
-"""Names, labels, ports and addresses of child objects."""
+"""Names, labels, annotations, ports and addresses of the child objects of a DisaggDeployment."""
 
 from msgspec import Struct
 
@@ -8,25 +8,28 @@ from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleSpec, Role
 HTTP, GRPC, CONTROL, WORKER, WORKER_CONTROL = 8000, 50051, 50052, 50060, 50061
 
 PEERS = 50054
-"""The port at which the routers of a deployment tell each other their state."""
+"""The port at which the routers of a deployment exchange their state."""
 
 HEALTH = 8080
 """The router's port for probes and Prometheus; clients do not reach it."""
 
 GROUP_PORT = 50063
-"""The port at which the first pod of a worker group listens for the others."""
+"""The port at which the first pod of a worker group listens for the other pods of the group."""
+
+METRICS, STORE_METRICS = 9400, 9401
+"""The ports at which a worker and its embedded store serve Prometheus metrics, if the specification asks for them."""
 
 PICKER = 9002
-"""The customary port for gateways' endpoint requests."""
+"""The port at which gateways usually call an endpoint picker."""
 
-CONTROL_SECRET_KEY = "secret"  # noqa: S105 - a name
-"""The key of a Secret that holds a control secret; its file in pods has the same name."""
+CONTROL_SECRET_KEY = "secret"  # noqa: S105 - a name, no secret
+"""The key of a Secret's `data` whose value is the control secret. In pods, the mounted file has this name."""
 
 NAME = "app.kubernetes.io/name"
 INSTANCE = "app.kubernetes.io/instance"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 OPERATOR = "fleet-operator"
-"""The value of that label."""
+"""The value of the label that says which program manages an object."""
 
 PART_OF = "app.kubernetes.io/part-of"
 ROLE = f"{GROUP}/role"
@@ -35,38 +38,43 @@ TYPE = f"{GROUP}/type"
 REVISION = f"{GROUP}/revision"
 
 GROUP_LABEL = f"{GROUP}/group"
-"""Label of the StatefulSet and the pods of one replica that has several nodes: its number."""
+"""Label of the StatefulSet and the pods of a worker group; its value is the number of the replica."""
 
 DOMAIN = f"{GROUP}/domain"
-"""Annotation of such a StatefulSet and its pods: the label and the value of the domain that was chosen for them."""
+"""Annotation of the StatefulSet and the pods of a worker group: the domain that was chosen for them, as
+`label=value`."""
 
 AVOIDED = f"{GROUP}/avoided-nodes"
-"""Annotation of such a StatefulSet: nodes where an earlier group of the role found too little room beside them."""
+"""Annotation of the StatefulSet of a worker group: the nodes that its pods must avoid. These nodes had room for only a
+part of an earlier group of the role."""
 
 GATE = f"{GROUP}/group"
-"""Scheduling gate of a group's pods, while the scheduler chooses the domain; the operator takes it away."""
+"""Name of the scheduling gate that pods of worker groups have if the scheduler chooses the domain. The operator removes
+the gate when the scheduler may place the group."""
 
 GATED = f"{GROUP}/gated"
-"""Annotation of such a StatefulSet and its pods: `true` if the pods are made with the gate."""
+"""Annotation of the StatefulSet and the pods of a worker group: `true` if the pods are created with the scheduling
+gate."""
 
 ROUTER = "router"
-"""The name of the routers' role, if the specification has none."""
+"""The name of the router role, if the specification does not contain one."""
 
 LEADER, RANK = "LWS_LEADER_ADDRESS", "LWS_WORKER_INDEX"
-"""Variables of a group's pods, named as in a LeaderWorkerSet; commands refer to them."""
+"""Environment variables in the pods of a worker group: the address of the group's first pod, and the rank of this pod.
+LeaderWorkerSets set variables of the same names. The commands of pods refer to both."""
 
 
 class GroupPlacement(Struct, frozen=True, kw_only=True):
-    """Domain and nodes on which the pods of a group may run."""
+    """Says where the pods of a group may run: the domain, the nodes to avoid, and whether a gate holds them back."""
 
     domain: str = ""
-    """The value of the role's `topology.domain`; empty: the scheduler chooses one."""
+    """The value of the node label `topology.domain` of the role; empty if the scheduler chooses the domain."""
 
     avoided: tuple[str, ...] = ()
-    """Nodes where they may not go, by name."""
+    """Names of the nodes on which the pods must not run."""
 
     gated: bool = False
-    """True if they are made with a scheduling gate."""
+    """True if the pods are created with a scheduling gate."""
 
     @property
     def chosen(self) -> bool:
@@ -74,16 +82,18 @@ class GroupPlacement(Struct, frozen=True, kw_only=True):
 
 
 class DesiredDeployment(Struct, frozen=True, kw_only=True):
-    """The parts of a DisaggDeployment on which its children depend."""
+    """Holds the parts of a DisaggDeployment from which the manifests of its child objects are made."""
 
     name: str
     namespace: str
     spec: DisaggDeploymentSpec
     uid: str = ""
-    """Empty: it is not on a server, so it can own nothing."""
+    """The uid on the API server. It is empty if the deployment is on no API server; its manifests then name no
+    owner."""
 
     control_secret: str = ""
-    """Name of the Secret with the secret that its routers demand at their control ports; empty: they demand nothing."""
+    """Name of the Secret with the control secret that callers of the routers' control ports have to prove. If it is
+    empty, routers demand no proof."""
 
     @property
     def workers(self) -> tuple[RoleSpec, ...]:
@@ -91,39 +101,39 @@ class DesiredDeployment(Struct, frozen=True, kw_only=True):
 
     @property
     def router(self) -> RoleSpec:
-        """The role of routers; one with a single replica if the specification has none."""
+        """The role of the routers in the specification, or else a default role with one replica."""
         given = (role for role in self.spec.roles if role.type is RoleType.ROUTER)
         return next(given, RoleSpec(name=ROUTER, type=RoleType.ROUTER))
 
 
 def child_name(deployment: DesiredDeployment, role: str, of_revision: str) -> str:
-    """Return the name of a role's settings and child in a revision; names of its StatefulSets begin with it."""
+    """Return the name of a role's ConfigMap and workload in one revision; names of StatefulSets begin with it."""
     return f"{deployment.name}-{role}-{of_revision}"
 
 
 def host_of(service: str, namespace: str) -> str:
-    """Return a Service's host name for pods of any namespace, whatever the cluster's domain is.
+    """Return the host name of a Service, which pods of any namespace can resolve.
 
-    Resolvers append the domain.
+    The name ends with `svc`, without the domain of the cluster, because resolvers append the domain.
 
-    Without `svc`, a missing name would be looked up on the internet if the namespace is named like a domain:
-    `llama-decode.dev`.
+    A name without `svc`, such as `llama-decode.dev` for the namespace `dev`, could also be a name on the internet, and
+    resolvers would ask there if the Service is missing.
     """
     return f"{service}.{namespace}.svc"
 
 
 def router_service(deployment: DesiredDeployment) -> str:
-    """Return the name of the Service for clients."""
+    """Return the name of the Service to which clients send requests."""
     return base_name(deployment, deployment.router)
 
 
 def control_host(deployment: DesiredDeployment) -> str:
-    """Return the name that resolves to all router pods, also to those that are not ready."""
+    """Return the host name that resolves to the addresses of all router pods, also of those that are not ready."""
     return host_of(f"{router_service(deployment)}-control", deployment.namespace)
 
 
 def pod_selector(deployment: DesiredDeployment, role: str) -> str:
-    """Return the selector of a role's pods, as for `kubectl get -l`."""
+    """Return the label selector of a role's pods, in the form that `kubectl get -l` takes."""
     return ",".join(f"{key}={value}" for key, value in {INSTANCE: deployment.name, ROLE: role}.items())
 
 
@@ -132,7 +142,11 @@ def base_name(deployment: DesiredDeployment, role: RoleSpec) -> str:
 
 
 def config_name(deployment: DesiredDeployment, role: RoleSpec, of_revision: str) -> str:
-    """Return the name of a role's ConfigMap; a router's name stays, because its pods' labels carry the revision."""
+    """Return the name of a role's ConfigMap.
+
+    The ConfigMap of routers has the same name in all revisions. A label of the router pods, with the digest of the
+    settings, replaces the pods after a change.
+    """
     base = base_name(deployment, role)
     return base if role.type is RoleType.ROUTER or not of_revision else f"{base}-{of_revision}"
 

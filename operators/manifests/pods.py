@@ -1,9 +1,10 @@
-"""Pod templates of a deployment, merged with the user's templates.
+"""Pod templates: builds the pod template of each role, and merges it with the user's `podTemplate`.
 
 Kubernetes ends a pod with SIGTERM, which begins the drain of the worker (`workers.machine`). The grace period of a pod
-is the drain timeout of its role plus `GRACE_SECONDS`. The readiness and liveness probes of all pods are set here, too.
+is the drain timeout of its role plus `GRACE_SECONDS`. This module also sets the startup, readiness and liveness probes
+of all pods.
 
-`operators.manifests.workloads` makes the workloads that contain them.
+`operators.manifests.workloads` builds the workloads that contain the pod templates.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,10 +37,14 @@ from operators.manifests.settings import (
     CONTROL_FOLDER,
     HUB_CACHE,
     HUB_SECRET,
+    METRICS_TLS,
     MODELS,
     REDIS_FOLDER,
     SCRATCH,
+    TRACING_AUTHORITY,
+    TRACING_HEADERS,
     is_fetched,
+    metrics_ports,
 )
 
 SETTINGS = "/etc/fleet/settings.json"
@@ -47,22 +52,25 @@ SETTINGS = "/etc/fleet/settings.json"
 SHARED_MEMORY = "4Gi"
 
 GRACE_SECONDS = 30
-"""The time between the end of a drain and the end of the pod, to close connections and tell the router."""
+"""Seconds that a pod gets after the time limit of its drain, to close its connections and to tell its peers that it
+ends."""
 
-GOODBYE_SECONDS = 5
-"""The time between the decision to end a router's pod and its SIGTERM; by then all senders of requests know that it ends.
+PRE_STOP_SECONDS = 5
+"""Seconds between the deletion of a router's pod and the SIGTERM to the router. In this time, gateways and other
+clients learn that the pod ends, and stop sending requests to it.
 """
 
 LIVENESS = {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6}
-"""A process that does not answer for a minute is restarted. Busy machines pause for seconds, and a restart costs minutes.
+"""Liveness probe: a process that does not answer for a minute is restarted. The limit is long, because a busy machine
+may pause for seconds, and a restart costs minutes.
 """
 
 ROUTER_START = {"periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 120}
-"""A router that fetches a tokenizer listens before the tokenizer is there."""
+"""Startup probe of routers. Two minutes are enough, because a router listens before it has fetched a tokenizer."""
 
 WORKER_START = {"periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 43_200}
-"""A worker listens when its engine runs. A day: it may fetch and load hundreds of gigabytes, and ends by itself if it
-cannot."""
+"""Startup probe of workers, which listen only when their engine runs. The limit is a day, because a worker may have to
+fetch and load hundreds of gigabytes. A worker that fails to load its model ends by itself."""
 
 PRODUCT_LABELS = {GpuVendor.NVIDIA: "nvidia.com/gpu.product", GpuVendor.AMD: "amd.com/gpu.product-name"}
 
@@ -78,7 +86,7 @@ KEYS = {
 
 
 class Images(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Images for deployments that name none: the chart's values."""
+    """Holds the default container images of routers and workers, which come from the values of the Helm chart."""
 
     router: str
     worker_cpu: str
@@ -96,19 +104,22 @@ class Images(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def is_foreign(role: RoleSpec) -> bool:
-    """Return whether its pods run a user's own command, which may not end when another pod of its group does."""
+    """Return whether the pods of a role run a command of the user instead of Fleet's process.
+
+    A process of the user may go on running when another pod of its worker group ends.
+    """
     return bool(_users_main(role).get("command"))
 
 
 def _users_main(role: RoleSpec) -> Manifest:
-    """Return the user's part of the container `main`; empty: the podTemplate has none."""
+    """Return the container `main` of the user's podTemplate, or an empty object if it contains none."""
     containers = mapping(role.pod_template.get("spec")).get("containers")
     named = [mapping(each) for each in containers] if isinstance(containers, list) else []
     return next((each for each in named if each.get("name") == "main"), {})
 
 
 def _with_users_limits(template: Manifest, role: RoleSpec) -> Manifest:
-    """Return the template without requests that would exceed the user's limits."""
+    """Return the merged template without requests for resources that the user only limits (`limited_by_user`)."""
     pod, theirs = template["spec"], _users_main(role)
     if not theirs or not isinstance(pod, Mapping) or not isinstance(pod.get("containers"), list):
         return template
@@ -126,7 +137,10 @@ def pod_template(
     of_revision: str,
     client_ports: Mapping[str, int] | None = None,
 ) -> Manifest:
-    """Return the pod template, merged with the user's. `client_ports`: a router's ports for clients."""
+    """Return the pod template of a role, merged with the user's `podTemplate`.
+
+    For the role of routers, `client_ports` are the ports to which clients send requests, by name.
+    """
     mounted = list(_mounted(deployment, role, of_revision))
     ports = (
         {
@@ -136,7 +150,7 @@ def pod_template(
             **({"peers": PEERS} if deployment.control_secret else {}),
         }
         if role.type is RoleType.ROUTER
-        else {"worker": WORKER}
+        else {"worker": WORKER, **metrics_ports(deployment)}
     )
     mounts = [{"name": name, **mount} for name, _, mount in mounted]
     pod: Manifest = {
@@ -168,10 +182,10 @@ def pod_template(
     labels = labels_of(deployment, role) | ({REVISION: of_revision} if of_revision else {})
     template: Manifest = _with_users_limits(merged({"spec": pod}, role.pod_template), role)
     if isinstance(spec := template["spec"], Mapping) and spec.get("hostNetwork") and "dnsPolicy" not in spec:
-        # Otherwise pods would use the node's resolver, which knows no Services.
+        # With `hostNetwork`, pods would otherwise use the node's DNS resolver, which knows no Services.
         template["spec"] = {**spec, "dnsPolicy": "ClusterFirstWithHostNet"}
     metadata = mapping(template.get("metadata"))
-    # The user cannot change the labels by which pods are selected.
+    # These labels come last, because the user must not change the labels by which Services and controllers select pods.
     template["metadata"] = metadata | {"labels": mapping(metadata.get("labels")) | labels}
     return template
 
@@ -179,11 +193,11 @@ def pod_template(
 def _container(
     deployment: DesiredDeployment, role: RoleSpec, images: Images, ports: Mapping[str, int], mounts: list[Manifest]
 ) -> Manifest:
-    """Return the container of Fleet's process."""
+    """Return the container `main`, which runs Fleet's process."""
     routes = role.type is RoleType.ROUTER
     own = ["router_id=$(POD_NAME)"]
     if not routes:
-        # In quotes, because a digest such as 4407e947 would be read as a number.
+        # The value is quoted, because a digest such as 4407e947 would be read as a number.
         own = ["worker_id=$(POD_NAME)", f"advertise=$(POD_IP):{WORKER}", 'generation="$(REVISION)"']
     if routes and deployment.control_secret:
         own.append(f"replicas_listen=$(POD_IP):{PEERS}")
@@ -210,7 +224,7 @@ def _container(
             *([] if routes else [from_field("REVISION", f"metadata.labels['{REVISION}']")]),
         ],
         "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
-        # The last output line says why it ended; nothing else of the output is read (`operators.observed.pod_troubles`, rule 2).
+        # The last output line has the reason why a process ended (`operators.observed.pod_troubles`, rule 2).
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -219,10 +233,10 @@ def _container(
         },
         "volumeMounts": mounts,
     }
-    # A user's own command has the user's probes; ours would end it.
+    # A command of the user would not answer probes, and the kubelet would restart it, so it gets no probes.
     if not is_foreign(role):
         live = (
-            # Not on the clients' port: clients can take all of its connections, and the kubelet would then kill a healthy router.
+            # Clients cannot use up the connections of this port, so a healthy router always answers the probe.
             {"httpGet": {"path": "/live", "port": "health"}}
             if routes
             else {"grpc": {"port": WORKER_CONTROL, "service": "liveness"}}
@@ -231,9 +245,9 @@ def _container(
         container["livenessProbe"] = live | LIVENESS
     if routes:
         container["readinessProbe"] = {"httpGet": {"path": "/health", "port": "health"}, "periodSeconds": 2}
-        container["lifecycle"] = {"preStop": {"sleep": {"seconds": GOODBYE_SECONDS}}}
+        container["lifecycle"] = {"preStop": {"sleep": {"seconds": PRE_STOP_SECONDS}}}
     else:
-        # A worker reports ready when it serves and its router knows it.
+        # A worker reports that it is ready when it serves requests and at least one router knows it.
         container["readinessProbe"] = {"grpc": {"port": WORKER_CONTROL}, "periodSeconds": 2}
     container["resources"] = resources(deployment, role)
     return container
@@ -242,15 +256,15 @@ def _container(
 def _mounted(
     deployment: DesiredDeployment, role: RoleSpec, of_revision: str
 ) -> Iterator[tuple[str, Manifest, Manifest]]:
-    """Yield the name, the source and the mount of each volume."""
+    """Yield the name, the source and the mount of each volume of a pod."""
     routes, model, transfer = role.type is RoleType.ROUTER, deployment.spec.model, deployment.spec.kv_transfer
     settings = {"name": config_name(deployment, role, of_revision)}
     yield "settings", {"configMap": settings}, {"mountPath": "/etc/fleet", "readOnly": True}
     yield "scratch", {"emptyDir": {}}, {"mountPath": SCRATCH}
     if not routes:
-        # Ranks of an engine exchange data there, and a container's default is 64 MiB.
+        # The ranks of an engine exchange data in shared memory, and the default size in a container is only 64 MiB.
         memory = {"medium": "Memory", "sizeLimit": SHARED_MEMORY}
-        yield "shm", {"emptyDir": memory}, {"mountPath": "/dev/shm"}  # noqa: S108 - likewise
+        yield "shm", {"emptyDir": memory}, {"mountPath": "/dev/shm"}  # noqa: S108 - a volume of the pod
     if deployment.control_secret:
         control = {"secretName": deployment.control_secret}
         yield "control", {"secret": control}, {"mountPath": CONTROL_FOLDER, "readOnly": True}
@@ -260,18 +274,28 @@ def _mounted(
     if not routes and transfer.redis_secret:
         password = {"secretName": transfer.redis_secret}
         yield "redis", {"secret": password}, {"mountPath": REDIS_FOLDER, "readOnly": True}
+    if not routes and (secret_name := deployment.spec.worker_metrics.tls_secret):
+        yield "metrics-tls", {"secret": {"secretName": secret_name}}, {"mountPath": METRICS_TLS, "readOnly": True}
+    tracing = deployment.spec.tracing
+    if tracing.headers_secret:
+        headers = {"secretName": tracing.headers_secret}
+        yield "tracing-headers", {"secret": headers}, {"mountPath": TRACING_HEADERS, "readOnly": True}
+    if tracing.authority_secret:
+        # Only the certificate of the authority is mounted, because such a Secret often holds a private key too.
+        authority = {"secretName": tracing.authority_secret, "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+        yield "tracing-authority", {"secret": authority}, {"mountPath": TRACING_AUTHORITY, "readOnly": True}
     if is_fetched(deployment):
         kept: Manifest = {"persistentVolumeClaim": {"claimName": model.cache_claim}}
         yield "hub", kept if model.cache_claim else {"emptyDir": {}}, {"mountPath": HUB_CACHE}
         if model.token_secret:
-            # Only the token is mounted. If it is missing, the process reports that; otherwise the pod would only wait.
+            # Only the token is mounted. A pod also starts without it, and its process reports that it is missing.
             only = {"items": [{"key": "token", "path": "token"}], "optional": True}
             secret = {"secretName": model.token_secret} | only
             yield "hub-token", {"secret": secret}, {"mountPath": HUB_SECRET, "readOnly": True}
 
 
 def merged(ours: Any, theirs: Any, key: str = "") -> Any:
-    """Merge `theirs` over `ours` (rule 4 of `operators.manifests`)."""
+    """Merge a part of the user's pod template over the operator's (rule 4 of `operators.manifests`)."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         return {name: merged(ours.get(name), theirs.get(name), name) for name in dict.fromkeys((*ours, *theirs))}
     if theirs is None:
@@ -286,6 +310,7 @@ def merged(ours: Any, theirs: Any, key: str = "") -> Any:
                 named[name] = merged(named.get(name), item)
                 seen.add(name)
             else:
-                faulty.append(item)  # an item without a name or with a repeated name; the API server reports it
+                # an item without a name, or with a repeated name, is kept as it is; the API server reports the fault
+                faulty.append(item)
         return [*named.values(), *faulty]
     return theirs

@@ -1,4 +1,4 @@
-"""Policies: which callers reach pods, and how many pods may be evicted at once."""
+"""Policies: builds NetworkPolicies (who may connect to pods) and PodDisruptionBudgets (how many may be evicted)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,16 +15,17 @@ from operators.manifests.names import (
     selected,
 )
 from operators.manifests.objects import Manifest, object_of, of_all
+from operators.manifests.settings import metrics_ports
 
 ROUTERS = (RoleType.ROUTER.value,)
 WORKERS = tuple(sorted(each.value for each in RoleType if each is not RoleType.ROUTER))
 
 
 def disruption_budget(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
-    """Return a budget of as many pods as a rollout may take, but at least one, so that nodes can be drained."""
+    """Return a disruption budget that lets evictions take as many pods as a rollout, but at least one."""
     spec = {
         "maxUnavailable": max(1, role.rollout.max_unavailable),
-        # A pod that is not ready serves nobody, and must not block the drain of a node.
+        # A pod that is not ready serves no requests, so it may be evicted and does not block the drain of a node.
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": selected(deployment, role)},
     }
@@ -34,11 +35,14 @@ def disruption_budget(deployment: DesiredDeployment, role: RoleSpec) -> Manifest
 
 
 def to_workers(deployment: DesiredDeployment) -> Manifest:
-    """Return the policy that admits only routers and workers to workers; workers use any port among themselves.
+    """Return the NetworkPolicy by which only routers and workers of the deployment may connect to its workers.
 
-    These links have no key, and a group's link is unencrypted, so this policy is their only protection. It covers all
-    workers, also those of a removed role whose last pods drain.
+    Workers may use any port of each other. Everybody may use the ports for metrics, which demand a key.
+
+    Connections between workers need no key, and connections within a worker group are not encrypted, so only this
+    policy protects them. It covers all workers, also those of a removed role whose last pods drain.
     """
+    scraped = metrics_ports(deployment)
     spec = {
         "podSelector": _of_types(deployment, WORKERS),
         "policyTypes": ["Ingress"],
@@ -48,16 +52,17 @@ def to_workers(deployment: DesiredDeployment) -> Manifest:
                 "from": [{"podSelector": _of_types(deployment, ROUTERS)}],
                 "ports": [{"port": "worker", "protocol": "TCP"}],
             },
+            *([{"ports": [{"port": port, "protocol": "TCP"} for port in scraped]}] if scraped else []),
         ],
     }
     return of_all(deployment, "networking.k8s.io/v1", "NetworkPolicy", f"{deployment.name}-workers", spec)
 
 
 def to_router(deployment: DesiredDeployment, client_ports: Mapping[str, int]) -> Manifest:
-    """Return the policy for routers: everyone reaches the ports for requests, health and metrics.
+    """Return the NetworkPolicy of routers: everybody may use the ports for requests, health and metrics.
 
-    Only workers, other routers, the operator and the planner reach the control port, and only other routers the port of
-    peers.
+    Only workers, other routers, the operator and the planner may connect to the control port. Only other routers may
+    connect to the port `peers`.
     """
     ours = [
         {"podSelector": {"matchLabels": {INSTANCE: deployment.name, NAME: "fleet"}}},

@@ -1,5 +1,6 @@
-"""Settings files of the processes in a deployment's pods."""
+"""Settings: builds the settings files of the routers and workers in the pods of a deployment."""
 
+from collections.abc import Mapping
 from decimal import Decimal
 
 import msgspec
@@ -14,7 +15,9 @@ from operators.manifests.names import (
     GRPC,
     HEALTH,
     HTTP,
+    METRICS,
     PEERS,
+    STORE_METRICS,
     WORKER,
     WORKER_CONTROL,
     DesiredDeployment,
@@ -24,23 +27,27 @@ from operators.manifests.names import (
 )
 from operators.manifests.objects import Manifest, object_of
 
-SCRATCH = "/tmp"  # noqa: S108 - an emptyDir of the pod's own
+SCRATCH = "/tmp"  # noqa: S108 - an emptyDir of the pod
 MODELS = "/models"
 HUB_CACHE = "/hub"
-HUB_SECRET = "/etc/fleet-hub"  # noqa: S105 - the folder of one
+HUB_SECRET = "/etc/fleet-hub"  # noqa: S105 - the folder of a secret, not its value
 REDIS_FOLDER = "/etc/fleet-redis"
+METRICS_TLS = "/etc/fleet-metrics-tls"
+TRACING_HEADERS = "/etc/fleet-tracing-headers"
+TRACING_AUTHORITY = "/etc/fleet-tracing-authority"
 CONTROL_FOLDER = "/etc/fleet-control"
 
 _CONTROL_FILE = f"{CONTROL_FOLDER}/{CONTROL_SECRET_KEY}"
 
 CONNECTION_SECONDS = 4
-"""How long connections to a router last, give or take a tenth: less than `operators.manifests.pods.GOODBYE_SECONDS`, so
-that no connection from before the decision to end its pod exists at the SIGTERM."""
+"""Seconds after which a router closes a client's connection; the time varies by up to a tenth. It is less than
+`operators.manifests.pods.PRE_STOP_SECONDS`. So when a pod gets SIGTERM, all connections that were opened before its
+deletion have been closed."""
 
 PATIENCE_SECONDS = 120.0
-"""The limit for a router that fetches a tokenizer of a few megabytes: after this time without data it ends, and so reports
-the reason (`operators.observed.pod_troubles`). A running container reports nothing. A worker's weights may take longer,
-and it waits as long as the hub's client does."""
+"""Seconds without data after which a router stops fetching a tokenizer, which has only a few megabytes. The router then
+ends, and its last output line tells the operator the reason (`operators.observed.pod_troubles`). Workers, which fetch
+large weights, have the default limit of the hub's client."""
 
 ROLES = {RoleType.PREFILL: "prefill", RoleType.DECODE: "decode", RoleType.AGGREGATED: "both"}
 
@@ -56,25 +63,29 @@ def worker_settings(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
         "registry": f"{control_host(deployment)}:{CONTROL}",
         **({"registry_credentials": {"secret_file": _CONTROL_FILE}} if deployment.control_secret else {}),
         "listen": f"0.0.0.0:{WORKER}",
-        # Routers and workers prove the control secret to each other. Without one, only the deployment's NetworkPolicy protects the port.
+        # Without a control secret that both sides prove, only the deployment's NetworkPolicy protects the port.
         "credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},
         "control_listen": f"0.0.0.0:{WORKER_CONTROL}",
         "control_credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},
         "drain_timeout_ms": role.drain.timeout_seconds * 1000,
         "kv_paths": [path.value for path in spec.kv_transfer.paths],
+        **_tracing(deployment),
+        **_metrics(deployment, METRICS),
     }
     if KvPath.STORE in spec.kv_transfer.paths:
         settings["embedded_store"] = {
-            "store_id": "",  # the pod fills in its name
+            "store_id": "",  # each pod fills in its own name
             "listen": [f"unix:{SCRATCH}/store.sock"],
             "shm_socket": f"{SCRATCH}/store-memory.sock",
             "capacity_bytes": in_bytes(spec.kv_transfer.store_memory),
+            **_tracing(deployment),
+            **_metrics(deployment, STORE_METRICS),
         }
         if spec.kv_transfer.redis:
             secret = {"password_file": f"{REDIS_FOLDER}/password"} if spec.kv_transfer.redis_secret else {}
             settings["embedded_store"]["tiers"] = [{"kind": "redis", "url": spec.kv_transfer.redis} | secret]
     if role.nodes_per_replica > 1:
-        # Only the pod knows its rank and the leader's address.
+        # Only the pod knows its rank and the leader's address, so arguments of its command add these two settings.
         settings["group"] = {"nodes": role.nodes_per_replica, "listen": f"0.0.0.0:{GROUP_PORT}"}
     if spec.watchdog != WatchdogSpec():
         settings["watchdog"] = {
@@ -103,7 +114,7 @@ def router_settings(deployment: DesiredDeployment) -> Manifest:
         "grpc_listen": f"0.0.0.0:{GRPC}",
         "health_listen": f"0.0.0.0:{HEALTH}",
         "control_listen": f"0.0.0.0:{CONTROL}",
-        # Without a secret, only the deployment's NetworkPolicy protects the port.
+        # Without a control secret, only the NetworkPolicy of the deployment protects the port.
         "control_credentials": {"secret_file": _CONTROL_FILE} if deployment.control_secret else {"insecure": True},
         **(_proven_by_routers(deployment) if deployment.control_secret else {}),
         "connection_seconds": CONNECTION_SECONDS,
@@ -113,14 +124,55 @@ def router_settings(deployment: DesiredDeployment) -> Manifest:
         "remote_prefill_min_tokens": routing.disaggregate_above_tokens,
         "prefer_direct": spec.kv_transfer.paths[0] is KvPath.DIRECT,
         "drain_timeout_ms": deployment.router.drain.timeout_seconds * 1000,
+        **_tracing(deployment),
     }
 
 
-def _proven_by_routers(deployment: DesiredDeployment) -> Manifest:
-    """Return the settings of routers that prove the control secret to workers and to each other.
+def _tracing(deployment: DesiredDeployment) -> Manifest:
+    """Return the section `tracing` of a settings file, equal for all processes; empty if tracing is off."""
+    tracing = deployment.spec.tracing
+    if not tracing.endpoint:
+        return {}
+    section = {
+        "endpoint": tracing.endpoint,
+        "protocol": tracing.protocol.value,
+        "sample_ratio": tracing.sample_percent / 100,
+        "keep_errors": tracing.keep_errors,
+        "slow_first_token_seconds": tracing.slow_first_token_seconds,
+        "slow_seconds": tracing.slow_seconds,
+    }
+    if tracing.headers_secret:
+        section["headers_file"] = f"{TRACING_HEADERS}/headers"
+    if tracing.authority_secret:
+        section["certificate"] = f"{TRACING_AUTHORITY}/ca.crt"
+    return {"tracing": section}
 
-    Without a secret, the routers of a deployment do not know each other: no policy makes up for a proof of who says what.
-    Each pod adds its own address (`operators.manifests.pods`).
+
+def metrics_ports(deployment: DesiredDeployment) -> Mapping[str, int]:
+    """Return the metrics ports of a worker's pod by name; empty if the deployment does not open them."""
+    spec = deployment.spec
+    if not spec.worker_metrics.key_sha256:
+        return {}
+    stored = {"store-metrics": STORE_METRICS} if KvPath.STORE in spec.kv_transfer.paths else {}
+    return {"metrics": METRICS, **stored}
+
+
+def _metrics(deployment: DesiredDeployment, port: int) -> Manifest:
+    """Return the settings of a metrics port in a worker's pod; empty if the deployment does not open the port."""
+    asked = deployment.spec.worker_metrics
+    if not asked.key_sha256:
+        return {}
+    settings: Manifest = {"metrics_listen": f"0.0.0.0:{port}", "metrics_access": {"key_sha256": list(asked.key_sha256)}}
+    if asked.tls_secret:
+        settings["metrics_tls"] = {"certificate": f"{METRICS_TLS}/tls.crt", "key": f"{METRICS_TLS}/tls.key"}
+    return settings
+
+
+def _proven_by_routers(deployment: DesiredDeployment) -> Manifest:
+    """Return the settings by which routers prove the control secret to workers and to each other.
+
+    Without a control secret, the routers of a deployment exchange nothing, because a network policy cannot prove who
+    has sent a message. Each pod adds its own address (`operators.manifests.pods`).
     """
     proof = {"secret_file": _CONTROL_FILE}
     return {
@@ -138,12 +190,12 @@ def _model_dir(deployment: DesiredDeployment) -> str:
 
 
 def is_fetched(deployment: DesiredDeployment) -> bool:
-    """Return whether pods fetch the model from the hub; folders in a volume or an image have absolute paths instead."""
+    """Return whether pods fetch the model from the hub: the specification names no folder of a volume or an image."""
     return parse_repository(_model_dir(deployment)) is not None
 
 
 def _hub(deployment: DesiredDeployment, **more: float) -> Manifest:
-    """Return the hub settings with further ones; empty if nothing is fetched."""
+    """Return the section `hub` with the settings in `more`; empty if pods do not fetch the model."""
     if not is_fetched(deployment):
         return {}
     model = deployment.spec.model

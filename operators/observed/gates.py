@@ -1,9 +1,13 @@
-"""Scheduling gates of groups: which pods the scheduler may not place yet, and which groups it is placing. Pure.
+"""Gates: reads the scheduling gates of worker groups, by which the operator holds pods back from the scheduler.
 
-The operator makes pods of a group with a gate if the scheduler has to choose the domain (`operators.controller.group_placer`).
+Pure.
+
+The operator creates the pods of a group with a gate if the scheduler has to choose the domain
+(`operators.controller.group_placer`). A user's podTemplate may name further gates, which other controllers remove; they
+are called foreign gates.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
@@ -12,35 +16,47 @@ from operators.manifests.names import GATE, GATED
 
 
 class GatedGroup(Struct, frozen=True):
-    """A group whose pods were created with a scheduling gate and all exist."""
+    """Describes the gates of a group whose pods were created with a scheduling gate and all exist."""
 
     name: str
-    """Its StatefulSet."""
+    """Name of the group's StatefulSet."""
 
     closed: tuple[str, ...] = ()
-    """Pods that still have the gate, by name."""
+    """Names of the pods that still have the operator's gate."""
+
+    held: bool = False
+    """True if a pod has a foreign gate, so that the scheduler would not place the group even without the operator's
+    gate."""
 
     begun: bool = False
-    """True if some pods have the gate no more."""
+    """True if the operator's gate has been removed from some of the pods."""
 
     unplaced: bool = False
-    """True if no pod has the gate, and the scheduler has found a node for none of them for a while."""
+    """True if no pod has the operator's gate any more, and the scheduler has not found a node for any pod for a
+    while."""
 
 
 def gated_group(name: str, pods: Sequence[Pod], *, unplaced: bool) -> GatedGroup:
-    """Return the gates of a group's pods; `unplaced`: the scheduler has found a node for none of them for a while."""
-    closed = tuple(sorted(pod.metadata.name for pod in pods if is_closed(pod)))
-    return GatedGroup(name, closed, begun=len(closed) < len(pods), unplaced=unplaced and not closed)
+    """Return the state of the gates of a group's pods.
+
+    `unplaced` is true if the scheduler has not found a node for any pod for a while.
+    """
+    closed = tuple(sorted(pod.metadata.name for pod in pods if _is_closed(pod)))
+    held = any(True for pod in pods for _ in foreign_gates(pod))
+    return GatedGroup(name, closed, held, begun=len(closed) < len(pods), unplaced=unplaced and not closed)
 
 
-def is_closed(pod: Pod) -> bool:
+def _is_closed(pod: Pod) -> bool:
     """Return whether a pod has the operator's gate."""
     return any(each.name == GATE for each in pod.spec.scheduling_gates or ())
 
 
-def is_passing(pods: Iterable[Pod]) -> bool:
-    """Return whether a group passes the scheduler: a pod of it has its gate no more, and no node yet."""
-    return any(
-        pod.alive and pod.metadata.annotations.get(GATED) and not is_closed(pod) and not pod.spec.node_name
-        for pod in pods
-    )
+def foreign_gates(pod: Pod) -> Iterator[str]:
+    """Yield the gates of a pod that other controllers have to remove."""
+    return (each.name for each in pod.spec.scheduling_gates or () if each.name != GATE)
+
+
+def is_passing(pod: Pod) -> bool:
+    """Return whether the scheduler is placing a pod of a gated group: the pod has no gate any more, and no node yet."""
+    gated = pod.alive and bool(pod.metadata.annotations.get(GATED))
+    return gated and not pod.spec.scheduling_gates and not pod.spec.node_name

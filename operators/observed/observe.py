@@ -1,15 +1,17 @@
-"""Observation: turns the cached objects into the observed state of one deployment. Pure.
+"""Observation: computes the observed state of one deployment from the cached Kubernetes objects. Pure.
 
 Rules:
 
-1. A deployment owns what it controls by its uid. Names and labels prove nothing beside another owner: a deployment that
-   was deleted and created again owns nothing of its predecessor. An object without any owner that carries the operator's
-   labels is an orphan (`kubectl delete --cascade=orphan`), and belongs to the deployment that the labels name.
-2. A replica is a pod, or a group of pods that live and die together. A group is ready when all of its pods are, and
-   registered when its first pod is.
-3. A group needs nodes for all of its pods. A scheduler that does not know groups may find nodes for some pods only; the
-   group then gives them back after a while. So does a group that was placed where no pod of it has found a node.
-4. A pod that is missing on the API server is gone. A pod that is being deleted still has its GPUs.
+1. A deployment owns the objects whose owner reference has its uid. An object with another owner does not belong to the
+   deployment, even if its name and labels match: a deployment that was deleted and created again does not own the
+   objects of the deleted one. An object without any owner that carries the operator's labels is an orphan (`kubectl
+   delete --cascade=orphan`), and belongs to the deployment that the labels name.
+2. A replica is one pod, or a group of pods that start and end together. A group is ready when all of its pods are
+   ready, and it is registered when its first pod is registered.
+3. A group needs nodes for all of its pods. A scheduler that does not know groups may find nodes for only some of the
+   pods. After a while, such a group is removed, so that other groups can use these nodes. A group is also removed if
+   the scheduler finds no node for any of its pods in the domain that was chosen.
+4. A pod has ended when the API server does not have it any more. A pod that is being deleted still holds its GPUs.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -64,20 +66,20 @@ from operators.replica_steps import RevisionReplicas
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 LEADER_GROUP = "leaderworkerset.sigs.k8s.io/group-index"
 PARTIAL_GROUP_SECONDS = 60
-"""A group without nodes for all of its pods gives its GPUs back after one to two times this, and tries again. The times
-differ, because two groups that each hold half of the nodes that the other one needs would otherwise block each other
-for ever."""
+"""A group that has nodes for only a part of its pods is removed after one to two times this number of seconds, and
+created again. The time differs between groups. Otherwise, two groups that each hold nodes which the other one needs
+could be removed and created at the same moments, and block each other for ever."""
 
 GROUP_REJOIN_SECONDS = 60
-"""The time within which the other pods of a group have to take a restarted pod back."""
+"""Seconds within which a group has to become ready again after one of its pods has restarted."""
 
 Kept = TypeVar("Kept", bound=NamedObject)
 
 
 class ForeignObjects(Struct, frozen=True):
-    """Kinds and names in a namespace that belong to others than the deployment.
+    """Answers, for a kind and a name, whether such an object exists and does not belong to the deployment.
 
-    Membership is looked up; the set is never listed.
+    It works with the operator `in` only, and cannot be iterated.
     """
 
     store: InformerCaches
@@ -88,7 +90,7 @@ class ForeignObjects(Struct, frozen=True):
     def __contains__(self, key: object) -> bool:
         kind, name = cast(tuple[str, str], key)
         found = self.store.any(kinds.BY_NAME[kind]).get(self.namespace, name)
-        # A RoleScaler that somebody else made counts like our own.
+        # The deployment also uses a RoleScaler that somebody else has created.
         return found is not None and not _is_owned(found, self.deployment, self.uid) and kind != kinds.ROLE_SCALER.name
 
 
@@ -106,13 +108,13 @@ def observe(
 
     Args:
         store: Caches of all objects.
-        custom: The deployment.
-        spec: Its specification.
-        reports: Workers that its routers report; None: no report.
+        custom: The DisaggDeployment as it is on the API server.
+        spec: The deployment's specification.
+        reports: Workers that the deployment's routers report, or None if no router has reported.
         now: Time of the wall clock.
-        served: The optional kinds of the API server.
-        evidence: What probes have shown; None: no probes are sent.
-        drift: Says which children somebody else has changed; None: nobody looks.
+        served: The optional kinds that the API server has.
+        evidence: The results of probes, or None if the operator sends no probes.
+        drift: Detects children that others have changed, or None if this is not needed.
     """
     namespace, name, uid = custom.metadata.namespace, custom.metadata.name, custom.metadata.uid
     pods = tuple(store.of(kinds.POD, Pod).of(namespace, name).values())
@@ -175,7 +177,7 @@ def observe(
 
 
 def conditions_of(custom: CustomObject) -> tuple[Condition, ...]:
-    """Return the conditions as last written; none if somebody else wrote something invalid there."""
+    """Return the conditions in the status of an object; empty if somebody else has written invalid ones."""
     try:
         return msgspec.convert(custom.status.get("conditions", []), tuple[Condition, ...])
     except msgspec.ValidationError:
@@ -185,7 +187,8 @@ def conditions_of(custom: CustomObject) -> tuple[Condition, ...]:
 def scalers_of(store: InformerCaches, namespace: str, deployment: str) -> dict[str, CustomObject]:
     """Return the RoleScalers of a deployment by role.
 
-    Among two for one role, the one with our name counts, or else the first by name.
+    If a role has several RoleScalers, use the one that has the name which the operator gives, or else the first by
+    name.
     """
     found: dict[str, CustomObject] = {}
     for name, each in sorted(store.of(kinds.ROLE_SCALER, CustomObject).of(namespace, deployment).items(), reverse=True):
@@ -202,7 +205,7 @@ def routers_of(pods: Iterable[Pod]) -> Iterator[Pod]:
 
 
 def _text(value: object) -> str:
-    """Return a text from a field that somebody else may have written."""
+    """Return the text in a field of a status; empty if somebody else has written a value that is not a text."""
     return value if isinstance(value, str) else ""
 
 
@@ -223,16 +226,20 @@ def _is_owned(item: NamedObject, deployment: str, uid: str) -> bool:
 
 
 def _has_our_name(item: NamedObject, deployment: str) -> bool:
-    """Return whether an object without an owner has the name that the operator gives; a copy of it has our labels, too."""
+    """Return whether an object without an owner has the name that the operator gives to such an object.
+
+    The labels alone do not prove that the operator has created the object, because a user's copy of it has them too.
+    """
     if not isinstance(item, WorkloadResource):
-        return True  # it is applied only under a name of ours, and never removed
+        # The operator applies other kinds only under its own names, and never removes them, so no check is needed.
+        return True
     labels = item.metadata.labels
     parts = (deployment, labels.get(ROLE), labels.get(REVISION), labels.get(GROUP_LABEL))
     return item.metadata.name == "-".join(part for part in parts if part)
 
 
 def _sizes(custom: CustomObject) -> dict[str, int]:
-    """Return the replicas that each role should have according to the status."""
+    """Return the desired number of replicas of each role, as the status of the deployment records it."""
     roles = custom.status.get("roles")
     found = [each for each in roles if isinstance(each, dict)] if isinstance(roles, list) else []
     return {
@@ -243,7 +250,7 @@ def _sizes(custom: CustomObject) -> dict[str, int]:
 
 
 def _routes(kind: ApiKind, controller: WorkloadResource) -> bool:
-    """Return whether it is the Deployment of routers, which changes in place."""
+    """Return whether a workload is a Deployment of routers; only such Deployments have no revision."""
     return kind == kinds.DEPLOYMENT and REVISION not in controller.metadata.labels
 
 
@@ -277,7 +284,7 @@ def _children(
     partly_known: Container[str],
     now: datetime,
 ) -> Iterator[ObservedChild]:
-    """Yield a child for each role and revision that has a controller, or left-over pods."""
+    """Yield the observed child of each role and revision that has a workload object, or at least a pod."""
     by_child: dict[tuple[str, str], list[Pod]] = {}
     for pod in pods:
         labels = pod.metadata.labels
@@ -307,7 +314,7 @@ def _group_child(
     partly_known: Container[str],
     now: datetime,
 ) -> ObservedChild:
-    """Return the child whose replicas are StatefulSets."""
+    """Return the observed child of a role and revision in which each replica is a StatefulSet of its own."""
     staying = {each.metadata.name: each for each in sets if not each.metadata.deleted}
     sizes = {each.metadata.labels.get(GROUP_LABEL, ""): each.spec.replicas for each in sets}
     half_scheduled, left_behind, ready, warm = [], [], [], {}
@@ -345,18 +352,18 @@ def _group_child(
 
 
 def _is_half_scheduled(pods: Sequence[Pod], before: datetime) -> bool:
-    """Return whether some pods have a node, and others have found none since `before`."""
+    """Return whether some pods of a group have a node, while others have waited for one from a time before `before`."""
     unplaced = [pod.unplaced_since for pod in pods if pod.unplaced_since is not None]
     return len(pods) > len(unplaced) > 0 and min(unplaced) < before
 
 
 def _is_unscheduled(pods: Sequence[Pod], before: datetime) -> bool:
-    """Return whether no pod has found a node since `before`."""
+    """Return whether all pods of a group still wait for a node, and began to wait earlier than `before`."""
     return bool(pods) and all(pod.unplaced_since is not None and pod.unplaced_since < before for pod in pods)
 
 
 def _placement(controller: WorkloadResource) -> GroupPlacement:
-    """Return where the pods of a StatefulSet may go, as its annotations say."""
+    """Return the domain and the nodes on which the pods of a StatefulSet may run, according to its annotations."""
     annotations = controller.metadata.annotations
     avoided = annotations.get(AVOIDED, "")
     return GroupPlacement(
@@ -367,7 +374,10 @@ def _placement(controller: WorkloadResource) -> GroupPlacement:
 
 
 def _left_behind(pods: Sequence[Pod], before: datetime) -> list[str]:
-    """Return pods with fewer restarts than one that restarted before `before`, if the group is not ready yet."""
+    """Return the names of pods that have not restarted, although another pod of their group has.
+
+    The list is empty if the other pod ended after the instant `before`, or if all pods of the group are ready again.
+    """
     most = max((pod.restarts for pod in pods), default=0)
     ended = [
         each.last_state.terminated.finished_at
@@ -436,7 +446,7 @@ def _group_ready(pods: Iterable[Pod], size: int | None) -> bool:
 def _deletion_costs(
     pods: Iterable[Pod], known: Mapping[str, WorkerRegistration]
 ) -> dict[tuple[str, str], tuple[PodDeletionCost, ...]]:
-    """Return the deletion costs of single pods, by role and revision."""
+    """Return the deletion costs, by role and revision, of all pods that are not part of a worker group."""
     found: dict[tuple[str, str], list[PodDeletionCost]] = {}
     for pod in pods:
         labels = pod.metadata.labels

@@ -1,13 +1,16 @@
-"""Pod troubles: why pods do not run, in words for a condition, from what scheduler, kubelet and controllers report.
+"""Pod troubles: finds out why pods do not run, and explains it in texts that conditions show.
+
+The causes come from the statuses that the scheduler, the kubelet and the controllers of Kubernetes write.
 
 Pure.
 
 Rules:
 
-1. Only pods that should exist count, not those that are being deleted.
-2. A container's last output is repeated only if it is a line of ours (`fleet: …`, one line without secrets by the rules
-   of the command), because logs may contain anything.
-3. A trouble has one of the reasons below, ordered by how much it explains: a pod without a node cannot pull its image.
+1. Pods that are being deleted are not considered.
+2. The last output of a container is shown only if it is a line of Fleet's own command (`fleet: …`, which never contains
+   secrets). Other output is not shown, because it may contain anything.
+3. A trouble has one of the reasons in `TroubleReason`. A reason that can cause another one comes before it: a pod
+   without a node, for example, cannot pull its image.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,37 +22,42 @@ from msgspec import Struct
 from fleet.net.kubernetes.status_errors import ApiStatus, public_message
 from fleet.net.kubernetes.views import ContainerStatus, Pod, WorkloadResource
 from operators.manifests.names import DOMAIN, GROUP_LABEL, ROLE
+from operators.observed.gates import foreign_gates
 
 MOST_CHARACTERS = 300
 OURS = "fleet: "
 REFUSED = 3
-"""Exit status of a process whose configuration was refused."""
+"""Exit status of a Fleet process that has refused its configuration."""
 
 
 class TroubleReason(IntEnum):
-    """Reasons in the order of precedence, named as in conditions."""
+    """Reasons why a pod does not run; the first ones take precedence. Conditions show these names."""
 
     QuotaExceeded = 1
     PodsRefused = 2
-    """By admission control or validation, whose words are in the ReplicaSet's condition."""
+    """Admission control or validation refused the pods; the condition of the ReplicaSet states the reason."""
 
     NoDomainFits = 3
-    """No domain has room for a group of pods, so none was made, or the scheduler has found no node for any of them."""
+    """No domain has room for a worker group. Its pods were not created, or the scheduler has found no node for any of
+    them."""
 
     NoSuchGpu = 4
     InsufficientCapacity = 5
     Unschedulable = 6
-    ImagePull = 7
-    ConfigurationMissing = 8
+    SchedulingGated = 7
+    """The scheduler ignores the pod until another controller removes a scheduling gate from it."""
+
+    ImagePull = 8
+    ConfigurationMissing = 9
     """A Secret, ConfigMap or volume that a container names is missing."""
 
-    ModelNotFound = 9
-    HubUnreachable = 10
-    """The model hub sent nothing."""
+    ModelNotFound = 10
+    HubUnreachable = 11
+    """The model hub cannot be reached, or has sent no data for too long."""
 
-    ConfigurationRefused = 11
-    OutOfMemory = 12
-    CrashLooping = 13
+    ConfigurationRefused = 12
+    OutOfMemory = 13
+    CrashLooping = 14
 
 
 UNPLACED = frozenset(
@@ -60,6 +68,7 @@ UNPLACED = frozenset(
         TroubleReason.NoSuchGpu,
         TroubleReason.InsufficientCapacity,
         TroubleReason.Unschedulable,
+        TroubleReason.SchedulingGated,
     }
 )
 
@@ -70,7 +79,7 @@ CONFIGURATION = frozenset({"CreateContainerConfigError", "CreateContainerError"}
 class PodTrouble(Struct, frozen=True, order=True):
     reason: TroubleReason
     where: str
-    """Pod or controller."""
+    """Name of the pod, of its worker group, or of the workload object that could not create pods."""
 
     message: str
 
@@ -84,13 +93,13 @@ def troubles(
     products: Sequence[str],
     domains: Mapping[str, str],
 ) -> tuple[PodTrouble, ...]:
-    """Return all troubles, the most informative first, at most one for each pod and one for each group.
+    """Return the troubles of a deployment's pods, the most informative first.
 
     Args:
-        pods: Pods of a deployment.
-        controllers: Its children with replicas.
-        products: GPU products that its roles name.
-        domains: The labels (`topology.domain`) by role that has one.
+        pods: All pods of the deployment.
+        controllers: The child objects of the deployment that create pods.
+        products: GPU products that the deployment's roles name.
+        domains: The node label `topology.domain` of each role that has one, by role.
     """
     found = [trouble for each in controllers if (trouble := _refused_pods(each)) is not None]
     found += _unfit_groups(pods, domains)
@@ -108,7 +117,7 @@ def _refused_pods(controller: WorkloadResource) -> PodTrouble | None:
 
 
 def _unfit_groups(pods: Iterable[Pod], domains: Mapping[str, str]) -> Iterator[PodTrouble]:
-    """Yield a trouble for each group for whose pods the scheduler had to choose a domain, and found no node at all."""
+    """Yield a trouble for each group that waits with all of its pods until the scheduler finds a domain for it."""
     groups: dict[tuple[str, str], list[Pod]] = {}
     for pod in pods:
         labels = pod.metadata.labels
@@ -123,7 +132,7 @@ def _unfit_groups(pods: Iterable[Pod], domains: Mapping[str, str]) -> Iterator[P
 
 
 def _unplaced_words(pod: Pod) -> str:
-    """Return why the scheduler finds no node for a pod; empty: it has one, or was not looked at."""
+    """Return the scheduler's message why it finds no node for a pod; empty if it has not reported such a problem."""
     for each in pod.status.conditions or ():
         if each.type == "PodScheduled" and each.status == "False" and each.reason == "Unschedulable":
             return _short(each.message) or each.reason
@@ -134,13 +143,15 @@ def _of_pod(pod: Pod, products: Sequence[str]) -> PodTrouble | None:
     name = pod.metadata.name
     if words := _unplaced_words(pod):
         return PodTrouble(_unplaced(words, products), name, words)
+    if gates := ", ".join(foreign_gates(pod)):
+        return PodTrouble(TroubleReason.SchedulingGated, name, f"waits for the scheduling gate {gates}")
     statuses = (*(pod.status.init_container_statuses or ()), *(pod.status.container_statuses or ()))
     found = (_of_container(name, each, ready=pod.ready) for each in statuses)
     return min((each for each in found if each is not None), default=None)
 
 
 def _unplaced(message: str, products: Sequence[str]) -> TroubleReason:
-    """Return the reason from kube-scheduler's words: `0/3 nodes are available: 2 Insufficient nvidia.com/gpu …`."""
+    """Return the reason for a message of kube-scheduler, such as `0/3 nodes are available: 2 Insufficient …`."""
     if "Insufficient " in message:
         return TroubleReason.InsufficientCapacity
     if products and "didn't match Pod's node affinity/selector" in message:
@@ -160,10 +171,10 @@ def _of_container(pod: str, container: ContainerStatus, *, ready: bool) -> PodTr
     said = next((line for line in reversed(ended.message.splitlines()) if line.startswith(OURS)), "")
     said = said.removeprefix(OURS)
     runs = waiting is None and container.state.terminated is None
-    # the restarted container tries again for the same time
+    # A restarted container tries again to reach the hub, so the trouble holds until the pod is ready.
     if said.startswith("hub.endpoint:") and not (runs and ready):
         return PodTrouble(TroubleReason.HubUnreachable, pod, _short(said))
-    if runs:  # the container has recovered
+    if runs:  # the container runs again
         return None
     times = f"ended {container.restart_count + 1} times, with exit status {ended.exit_code}"
     if ended.reason == "OOMKilled":

@@ -1,4 +1,4 @@
-"""Process of a cluster's planner: puts the API client, the leader election, the loops, the health server and the control port together."""
+"""Planner process of a cluster: creates its API client, leader election, planners, health server and control port."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from fleet.core.clock import Clock
 from fleet.core.errors import ConfigurationRefused
+from fleet.net.certificate_watch import certificate_watch
 from fleet.net.control.access import load_control_access
 from fleet.net.kubernetes.client import open_api_client
 from fleet.net.kubernetes.kinds import GROUP
@@ -16,6 +17,7 @@ from fleet.net.kubernetes.ports import KubernetesError, WallClock
 from fleet.planner.control.service import open_planner_port
 from fleet.planner.messages import PlanWriter
 from kvstore.net.addresses import host_port
+from kvstore.security.metrics_access import MetricsGuard
 from operators.controller.control_secrets import ControlSecrets
 from operators.health_server import open_health_server
 from operators.planner.deployment_planner import PlannerParts
@@ -24,7 +26,7 @@ from operators.planner.server import KubePlanner
 from operators.planner.settings import KubePlannerSettings
 
 CONTROLLER = f"{GROUP}/planner"
-"""The planner's name in Events."""
+"""The name of the planner in Kubernetes events."""
 
 AGENT = "fleet-planner"
 
@@ -39,17 +41,17 @@ async def serve_kube_planner(
     announce: Callable[[Mapping[str, str]], None],
     stop: asyncio.Event,
 ) -> None:
-    """Serve until asked to stop.
+    """Run the planner process until `stop` is set.
 
     Args:
         settings: Settings of the planner.
-        parts: Makes rules and rehearsals.
+        parts: Creates scaling rules and rehearsals.
         clock: Monotonic clock for durations.
-        wall: Wall clock for times in objects.
-        wall_ms: Wall clock in milliseconds, for ids of plans.
+        wall: Wall clock for times in Kubernetes objects.
+        wall_ms: Returns the wall-clock time in milliseconds, for ids of plans.
         registry: Metrics of the process; the planner's metrics are added.
-        announce: Called with the endpoints once they answer.
-        stop: Set to end the planner.
+        announce: Called once with the bound addresses, by name, when the process accepts connections.
+        stop: The caller sets this event to end the planner.
 
     Raises:
         ConfigurationRefused: An address is in use, or the API server's address is not configured.
@@ -61,7 +63,10 @@ async def serve_kube_planner(
         host, port = host_port(settings.listen)
     except ValueError as error:
         raise ConfigurationRefused(f"listen: {error}") from error
+    guard = MetricsGuard.of(settings.metrics_access, settings.listen)
     access = load_control_access("control_credentials", settings.control_credentials)
+    watch = certificate_watch({"control_credentials": settings.control_credentials})
+    registry.register(watch)
     try:
         async with open_api_client(settings.kubeconfig, f"{AGENT}/{settings.identity}", PlanWriter.PLANNER) as cluster:
             leader = LeaseLeader(
@@ -72,11 +77,14 @@ async def serve_kube_planner(
             planner = KubePlanner(settings, cluster, leader, secrets, parts, clock, wall, wall_ms)
             registry.register(ClusterPlannerMetrics(leader.leads, planner.planners))
             async with (
-                open_health_server(host, port, planner.unread, planner.lost, registry) as address,
+                open_health_server(host, port, planner.unread, planner.lost, registry, guard) as address,
                 open_planner_port(settings.control_listen, access, planner) as control,
+                asyncio.TaskGroup() as tasks,
             ):
+                watching = tasks.create_task(watch.run())
                 announce({"http": address, "control": control})
                 await planner.run(stop)
+                watching.cancel()
     except OSError as error:
         raise ConfigurationRefused(f"listen: {settings.listen}: {error.strerror}") from error
     except KubernetesError as error:

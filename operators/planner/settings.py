@@ -8,6 +8,7 @@ from fleet.net.kubernetes.leader import LeaseSettings
 from fleet.planner.settings import RehearsalSettings
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
+from kvstore.security.metrics_access import MetricsAccess
 from operators.rbac import OWN_SECRET
 
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
@@ -34,6 +35,9 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     listen: str = "0.0.0.0:8080"
     """host:port of /healthz, /readyz and /metrics."""
 
+    metrics_access: MetricsAccess = MetricsAccess()
+    """Access to /metrics."""
+
     control_listen: str = ""
     """Address of the control port for `fleet plan`: host:port, or unix:/path; empty: a socket of this user on this machine."""
 
@@ -51,17 +55,17 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Namespace of that Secret; empty: the namespace of the Lease."""
 
     stale_seconds: Seconds = 5.0
-    """Longest silence of a router; then its planner holds."""
+    """Maximum silence of a router; then its planner holds."""
 
     status_seconds: Seconds = 60.0
-    """Longest time after which changed numbers in the messages of a ServingPlan's status are written. Changes of state are written at once."""
+    """Maximum time after which changed numbers in the messages of a ServingPlan's status are written. Changes of state are written at once."""
 
     rehearsal: RehearsalSettings = RehearsalSettings()
     score_seconds: Seconds = 60.0
     """Time after a plan over which its prediction is compared with what happened."""
 
     most_plans: Annotated[int, Meta(ge=1, le=10_000)] = 200
-    """Most ServingPlans that this process obeys; those beyond, by name, say in their status that they are not."""
+    """Maximum number of ServingPlans that this process obeys; those beyond, by name, say in their status that they are not."""
 
     def __post_init__(self) -> None:
         proof = self.control_credentials

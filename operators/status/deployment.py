@@ -3,15 +3,17 @@
 Rules:
 
 1. A deployment is Ready when every role has its replicas of the present revision, all ready and known to all routers,
-   no old replica is left, the routers are ready, and every worker that answers requests has answered one since
-   (`operators.probes.evidence`). Unknown facts count as not fulfilled.
-2. The reason of Ready is the most informative obstacle: a taken name, a refusal of the API server, a problem from
-   scheduler or kubelet, a missing replica, a worker that routers do not know, a worker that does not answer.
-3. A condition keeps its time while its status is the same.
-4. Only probes show whether blocks arrive. Until the next probe, the last result counts.
+   no old replica is left, the routers are ready, and every worker that generates answers has answered a probe
+   (`operators.probes.evidence`). If it is unknown whether a requirement is fulfilled, the deployment is not Ready.
+2. The reason of Ready names the most informative obstacle, in this order: a taken name, a refusal of the API server, a
+   problem of a pod, a missing replica, a worker that routers do not know, a worker that does not answer. A mistake in a
+   `podTemplate` appears as a refusal of the API server (`operators.controller.refusals`). If Kubernetes finds it only
+   when it creates or starts pods, it appears as a problem of a pod (`operators.observed.pod_troubles`).
+3. The transition time of a condition changes only if its status changes.
+4. Only probes show whether KV blocks reach the decode workers. Until the next probe, the last result counts.
 5. A deployment is Available while requests are served, also during a rollout or while replicas are missing: a router is
-   ready, it sends requests to a ready worker that answers, and no probe has shown that nobody answers. What a probe has
-   shown counts until another probe is answered, because no probes are sent during a rollout.
+   ready, it sends requests to a ready worker, and the last probes did not all fail. The results of the last probes
+   count until another probe is answered, because no probes are sent during a rollout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,10 +40,11 @@ from operators.replica_steps import PairSide, ScaledRole
 MOST_CHARACTERS = 1024
 MOST_TOLD = 4
 PASSING = frozenset({"ServedProbePending", "RouterSilent"})
-"""Reasons of Ready that last only a moment on the way to it, so that their status is not written in a hurry."""
+"""Reasons of Ready that usually last only a moment before the deployment is Ready. So a status with such a reason is
+not written at once."""
 
 UNANSWERED = frozenset({"ServedProbePending", "ServedProbeFailed", "Saturated", "ServedProbeNeedsKey"})
-"""Reasons of Available that only an answered probe ends."""
+"""Reasons of Available that stay until a probe is answered."""
 
 BUSY = "the routers live and let in no more; the probe has no right of way, and is sent again"
 NOT_TOLD = "neither a router nor a Lease says which workers are registered"
@@ -61,18 +64,18 @@ def status(
     at_rest: bool,
     now: str,
 ) -> tuple[DisaggDeploymentStatus, PendingProbes | None]:
-    """Return the status to write, and the probes to send; None: not yet, or no probes are sent.
+    """Return the status to write, and the probes that are needed, or None instead if no probes are sent now.
 
     Args:
         desired: The desired deployment.
         observed: The observed state.
-        pools: The roles of workers with the requested targets.
-        possible: The same roles with the targets that budget and ratio allow.
-        taken: Objects of others that have one of our names.
-        present: Revision of the specification.
+        pools: The roles of workers, with the requested numbers of replicas as targets.
+        possible: The same roles, with the targets that the GPU budget and the ratio allow.
+        taken: Descriptions of objects that belong to somebody else and have names which the deployment needs.
+        present: The revision that the specification gives.
         routers: The desired number of router replicas.
-        at_rest: Whether no change is under way, and no step is possible.
-        now: RFC 3339.
+        at_rest: True if no change of replicas is under way, and no further step is possible.
+        now: The present time as RFC 3339.
     """
     workers = [_role(pool, observed, present) for pool in possible]
     router = _router(desired, observed, routers)
@@ -116,9 +119,9 @@ def status(
 def unreadable_conditions(
     before: Sequence[Condition], generation: int, problem: str, now: str
 ) -> tuple[Condition, ...]:
-    """Return the conditions of an object whose specification was written for another version of the operator.
+    """Return the conditions of a deployment whose specification this version of the operator cannot read.
 
-    Its pods go on, so it stays as available as it was.
+    The pods of the deployment keep running, so its condition Available stays as it was.
     """
     said: ConditionUpdate = ("Ready", FALSE, "SpecificationRefused", problem)
     new = [condition(before, generation, now, each) for each in (said, ("Degraded", TRUE, *said[2:]))]
@@ -184,7 +187,7 @@ def _hindrances(
     unregistered: Sequence[RoleStatus],
     old: bool,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the obstacles to Ready, the most informative first."""
+    """Yield the reasons why the deployment is not Ready, the most informative first."""
     if taken:
         yield "NameTaken", f"not made by this deployment: {', '.join(taken)}"
     if observed.refusals:
@@ -205,7 +208,7 @@ def _hindrances(
 def _wanted(
     desired: DesiredDeployment, observed: ObservedState, pools: Sequence[ScaledRole], present: str
 ) -> PendingProbes | None:
-    """Return the probes that a deployment without obstacles needs, with what is known already."""
+    """Return the probes that are needed before the deployment is Ready, or None if no probes are sent now."""
     if observed.evidence is None or observed.router is None:
         return None
     serving = {each.role: each.serving for each in observed.children if each.replicas.revision == present}
@@ -233,7 +236,7 @@ def _wanted(
 
 
 def _served(desired: DesiredDeployment, observed: ObservedState, wanted: PendingProbes | None) -> ConditionUpdate:
-    """Return the condition Ready of a deployment that may only lack an answer."""
+    """Return the condition Ready of a deployment that fulfils all requirements, except perhaps answers to probes."""
     if desired.spec.suspend:
         return "Ready", FALSE, "Suspended", ""
     if wanted is None:
@@ -244,7 +247,7 @@ def _served(desired: DesiredDeployment, observed: ObservedState, wanted: Pending
         return "Ready", TRUE, "AllRolesReady", ""
     failure, was = evidence.reported, _former_condition(observed, "Ready")
     what = f"{len(subject.targets) - len(missing)} of {len(subject.targets)} workers have answered a request"
-    # Until a new leader has sent two probes, the former leader's result counts.
+    # Until a new leader has seen two failed probes, the condition that the former leader has written counts.
     saturated = failure.busy if failure is not None else was[2] == "Saturated"
     if saturated:
         words = was[3] if failure is None else f"{what}; {evidence.failed}: {failure}; {BUSY}"
@@ -262,7 +265,7 @@ def _served(desired: DesiredDeployment, observed: ObservedState, wanted: Pending
 
 
 def _available(desired: DesiredDeployment, observed: ObservedState, wanted: PendingProbes | None) -> ConditionUpdate:
-    """Return whether requests are served (rule 5)."""
+    """Return the condition Available: whether requests are served (rule 5)."""
     suspended = "Suspended" if desired.spec.suspend else ""
     if observed.router is None or not (observed.router.pods or observed.router.ready):
         return "Available", FALSE, suspended or "NoRouterReady", "no router is ready"
@@ -321,7 +324,7 @@ def _registered(observed: ObservedState, unregistered: Sequence[RoleStatus]) -> 
 
 
 def _kv_path(desired: DesiredDeployment, observed: ObservedState, wanted: PendingProbes | None) -> ConditionUpdate:
-    """Return whether each answering worker took over blocks that a prefill worker had computed."""
+    """Return the condition KVPathReady: whether each decode worker took over blocks that a prefill worker computed."""
     if not any(role.type is RoleType.PREFILL for role in desired.workers):
         return "KVPathReady", TRUE, "NotNeeded", "no role hands blocks over"
     if KvPath.DIRECT not in desired.spec.kv_transfer.paths:
@@ -353,7 +356,10 @@ def _kv_path(desired: DesiredDeployment, observed: ObservedState, wanted: Pendin
 
 
 def _rebalancing(pools: Sequence[ScaledRole], present: str, at_rest: bool) -> ConditionUpdate:
-    """Return whether the number of prefill or of decode replicas is changing; a rollout by itself changes neither."""
+    """Return the condition Rebalancing: whether the number of prefill or decode replicas changes.
+
+    A rollout does not count, because it changes neither number.
+    """
     pairs = [pool for pool in pools if pool.side is not PairSide.ALONE]
     asked = {
         side: sum(pool.asked for pool in pairs if pool.side is side) for side in (PairSide.PREFILL, PairSide.DECODE)
@@ -375,12 +381,15 @@ def _rebalancing(pools: Sequence[ScaledRole], present: str, at_rest: bool) -> Co
 
 
 def _settled(pool: ScaledRole, present: str) -> bool:
-    """Return whether the role has only replicas of the present revision."""
+    """Return whether all requested replicas of the role have the present revision."""
     return not any(each.asked for each in pool.replicas if each.revision != present)
 
 
 def _leaving(pool: ScaledRole, present: str) -> int:
-    """Return the number of draining pods of the present revision; in a rollout, pods of old revisions drain."""
+    """Return the number of a role's draining replicas of the present revision.
+
+    Draining replicas of old revisions belong to a rollout, and are not counted.
+    """
     return sum(each.leaving for each in pool.replicas if each.revision == present)
 
 
@@ -399,7 +408,10 @@ def _limited(pools: Sequence[ScaledRole], possible: Sequence[ScaledRole], stuck:
 
 
 def _stuck(pool: ScaledRole) -> bool:
-    """Return whether the role has to change but no step is possible."""
+    """Return whether the requested replicas of a role differ from its target in number or revision.
+
+    The caller uses the result only if no further step is possible.
+    """
     return pool.asked != pool.target or any(each.asked for each in pool.replicas if each.revision != pool.revision)
 
 
@@ -427,6 +439,6 @@ def _named(workers: Sequence[RunningPod]) -> str:
 
 
 def _former_condition(observed: ObservedState, kind: str) -> ConditionUpdate:
-    """Return a condition as it was last written; empty texts if it was not."""
+    """Return a condition as it was last written, or one with empty texts if it was never written."""
     was = next((each for each in observed.conditions if each.type == kind), None)
     return (kind, was.status, was.reason, was.message) if was is not None else (kind, "", "", "")

@@ -101,7 +101,7 @@ def test_stream_goes_on_after_the_death_of_its_router(tmp_path):
                 if before < 16 <= tokens:
                     os.kill(up.endpoints["pids"]["router"], signal.SIGKILL)
             result = stream.result
-        assert "\nfleet_resumed_requests_total 1.0\n" in httpx.get(f"{up.endpoints['http']}/metrics").text
+        assert '\nfleet_resumed_requests_total{model="tiny"} 1.0\n' in httpx.get(f"{up.endpoints['http']}/metrics").text
         assert up.end() == 0
 
     assert result.token_ids == expected.token_ids

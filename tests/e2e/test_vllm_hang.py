@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from fleet.client import AsyncClient
+from fleet.client.results import WorkerStatus
 from tests.support.fleet_processes import alive, fleet_up
 from tests.support.waiting import until, until_answered
 
@@ -58,18 +59,23 @@ def workers_of(result) -> list[str]:
     return [phase.worker_id for phase in result.kv]
 
 
-async def states(client: AsyncClient) -> dict[str, str]:
-    status = await client.status()
-    return {worker.worker_id: worker.state for pool in status.pools for worker in pool.workers}
+async def workers_now(client: AsyncClient) -> list[WorkerStatus]:
+    return [worker for pool in (await client.status()).pools for worker in pool.workers]
 
 
 async def serving(client: AsyncClient) -> set[str]:
-    return {worker_id for worker_id, state in (await states(client)).items() if state == "serving"}
+    return {worker.worker_id for worker in await workers_now(client) if worker.state == "serving"}
+
+
+async def busy_worker(client: AsyncClient) -> str | None:
+    """Return a worker that computes an answer now; None if all are idle."""
+    return next((worker.worker_id for worker in await workers_now(client) if worker.running), None)
 
 
 async def test_streams_of_a_stopped_engine_continue_exactly_elsewhere(tmp_path):
     topology = tmp_path / "fleet.toml"
     topology.write_text(TOPOLOGY)
+    log = tmp_path / "up.log"
     async with AsyncExitStack() as held:
         up = held.enter_context(
             fleet_up(tmp_path, "--config", str(topology), engine="vllm", ready_seconds=READY_SECONDS)
@@ -80,28 +86,33 @@ async def test_streams_of_a_stopped_engine_continue_exactly_elsewhere(tmp_path):
         async with asyncio.TaskGroup() as tasks:
             for each, prompt in zip(streams, PROMPTS, strict=True):
                 tasks.create_task(each.read(client, prompt))
-            await until(lambda: all(len(each.tokens) >= 20 for each in streams))
-            worker = up.endpoints["pids"]["both-0"]
+            await until(lambda: all(each.tokens for each in streams))
+            # An idle engine cannot be seen to hang, and one that was busy first may have sent its answers already.
+            stopped = await until_answered(lambda: busy_worker(client))
+            (other,) = {"both-0", "both-1"} - {stopped}
+            worker = up.endpoints["pids"][stopped]
             core = engine_core(worker)
             family = [core.pid, *(child.pid for child in core.children(recursive=True))]
 
             os.kill(core.pid, signal.SIGSTOP)
 
-            await until_answered(lambda: is_out(client), OUT_SECONDS)
+            await until_answered(
+                lambda: is_out(client, stopped), OUT_SECONDS, lambda: f"{stopped} still serves: {log.read_text()}"
+            )
             for number in range(8):
                 late = await client.complete([number + 5, *PROMPTS[0]], **ASK | {"max_tokens": 2})
-                assert workers_of(late) == ["both-1"]
+                assert workers_of(late) == [other]
             await until(lambda: not alive([worker, *family]))
 
         assert [tuple(each.tokens) for each in streams] == [tuple(tokens) for tokens in expected]
         assert any(len(each.workers) > 1 for each in streams), "none of the streams ran on the stopped engine"
         await until_answered(lambda: is_whole(client), READY_SECONDS)
-        assert engine_core(up.pid_of("both-0")).pid != core.pid
-        assert "EngineHung: vllm" in (tmp_path / "up.log").read_text()
+        assert engine_core(up.pid_of(stopped)).pid != core.pid
+        assert "EngineHung: vllm" in log.read_text()
 
 
-async def is_out(client: AsyncClient) -> bool:
-    return "both-0" not in await serving(client)
+async def is_out(client: AsyncClient, worker_id: str) -> bool:
+    return worker_id not in await serving(client)
 
 
 async def is_whole(client: AsyncClient) -> bool:

@@ -20,6 +20,7 @@ from fleet.core.work import Handoff, LoadReport, ParsedDelta, Progress, Start, W
 from fleet.router.messages import Arrived, WorkerJoined
 from kvstore.block import blocks_for
 from kvstore.layouts.fingerprint import Fingerprint
+from kvstore.protocol.versions import ProtocolRange
 
 MODEL = ModelName("tiny")
 STORE = StoreId("store-1")
@@ -81,6 +82,7 @@ def a_description(
     kv: Fingerprint | None = None,
     keeps_forms: bool = False,
     continued_fields: Sequence[str] = (),
+    protocols: ProtocolRange | None = None,
 ) -> WorkerDescription:
     return WorkerDescription(
         worker_id=WorkerId(worker_id),
@@ -98,6 +100,7 @@ def a_description(
         kv=kv,
         keeps_forms=keeps_forms,
         continued_fields=tuple(continued_fields),
+        protocols=protocols,
     )
 
 
@@ -170,5 +173,5 @@ def some_progress(
     )
 
 
-def a_load(*, running: int = 0, waiting: int = 0, kv_blocks_used: int = 0) -> LoadReport:
-    return LoadReport(running=running, waiting=waiting, kv_blocks_used=kv_blocks_used)
+def a_load(*, running: int = 0, waiting: int = 0, kv_blocks_used: int = 0, **fields) -> LoadReport:
+    return LoadReport(running=running, waiting=waiting, kv_blocks_used=kv_blocks_used, **fields)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
 
@@ -21,15 +21,18 @@ class Authority:
         self._certificate = self._sign(self._name, self._key, is_authority=True)
         self.file = self._write(f"{name}.pem", self._certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str, *, hours: tuple[int, int] = (-1, 1), hosts: Sequence[str] = ()) -> dict[str, str]:
+    def issue(
+        self, name: str, *, hours: tuple[int, int] = (-1, 1), hosts: Sequence[str] = (), rsa_key: bool = False
+    ) -> dict[str, str]:
         """Return the fields `certificate` and `key` of `kvstore.security.credentials.Credentials`.
 
         Args:
             name: Name of the certificate and of its files.
             hours: Start and end of its validity, relative to now.
             hosts: DNS names besides 127.0.0.1.
+            rsa_key: Make an RSA key, with which ciphers without forward secrecy are possible.
         """
-        key = ec.generate_private_key(ec.SECP256R1())
+        key = rsa.generate_private_key(65537, 2048) if rsa_key else ec.generate_private_key(ec.SECP256R1())
         certificate = self._sign(
             x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key, hours=hours, hosts=hosts
         )
@@ -44,7 +47,7 @@ class Authority:
     def _sign(
         self,
         name: x509.Name,
-        key: ec.EllipticCurvePrivateKey,
+        key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey,
         *,
         is_authority: bool = False,
         hours: tuple[int, int] = (-1, 1),

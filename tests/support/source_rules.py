@@ -11,6 +11,8 @@ Rules:
 6. Tests, and the scripts in their strings, wait by the helpers of `tests/support/waiting.py` and never sleep themselves (`MAY_SLEEP`).
 7. No byte from a connection or a file becomes code: the product uses none of `RUNS_CODE` and `PICKLING_METHODS`.
    ruff's security rules refuse some of them only.
+8. The product makes metrics only of definitions (`kvstore.metric_definitions`), of which docs/metrics.md is made too: it imports no class
+   of prometheus_client that makes a metric (`MAKES_METRICS`).
 """
 
 import ast
@@ -52,6 +54,15 @@ RUNS_CODE = frozenset({
 PICKLING_METHODS = frozenset({"recv_pyobj", "send_pyobj", "recv_serialized", "send_serialized"})
 """Methods of pyzmq's sockets that pickle, or that call what they are given on the bytes."""
 
+MAKES_METRICS = frozenset({
+    "Counter", "Gauge", "Histogram", "Summary", "Info", "Enum", "CounterMetricFamily", "GaugeMetricFamily", "HistogramMetricFamily",
+    "SummaryMetricFamily", "InfoMetricFamily", "StateSetMetricFamily", "UnknownMetricFamily", "UntypedMetricFamily",
+    "GaugeHistogramMetricFamily",
+})  # fmt: skip
+"""Classes of prometheus_client that make a metric."""
+
+DEFINES_METRICS = Path("kvstore/metric_definitions.py")
+
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -90,6 +101,8 @@ def complaints(files: list[Path]) -> Iterator[str]:
 
 def _of_file(file: Path, tree: ast.Module) -> Iterator[str]:
     yield from _unknown_constants(file, tree)
+    if file.parts[0] in PRODUCT and file != DEFINES_METRICS:
+        yield from _undefined_metrics(file, tree)
     for node in ast.walk(tree):
         if file.parts[0] == "tests" and (name := _private_name(node)):
             yield f"{file}:{getattr(node, 'lineno', 1)}: {name} is private; give the product a public view, or test what it does"
@@ -121,6 +134,19 @@ def _unknown_constants(file: Path, tree: ast.Module) -> Iterator[str]:
             for name in CONSTANT.findall(docstring.value):
                 if name not in known:
                     yield f"{file}:{docstring.lineno}: {name} is no name in this module; correct it, or name the module that has it"
+
+
+def _undefined_metrics(file: Path, tree: ast.Module) -> Iterator[str]:
+    """Yield one line for each import of a class that makes a metric without a definition (rule 8)."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names) if any(each.name.startswith("prometheus_client") for each in names):
+                yield f"{file}:{node.lineno}: import the names that are needed from prometheus_client, so that makers of metrics are seen"
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("prometheus_client"):
+                for name in sorted({each.name for each in names} & MAKES_METRICS):
+                    yield f"{file}:{node.lineno}: {name} makes a metric without a definition; use {DEFINES_METRICS}"
+            case _:
+                pass
 
 
 def _running_code(file: Path, tree: ast.Module) -> Iterator[str]:

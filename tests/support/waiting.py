@@ -9,6 +9,8 @@ No other module of the tests sleeps (`tests/support/source_rules.py` checks this
 """
 
 import asyncio
+import faulthandler
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -134,3 +136,11 @@ def pace_thread(seconds: float, because: str) -> None:
     """Let time pass in a thread, or in a test without event loop. See `pace`."""
     assert because
     time.sleep(seconds)
+
+
+def thread_stacks() -> str:
+    """Return what all threads of this process do now, for the message of a wait that was too long."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()

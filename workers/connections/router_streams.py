@@ -2,15 +2,17 @@
 
 Rules:
 
-1. A router sends hello first, within `HELLO_SECONDS`, and only once. If a stream begins with anything else, or with bytes
-   that cannot be parsed, the worker sends the cause and closes it. An attempt that cannot be decoded is rejected, and the
-   stream goes on.
-   Before hello, both ends prove their identity if the worker has a secret or certificates
-   (`fleet.net.streams.handshake`).
-2. When the connection ends, for any reason, its session and its attempts end too.
-3. A worker whose engine hangs accepts no more streams.
-4. As long as the router reads, the worker's messages are encoded and passed to the connection at once, without a task in
-   between. If it does not read, they wait in the session, which is bounded.
+1. The first message of a router is hello. The router sends it within `HELLO_SECONDS`, and only once. If a stream begins
+   with anything else, or with bytes that cannot be parsed, the worker sends the cause and closes it. An attempt that
+   cannot be decoded is rejected, and the stream goes on. Before hello, both peers prove their identity if the worker
+   has a secret or certificates (`fleet.net.streams.authentication`).
+2. Hello contains the protocol versions of the router, and the worker's description contains those of the worker.
+   Without a common version, the worker says goodbye with its own versions, and both peers log what to upgrade
+   (`kvstore.protocol.versions`).
+3. When the connection ends, for any reason, its session and its attempts end too.
+4. A worker whose engine hangs accepts no more streams.
+5. As long as the router reads, the worker's messages are encoded and passed to the connection at once, without a task
+   in between. If the router does not read, the messages wait in the session, which keeps a limited number of them.
 """
 
 import asyncio
@@ -23,23 +25,25 @@ from google.protobuf.message import DecodeError
 from fleet.core.errors import ConfigurationRefused, Reason
 from fleet.core.work import Goodbye, Rejected, RouterHello, RouterMessage, WorkerMessage
 from fleet.net.grpc.options import MAX_MESSAGE_BYTES
-from fleet.net.streams.handshake import StreamAuthenticator
+from fleet.net.streams.authentication import StreamAuthenticator
 from fleet.net.streams.identity import OPEN_IDENTITY, StreamIdentity
 from fleet.net.streams.proof import TO_WORKERS, is_opening
 from fleet.v1 import worker_pb2 as pb
 from fleet.wire.worker import MalformedMessage, decode_router_message, encode_worker_message
 from kvstore.errors import StoreNotStarted
 from kvstore.net.frames import Accept, FrameConnection, FrameTooLong, open_server
+from kvstore.protocol.versions import NoCommonProtocol, ProtocolRange, agree, own_protocols
 from workers.router_session import RouterSession
 from workers.server import WorkerServer
 
 log = logging.getLogger(__name__)
 
 HELLO_BYTES = 64 << 10
-"""The longest payload before hello. The first bytes of a TLS handshake announce a longer one."""
+"""The maximum length of a payload before hello. If a client wrongly begins a TLS handshake, its first bytes look
+like a longer payload."""
 
-HELLO_SECONDS = 10  # longest time for a router to send hello; a working router sends it in its first packet
-LINGER_SECONDS = 2  # longest time to send the last messages of a stream; a router that does not read loses them
+HELLO_SECONDS = 10  # time limit for a router to send hello; a working router sends it in its first packet
+LINGER_SECONDS = 2  # time limit to send the last messages of a stream; a router that does not read loses them
 
 UNSECURED = "hello: you want to prove a secret, and this worker has none: set credentials.secret_file of the worker"
 
@@ -55,27 +59,30 @@ async def serve_routers(
 
     Args:
         worker: The worker, which the caller runs.
-        listen: host:port (0: any) or unix:path.
-        identity: The proof that both ends need on connections over TCP.
+        listen: Address as host:port (port 0: any free port) or unix:path.
+        identity: The credentials by which both peers prove their identity on connections over TCP.
 
     Raises:
         ConfigurationRefused: The address is in use or does not belong to this machine; nothing was started.
     """
-    door = None if identity.is_open else StreamAuthenticator(identity, TO_WORKERS, _goodbye, limit=MAX_MESSAGE_BYTES)
+    guard = None if identity.is_open else StreamAuthenticator(identity, TO_WORKERS, _goodbye, limit=MAX_MESSAGE_BYTES)
     try:
-        async with open_server("listen", listen, routers_of(worker), limit=MAX_MESSAGE_BYTES, door=door) as address:
+        async with open_server("listen", listen, routers_of(worker), limit=MAX_MESSAGE_BYTES, guard=guard) as address:
             yield address
     except StoreNotStarted as error:
         raise ConfigurationRefused(str(error)) from error
 
 
 def routers_of(worker: WorkerServer) -> Accept:
-    """Return a function that makes the receiver of a router's frames for each connection."""
+    """Return the function that makes, for each new connection, the object that receives a router's frames."""
     return lambda connection: _RouterStream(connection, worker)
 
 
 class _RouterStream:
-    """Implements `kvstore.net.frames.FrameReceiver` towards the router and `workers.ports.Outlet` towards the worker."""
+    """One router's stream at a worker: passes the router's messages to its session, and the worker's messages to the connection.
+
+    Implements `kvstore.net.frames.FrameReceiver` towards the router and `workers.ports.Outlet` towards the worker.
+    """
 
     def __init__(self, connection: FrameConnection, worker: WorkerServer) -> None:
         connection.allow(HELLO_BYTES)
@@ -120,11 +127,11 @@ class _RouterStream:
     def put(self, message: WorkerMessage) -> None:
         self._connection.send(encode_worker_message(message).SerializeToString())
 
-    def end(self, why: str) -> None:
+    def end(self, why: str, protocols: ProtocolRange | None = None) -> None:
         if why:
             if self._session is None:
                 log.warning("stream refused", extra={"cause": why})
-            self.put(Goodbye(reason=why))
+            self.put(Goodbye(reason=why, protocols=protocols))
         self._connection.close()
         self._timer.cancel()
         self._timer = self._loop.call_later(LINGER_SECONDS, self._connection.abort)
@@ -138,6 +145,8 @@ class _RouterStream:
                 # The stream is refused, because the router would otherwise believe that the worker has recovered.
                 self.end(HUNG)
                 return
+            if not self._agrees_with(message):
+                return
             self._timer.cancel()
             self._connection.allow(MAX_MESSAGE_BYTES)
             self._session = self._worker.open(message.router_id, self)
@@ -145,6 +154,16 @@ class _RouterStream:
             self.end("hello: was already said on this stream")
         elif message is not None:
             self._session.receive(message)
+
+    def _agrees_with(self, hello: RouterHello) -> bool:
+        """Return True if the router and this worker have a protocol version in common; otherwise close the stream."""
+        own, name = own_protocols(), self._worker.description.worker_id
+        try:
+            agree(own, hello.protocols, own_name=f"worker {name}", peer_name=f"router {hello.router_id[:100]}")
+        except NoCommonProtocol as error:
+            self.end(str(error), own)
+            return False
+        return True
 
 
 def _goodbye(why: str) -> bytes:

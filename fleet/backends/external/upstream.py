@@ -2,22 +2,23 @@
 
 Rules:
 
-1. A connection carries one request at a time. It is reused if its answer ended where HTTP says.
-2. The parser sees every byte, only to find the end of the head and of the answer. The connection ends if the parser
-   rejects something, or if bytes arrive that nobody asked for.
-3. The head waits for the first bytes of the content, so that both leave in one write, and a server that fails in
-   between costs only time. Headers of this connection alone are removed.
-4. A status of 500 or more is no answer, except 501, which says that the server lacks the function. Neither is an answer
-   that is cut off, nor an event stream without the last event of its API (``[DONE]``, ``message_stop``,
-   ``response.completed``), if the server has ended an earlier one of the same path with it. The router decides whether another server may answer
-   instead. Interim heads (``100 Continue``, ``103 Early Hints``) are skipped, up to a limit; a switch of protocols
-   (101) is no answer.
-5. Tokens are not decoded. Counting events gives the length of an answer well enough; a tenant is charged for the usage
-   that the server reports at the end, if it reports one.
-6. A request, and the head of an answer with its first content, leave at the end of the turn; effects of the answer
-   (reservations, counters, the connection's next use) come after that (`write_batcher.py`). Anything else for the
-   client (an error, the end) goes after what is still unsent. Content in later turns is passed on at once, because
-   nothing is decided.
+1. A connection carries one request at a time. It is used again if the answer ended where its HTTP head says.
+2. The HTTP parser reads every byte, but only to find the end of the head and of the answer. The connection is closed if
+   the parser rejects something, or if bytes arrive while no request is open.
+3. The head is sent to the client together with the first bytes of the content, in one write. So if the server fails
+   between the two, the client has got nothing yet, and another server can answer. Headers that concern only the
+   connection to the server are removed.
+4. The following does not count as an answer: a status of 500 or more, except 501, which means that the server lacks the
+   function; an answer that is cut off; and an event stream without the last event of its API (``[DONE]``,
+   ``message_stop``, ``response.completed``), if an earlier stream of the same path ended with this event. The router
+   decides whether another server may answer instead. Interim heads (``100 Continue``, ``103 Early Hints``) are skipped,
+   up to a limit; a switch of protocols (101) is no answer.
+5. Tokens are not decoded. The number of events is a good estimate of an answer's length. A tenant is charged for the
+   usage that the server reports at the end, if it reports one.
+6. A request, and the head of an answer with its first content, are sent at the end of a turn of the event loop. What
+   follows from an answer (released reservations, counters, the connection's next use) comes after that
+   (`write_batcher.py`). An error or the end of the answer is sent after all waiting bytes. Content in later turns is
+   passed on at once, because the router has nothing to decide about it.
 7. An answer counts as begun with its first content. Comments between events, and events that only name the role, are
    passed on, but a hung engine may send them too, so they are no sign of life (`has_content`).
 """
@@ -39,29 +40,39 @@ from fleet.core.ids import RequestId
 from fleet.frontend.openai.relay import RelayedRequest
 from fleet.net.http.exchange import ClientDisconnected
 
-MAX_HEAD_BYTES = 64 << 10  # most bytes of the head of an answer
-MAX_KNOWN_HEADS = 256  # most cached heads of answers; a head with a date can be reused for a second
-SMALL_BODY_BYTES = 16 << 10  # bodies up to this size are copied behind the head, which is cheaper than a second buffer
-MAX_INTERIM_HEADS = 16  # most interim heads before an answer; one is usual
+MAX_HEAD_BYTES = 64 << 10  # maximum length of the head of an answer
+# Maximum number of cached heads of answers (`AnswerHeads`); a head with the header `date` can be reused for only a
+# second.
+MAX_KNOWN_HEADS = 256
+# Request bodies up to this size are copied behind the head, because one larger buffer is cheaper than two buffers.
+SMALL_BODY_BYTES = 16 << 10
+MAX_INTERIM_HEADS = 16  # maximum number of interim heads (status 1xx) before an answer; usually there is at most one
 NOT_IMPLEMENTED = 501
 UNAVAILABLE = frozenset({502, 503, 504})
 EXCERPT_BYTES = 200
 UNFINISHED = "the stream ended before its last event"
-LEARNED_FIRST_BYTES = 16  # kept between two checks, which come ten times a second: enough to know a server's speed
-USAGE_BYTES = 4096  # last bytes of a stream in which the usage is searched; bytes before and after a count otherwise
+# Maximum number of measured first bytes between two silence checks (0.1 s); they are enough to know a server's speed.
+LEARNED_FIRST_BYTES = 16
+# The usage of a stream is searched in its last `USAGE_BYTES` bytes. Of an answer in one piece, as many bytes before and after
+# the last token count are kept.
+USAGE_BYTES = 4096
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*([0-9]{1,12})')
 _COMPLETION_TOKENS = re.compile(
     rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})(?![0-9])'
-)  # a number with more digits is not accepted as a count
-_TOKEN_COUNT = b'_tokens"'  # end of the names of all counts; the quote is escaped within a JSON string
+)  # a number of more digits is not read as a count
+_TOKEN_COUNT = b'_tokens"'  # the names of all counts end like this; within a JSON string the quote would be escaped
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
 
 _BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}(?:;[^\r\n]*)?\r\n")
 _INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1(?!01)[0-9]{2}(?=[ \r]).*?\r\n\r\n", re.DOTALL)
 _ONE_CONNECTION = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"x-fleet-request-id"})
-_BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # bytes at which both an event and a chunk end
+_BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # the ends of the bytes after which both an event and a chunk are complete
 _PLAIN_BOUNDARIES = (b"\n\n", b"\n\r\n\r\n")
-_LAST_EVENT = re.compile(rb'\[DONE\]|"message_stop"|"response\.(?:completed|incomplete|failed)"')
+# Neither a line break nor the member of an object can be a part of the text of an answer, in which both are escaped.
+_LAST_EVENT = re.compile(
+    rb'(?:\A|[\r\n])data:[ \t]*\[DONE\]|"type"\s*:\s*"(?:message_stop|response\.(?:completed|incomplete|failed))"'
+)
+_USUAL_LAST_EVENT = b"\ndata: [DONE]"
 _LAST_CHUNK = b"0\r\n\r\n"
 # usual end of a stream; it is compared first, so that most streams need no search
 _USUAL_END = b"data: [DONE]\n\n\r\n" + _LAST_CHUNK
@@ -70,20 +81,21 @@ _COMMENT_LINE = re.compile(rb"^:", re.MULTILINE)
 
 
 class AnswerHead(Struct, frozen=True):
-    """The head of an answer, prepared for clients."""
+    """The head of a server's answer: its lines for the client, and the properties of the answer that they state."""
 
     start: bytes  # status line and headers for the client, without the empty line
-    plain_start: bytes  # the same for clients without chunked encoding
+    # The same lines without `transfer-encoding`, for clients that do not understand chunked encoding.
+    plain_start: bytes
     chunked: bool
-    until_close: bool  # True if the end of the connection ends the answer
+    until_close: bool  # True if the answer ends when the server closes the connection
     streams: bool  # True if the answer is an event stream
-    reusable: bool  # True if the connection can be reused
-    named: bool  # True if the server sent a request id of its own
-    limits: bool  # True if the server sent rate limits of its own
+    reusable: bool  # True if the connection to the server can be used for another request
+    named: bool  # True if the server sent the header `x-request-id`
+    limits: bool  # True if the server sent rate limit headers
 
 
 class AnswerHeads:
-    """Cache of prepared heads, by their exact bytes."""
+    """Caches prepared heads of answers by the exact bytes of the server's head."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, AnswerHead] = {}
@@ -97,54 +109,62 @@ class AnswerHeads:
 
 
 class UpstreamOwner(Protocol):
-    """The backend that a connection belongs to."""
+    """Port to the backend that owns a connection; it is informed about the connection's requests."""
 
     heads: AnswerHeads
     write_batcher: WriteBatcher
     first_bytes: list[tuple[Nanos, Nanos, int, bool]]
-    """First content of at most `LEARNED_FIRST_BYTES` answers since the last check: time of the request, time of the content,
-    size of the request, and whether the answer is a stream.
+    """Measurements of the first content of answers since the last silence check, at most `LEARNED_FIRST_BYTES`.
+
+    Each has the instant of the request, the instant of the content, the size of the request in bytes, and whether the
+    answer is a stream.
     """
 
     more_first_bytes: int
-    """Number of answers besides those whose first content came since the last check."""
+    """Number of further answers that have begun since the last check and are not in `first_bytes`."""
 
     says_done: set[str]
-    """Paths of which a stream has ended with its last event (`_LAST_EVENT`)."""
+    """Paths at which the server has ended a stream with `_LAST_EVENT`.
+
+    Later streams without it count as cut off (rule 4).
+    """
 
     def spoke(self, upstream: "Upstream", relayed: RelayedRequest) -> None:
-        """Note the first content of an answer whose head came without content."""
+        """Note that an answer has sent its first content after its head had already been passed on."""
         ...
 
     def advanced(self, work_id: RequestId, tokens: int) -> None:
-        """Record that more tokens were passed on."""
+        """Record that `tokens` more tokens were passed on to the client."""
         ...
 
     def finished(self, upstream: "Upstream", work_id: RequestId, tokens: int, *, reusable: bool) -> None:
-        """Record a complete answer; `tokens` were passed on since the last report."""
+        """Record that the answer is complete; `tokens` were passed on since the last report."""
         ...
 
     def failed(self, work_id: RequestId, reason: Reason, message: str) -> None:
-        """Record that there is no answer, or only a part; the connection cannot be used any more."""
+        """Record that the server sent no answer or only a part of one. The connection is closed."""
         ...
 
     def stale(self, work_id: RequestId, relayed: RelayedRequest) -> None:
-        """Send a request again: the server had closed the idle connection before it saw the request."""
+        """Send the request again over a new connection, because the server had closed this one while it was idle."""
         ...
 
     def closed(self, upstream: "Upstream") -> None:
-        """Record that an idle connection was closed."""
+        """Record that a connection was closed on which no request was running."""
         ...
 
 
 class Upstream(asyncio.Protocol):
-    """A connection to a server; an `AnswerStream` while it answers."""
+    """Sends requests over one connection to a server, and passes each answer on to the client.
+
+    Implements `fleet.frontend.openai.relay.AnswerStream` while an answer arrives.
+    """
 
     def __init__(self, owner: UpstreamOwner, report_every: int) -> None:
-        """Prepare a protocol for `create_connection`.
+        """Create the protocol object for `create_connection`.
 
         Args:
-            owner: Hears of the progress of requests.
+            owner: Gets the reports about requests.
             report_every: Number of tokens between two reports of progress.
         """
         self._owner = owner
@@ -155,27 +175,31 @@ class Upstream(asyncio.Protocol):
         self._work_id = RequestId("")
         self._relayed: RelayedRequest | None = None
         self._path = ""  # path of the running request
-        self._client: asyncio.Transport | None = None  # transport to the client; set when the head was passed on
-        self._complete = False  # True if the answer is complete and not reported yet
+        self._client: asyncio.Transport | None = None  # connection to the client; None until the head was passed on
+        self._complete = False  # True if the answer is complete, but not reported to `owner` yet
         self._head: AnswerHead | None = None
-        self._held = b""  # bytes of the head that is not complete yet
-        # bytes that wait for the end of the turn: of the request, or of the answer once `_client` is set
+        self._held = b""  # bytes that wait for the rest of the head, or for the first content (rule 3)
+        # bytes that wait for the end of the event loop's turn: of the request, or once `_client` is set, of the answer
         self._unsent: list[bytes] = []
-        self.latest = b""  # bytes since the latest read in which an event began; of long ones the end
-        self.earlier = b""  # the bytes of the read before `latest`
-        self._counted = b""  # an answer in one piece: its bytes around the latest count of tokens that was read
+        # The bytes from the latest read in which an event began until now; only their end if they are long.
+        self.latest = b""
+        self.earlier = b""  # the bytes before `latest`, from the previous read in which an event began
+        self._counted = b""  # for an answer in one piece: the bytes around the last token count so far
         self._interim_heads = 0  # number of interim heads before the present answer
         self._served = 0  # number of requests that this connection has served
-        self._events = 0  # number of events that were not reported yet
+        self._events = 0  # number of events that were not reported to `owner` yet
         self._keep_alive = False  # True if the connection to the client stays open after the answer
-        self._bodies: list[bytes] | None = None  # decoded, for clients without chunked encoding
-        self.sent_at = Nanos(0)  # set by the backend, like `turn`: when and as which one the request was sent
+        # Decoded parts of the answer for a client without chunked encoding; None for other clients.
+        self._bodies: list[bytes] | None = None
+        # Set by the backend: when the request was sent, and the number that its answer has if the server answers in
+        # order.
+        self.sent_at = Nanos(0)
         self.turn = 0
         self.spoke = False  # True if content of the answer has come (rule 7)
-        self.quiet = True  # True if no content has come since the last check
-        self._quiet_since: Nanos | None = None  # time of the first check without content; None: no check yet
+        self.quiet = True  # True if no content has come since the last silence check
+        self._quiet_since: Nanos | None = None  # time of the check since which no content has come; None: no check yet
 
-    # Calls of the backend
+    # Calls by the backend
 
     @property
     def usable(self) -> bool:
@@ -183,27 +207,27 @@ class Upstream(asyncio.Protocol):
 
     @property
     def relayed(self) -> RelayedRequest | None:
-        """The running request."""
+        """The request that runs on this connection; None if the connection is idle."""
         return self._relayed
 
     @property
     def begun(self) -> bool:
-        """True if a part of the answer was passed on."""
+        """True if a part of the answer was passed on to the client."""
         return self._client is not None
 
     def quiet_for(self, now: Nanos) -> Nanos:
-        """Return for how long nothing was heard, according to the checks; each call is a check."""
+        """Return the time since the check after which no content has come. Each call of this method is a check."""
         if not self.quiet or self._quiet_since is None:
             self.quiet, self._quiet_since = True, now
         return Nanos(now - self._quiet_since)
 
     def begin(self, work_id: RequestId, relayed: RelayedRequest, opening: bytes) -> None:
-        """Send a request; no other one is running.
+        """Send a request. The connection must be idle.
 
         Args:
             work_id: Id of the attempt, for reports.
-            relayed: The request and the receiver of its answer.
-            opening: Its head.
+            relayed: The request, which also receives its answer.
+            opening: The head of the request.
         """
         assert self._relayed is None
         self._work_id = work_id
@@ -227,13 +251,13 @@ class Upstream(asyncio.Protocol):
         self._owner.write_batcher.send(self.flush)
 
     def drop(self) -> None:
-        """Abandon the rest of the answer, which nobody waits for."""
+        """Close the connection, because nobody waits for the rest of the answer."""
         self._send_answer()
         self._relayed = None
         self.transport.abort()
 
     def fail(self, message: str, reason: Reason = Reason.WORKER_LOST) -> None:
-        """Give up the answer."""
+        """End the request without a complete answer: close the connection and report the failure."""
         assert self._relayed is not None
         self._send_answer()
         self._tell()
@@ -241,7 +265,7 @@ class Upstream(asyncio.Protocol):
         self.transport.abort()
         self._owner.failed(self._work_id, reason, message)
 
-    # Calls of the event loop
+    # Calls by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's transports do not subclass asyncio's
@@ -249,7 +273,7 @@ class Upstream(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
-        # bytes without an open request: the connection ends (rule 2)
+        # bytes arrived while no request is open, so the connection is closed (rule 2)
         if self._relayed is None or self._complete or (self._unsent and self._client is None):
             self.transport.abort()
             return
@@ -285,7 +309,7 @@ class Upstream(asyncio.Protocol):
         elif events:
             self.quiet = False
             self.earlier, self.latest = self.latest, data
-        else:  # this read continues the one before
+        else:  # this read continues the event that an earlier read began
             self.latest = self.latest[-USAGE_BYTES:] + data[-USAGE_BYTES:]
             if _COMMENT_LINE.search(data) is None:
                 self.quiet = False
@@ -298,7 +322,8 @@ class Upstream(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._send_answer()
         relayed, self._relayed = self._relayed, None
-        del self._parser  # deleted, because the parser refers back to this object
+        # Delete the parser, because it refers back to this object, and only a garbage collection could free such a cycle.
+        del self._parser
         if relayed is None:
             self._owner.closed(self)
         elif self._complete or (self._ends_with_connection and exc is None and not self._cut_short(b"")):
@@ -318,17 +343,19 @@ class Upstream(asyncio.Protocol):
         return read_usage(self._end())
 
     def _keep_count(self, content: bytes, begin: int) -> None:
-        """Keep the usage of an answer in one piece, because much may follow it, such as `prompt_token_ids`.
+        """Remember the bytes around the last token count in `content`, for an answer that is not streamed.
+
+        The end of such an answer is not enough to find its usage, because long fields such as `prompt_token_ids` may follow it.
 
         Args:
-            content: The bytes just read, behind the end of those before.
-            begin: Where the search begins; what stands before has been searched with enough bytes on both sides.
+            content: The bytes just read, preceded by the last bytes of earlier reads.
+            begin: Where to begin the search. Earlier reads have found any count before this place, with enough bytes around it.
         """
         if (found := content.rfind(_TOKEN_COUNT, begin)) >= 0:
             self._counted = content[max(0, found - USAGE_BYTES) : found + USAGE_BYTES]
 
     def _end(self) -> bytes:
-        """Return the bytes of the answer where its usage is, joined from reads and chunks."""
+        """Return the bytes in which the usage is searched, joined over the borders of reads and chunks."""
         latest = self.latest
         if len(latest) < USAGE_BYTES:
             latest = self.earlier[-USAGE_BYTES:] + latest
@@ -337,19 +364,19 @@ class Upstream(asyncio.Protocol):
 
     @property
     def _ends_with_connection(self) -> bool:
-        """True if an answer has begun that ends with the connection."""
+        """True if an answer has begun that is complete when the server closes the connection."""
         return self._client is not None and self._head is not None and self._head.until_close
 
-    # Calls of the relay
+    # Calls by the relay
 
     def flush(self) -> None:
-        """Send what waits for the end of the turn."""
+        """Send the bytes that wait for the end of the event loop's turn."""
         if not (unsent := self._unsent):
             return
         self._unsent = []
         receiver = self._client or self.transport
         if receiver.is_closing():
-            return  # the client's connection reports its end by itself
+            return  # the closed connection reports its end itself
         if len(unsent) == 1:
             receiver.write(unsent[0])
         else:
@@ -368,11 +395,11 @@ class Upstream(asyncio.Protocol):
     # Internals
 
     def _open(self, data: bytes) -> None:
-        """Begin an answer once its head is complete."""
+        """Pass on the beginning of an answer once its head and some content have come, or fail if it is an error."""
         if self._held:
             data = self._held + data
         end = data.find(b"\r\n\r\n") + 4
-        if end < 4:  # not found
+        if end < 4:  # the end of the head was not found
             self._held = data
             if len(data) > MAX_HEAD_BYTES:
                 self.fail(f"the head of its answer is larger than {MAX_HEAD_BYTES} bytes")
@@ -387,7 +414,7 @@ class Upstream(asyncio.Protocol):
             return
         complete = not self._due.end
         if end == len(data) and not complete:
-            self._held = data  # wait for content (rule 3)
+            self._held = data  # keep the head until content comes (rule 3)
             return
         relayed = self._relayed
         assert relayed is not None
@@ -405,7 +432,7 @@ class Upstream(asyncio.Protocol):
         try:
             self._client = relayed.begin(self.transport, self)
         except ClientDisconnected:
-            self._held = data  # kept until the client's connection reports its end
+            self._held = data  # keep the bytes; the client's connection reports its end soon, which cancels the request
             return
         if complete or not head.streams or has_content(content):
             self.spoke, self.quiet = True, False
@@ -431,14 +458,18 @@ class Upstream(asyncio.Protocol):
             )
         )
         self.earlier, self.latest = b"", content
-        if not head.streams and len(content) >= USAGE_BYTES:  # all of a shorter one is kept
+        if not head.streams and len(content) >= USAGE_BYTES:  # `latest` keeps all of shorter content
             self._keep_count(content, 0)
         self._events = max(1, content.count(b"data:"))
         self._complete = complete
         owner.write_batcher.afterwards(self._finish if complete else self._tell)
 
     def _pass_over(self, data: bytes) -> bool:
-        """Skip interim heads before the answer; return False if there are none, or too many."""
+        """Skip interim responses (status 1xx) before the answer, and parse what follows them.
+
+        Return False and skip nothing if `data` does not begin with a complete interim response, or if more than
+        `MAX_INTERIM_HEADS` have come.
+        """
         begin = 0
         while (interim := _INTERIM_HEAD.match(data, begin)) is not None:
             begin = interim.end()
@@ -457,13 +488,15 @@ class Upstream(asyncio.Protocol):
         return True
 
     def _cut_short(self, data: bytes) -> bool:
-        """Return True if an answer that ends with `data` is a stream that was cut off."""
+        """Return True if an event stream that ends with `data` lacks the last event that earlier streams of its path had (rule 4).
+
+        If this stream has a last event, remember that the streams of its path end with one.
+        """
         head, says_done = self._head, self._owner.says_done
         if head is None or not head.streams:
             return False
         if (
-            b"[DONE]" in data  # this test is a hundred times as fast as the pattern
-            or _LAST_EVENT.search(data)
+            _USUAL_LAST_EVENT in data  # a hundred times as fast as the pattern
             or _LAST_EVENT.search(_BETWEEN_CHUNKS.sub(b"", self.latest[-USAGE_BYTES:] + data))
         ):
             says_done.add(self._path)
@@ -471,7 +504,7 @@ class Upstream(asyncio.Protocol):
         return self._path in says_done
 
     def _end_early(self, data: bytes) -> None:
-        """Pass on the rest of a stream that was cut off, without its last chunk, and give it up."""
+        """Pass on the last bytes of a stream that was cut off, without the end of the answer, and report the failure."""
         left = data.removesuffix(_LAST_CHUNK)
         if left:
             self._pass_on(left if self._bodies is None else self._unpacked(self._bodies))
@@ -480,7 +513,7 @@ class Upstream(asyncio.Protocol):
         self.fail(UNFINISHED)
 
     def _tell(self) -> None:
-        """Report the events since the last report."""
+        """Report the number of events since the last report to `owner`."""
         relayed = self._relayed
         events, self._events = self._events, 0
         if relayed is None or not events:
@@ -489,12 +522,12 @@ class Upstream(asyncio.Protocol):
         self._owner.advanced(self._work_id, events)
 
     def _unpack(self) -> None:
-        """Let the parser decode the content of the answer."""
+        """Use a parser that decodes the chunks of the answer into `_bodies`."""
         self._bodies = []
         self._parser = httptools.HttpResponseParser(_ExpectedAnswerWithBody(self._due, self._bodies))
 
     def _unpacked(self, bodies: list[bytes]) -> bytes:
-        """Return the decoded content so far, for a client without chunked encoding."""
+        """Return the content that was decoded since the last call, for a client without chunked encoding."""
         content = b"".join(bodies)
         bodies.clear()
         return content
@@ -505,7 +538,10 @@ class Upstream(asyncio.Protocol):
             self._owner.write_batcher.send(self.flush)
 
     def _send_answer(self) -> None:
-        """Send the rest of the answer; a request is not sent any more once its connection is closed."""
+        """Send the waiting bytes of the answer.
+
+        Waiting bytes of a request are not sent, because its connection is closed.
+        """
         if self._client is not None:
             self.flush()
 
@@ -515,7 +551,8 @@ class Upstream(asyncio.Protocol):
             return  # the answer was dropped meanwhile
         usable = self._head is not None and self._head.reusable and self._bodies is None
         reusable = usable and not self.transport.is_closing()
-        keep_alive = self._keep_alive  # read now, because the next request may be sent by the calls below
+        # Read the attribute now, because the calls below may begin the next request, which changes the attribute.
+        keep_alive = self._keep_alive
         if not reusable:
             self.transport.close()
         relayed.answer_tokens += self._events
@@ -527,10 +564,10 @@ class Upstream(asyncio.Protocol):
 
 
 class _ExpectedAnswer:
-    """Parser callbacks for what is still to come: the beginning and the end of one answer.
+    """Gives the parser two callbacks, for the beginning and for the end of an answer; each works once per `expect`.
 
-    The parser calls `pop` itself, which needs no Python function. If nothing is left to pop, the server has sent more
-    than was asked for, and the parser fails.
+    The callbacks are the `pop` of two lists, so the parser calls no Python function. If a list is empty, the server has
+    sent an answer without a request, and the parser fails.
     """
 
     def __init__(self) -> None:
@@ -545,7 +582,7 @@ class _ExpectedAnswer:
 
 
 class _ExpectedAnswerWithBody:
-    """The same, and the parser collects the content."""
+    """Gives the parser the callbacks of `_ExpectedAnswer`, and one that collects the decoded content in `bodies`."""
 
     def __init__(self, due: _ExpectedAnswer, bodies: list[bytes]) -> None:
         self.on_message_begin = due.on_message_begin
@@ -554,14 +591,14 @@ class _ExpectedAnswerWithBody:
 
 
 class UpstreamUsage(Struct, frozen=True):
-    """Usage of a prompt, in the server's own tokens."""
+    """The numbers of prompt tokens and of cached tokens that a server reports for one request."""
 
     prompt_tokens: int
-    cached_tokens: int | None  # None: not reported, which for some servers means 0
+    cached_tokens: int | None  # None: the server reported no count; some servers leave out a count of 0
 
 
 class _EventChoice(Struct):
-    """The fields of a choice that may hold content."""
+    """The fields of a choice in an event of a stream that may hold content of the answer."""
 
     delta: dict[str, object] | None = None
     text: str | None = None
@@ -569,7 +606,7 @@ class _EventChoice(Struct):
 
 
 class _Event(Struct):
-    """The fields of an event that may hold content."""
+    """The fields of an event of a stream that may hold content of the answer."""
 
     choices: list[_EventChoice] | None = None
     type: str = ""
@@ -582,7 +619,7 @@ _EMPTY_TYPES = frozenset(
 
 
 def has_content(content: bytes) -> bool:
-    """Return True if a piece of a stream has content: anything but comments and empty events."""
+    """Return True if a piece of a stream contains anything besides comments and events without content."""
     lines = _DATA_LINE.findall(content)
     if not lines:
         return b"data:" in content or _COMMENT_LINE.search(content) is None
@@ -606,9 +643,9 @@ def _is_empty(line: bytes) -> bool:
 
 
 def read_usage(content: bytes) -> UpstreamUsage | None:
-    """Return the latest usage in a piece of an answer.
+    """Return the last usage in a piece of an answer; None if it has none.
 
-    A JSON string cannot contain one, because its quotes are escaped.
+    The text of the answer cannot be mistaken for a usage, because quotes are escaped within JSON strings.
     """
     if b"_tokens" not in content:  # most pieces have no usage, and this test is faster than the pattern
         return None
@@ -620,7 +657,10 @@ def read_usage(content: bytes) -> UpstreamUsage | None:
 
 
 def read_head(content: bytes) -> AnswerHead:
-    """Return the prepared head of an answer that the parser has accepted, with its empty line."""
+    """Prepare the head of an answer for clients.
+
+    The parser has accepted the head, and `content` ends with the empty line.
+    """
     status_line, *lines = content[:-4].split(b"\r\n")
     version, _, status = status_line.partition(b" ")
     keep_alive = version == b"HTTP/1.1"

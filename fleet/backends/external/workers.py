@@ -1,10 +1,12 @@
-"""External backends of a router, and the port that combines them with Fleet's own workers."""
+"""External backends of a router: runs all of them, and combines them with Fleet's own workers behind one port."""
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Never
+
+from prometheus_client.core import Metric
 
 from fleet.backends.external.backend import RETRY_AFTER_MS, ExternalBackend, Hear
 from fleet.backends.external.health import ListedModel
@@ -23,16 +25,42 @@ from fleet.router.messages import StoreChanged, WorkerEvent, WorkerJoined
 from fleet.router.ports import TextCodec, Workers, WorkerUnreachable
 from fleet.router.settings.router import OpenAiWorkerSettings
 from fleet.router.state.live_requests import request_of
+from kvstore.metric_definitions import GaugeDefinition, MetricDefinition
 
 log = logging.getLogger(__name__)
 
 NOBODY = "no external server takes requests now"
-LISTED_SECONDS = 5.0  # seconds for which a list of models is kept; a newly loaded adapter appears after this time
-PROBE_SECONDS = 0.1  # seconds between two silence checks: a tenth of the shortest silence that counts
+# Seconds for which the servers' lists of models are reused, so a new LoRA adapter may appear this much later.
+LISTED_SECONDS = 5.0
+PROBE_SECONDS = 0.1  # seconds between two silence checks; a tenth of the shortest silence that the detector acts on
+
+SERVERS = GaugeDefinition("fleet_foreign_servers", "External backends by state", ("model", "state"), "backends")
+CACHE_KNOWLEDGE = GaugeDefinition(
+    "fleet_cache_knowledge", "External backends by how their caches are known", ("model", "by"), "backends"
+)
+TOKENIZERS = GaugeDefinition(
+    "fleet_foreign_tokenizers",
+    "External backends by the result of the tokenizer check",
+    ("model", "tokenises"),
+    "backends",
+)
+KV_EVENT_ALERTS = GaugeDefinition(
+    "fleet_kv_event_alerts",
+    "External backends by what is wrong with their KV events",
+    ("model", "alert"),
+    "backends",
+)
+KV_EVENT_PASSED_OVER = GaugeDefinition(
+    "fleet_kv_event_passed_over", "Skipped blocks of KV events by reason", ("model", "why"), "KV blocks"
+)
+METRICS: Sequence[MetricDefinition] = (SERVERS, CACHE_KNOWLEDGE, TOKENIZERS, KV_EVENT_ALERTS, KV_EVENT_PASSED_OVER)
 
 
 class ExternalBackends:
-    """The external backends of a router's settings. Implements `fleet.frontend.openai.relay.PendingRequests`."""
+    """Runs the external backends that the router's settings name.
+
+    Implements `fleet.frontend.openai.relay.PendingRequests`.
+    """
 
     def __init__(
         self,
@@ -41,13 +69,13 @@ class ExternalBackends:
         clock: Clock,
         codecs: Mapping[ModelName, TextCodec] | None = None,
     ) -> None:
-        """Prepare the backends; `run` dials.
+        """Create the backends; they connect to the servers in `run`.
 
         Args:
             settings: One entry per server.
-            connect_timeout_seconds: Time limit for a connection.
-            clock: The clock.
-            codecs: Tokenizers of the settings, by model, for the tokenizer check.
+            connect_timeout_seconds: Time limit for opening a connection.
+            clock: Monotonic clock.
+            codecs: The tokenizers that the settings name, by model, for the tokenizer check.
         """
         codecs = codecs or {}
         write_batcher = WriteBatcher()
@@ -72,7 +100,7 @@ class ExternalBackends:
         self._pending: dict[RequestId, RelayedRequest] = {}
 
     def _can_spare(self, worker: ExternalBackend) -> bool:
-        """Return True if the other backends of its model suffice without this one (rule 2 of `backend.py`)."""
+        """Return True if enough other backends of the same model take requests (rule 2 of `backend.py`)."""
         alike = [each for each in self._workers.values() if each.settings.model == worker.settings.model]
         others = sum(each.taking for each in alike if each is not worker)
         return others > 0 and 2 * others >= len(alike)
@@ -88,14 +116,14 @@ class ExternalBackends:
 
     async def model_objects(self) -> Mapping[ModelName, ListedModel]:
         """Return the models that the servers list, by name; the answers are kept for `LISTED_SECONDS`."""
-        async with self._listing:  # one caller asks the servers, and the others wait for the result
+        async with self._listing:  # one caller queries the servers, and the others wait for the result
             now = self._clock.now()
             if now >= self._list_again_at:
                 async with asyncio.TaskGroup() as tasks:
                     asked = [tasks.create_task(worker.model_objects()) for worker in self._workers.values()]
                 self._listed = {
                     ModelName(name): listed
-                    # of models with equal names, the first server's is used, because it is entered last
+                    # reversed, so that if several servers list a model of one name, that of the first server remains
                     for each in reversed(asked)
                     for listed in each.result()
                     if isinstance(name := listed.get("id"), str)
@@ -106,10 +134,10 @@ class ExternalBackends:
     async def carry(self, passage: Passage, model: ModelName | None) -> None:
         """Pass a request on to the server with the fewest passages and requests.
 
-        Another one follows if a server cannot be reached, or has nothing at the path of a request without a body.
+        If this server cannot be reached, or answers a request without a body by 404, the next server is tried.
 
         Raises:
-            RequestRejected: No server can take it, or it failed.
+            RequestRejected: No server can take the request, or the request failed.
         """
         takers = [
             worker for worker in self._workers.values() if worker.taking and model in (None, worker.settings.model)
@@ -125,7 +153,7 @@ class ExternalBackends:
         raise refused
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
-        """Send a pending request.
+        """Send a request that `expect` has noted to a server.
 
         Raises:
             WorkerUnreachable: The server takes no requests, or the request cannot be relayed.
@@ -133,21 +161,24 @@ class ExternalBackends:
         relayed = self._pending.get(request_of(start.request_id))
         if relayed is None:
             raise WorkerUnreachable(worker_id)
+        if start.trace is not None:
+            relayed.send_trace(start.trace)
         self._workers[worker_id].start(start.request_id, relayed)
 
     def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
         self._workers[worker_id].cancel(request_id)
 
     async def run(self, hear: Hear) -> None:
-        """Look after all backends until cancelled; `hear` handles their events at once."""
+        """Run all backends until cancelled; `hear` gets their events."""
         async with asyncio.TaskGroup() as tasks:
             for worker in self._workers.values():
                 tasks.create_task(worker.run(hear), name=f"worker {worker.worker_id}")
             tasks.create_task(self._look(), name="silence of servers")
 
     async def _look(self) -> Never:
-        """Check regularly whether the servers answer."""
-        self._own_time.tick(self._clock.now())  # a pause before the first look is left out too
+        """Let each backend check its server for silence every `PROBE_SECONDS`."""
+        # First tick, so that a pause of the process before the first check is left out too.
+        self._own_time.tick(self._clock.now())
         while True:
             await asyncio.sleep(PROBE_SECONDS)
             now = self._own_time.tick(self._clock.now())
@@ -155,7 +186,7 @@ class ExternalBackends:
                 worker.decide(now, self._siblings(worker))
 
     def _siblings(self, worker: ExternalBackend) -> list[ExternalBackend]:
-        """Return the other backends of its model that take requests."""
+        """Return the other backends of the same model that take requests."""
         model = worker.settings.model
         return [
             each
@@ -163,74 +194,77 @@ class ExternalBackends:
             if each is not worker and each.taking and each.settings.model == model
         ]
 
-    def gauges(self) -> list[tuple[str, str, str, Mapping[str, float]]]:
-        """Return name, help text, label and values of each metric about external backends."""
-        return [
-            ("fleet_foreign_servers", "External backends by state", "state", self.standing()),
-            ("fleet_cache_knowledge", "External backends by how their caches are known", "by", self.knowledge()),
-            (
-                "fleet_foreign_tokenizers",
-                "External backends by the result of the tokenizer check",
-                "tokenises",
-                self.tokenizers(),
-            ),
-            (
-                "fleet_kv_event_alerts",
-                "External backends by what is wrong with their KV events",
-                "alert",
-                self.alerts(),
-            ),
-            ("fleet_kv_event_passed_over", "Skipped blocks of KV events by reason", "why", self.passed_over()),
-        ]
+    def gauges(self) -> Iterator[Metric]:
+        """Yield the metrics of external backends, by model."""
+        for definition, read in (
+            (SERVERS, self.standing),
+            (CACHE_KNOWLEDGE, self.knowledge),
+            (TOKENIZERS, self.tokenizers),
+            (KV_EVENT_ALERTS, self.alerts),
+            (KV_EVENT_PASSED_OVER, self.passed_over),
+        ):
+            yield definition.samples(
+                {(model, value): count for model in self.models for value, count in read(model).items()}
+            )
+
+    def _of(self, model: ModelName | None) -> list[ExternalBackend]:
+        """Return the backends of a model. If `model` is None, return the backends of all models."""
+        return [each for each in self._workers.values() if model is None or each.settings.model == model]
 
     async def asked(self) -> None:
-        """Wait until each backend has joined or has turned out to be away; the caller sets a deadline."""
+        """Wait until each server has joined or has failed its first health check. The wait has no time limit."""
         for worker in self._workers.values():
             await worker.asked.wait()
 
-    def knowledge(self) -> dict[str, float]:
-        """Count the joined backends by the way in which their caches are known."""
+    def knowledge(self, model: ModelName | None = None) -> dict[str, float]:
+        """Count the joined backends by what the router knows of their caches.
+
+        The keys are `approximate` (assumed cache), `events` (KV events) and `blind` (KV events that cannot be used).
+        """
         counts = {"approximate": 0.0, "events": 0.0, "blind": 0.0}
-        for worker in self._workers.values():
+        for worker in self._of(model):
             if worker.joined:
                 seen = worker.alert is None and worker.tokenises is not TokenizerMatch.OTHERWISE
                 followed = "events" if seen else "blind"
                 counts[followed if worker.settings.kv_events else "approximate"] += 1
         return counts
 
-    def standing(self) -> dict[str, float]:
-        """Count the backends that take requests, that get none for their silence, and that are away otherwise."""
+    def standing(self, model: ModelName | None = None) -> dict[str, float]:
+        """Count the backends by state: `serving`, `silent` (no new requests because of silence), or `away`."""
         counts = {"serving": 0.0, "silent": 0.0, "away": 0.0}
-        for worker in self._workers.values():
+        for worker in self._of(model):
             silent = worker.silence.out or worker.silence.held
             counts["serving" if worker.taking else "silent" if silent else "away"] += 1
         return counts
 
-    def tokenizers(self) -> dict[str, float]:
+    def tokenizers(self, model: ModelName | None = None) -> dict[str, float]:
         """Count the joined backends by the result of the tokenizer check."""
         counts = {str(tokenises): 0.0 for tokenises in TokenizerMatch}
-        for worker in self._workers.values():
+        for worker in self._of(model):
             counts[worker.tokenises] += worker.joined
         return counts
 
-    def alerts(self) -> dict[str, float]:
+    def alerts(self, model: ModelName | None = None) -> dict[str, float]:
         """Count the backends by what is wrong with their KV events."""
         counts = {str(alert): 0.0 for alert in KvEventAlert}
-        for worker in self._workers.values():
+        for worker in self._of(model):
             if worker.alert is not None:
                 counts[worker.alert] += 1
         return counts
 
-    def passed_over(self) -> dict[str, float]:
+    def passed_over(self, model: ModelName | None = None) -> dict[str, float]:
         """Count the published blocks that were skipped, by reason."""
         counts: Counter[str] = Counter()
-        for worker in self._workers.values():
+        for worker in self._of(model):
             counts.update(worker.passed_over)
         return {str(why): float(blocks) for why, blocks in counts.items()}
 
 
 class CombinedBackends:
-    """Fleet's own workers and the external backends together. Implements `fleet.router.ports.Workers`."""
+    """Sends attempts to Fleet's own workers or to external backends, by the worker's id.
+
+    Implements `fleet.router.ports.Workers`.
+    """
 
     def __init__(self, own: Workers, external: ExternalBackends, tokenizer_check: TokenizerCheck | None = None) -> None:
         self._own = own
@@ -238,7 +272,11 @@ class CombinedBackends:
         self._tokenizer_check = tokenizer_check
 
     def only_acceptable(self, hear: Hear) -> Hear:
-        """Return `hear` without events of own workers that use the name or the model of an external backend."""
+        """Return a function that passes events of Fleet's own workers to `hear`, if the workers are acceptable.
+
+        A worker is not acceptable if it has the name or the model of an external backend, or a tokenizer that differs
+        from the router's.
+        """
 
         def hear_acceptable(event: WorkerEvent) -> None:
             if self._acceptable(event):

@@ -1,4 +1,4 @@
-"""Overflow: requests that a model's own workers cannot take go to a hosted endpoint, under a spending limit.
+"""Overflow: sends requests that a model's own workers cannot take to a hosted endpoint, under a spending limit.
 
 Rules:
 
@@ -9,8 +9,8 @@ Rules:
    overflow either.
 2. The limit `after_seconds` applies only while the endpoint would accept the request. So when the spending limit is
    reached, requests wait as they would without an endpoint.
-3. If the endpoint does not accept a request, the client gets the router's own rejection. Its message also says why the
-   request did not overflow.
+3. If the endpoint does not accept a request, the client gets the router's own rejection. Its message also gives the
+   reason why the request did not overflow.
 4. An endpoint that fails gets no requests for a pause. The pause doubles with each further failure.
 """
 
@@ -52,9 +52,16 @@ FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
 _EXTENDED_FIELDS = (
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
-    *("logit_bias", "allowed_token_ids"),  # these two name tokens of this model's tokenizer
+    *("logit_bias", "allowed_token_ids"),  # these two contain token ids, which mean other tokens at the hosted endpoint
 )
-_EXTENDED_OPTIONS = ("include_stop_string", "show_special_tokens", "bad_words", "cache_salt", "truncate_prompt")
+_EXTENDED_OPTIONS = (
+    "include_stop_string",
+    "show_special_tokens",
+    "bad_words",
+    "cache_salt",
+    "truncate_prompt",
+    "images",
+)
 _NO_SAMPLING = Sampling()
 _NO_OPTIONS = GenerateRequest(id=RequestId(""), model=ModelName(""), prompt=TextPrompt(""))
 
@@ -69,7 +76,7 @@ async def open_overflow(
     connect_timeout_seconds: float,
     explained_requests: int,
 ) -> AsyncIterator["HostedOverflow"]:
-    """Open the ledgers and the connections of all endpoints.
+    """Open the ledgers and the HTTP client of all hosted endpoints, until the end of the `with` block.
 
     Raises:
         ConfigurationRefused: A ledger or a key file cannot be used.
@@ -102,7 +109,7 @@ def _ledger(
 
 
 class _HostedModel:
-    """The hosted endpoint of one model, with its ledger, its counters and the pause after a failure."""
+    """Keeps the state of the hosted endpoint of one model: its ledger, its counters, and the pause after a failure."""
 
     def __init__(
         self, model: ModelName, settings: OverflowSettings, ledger: SpendingLedger, endpoint: HostedEndpoint
@@ -139,7 +146,7 @@ class _HostedModel:
         return key
 
     def api_key(self) -> str:
-        """Return the key in the file; return the last known key if the file cannot be read now."""
+        """Read the API key from its file and return it; return the last known key if the file cannot be read."""
         try:
             self._api_key = self._read_key()
         except ConfigurationRefused as error:
@@ -147,11 +154,14 @@ class _HostedModel:
         return self._api_key
 
     def estimate(self, prompt_tokens: int, answer_tokens: int) -> int:
-        """Return the most that a request may cost, in nanodollars."""
+        """Return the cost of a request with these numbers of prompt and answer tokens, in nanodollars."""
         return self.prices.cost(prompt_tokens, answer_tokens)
 
     def closed(self, now: Nanos) -> str:
-        """Return why the endpoint accepts no request now, apart from the spending limit; empty: it accepts one."""
+        """Return the reason why the endpoint accepts no request now, or an empty text if it accepts requests.
+
+        This method does not check the spending limit.
+        """
         if now < self.not_before:
             return f"the hosted endpoint failed: {self.trouble}"
         if self.running >= self.settings.max_running:
@@ -178,7 +188,7 @@ class _HostedModel:
 
 
 class HostedOverflow:
-    """Sends overflow to all hosted endpoints of one router process.
+    """Sends requests that overflow to the hosted endpoints of their models, for one router process.
 
     Implements the ports `Overflow` and `OverflowReports`.
     """
@@ -264,7 +274,7 @@ class HostedOverflow:
         return None if outcome is OverflowOutcome.SERVED else refused
 
     def most_wait(self, offer: "_Offer", tenant: str) -> Nanos | None:
-        """Return the predicted wait above which a request overflows; None: the endpoint would not accept it (rule 2)."""
+        """Return the predicted wait above which a request overflows, or None if its endpoint accepts no request now (rule 2)."""
         hosted = offer.hosted
         if tenant in hosted.settings.excluded_tenants or hosted.closed(self._clock.now()):
             return None
@@ -273,7 +283,7 @@ class HostedOverflow:
         return Nanos(round(hosted.settings.after_seconds * SECOND))
 
     async def _admitted_tenant(self, offer: "_Offer") -> str:
-        """Return the tenant of a request, after its limits have admitted the request."""
+        """Return the tenant of a request, after the tenant's limits have admitted the request."""
         if offer.tenant is not None:
             return offer.tenant
         tenant = self._tenants.tenant(offer.authorization, offer.parsed.request.tenant)
@@ -342,7 +352,10 @@ class HostedOverflow:
 
 
 class _Offer:
-    """One request that may overflow. Implements `fleet.frontend.openai.service.OverflowOffer`."""
+    """Offers one request, which may overflow, to its hosted endpoint.
+
+    Implements `fleet.frontend.openai.service.OverflowOffer`.
+    """
 
     def __init__(
         self,
@@ -357,19 +370,20 @@ class _Offer:
         self.parsed = parsed
         self.exchange = exchange
         self.authorization = authorization
-        self.tenant: str | None = None  # None: the tenant's limits were not applied yet
+        self.tenant: str | None = None  # the tenant, set when its rate limits have admitted the request; None before
         self.allowance: RateLimitStatus | None = None
-        self.prompt_tokens = len(exchange.request.body)  # an upper bound, because a token has at least one byte
+        # Number of prompt tokens. Until the prompt is tokenized, its bytes are an upper bound, because a token has at least one.
+        self.prompt_tokens = len(exchange.request.body)
 
     @property
     def estimate(self) -> int:
-        """The most that the request may cost, in nanodollars."""
+        """The maximum cost of the request, in nanodollars."""
         request, most = self.parsed.request, self.hosted.settings.max_answer_tokens
         answer = most if request.fill_context else request.sampling.max_tokens
         return self.hosted.estimate(self.prompt_tokens, answer)
 
     def seconds_left(self, now: Nanos) -> float | None:
-        """Return the seconds until the client's deadline; None: the client has no deadline."""
+        """Return the seconds until the client's deadline; None if the client has set no deadline."""
         deadline = self.parsed.request.deadline
         return None if deadline is None else max(0.0, (deadline - now) / SECOND)
 
@@ -404,13 +418,13 @@ def _answers_alike(parsed: OpenAiRequest, settings: OverflowSettings) -> bool:
 
 
 def _sets_template(prompt: ChatPrompt) -> bool:
-    """Return True if a chat sets template variables other than `reasoning_effort` and `enable_thinking`."""
+    """Return True if a chat sets template variables, except exactly `reasoning_effort` and `enable_thinking`."""
     variables = msgspec.json.decode(prompt.template_args) if prompt.template_args else {}
     return set(variables) not in (set(), {"reasoning_effort", "enable_thinking"})
 
 
 def _explained(refused: RequestRejected, cause: str) -> RequestRejected:
-    """Return a copy of a rejection whose message also says why the request did not overflow."""
+    """Return a copy of a rejection whose message also gives the reason why the request did not overflow."""
     return RequestRejected(
         refused.reason,
         f"{refused.message}; it did not overflow: {cause}",

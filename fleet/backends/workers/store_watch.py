@@ -12,11 +12,15 @@ from typing import Never
 import grpc
 
 from fleet.core.ids import StoreId
+from fleet.membership.compatibility import IncompatiblePeers, Link
 from fleet.net.grpc.options import SEPARATE_CHANNEL_OPTIONS
 from fleet.router.messages import StoreChanged
 from fleet.router.settings.router import RouterSettings
 from kvstore.block import split
+from kvstore.errors import IncompatibleVersion
 from kvstore.messages import POOL_TIER
+from kvstore.protocol.range_messages import range_message
+from kvstore.protocol.wire import agree_with_node
 from kvstore.security import channels as access
 from kvstore.v1 import blocks_pb2 as pb
 from kvstore.v1 import blocks_pb2_grpc as pb_grpc
@@ -29,29 +33,35 @@ Tell = Callable[[StoreChanged], Awaitable[None]]
 
 
 class WatchBroken(Exception):
-    """The stream cannot be used any more; the message says why."""
+    """Error: the stream from the store node cannot be used any more. The message states the reason."""
 
 
 class GrpcStoreWatch:
-    """Follows the blocks of one store node. The connection's keepalive detects a hung node within eight seconds."""
+    """Follows one store node over gRPC, and reports which blocks the node has.
 
-    def __init__(self, address: str, settings: RouterSettings):
-        """Prepare the watch; the connection is opened in `run`.
+    A hung node is noticed within eight seconds, by the connection's keepalive.
+    """
+
+    def __init__(self, address: str, settings: RouterSettings, incompatible: IncompatiblePeers):
+        """Create the watch; `run` opens the connection.
 
         Args:
             address: Address of the node's control plane.
             settings: Settings of the router.
+            incompatible: Collects nodes and workers without a common protocol version.
 
         Raises:
             BadCredentials: A credentials file cannot be used.
         """
         self._address = address
-        self._access = access.load(settings.store_credentials)
+        self._access = access.load(settings.store_credentials, field="store_credentials")
         self._settings = settings
-        self._told: set[tuple[StoreId, str]] = set()  # namespaces of which the prefix index may contain blocks
+        self._incompatible = incompatible
+        # Namespaces whose blocks were reported, so that the prefix index may still contain blocks of them.
+        self._told: set[tuple[StoreId, str]] = set()
 
     async def run(self, tell: Tell) -> Never:
-        """Report every change until cancelled; reconnect with growing pauses."""
+        """Report every change to `tell` until cancelled; after a failure, connect again with growing pauses."""
         pause = FIRST_PAUSE_SECONDS
         cause = ""
         loop = asyncio.get_running_loop()
@@ -60,6 +70,8 @@ class GrpcStoreWatch:
             try:
                 await self._watch(tell)
             except (grpc.aio.AioRpcError, WatchBroken) as error:
+                if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.OUT_OF_RANGE:
+                    self._incompatible.refused(Link.STORE, self._address, error.details() or "")
                 was_up = loop.time() - began > self._settings.max_reconnect_seconds
                 if was_up or _cause(error) != cause:  # log the same cause only once in a row
                     cause = _cause(error)
@@ -80,8 +92,14 @@ class GrpcStoreWatch:
             store_id = StoreId(stats.store_id)
             if not store_id:
                 raise WatchBroken("the node does not say its name")
+            try:
+                agree_with_node(self._address, stats)
+            except IncompatibleVersion as error:
+                self._incompatible.refused(Link.STORE, self._address, str(error))
+                raise WatchBroken(str(error)) from error
+            self._incompatible.accepted(Link.STORE, self._address)
             sequence: int | None = None
-            async for changes in stub.Watch(pb.WatchRequest()):
+            async for changes in stub.Watch(pb.WatchRequest(protocols=range_message())):
                 if sequence is not None and changes.sequence != sequence + 1:
                     raise WatchBroken(f"changes {sequence + 1} to {changes.sequence - 1} are missing")
                 sequence = changes.sequence
@@ -107,7 +125,7 @@ class GrpcStoreWatch:
 
 
 def _is_cut(error: grpc.aio.AioRpcError | WatchBroken) -> bool:
-    """Return True if the connection failed, for which TLS may be the reason."""
+    """Return True if the connection itself failed; then a TLS error may be the cause."""
     return isinstance(error, grpc.aio.AioRpcError) and error.code() in (
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -1,21 +1,26 @@
-"""Worker streams: one stream of frames to each member, reopened while the worker is a member.
+"""Worker streams: keep one stream of frames to each member, and open it again after it has ended.
 
 Rules:
 
-1. The router dials each member and sends a greeting; the member has joined when it has described itself. It describes
-   itself again if it joins its store later. From then on only the stream counts: the worker has left when the stream
-   breaks, when nothing arrives for the heartbeat timeout (workers report their load every second), when a message is
-   invalid, or when KV events are missing. `WorkerLeft` comes after all events of the stream. Time in which the router
-   process itself did not run is not counted as silence of a worker.
-2. After that, the router dials the worker again, with growing pauses, as long as the worker is a member. Each stream
-   begins with a cache dump, which replaces what was known before.
-3. A member that leaves the registry keeps its stream, because attempts may still run there, and because a live stream
-   is better evidence than an unreachable registry. When this stream has ended, the worker is not dialled again.
-4. Sending never waits. Unsent bytes are kept up to a limit; a stream that reaches the limit counts as broken.
-5. The membership is informed whether workers can be reached (`ReachabilityEvent`), so that no other process gets the
-   name of a worker that is alive.
-6. Each message is handled before the next one is read. So a slow router reads more slowly, which slows the workers
-   down, and no message waits in a queue.
+1. The router dials each member and sends a greeting (`RouterHello`). The worker has joined when it has answered with
+   its description; it sends a second description if it finds its store later. After the first description, only the
+   stream counts: the worker has left when the stream breaks, when nothing arrives for the heartbeat timeout (workers report
+   their load every second), when a message is invalid, or when KV events are missing. `WorkerLeft` comes after all
+   other events of the stream. Time in which the router process itself did not run is not counted as silence of a
+   worker.
+2. When a worker has left, the router dials it again, with growing pauses, as long as the worker is a member. Each
+   stream begins with a cache dump, which replaces what was known before.
+3. If a worker's lease ends, its stream stays open, because attempts may still run on the worker, and because a live
+   stream proves more than a registry that may be unreachable. When this stream has ended, the worker is not dialled
+   again.
+4. Sending never waits. Unsent bytes are kept up to a limit. An attempt that does not fit is not started, because others run on
+   the worker. A stream to which any other message does not fit counts as broken.
+5. The streams report to the membership whether workers can be reached (`ReachabilityEvent`), so that no other process
+   can register under the name of a worker that is alive.
+6. The greeting and the description state the protocol versions of both peers. A worker without a common version has not
+   joined; it is shown as incompatible, and dialled again with pauses, because either of the two may be upgraded.
+7. Each message is handled before the next one is read. So messages do not pile up in a slow router; it reads more
+   slowly, and its workers have to wait until they can send.
 """
 
 import asyncio
@@ -28,10 +33,12 @@ from msgspec import structs
 
 from fleet.backends.workers.store_watch import GrpcStoreWatch
 from fleet.core.ids import RequestId, WorkerId
+from fleet.core.system_clock import SystemClock
 from fleet.core.work import (
     Cancel,
     Draining,
     Goodbye,
+    KeepTrace,
     KvEvents,
     LoadReport,
     Rejected,
@@ -42,6 +49,7 @@ from fleet.core.work import (
     WorkerDescription,
     WorkerMessage,
 )
+from fleet.membership.compatibility import IncompatiblePeers, Link
 from fleet.membership.messages import (
     MemberJoined,
     MemberLeft,
@@ -52,7 +60,7 @@ from fleet.membership.messages import (
     WorkerStreamOpened,
 )
 from fleet.net.grpc.options import MAX_MESSAGE_BYTES
-from fleet.net.streams.handshake import dial
+from fleet.net.streams.authentication import dial
 from fleet.net.streams.identity import router_identity, tls_failure_cause
 from fleet.net.streams.proof import TO_WORKERS
 from fleet.router.messages import (
@@ -71,23 +79,24 @@ from fleet.router.ports import WorkerUnreachable
 from fleet.router.settings.router import RouterSettings
 from fleet.v1 import worker_pb2 as pb
 from fleet.wire.worker import MalformedMessage, decode_worker_message, encode_router_message
-from kvstore.net.frames import FrameConnection, SendBufferFull
+from kvstore.net.frames import FrameConnection, FrameTooLong, SendBufferFull
+from kvstore.protocol.versions import UNSTATED, NoCommonProtocol, ProtocolRange, agree, own_protocols
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.05
-SLICES = 4  # parts into which the heartbeat timeout is divided (`_SilenceTimer`)
-UNREAD_BYTES = MAX_MESSAGE_BYTES  # most unsent bytes per worker; a worker with more counts as lost
+SLICES = 4  # number of timers in a row that make up the heartbeat timeout (`_SilenceTimer`)
+UNREAD_BYTES = MAX_MESSAGE_BYTES  # maximum number of unsent bytes per worker (rule 4)
 
 Hear = Callable[[WorkerEvent], None]
-"""Handles an event of a worker; it returns when the event is handled."""
+"""Function that handles an event of a worker, and returns when the event is handled."""
 
 
 class StreamBroken(Exception):
-    """A stream to a worker cannot be used any more; the message says why.
+    """A stream to a worker cannot be used any more; the message states the reason.
 
     Attributes:
-        absent: True if the worker counts as unreachable: it could not be dialled, or sent nothing for too long.
+        absent: True if the worker counts as unreachable, because it could not be dialled or sent nothing for too long.
     """
 
     def __init__(self, why: str, *, absent: bool = False) -> None:
@@ -95,25 +104,35 @@ class StreamBroken(Exception):
         self.absent = absent
 
 
+class IncompatibleWorker(StreamBroken):
+    """Error: the worker and the router have no protocol version in common."""
+
+
 class _StreamTarget:
-    """A worker to which a stream is kept open, and the state of that stream."""
+    """State of the stream that is kept open to one worker: the worker's registration, the connection, and the task."""
 
     def __init__(self, address: str, joined: MemberJoined | None):
         self.address = address
-        self.joined = joined  # None: the worker is configured by its address, and any worker id is accepted
+        # None: the worker has no registration; it is configured by its address, and may have any worker id.
+        self.joined = joined
         self.wanted = True
         self.tried = False
         self.link: _WorkerConnection | None = None
         self.task: asyncio.Task[None] | None = None
 
     @property
+    def name(self) -> str:
+        """The worker's id, or its address if the worker is configured by its address."""
+        return self.address if self.joined is None else self.joined.worker_id
+
+    @property
     def description(self) -> WorkerDescription | None:
-        """The worker's description while there is a stream, else None."""
+        """The worker's description; None before the worker has joined and after its stream has ended."""
         return None if self.link is None else self.link.description
 
 
 class WorkerStreams:
-    """Keeps the streams to all workers. Implements `fleet.router.ports.Workers`."""
+    """Opens a stream to each worker, and opens it again when it ends. Implements `fleet.router.ports.Workers`."""
 
     def __init__(
         self,
@@ -122,14 +141,16 @@ class WorkerStreams:
         addresses: Sequence[str] = (),
         *,
         reachability: Callable[[ReachabilityEvent], None] = lambda _: None,
+        incompatible: IncompatiblePeers | None = None,
     ):
-        """Prepare the streams; connections are opened in `run`.
+        """Store the arguments; `run` opens the connections.
 
         Args:
             settings: Timeouts, and the store node to watch.
             membership: Yields the arrivals and departures of members; None: there is no registry.
             addresses: Addresses of workers that are always members.
-            reachability: Called at once when a worker's reachability changes.
+            reachability: Function that is called when it turns out that a worker can or cannot be reached.
+            incompatible: Collects workers without a common protocol version; None: they are only logged.
 
         Raises:
             ConfigurationRefused: A file of `worker_credentials` cannot be used.
@@ -139,6 +160,7 @@ class WorkerStreams:
         self._membership = membership
         self._addresses = addresses
         self._reachability = reachability
+        self._incompatible = incompatible or IncompatiblePeers(SystemClock())
         self._members: dict[WorkerId, _StreamTarget] = {}
         self._links: dict[WorkerId, _WorkerConnection] = {}
 
@@ -149,6 +171,13 @@ class WorkerStreams:
     def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
         self._send(worker_id, Cancel(request_id=request_id))
 
+    def keep_trace(self, worker_id: WorkerId, trace_id: bytes) -> None:
+        """Request from a worker the export of its spans of a trace that head sampling left out.
+
+        If the worker has left, the spans are lost.
+        """
+        self._send(worker_id, KeepTrace(trace_id=trace_id))
+
     def tried(self, worker_ids: Iterable[WorkerId]) -> bool:
         """Return True if the first attempt to connect to each of these workers has ended, with or without success."""
         members = self._members
@@ -158,8 +187,8 @@ class WorkerStreams:
         """Keep the streams open until cancelled.
 
         Args:
-            hear: Called with the events of the workers, in order for each worker. It is never called from `start` or
-                `cancel`.
+            hear: Function that gets the events of the workers, in order for each worker. It is never called from within
+                `start` or `cancel`.
         """
         async with asyncio.TaskGroup() as tasks:
             if self._settings.store:
@@ -167,7 +196,7 @@ class WorkerStreams:
                 async def tell(change: StoreChanged) -> None:
                     hear(change)
 
-                watch = GrpcStoreWatch(self._settings.store, self._settings)
+                watch = GrpcStoreWatch(self._settings.store, self._settings, self._incompatible)
                 tasks.create_task(watch.run(tell), name="store watch")
             for address in self._addresses:
                 self._follow(_StreamTarget(address, None), hear, tasks)
@@ -180,7 +209,7 @@ class WorkerStreams:
             case MemberJoined():
                 before = self._members.get(change.worker_id)
                 if before is not None and _is(before, change):
-                    # The registry reports a process to which the stream has been open all along.
+                    # The stream is open to the same process that the registry announces, so nothing has to be done.
                     before.wanted, before.joined = True, change
                     return
                 member = _StreamTarget(change.address, change)
@@ -214,9 +243,9 @@ class WorkerStreams:
             del self._members[member.joined.worker_id]
 
     async def _keep_up(self, member: _StreamTarget, previous: asyncio.Task[None] | None, hear: Hear) -> None:
-        """Connect to a member again and again, as long as it is a member."""
+        """Open a stream to a worker again whenever it has ended, as long as the worker is a member."""
         if previous is not None:
-            # The `WorkerLeft` of the previous stream must come before the first event of this one.
+            # The event `WorkerLeft` of the previous stream must come before the first event of the new one.
             await asyncio.wait([previous])
         loop = asyncio.get_running_loop()
         pause = FIRST_PAUSE_SECONDS
@@ -227,6 +256,8 @@ class WorkerStreams:
                 await self._converse(member, hear)
             except StreamBroken as broken:
                 member.tried = True
+                if isinstance(broken, IncompatibleWorker):
+                    self._incompatible.refused(Link.WORKER, member.name, str(broken))
                 if broken.absent and member.joined is not None:
                     joined = member.joined
                     self._reachability(MemberUnreachable(worker_id=joined.worker_id, incarnation=joined.incarnation))
@@ -235,21 +266,24 @@ class WorkerStreams:
                     cause = str(broken)
                     log.warning("worker stream ended", extra={"address": member.address, "cause": cause})
                 if was_up:
-                    pause = FIRST_PAUSE_SECONDS  # the stream was stable
+                    # The stream had been stable, so the pauses start again at the shortest one.
+                    pause = FIRST_PAUSE_SECONDS
             if member.wanted:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self._settings.max_reconnect_seconds)
         self._forget(member)
 
     async def _converse(self, member: _StreamTarget, hear: Hear) -> Never:
-        """Run one stream from dialling to its end.
+        """Open one stream to a worker, and wait until it has ended.
 
         Raises:
             StreamBroken: The stream has ended.
         """
 
         def accept(connection: FrameConnection) -> _WorkerConnection:
-            member.link = _WorkerConnection(connection, member, self._links, self._settings, hear, self._reachability)
+            member.link = _WorkerConnection(
+                connection, member, self._links, self._settings, hear, self._reachability, self._incompatible
+            )
             return member.link
 
         try:
@@ -266,6 +300,8 @@ class WorkerStreams:
                 await member.link.begun.wait()
                 member.tried = True
             await member.link.ended.wait()
+            if member.link.incompatible:
+                raise IncompatibleWorker(member.link.why)
             raise StreamBroken(member.link.why, absent=member.link.silent)
         except TimeoutError:
             raise StreamBroken("no answer in time", absent=True) from None
@@ -282,7 +318,7 @@ class WorkerStreams:
 
 
 class _WorkerConnection:
-    """Connection to one worker: sends the router's messages, and reports the worker's events."""
+    """Sends the router's messages over the connection to one worker, and reports the worker's events."""
 
     def __init__(
         self,
@@ -292,34 +328,40 @@ class _WorkerConnection:
         settings: RouterSettings,
         hear: Hear,
         reachability: Callable[[ReachabilityEvent], None],
+        incompatible: IncompatiblePeers,
     ):
         self.description: WorkerDescription | None = None  # set when the worker has joined
         self.begun = asyncio.Event()  # set when the worker has joined, or the stream has ended
         self.ended = asyncio.Event()
-        self.why = ""  # why the stream ended
+        self.why = ""  # text that says why the stream ended
+        self.incompatible = False  # True if the stream ended because worker and router have no common protocol version
         self.silent = False  # True if the stream ended because nothing arrived for too long
         self._connection = connection
         self._member = member
         self._links = links
         self._hear = hear
         self._reachability = reachability
-        self._sequence = 0  # expected number of the next KV events
+        self._incompatible = incompatible
+        self._sequence = 0  # sequence number that the next message with KV events must have
         self._patience_seconds = settings.heartbeat_timeout_seconds
         self._silence: _SilenceTimer | None = None  # set when the worker has joined
-        self.say(RouterHello(router_id=settings.router_id))
+        self._router_id = settings.router_id
+        self.say(RouterHello(router_id=settings.router_id, protocols=own_protocols()))
 
     def say(self, message: RouterMessage) -> bool:
-        """Send a message; return False if the stream is broken or breaks now."""
+        """Send a message; return False if it is not sent, because it is too long or the stream is broken or breaks now."""
         try:
             self._connection.send(encode_router_message(message).SerializeToString())
-        except SendBufferFull as error:  # a cancellation could be lost, and its attempt would run on for nobody
-            # End the stream later, because the router machine is in the middle of handling an event.
-            asyncio.get_running_loop().call_soon(self.end, str(error))
+        except (SendBufferFull, FrameTooLong) as error:
+            # A caller starts an attempt that was not sent on another worker. A lost cancellation would leave one running.
+            if not isinstance(message, Start):
+                # End the stream later, because the router machine is in the middle of handling an event.
+                asyncio.get_running_loop().call_soon(self.end, str(error))
             return False
         return True
 
     def end(self, why: str) -> None:
-        """Break the stream; do nothing if it has ended already."""
+        """Close the stream and report its end; do nothing if it has ended already."""
         if self.ended.is_set():
             return
         self.why = why
@@ -349,6 +391,7 @@ class _WorkerConnection:
             elif message is not None:
                 self._hear(self._event(message, self.description.worker_id))
         except (StreamBroken, MalformedMessage) as error:
+            self.incompatible = isinstance(error, IncompatibleWorker)
             self.end(str(error))
         except DecodeError:
             self.end("it sent something that is not a message of fleet.v1")
@@ -361,21 +404,34 @@ class _WorkerConnection:
 
     def _begin(self, first: WorkerMessage | None) -> None:
         if isinstance(first, Goodbye):
+            if first.protocols is not None:
+                self._agree_with(self._member.name, first.protocols)
             raise StreamBroken(first.reason)
         if not isinstance(first, WorkerDescription):
             raise StreamBroken("its first message was not its description")
         joined = self._member.joined
         if joined is not None and first.worker_id != joined.worker_id:
             raise StreamBroken(f"it says that it is {first.worker_id}, not {joined.worker_id}")
+        self._agree_with(first.worker_id, first.protocols or UNSTATED)
         if first.worker_id in self._links:
             raise StreamBroken(f"another worker is called {first.worker_id}; every worker needs an id of its own")
+        if (task := _other_task(first, self._links.values())) is not None:
+            raise StreamBroken(f"its model {first.model} has the task {_task(first)}, and other workers have {task}")
         self.description = first
         self._links[first.worker_id] = self
         self._silence = _SilenceTimer(self._patience_seconds, self._fell_silent)
+        self._incompatible.accepted(Link.WORKER, self._member.name)
         self._reachability(WorkerStreamOpened(worker_id=first.worker_id, incarnation=first.incarnation))
         self.begun.set()
         log.info("worker connected", extra={"worker": first.worker_id, "address": self._member.address})
         self._hear(WorkerJoined(description=first, address=self._member.address))
+
+    def _agree_with(self, name: str, protocols: ProtocolRange) -> None:
+        """Raise IncompatibleWorker if the worker speaks no version of the protocol that this router speaks."""
+        try:
+            agree(own_protocols(), protocols, own_name=f"router {self._router_id}", peer_name=f"worker {name[:100]}")
+        except NoCommonProtocol as error:
+            raise IncompatibleWorker(str(error)) from error
 
     def _event(self, message: WorkerMessage, worker_id: WorkerId) -> WorkerEvent:
         match message:
@@ -400,7 +456,7 @@ class _WorkerConnection:
                 assert_never(message)
 
     def _described_anew(self, description: WorkerDescription) -> KvPathsChanged:
-        """Handle a second description of the worker; only the fields that depend on its store may have changed."""
+        """Handle a second description of the worker. Only the fields that depend on the worker's store may differ."""
         before = self.description
         assert before is not None
         if structs.replace(description, kv_paths=before.kv_paths, store_id=before.store_id) != before:
@@ -416,17 +472,17 @@ class _WorkerConnection:
 
 
 class _SilenceTimer:
-    """Calls `tell` when nothing was heard from a worker for the given time.
+    """Calls `tell` when no message of a worker has arrived for `seconds`.
 
-    The time is counted in `SLICES` timers in a row. If this process did not run for a while (stopped or starved), its
-    timer is due before the messages that arrived meanwhile are read. Such a pause counts as one slice, however long it
-    was.
+    The time is divided into `SLICES` short timers in a row. If this process was stopped or got no CPU time, its timer
+    fires before it reads the messages that arrived in the meantime. With short timers, such a pause counts as only one
+    slice, however long it was.
     """
 
     def __init__(self, seconds: float, tell: Callable[[str], None]) -> None:
         self._seconds = seconds
         self._tell = tell
-        self._quiet = 0  # slices without a message
+        self._quiet = 0  # number of slices in a row in which no message came
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(seconds / SLICES, self._tick)
 
@@ -444,8 +500,21 @@ class _SilenceTimer:
             self._timer = self._loop.call_later(self._seconds / SLICES, self._tick)
 
 
+def _other_task(first: WorkerDescription, links: "Iterable[_WorkerConnection]") -> str | None:
+    """Return the task of the connected workers with the same model, if it differs from this worker's task; else None."""
+    for each in links:
+        if (other := each.description) is not None and other.model == first.model and other.pooling != first.pooling:
+            return _task(other)
+    return None
+
+
+def _task(description: WorkerDescription) -> str:
+    model = description.pooling
+    return "generate" if model is None else f"{model.task} (pairs: {model.pairs})"
+
+
 def _is(member: _StreamTarget, joined: MemberJoined) -> bool:
-    """Return True if the member is the same process as the one that the registry announces."""
+    """Return True if the worker of this stream is the same process as the one that the registry announces."""
     if member.address != joined.address:
         return False
     if member.description is not None:

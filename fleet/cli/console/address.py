@@ -1,4 +1,4 @@
-"""Address options of commands, and messages for clusters that do not answer."""
+"""Address options: the options by which commands find a cluster, and the messages if it does not answer."""
 
 import argparse
 import shlex
@@ -6,6 +6,7 @@ import shlex
 from fleet.client import Client, ClientTls, DeadlineExceeded, FleetError, ServerError, Unauthenticated, Unavailable
 from fleet.client.control import CLIENTS_PORT, NOT_KNOWN
 from fleet.client.errors import NO_CLIENTS_PORT
+from fleet.config import grpc_authorities
 from fleet.core.errors import ConfigurationRefused
 from fleet.local.runs import run_at
 from fleet.local.settings import Topology
@@ -21,12 +22,13 @@ CAUSES = {
     "No such file or directory": "nobody listens there",
     "lookup failed": "there is no host of that name",
     "before receiving SETTINGS frame": "whoever listens there does not answer",
+    "missing selected ALPN": "that is an HTTPS address, and no router's gRPC address",
     "http1.x server": "that is an HTTP address, and no router's gRPC address",
 }
-"""Plain causes for messages of gRPC, by a part of the message."""
+"""Causes in plain words for messages of gRPC, by a part of the message."""
 
 CREDENTIALS = "control_credentials"
-"""Name of the `--control-…` options in a TLS diagnosis."""
+"""Name under which a TLS diagnosis mentions the options `--control-…`."""
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +43,7 @@ def add_address(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tls(parser: argparse.ArgumentParser) -> None:
-    """Add the options for TLS to the clients' port."""
+    """Add the options for TLS on connections to the router's port for clients."""
     parser.add_argument(
         "--tls", action="store_true", help="use TLS, with the authorities that gRPC knows unless --ca names one"
     )
@@ -58,7 +60,7 @@ def add_tls(parser: argparse.ArgumentParser) -> None:
 
 
 def client_tls(arguments: argparse.Namespace) -> ClientTls | None:
-    """Return the TLS files for the options of `add_tls`; None: no TLS.
+    """Return the TLS files that the options of `add_tls` name; None: TLS is not used.
 
     Raises:
         ConfigurationRefused: The options contradict each other.
@@ -72,7 +74,7 @@ def client_tls(arguments: argparse.Namespace) -> ClientTls | None:
 
 
 def address_option(address: str) -> str:
-    """Return the option that another command needs for this address; empty for the default."""
+    """Return the option by which another command gets the same address; empty for the default address."""
     return "" if address == DEFAULT_ADDRESS else f" --address {shlex.quote(address)}"
 
 
@@ -96,7 +98,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
 
 
 def control_client(arguments: argparse.Namespace) -> Client:
-    """Return a client for the options of `add_control`.
+    """Return a client for the cluster that the options of `add_control` name.
 
     Raises:
         ConfigurationRefused: A credentials file cannot be used.
@@ -134,7 +136,7 @@ def describe_control_error(error: FleetError, arguments: argparse.Namespace) -> 
 
 
 def _unreachable_control(error: FleetError, arguments: argparse.Namespace) -> str:
-    """Return why `--control-address` does not answer; a TLS diagnosis takes a few seconds at most."""
+    """Return why the address of `--control-address` does not answer. A diagnosis of TLS takes a few seconds at most."""
     address = arguments.control_address
     access = load_control_access(CREDENTIALS, _credentials(arguments))
     if cause := access.diagnose(address, CREDENTIALS):
@@ -144,9 +146,9 @@ def _unreachable_control(error: FleetError, arguments: argparse.Namespace) -> st
 
 
 def describe_error(error: FleetError, address: str, tls: ClientTls | None = None) -> str:
-    """Return why a call to an address failed, and what to do; `tls` is that of the client.
+    """Return why a call to an address failed, and what to do. `tls` are the TLS files of the client.
 
-    A TLS diagnosis takes a few seconds at most.
+    A diagnosis of TLS takes a few seconds at most.
     """
     if error.reason is None and isinstance(error, DeadlineExceeded):
         return f"{address}: no answer in time; --address names a router's gRPC address, which its HTTP address is not"
@@ -163,12 +165,20 @@ def describe_error(error: FleetError, address: str, tls: ClientTls | None = None
 
 
 def _tls_cause(address: str, tls: ClientTls | None) -> str:
-    """Return why TLS to a clients' port fails, with the option to correct; empty if TLS is not the cause."""
-    files = (
-        Credentials() if tls is None else Credentials(authority=tls.authority, certificate=tls.certificate, key=tls.key)
-    )
+    """Return why TLS with a router's port for clients fails, and which option to correct; empty if TLS is not the cause."""
+    files, known = Credentials(), grpc_authorities()
+    if tls is not None:
+        files = Credentials(authority=tls.authority or known, certificate=tls.certificate, key=tls.key)
     cause = diagnose_address(address, files, field="tls", timeout_seconds=DIAGNOSIS_SECONDS)
-    return cause.replace("tls.authority", "--ca").replace("tls.", "--")
+    for told, meaning in (
+        (": tls.authority is set", "; leave out --tls, --ca and --certificate"),
+        (": set tls.authority", ": set --ca, or --tls if gRPC knows the authority"),
+        (f"the authority in {known}", "an authority that gRPC knows; --ca names the file of another one"),
+        ("tls.authority", "--ca"),
+        ("tls.", "--"),
+    ):
+        cause = cause.replace(told, meaning)
+    return cause
 
 
 def _cause(error: FleetError) -> str:
@@ -179,7 +189,7 @@ def router_address(text: str) -> str:
     """Check an address of the command line and return it.
 
     Raises:
-        ArgumentTypeError: It is invalid.
+        ArgumentTypeError: The address is invalid.
     """
     host, _, port = text.rpartition(":")
     is_port = port.isdecimal() and 1 <= int(port) <= MOST_PORT

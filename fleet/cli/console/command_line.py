@@ -1,9 +1,9 @@
-"""Parser of the whole command line: finds the sub-commands, and proposes what was probably meant by a mistyped word.
+"""Parser of the whole command line: finds the sub-commands, and proposes the nearest known word for a mistyped one.
 
 Rules:
 
-1. Sub-commands are found by the entry points `fleet.commands`; a module has `configure(parser)` and `run(arguments)`. Only the
-   module of the chosen sub-command is imported.
+1. Sub-commands are found by the entry points `fleet.commands`. The module of a sub-command has the functions
+   `configure(parser)` and `run(arguments)`. Only the module of the chosen sub-command is imported.
 2. `fleet` alone prints the help. Errors about an unknown command, option or choice propose the nearest one.
 """
 
@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 
 from fleet.cli.console.exits import MISUSED
 from fleet.cli.console.stopping import raise_interrupt_on
+from fleet.core.errors import did_you_mean, nearest, question
 
-SUMMARIES = {  # help texts of our own sub-commands, in the order in which the help lists them
+SUMMARIES = {  # help texts of Fleet's own sub-commands, in the order of the help
     "up": "start a whole cluster on this machine",
     "generate": "stream an answer from a running cluster",
     "status": "show pools, workers, load and caches of a running cluster",
@@ -39,11 +40,15 @@ SUMMARIES = {  # help texts of our own sub-commands, in the order in which the h
 }
 
 IN_FOLDERS = {"logs": "local.logs", "down": "local.down", "completion": "console.completion"}
-"""Modules of our own sub-commands that are not named after the command."""
+"""Modules of those of Fleet's own sub-commands whose module has another name than the command."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser that reports an error in one line, proposes what was probably meant, and refers to `--help`."""
+    """Parser that reports an error in one line, proposes the nearest known word, and refers to `--help`."""
+
+    def __init__(self, **fields: Any) -> None:
+        # Options have no abbreviations: a mistyped option could be taken for one, and a new option could make one ambiguous.
+        super().__init__(**{"allow_abbrev": False, **fields})
 
     def error(self, message: str) -> NoReturn:
         self.exit(MISUSED, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -61,7 +66,7 @@ class CommandParser(argparse.ArgumentParser):
         return {name: parser for each in actions for name, parser in each.choices.items()}
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is no choice; argparse calls this for commands and for options with choices."""
+        """Raise an error for a value that is not among the choices. argparse calls this for commands and for options with choices."""
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]
@@ -69,29 +74,17 @@ class CommandParser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, f"{message}{did_you_mean(str(value), choices)}")
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a question that proposes the known word most like `word`; empty if none is like it."""
-    return _question(_nearest(word, known))
-
-
 def option_meant(option: str, known: Iterable[str]) -> str:
-    """Return such a question for a long option. The dashes do not count: short options would be like any other because of them."""
-    name = _nearest(option.removeprefix("--"), (each.removeprefix("--") for each in known))
-    return _question(f"--{name}" if name else "")
+    """Return a question that proposes a similar long option, or an empty text if no long option is similar.
 
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    from difflib import get_close_matches  # noqa: PLC0415 - only for errors
-
-    return next(iter(get_close_matches(word, sorted(known), n=1)), "")
-
-
-def _question(proposed: str) -> str:
-    return f"; did you mean {proposed!r}?" if proposed else ""
+    Options are compared without their dashes, because these would make all short options similar.
+    """
+    name = nearest(option.removeprefix("--"), (each.removeprefix("--") for each in known))
+    return question(f"--{name}" if name else "")
 
 
 class _VersionAction(argparse.Action):
-    """Option that looks the version up only when it is used."""
+    """The option `--version`, which looks the version up only when it is used."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(f"fleet {importlib.metadata.version('fleet-serving')}")
@@ -102,7 +95,8 @@ def command_parser(is_loaded: Callable[[str], bool]) -> tuple[CommandParser, dic
     """Return the parser of the whole command line, and the modules of the sub-commands by name.
 
     Args:
-        is_loaded: Says by its name whether a sub-command is imported and its options are added to the parser.
+        is_loaded: Function that takes the name of a sub-command, and returns True if its module is imported and its
+            options are added.
     """
     parser = CommandParser(prog="fleet", description="Disaggregated serving of large language models.")
     parser.add_argument("--version", action=_VersionAction, nargs=0, help="print the version, and end")
@@ -112,14 +106,14 @@ def command_parser(is_loaded: Callable[[str], bool]) -> tuple[CommandParser, dic
         summary = SUMMARIES.get(name) or f"command of the package {entry.dist.name if entry.dist else entry.module}"
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if is_loaded(name):
-            with raise_interrupt_on((signal.SIGINT,)):  # a Ctrl-C during the import crashes msgspec
+            with raise_interrupt_on((signal.SIGINT,)):  # an exception by Ctrl-C during an import could crash msgspec
                 modules[name] = entry.load()
             modules[name].configure(command)
     return parser, modules
 
 
 def _commands() -> Iterator[tuple[str, EntryPoint]]:
-    """Yield the installed sub-commands: ours in the order of the help, then those of other packages."""
+    """Yield the installed sub-commands: first Fleet's own in the order of the help, then those of other packages."""
     found = {entry.name: entry for entry in entry_points(group="fleet.commands")}
     for name in (*SUMMARIES, *sorted(found.keys() - SUMMARIES.keys())):
         yield name, found.get(name) or EntryPoint(name, f"fleet.cli.{IN_FOLDERS.get(name, name)}", "fleet.commands")

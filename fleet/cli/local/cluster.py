@@ -1,4 +1,4 @@
-"""Local cluster of a command: `fleet up` and its check run their work inside `with_cluster`."""
+"""Local cluster: `with_cluster` starts a cluster, runs the work of `fleet up` or of its check, and stops the cluster."""
 
 import asyncio
 import ipaddress
@@ -28,6 +28,7 @@ from fleet.local.settings import (
     TINY,
     Topology,
     adapter_folders,
+    for_task,
     model_folder,
     served_name,
     with_chat_template,
@@ -38,10 +39,11 @@ from fleet.net.control.access import load_control_access
 from kvstore.clock import nanos
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
+from kvstore.security.metrics_access import MetricsTls
 
 CERTIFICATE, KEY = "router.pem", "router.key"  # names of the files of a certificate that `fleet up` makes
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-WORKERS_VISIBLE_SECONDS = 30.0  # seconds until the router sees the last ready worker; less than one is usual
+WORKERS_VISIBLE_SECONDS = 30.0  # time limit until the router knows all ready workers; usually 1 s is enough
 STATUS_POLL_SECONDS = 0.05
 
 
@@ -56,7 +58,7 @@ class LocalCluster(Struct, frozen=True):
         """Write the addresses and process ids as JSON; readers see the whole file or none.
 
         Raises:
-            ConfigurationRefused: It cannot be written there.
+            ConfigurationRefused: The file cannot be written.
         """
         content = {
             "http": f"{'https' if self.plan.speaks_tls else 'http'}://{self.plan.http}",
@@ -75,7 +77,7 @@ class LocalCluster(Struct, frozen=True):
 
 
 class LocalClusterOptions(Struct, frozen=True, kw_only=True):
-    """Folders of a local cluster."""
+    """Folders of a local cluster: where model paths begin, and where its logs are kept."""
 
     relative_to: Path  # folder that relative model paths start from
     logs: Path | None  # folder for the logs; None: they are removed with the cluster
@@ -87,8 +89,8 @@ async def with_cluster(
     """Start a cluster, run `body` when it is ready, and stop the cluster after that or at a signal.
 
     Args:
-        topology: The cluster.
-        surroundings: Its folders.
+        topology: The topology of the cluster.
+        surroundings: The folders of the cluster.
         body: The work to do with the cluster.
 
     Returns:
@@ -107,6 +109,7 @@ async def with_cluster(
             raise ConfigurationRefused(f"the tiny model cannot be built in {default_cache_dir()}: {error}") from error
     topology = await fetch_topology_model(topology, surroundings.relative_to, SystemClock())
     folder = model_folder(topology.cluster, tiny, surroundings.relative_to)
+    topology = for_task(topology, folder)
     adapters = adapter_folders(topology.cluster, surroundings.relative_to)
     topology = structs.replace(topology, cluster=structs.replace(topology.cluster, adapters=adapters))
     _clean_up_killed_runs()
@@ -116,6 +119,9 @@ async def with_cluster(
         model = served_name(topology.cluster, folder)
         folder = with_chat_template(folder, topology.cluster.chat_template, surroundings.relative_to, runtime)
         planned = plan(topology, folder=runtime, model_dir=folder, model=model)
+        if planned.max_model_len < topology.cluster.max_model_len:
+            wanted = topology.cluster.max_model_len
+            say(f"max_model_len: {wanted} is more than the model has; requests may have {planned.max_model_len} tokens")
         processes = LocalProcesses(
             planned.processes,
             folder=runtime,
@@ -139,7 +145,7 @@ async def with_cluster(
 
 
 def _clean_up_killed_runs() -> None:
-    """Clean up after killed runs, which may hold ports and memory."""
+    """Clean up after killed runs, because their processes may still use ports and memory."""
     for run in local_runs():
         ended = run.clear() if run.killed else None
         if ended is not None:
@@ -147,7 +153,7 @@ def _clean_up_killed_runs() -> None:
 
 
 async def hold(processes: LocalProcesses, when_ready: Callable[[], Awaitable[None]]) -> bool:
-    """Run `LocalProcesses.hold`, and stop it at SIGINT, SIGTERM or SIGHUP."""
+    """Run `LocalProcesses.hold`, and stop the processes at SIGINT, SIGTERM or SIGHUP. The result is that of `hold`."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, _on_signal, processes)
@@ -168,7 +174,7 @@ def _log_folder(wanted: Path | None) -> Path | None:
 
 
 async def _wait_until_serving(planned: LocalPlan) -> None:
-    """Wait until the router sees every worker as serving."""
+    """Wait until the router reports every worker as serving."""
     missing = set(planned.workers)
     try:
         async with asyncio.timeout(WORKERS_VISIBLE_SECONDS), cluster_client(planned) as client:
@@ -201,20 +207,23 @@ def _on_signal(processes: LocalProcesses) -> None:
 
 
 def say(line: str) -> None:
-    """Print one line (or the end of a log) for the person at the terminal."""
+    """Print one line, or the end of a log, for the person at the terminal."""
     print(f"fleet: {line}", file=sys.stderr, flush=True)
 
 
 def with_certificate(topology: Topology, folder: Path) -> Topology:
-    """Return the topology with the certificate that `cluster.tls` asks for, and write its files into the runtime folder.
+    """Return the topology with the certificate that `cluster.tls` demands, and write its files into the runtime folder.
 
     The authority's key is not kept, so nobody can sign another certificate with it. The certificate is for this machine's
-    loopback addresses and for the hosts at which the router listens; an address of all interfaces adds the machine's name.
+    loopback addresses, for the hosts at which the router listens, and for those of metrics; an address of all interfaces adds the
+    machine's name.
     """
     if not topology.cluster.tls:
         return topology
     router = topology.router
-    listens = (router.http_listen, router.grpc_listen, router.kserve_listen)
+    planner = topology.planner.metrics_listen if topology.planner is not None else ""
+    scraped = (topology.store.metrics_listen, planner, *(pool.metrics_listen for pool in topology.pools))
+    listens = (router.http_listen, router.grpc_listen, router.kserve_listen, *scraped)
     hosts = [listen.rpartition(":")[0].strip("[]") for listen in listens if listen]
     names = {*LOOPBACK_NAMES, *(host for host in hosts if not _is_any(host))}
     if any(_is_any(host) for host in hosts):
@@ -224,13 +233,16 @@ def with_certificate(topology: Topology, folder: Path) -> Topology:
     _write_private(folder / AUTHORITY, authority.cert_pem.bytes())
     _write_private(folder / CERTIFICATE, b"".join(blob.bytes() for blob in issued.cert_chain_pems))
     _write_private(folder / KEY, issued.private_key_pem.bytes())
-    tls = structs.replace(router.tls, certificate=str(folder / CERTIFICATE), key=str(folder / KEY))
-    cluster = structs.replace(topology.cluster, tls=False)  # switched off, because the certificate exists now
-    return structs.replace(topology, cluster=cluster, router=structs.replace(router, tls=tls))
+    files = {"certificate": str(folder / CERTIFICATE), "key": str(folder / KEY)}
+    tls = structs.replace(router.tls, **files)
+    metrics_tls = topology.metrics_tls if topology.metrics_tls.certificate else MetricsTls(**files)
+    cluster = structs.replace(topology.cluster, tls=False)  # `tls` is set to False, because the certificate exists now
+    router = structs.replace(router, tls=tls)
+    return structs.replace(topology, cluster=cluster, router=router, metrics_tls=metrics_tls)
 
 
 def _is_any(host: str) -> bool:
-    """Return whether a host stands for all interfaces."""
+    """Return True if a host in a listen address stands for all interfaces of the machine."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:

@@ -22,6 +22,8 @@ from fleet.planner.records import PlannerStatus, PlanRecord
 from fleet.v1 import planner_pb2 as pb
 from fleet.v1 import planner_pb2_grpc
 from kvstore.net.addresses import unix_path
+from kvstore.protocol.range_messages import agree_with_server, range_message
+from kvstore.protocol.versions import NoCommonProtocol
 from kvstore.security.credentials import Credentials
 
 CALL_SECONDS = 10.0
@@ -58,7 +60,7 @@ def add_planner(parser: argparse.ArgumentParser) -> None:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Show the present state."""
+    """Show the present state of the planner."""
     try:
         with planner(arguments) as stub:
             status = _status(stub.ShowPlan(_asked(arguments), timeout=CALL_SECONDS))
@@ -69,7 +71,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    """Show each state that differs from the one before, until Ctrl-C."""
+    """Show the state of the planner whenever it has changed, until Ctrl-C."""
     told: Any = None
     try:
         with planner(arguments) as stub, suppress(KeyboardInterrupt):
@@ -104,10 +106,10 @@ def explain(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def planner(arguments: argparse.Namespace) -> Iterator[Any]:
-    """Yield the stub of the planner that the options name.
+    """Yield a gRPC stub for the planner that the options name.
 
     Raises:
-        ConfigurationRefused: There is none, or there are several, or a credentials file cannot be used.
+        ConfigurationRefused: No planner runs, several planners run, or a credentials file cannot be used.
     """
     names = ("secret_file", "authority", "certificate", "key")
     try:
@@ -120,7 +122,7 @@ def planner(arguments: argparse.Namespace) -> Iterator[Any]:
 
 
 def _asked(arguments: argparse.Namespace) -> pb.ShowPlanRequest:
-    return pb.ShowPlanRequest(deployment=arguments.deployment)
+    return pb.ShowPlanRequest(deployment=arguments.deployment, protocols=range_message())
 
 
 def _only_planner() -> str:
@@ -150,6 +152,14 @@ def _failed(error: grpc.RpcError, arguments: argparse.Namespace) -> int:
 
 
 def _status(document: pb.PlannerDocument) -> PlannerStatus:
+    """Decode a planner's state.
+
+    Raises ConfigurationRefused if planner and command have no protocol version in common.
+    """
+    try:
+        agree_with_server(document, "the planner")
+    except NoCommonProtocol as error:
+        raise ConfigurationRefused(f"--planner: {error}") from error
     return msgspec.json.decode(document.json, type=PlannerStatus)
 
 

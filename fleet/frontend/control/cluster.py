@@ -13,18 +13,21 @@ from fleet.core.errors import Reason, RequestRejected, invalid, split_validation
 from fleet.core.ids import RequestId, WorkerId
 from fleet.frontend.overflow import OverflowOutcome, OverflowReports, OverflowState
 from fleet.frontend.peer_routers import PeerRoutersApi
-from fleet.net.grpc.calls import parse_message, unary_handler
+from fleet.membership.compatibility import IncompatiblePeers
+from fleet.net.grpc.calls import Context, parse_message, unary_context_handler, unary_handler
+from fleet.net.grpc.versions import agree_with_caller
 from fleet.router.api import RouterApi
 from fleet.router.placement.break_even import MIN_SAMPLES
 from fleet.router.placement.decision import CostTerms, DecisionExplanation
 from fleet.router.settings.router import Thresholds
 from fleet.router.state.snapshot import PoolSnapshot, RemotePrefillSnapshot
 from fleet.v1 import control_pb2 as pb
+from kvstore.protocol.range_messages import range_message
 from kvstore.v1 import blocks_pb2, blocks_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-STORE_SECONDS = 1.0  # timeout of the call to the store node
+STORE_SECONDS = 1.0  # time limit for the call to the store node
 
 FetchStoreStatus = Callable[[], Awaitable[blocks_pb2.StatsResponse | None]]
 
@@ -38,21 +41,23 @@ class ClusterService:
         ask_store: FetchStoreStatus | None,
         others: PeerRoutersApi | None = None,
         overflow: OverflowReports | None = None,
+        incompatible: IncompatiblePeers | None = None,
     ) -> None:
         self._router = router
+        self._incompatible = incompatible
         self._overflow = overflow
         self._ask_store = ask_store
         self._others = others
 
     def methods(self) -> dict[str, Any]:
         return {
-            "Status": unary_handler(self._status),
+            "Status": unary_context_handler(self._status),
             "Explain": unary_handler(self._explain),
             "Tune": unary_handler(self._tune),
         }
 
-    async def _status(self, content: bytes) -> Message:
-        parse_message(pb.StatusRequest, content)
+    async def _status(self, content: bytes, context: Context) -> Message:
+        await agree_with_caller(parse_message(pb.StatusRequest, content), "this router", context)
         snapshot = self._router.status()
         counters, worth = snapshot.counters, self._router.cache_seconds()
         response = pb.StatusResponse(
@@ -68,6 +73,11 @@ class ClusterService:
                 models=[card.name for card in self._router.models()],
             ),
             overflow=[] if self._overflow is None else map(_encode_overflow, self._overflow.status()),
+            protocols=range_message(),
+            incompatible=[
+                pb.IncompatiblePeer(link=each.link, name=each.name, cause=each.cause)
+                for each in (() if self._incompatible is None else self._incompatible.present())
+            ],
         )
         if self._ask_store is not None and (stats := await self._ask_store()) is not None:
             response.store.CopyFrom(
@@ -107,7 +117,7 @@ class ClusterService:
 
 
 def store_status_call(stub: "blocks_pb2_grpc.BlockStoreAsyncStub") -> FetchStoreStatus:
-    """Return an async function that asks a store node for its usage; its result is None if the node does not answer."""
+    """Return an async function that queries a store node for its usage; it returns None if the node does not answer."""
 
     async def ask() -> blocks_pb2.StatsResponse | None:
         try:
@@ -150,6 +160,8 @@ def _encode_pool(pool: PoolSnapshot, worth: Mapping[WorkerId, float]) -> pb.Pool
                 booked_requests=worker.booked_requests,
                 booked_elsewhere=worker.booked_elsewhere,
                 cache_seconds=worth.get(WorkerId(worker.worker_id), 0.0),
+                protocol=worker.protocol,
+                product=worker.product,
             )
             for worker in pool.workers
         ],
@@ -177,7 +189,7 @@ def _encode_remote_prefill(measured: RemotePrefillSnapshot) -> pb.RemotePrefill:
 def explain_request(
     router: RouterApi, overflow: OverflowReports | None, request_id: RequestId
 ) -> pb.ExplainResponse | None:
-    """Return why a request was placed on its workers and what became of its overflow; None if this process knows neither."""
+    """Return a request's placement decisions and the outcome of its overflow; None if both are unknown here."""
     explanation = router.explain(request_id)
     record = None if overflow is None else overflow.explained(request_id)
     if explanation is None and record is None:

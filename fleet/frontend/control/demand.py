@@ -3,8 +3,8 @@
 Rules:
 
 1. A report is made only when its caller can receive it. So a slow caller gets the latest report, and no reports queue up.
-2. At most `MOST_WATCHERS` callers watch at a time; a further one is refused.
-3. Each caller gets its own sample of the requests that ended since its last report.
+2. At most `MOST_WATCHERS` callers watch at a time. Further callers are refused.
+3. Each report contains a sample of the requests that ended since the same caller's last report.
 """
 
 import asyncio
@@ -20,16 +20,18 @@ from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import Incarnation, WorkerId
 from fleet.frontend.overflow import OverflowOutcome, OverflowReports
 from fleet.net.grpc.calls import Context, answer_call, parse_message, send_message, serialize
+from fleet.net.grpc.versions import agree_with_caller
 from fleet.planner.sources.wire import encode_report
 from fleet.router.api import RouterApi
 from fleet.v1 import control_pb2 as pb
+from kvstore.protocol.range_messages import range_message
 
 REPORT_SECONDS = 1.0
 MOST_WATCHERS = 16
 
 
 class DemandWatch:
-    """Reports the demand of one router process."""
+    """Serves the method `WatchDemand`: sends reports about the demand of one router process to each caller."""
 
     def __init__(
         self,
@@ -64,7 +66,10 @@ class DemandWatch:
         return {"WatchDemand": stream(self._watch, response_serializer=serialize)}
 
     def report(self, after: int) -> tuple[int, DemandReport]:
-        """Return a report of the demand now, and the number of the ended request at which the next sample begins."""
+        """Return a number and a report of the present demand.
+
+        The report samples the requests that ended after number `after`. Pass the returned number to the next call.
+        """
         now, models, workers = self._router.demand()
         speeds = self._speeds()
         last, recent = self._router.recent_requests(after)
@@ -80,16 +85,20 @@ class DemandWatch:
 
     async def _watch(self, content: bytes, context: Context) -> None:
         async def follow() -> Never:
-            parse_message(pb.WatchDemandRequest, content)
+            await agree_with_caller(parse_message(pb.WatchDemandRequest, content), f"router {self._router_id}", context)
             if self._watchers >= MOST_WATCHERS:
                 message = f"{MOST_WATCHERS} callers watch the demand already; one of them must end first"
                 raise RequestRejected(Reason.QUEUE_FULL, message)
             self._watchers += 1
             try:
-                last = 0
+                last, is_first = 0, True
                 while True:
                     last, report = self.report(last)
-                    await send_message(context, encode_report(report))
+                    encoded = encode_report(report)
+                    if is_first:  # only the first report states the versions
+                        encoded.protocols.CopyFrom(range_message())
+                        is_first = False
+                    await send_message(context, encoded)
                     await asyncio.sleep(self._every)
             finally:
                 self._watchers -= 1
@@ -98,7 +107,7 @@ class DemandWatch:
 
 
 def _with_overflow(models: Sequence[ModelDemand], overflow: OverflowReports) -> tuple[ModelDemand, ...]:
-    """Return the demand, completed by the requests that hosted endpoints have answered."""
+    """Return the demand of all models with the number and cost of the requests that hosted endpoints have answered."""
     hosted = {each.model: each for each in overflow.status()}
     known = {each.model: each for each in models} | {
         model: ModelDemand(model=model) for model in hosted if all(each.model != model for each in models)

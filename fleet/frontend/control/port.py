@@ -1,8 +1,8 @@
 """Control port of a router: worker registry, `fleet.v1.Cluster`, `fleet.v1.Selection`, health and reflection.
 
-A caller of this port can register workers, learn about prompts, reserve workers' capacity and change thresholds. So it
-is never a port for clients: it is a Unix socket of the router's user, or requires a proof from each caller
-(`fleet.net.control.access`).
+A caller of this port can register workers, learn about prompts, reserve workers' capacity and change thresholds. So
+clients must not reach it: the port is either a Unix socket that only the router's user can open, or it requires a proof
+from each caller (`fleet.net.control.access`).
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -14,6 +14,7 @@ from fleet.frontend.control.cluster import ClusterService, store_status_call
 from fleet.frontend.control.demand import DemandWatch
 from fleet.frontend.overflow import OverflowReports
 from fleet.frontend.peer_routers import PeerRoutersApi
+from fleet.membership.compatibility import IncompatiblePeers
 from fleet.net.control.access import ControlAccess
 from fleet.net.control.address import control_socket, private_folder
 from fleet.net.grpc.options import CHANNEL_OPTIONS
@@ -42,6 +43,7 @@ async def open_control_port(
     others: PeerRoutersApi | None = None,
     demand: DemandWatch | None = None,
     overflow: OverflowReports | None = None,
+    incompatible: IncompatiblePeers | None = None,
 ) -> AsyncIterator[str]:
     """Listen and serve until the context ends; then cancel running calls. The context yields the address.
 
@@ -59,6 +61,7 @@ async def open_control_port(
         others: The peer routers; None if there are none.
         demand: Reports the demand to planners; None leaves that method out.
         overflow: Reports of the hosted endpoints; None if there are none.
+        incompatible: Peers without a common protocol version, for the status; None: they are not shown.
 
     Raises:
         ConfigurationRefused: The address is malformed, in use, or open to other users.
@@ -74,7 +77,8 @@ async def open_control_port(
             ask_store = store_status_call(blocks_pb2_grpc.BlockStoreStub(channel))
         guard = None if unix_path(listen) else SocketGuard()
         server = access.server(guard, shared=shared)
-        methods = ClusterService(router, ask_store, others, overflow).methods() | (demand.methods() if demand else {})
+        cluster = ClusterService(router, ask_store, others, overflow, incompatible)
+        methods = cluster.methods() | (demand.methods() if demand else {})
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(CLUSTER, methods),))
         for add in services.values():
             add(server)

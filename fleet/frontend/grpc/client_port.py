@@ -6,12 +6,15 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import ClassVar, Self
 
 import grpc
+from msgspec import structs
 
 from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.core.errors import draining_rejection
+from fleet.core.requests import GenerateRequest
 from fleet.frontend.generation import Generation
+from fleet.frontend.request_tracing import TRACE_HEADERS
 from fleet.net.client_tls import ServerCertificates
-from fleet.net.grpc.calls import Context
+from fleet.net.grpc.calls import Context, headers_of
 from fleet.net.grpc.client_servers import MessageMemory, client_server
 from fleet.net.grpc.errors import long_message_rejection
 from fleet.net.grpc.port import open_port
@@ -19,7 +22,7 @@ from fleet.net.settings import DEFAULT_GRPC_LIMITS, ORDINARY_BODY_BYTES, GrpcSet
 
 
 class ClientPort(ABC):
-    """Base class of the gRPC frontends. It admits requests until `drain` is called."""
+    """Base class of the gRPC frontends: listens, limits messages and deadlines, and refuses requests after `drain`."""
 
     SERVICE: ClassVar[str]
     """The full name of the service."""
@@ -30,7 +33,8 @@ class ClientPort(ABC):
     def __init__(self, generation: Generation, clock: Clock, memory: MessageMemory, limits: GrpcSettings) -> None:
         self.address = ""  # set when listening, with the port number in use
         self.memory = memory
-        self.write_seconds = limits.write_timeout_seconds  # how long a message may wait until its caller reads it
+        # Time for which a message may wait until its caller reads it, in seconds.
+        self.write_seconds = limits.write_timeout_seconds
         self._generation = generation
         self._clock = clock
         self._draining = False
@@ -99,7 +103,7 @@ class ClientPort(ABC):
 
     @contextmanager
     def holding(self, size: int) -> Iterator[None]:
-        """Count a message of `size` bytes as held while its request runs.
+        """Count the `size` bytes of a message towards the memory limit while the context is open.
 
         Raises:
             RequestRejected: QUEUE_FULL; the message is long, and the memory for messages is full.
@@ -112,6 +116,12 @@ class ClientPort(ABC):
             yield
         finally:
             memory.held_bytes -= size
+
+    def traced(self, request: GenerateRequest, context: Context) -> GenerateRequest:
+        """Return a request with the trace context of its call."""
+        tracing = self._generation.tracing
+        assert tracing is not None
+        return structs.replace(request, trace=tracing.read(headers_of(context, TRACE_HEADERS)))
 
     def deadline(self, context: Context, timeout_ms: int = 0) -> Nanos | None:
         """Return the deadline of a request: the earlier one of the gRPC call's and the message's; None if neither sets one.

@@ -10,10 +10,12 @@ from google.protobuf.message import Message
 from fleet.core.ids import RequestId
 from fleet.core.requests import Admitted
 from fleet.frontend.grpc.client_port import ClientPort
+from fleet.frontend.openai.requests import REQUEST_ID_HEADER, new_request_id
 from fleet.net.grpc.calls import (
     Context,
     answer_call,
     authorization_of,
+    headers_of,
     open_writer,
     parse_message,
     serialize,
@@ -21,6 +23,8 @@ from fleet.net.grpc.calls import (
 )
 from fleet.v1 import inference_pb2
 from fleet.wire.inference import decode_request, encode_event, encode_model
+
+CALL_HEADERS = frozenset({"authorization", "x-request-id"})
 
 
 class GrpcFrontend(ClientPort):
@@ -44,13 +48,18 @@ class GrpcFrontend(ClientPort):
         self.check_admitted()
         message = parse_message(inference_pb2.GenerateRequest, content)
         deadline = self.deadline(context, message.timeout_ms)
-        request = decode_request(message, RequestId(uuid4().hex), deadline)
+        headers = headers_of(context, CALL_HEADERS)
+        named = REQUEST_ID_HEADER in headers and not message.request_id
+        request_id = new_request_id(headers, self._generation.serves) if named else RequestId(uuid4().hex)
+        request = decode_request(message, request_id, deadline)
+        if self._generation.tracing is not None:
+            request = self.traced(request, context)
         model = request.model
 
         def token_text(token_id: int) -> str:
             return self._generation.token_text(model, token_id)
 
-        events = self._generation.generate(request, authorization_of(context))
+        events = self._generation.generate(request, headers.get(b"authorization", b"").decode("latin-1"))
         with self.holding(len(content)):
             async with open_writer(context, self.write_seconds) as writer, aclosing(events):
                 async for event in events:

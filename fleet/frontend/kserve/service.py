@@ -4,8 +4,8 @@ Rules:
 
 1. Each request of a stream ends separately: with its final response, or with an error that carries its id. The stream
    continues in both cases, and also after a malformed message.
-2. Requests of a stream run concurrently, at most `MAX_IN_STREAM`. The next one waits until one has ended, and no
-   further message is read, so the connection slows down a client that sends more.
+2. Requests of a stream run concurrently, at most `MAX_IN_STREAM`. At this limit, no further message is read until one
+   of them has ended. So the connection slows down a client that sends more.
 3. Cancelling a call cancels all its requests.
 """
 
@@ -19,6 +19,7 @@ from uuid import uuid4
 
 import grpc
 from google.protobuf.message import Message
+from msgspec import structs
 
 from fleet.core.errors import Reason, RequestRejected, internal_error, invalid
 from fleet.core.ids import RequestId
@@ -60,7 +61,7 @@ Messages = AsyncIterator[bytes]
 
 
 class KserveFrontend(ClientPort):
-    """The frontend for KServe's Open Inference Protocol over gRPC."""
+    """Serves KServe's Open Inference Protocol over gRPC."""
 
     SERVICE = SERVICE
     SETTING = "kserve_listen"
@@ -126,7 +127,8 @@ class KserveFrontend(ClientPort):
 
     async def _stream(self, messages: Messages, context: Context) -> None:
         room = asyncio.Semaphore(MAX_IN_STREAM)
-        turns = asyncio.Lock()  # held while a task writes a response to the stream
+        # Locked while a task writes a response, so that only one task writes to the stream at a time.
+        turns = asyncio.Lock()
 
         async def answer(content: bytes, writer: MessageWriter) -> None:
             async def write(message: pb.ModelStreamInferResponse) -> None:
@@ -144,7 +146,7 @@ class KserveFrontend(ClientPort):
                 async for content in messages:
                     await room.acquire()
                     tasks.create_task(answer(content, writer))
-            except grpc.aio.AbortError as error:  # read no further, and answer the earlier requests first
+            except grpc.aio.AbortError as error:  # stop reading, but answer the earlier requests before the call fails
                 refused = error
         if refused is not None:
             raise refused
@@ -158,7 +160,7 @@ class KserveFrontend(ClientPort):
         async def send_one(response: pb.ModelInferResponse, *, final: bool) -> None:
             await write(encode_streamed(response, final=final))
 
-        with suppress(CallerDisconnected):  # the caller has left, and grpc is about to cancel the call
+        with suppress(CallerDisconnected):  # the caller has disconnected, and grpc will cancel the call anyway
             try:
                 message = parse_message(pb.ModelInferRequest, content)
                 with self.holding(len(content)):
@@ -173,7 +175,10 @@ class KserveFrontend(ClientPort):
 
     def _read(self, message: pb.ModelInferRequest, context: Context) -> KServeRequest:
         self.check_admitted()
-        return decode_infer(message, RequestId(uuid4().hex), self._clock.now(), self.deadline(context))
+        inference = decode_infer(message, RequestId(uuid4().hex), self._clock.now(), self.deadline(context))
+        if self._generation.tracing is None:
+            return inference
+        return structs.replace(inference, request=self.traced(inference.request, context))
 
     async def _serve(self, inference: KServeRequest, authorized: str, send: "SendResponse") -> None:
         try:
@@ -184,7 +189,7 @@ class KserveFrontend(ClientPort):
     async def _generate(self, inference: KServeRequest, authorized: str, send: "SendResponse") -> None:
         request, form = inference.request, inference.form
         model = request.model
-        text: list[str] = []  # pieces of an answer that is not streamed
+        text: list[str] = []  # the pieces of the text, for an answer that is sent as a whole
         token_ids: list[int] = []
         logprobs: list[Logprobs] = []
 

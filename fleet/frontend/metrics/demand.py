@@ -1,38 +1,56 @@
-"""Metrics of demand: the counters of `WatchDemand`, for planners that read pages of metrics, and for dashboards."""
+"""Metrics of demand: the counters of `WatchDemand` for planners that read metrics over HTTP, and for dashboards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from fleet.core.clock import SECOND
 from fleet.core.demand_reports import DemandReport
+from kvstore.metric_definitions import CounterDefinition, GaugeDefinition, MetricDefinition
 
-COUNTERS = {
-    "arrivals": "Requests that arrived",
-    "waited": "Requests that entered the admission queue",
-    "refused": "Requests that were refused for load",
-    "abandoned": "Requests whose clients left before an answer began",
-    "invalid": "Requests that no capacity could have served",
-    "prompt_tokens": "Prompt tokens of requests that arrived",
-    "uncounted_tokens": "Prompt tokens of abandoned and invalid requests",
-    "prompt_squares": "Sum of the squares of the prompts' lengths",
-    "cached_tokens": "Prompt tokens that workers had in a cache",
-    "finished": "Answers that ended",
-    "answer_tokens": "Tokens of answers that ended",
-    "answer_squares": "Sum of the squares of the answers' lengths",
-    "overflowed": "Refused requests that a hosted endpoint has answered",
-    "overflow_dollars": "Cost of the hosted endpoint",
+UPTIME = GaugeDefinition(
+    "fleet_demand_uptime_seconds", "Time since the router's counters of demand began", ("source", "incarnation")
+)
+COUNTERS: Mapping[str, CounterDefinition] = {
+    name: CounterDefinition(f"fleet_demand_{name}", meaning, ("model",), unit)
+    for name, meaning, unit in (
+        ("arrivals", "Requests that arrived", "requests"),
+        ("waited", "Requests that entered the admission queue", "requests"),
+        ("refused", "Requests that were refused for load", "requests"),
+        ("abandoned", "Requests whose clients left before an answer began", "requests"),
+        ("invalid", "Requests that no capacity could have served", "requests"),
+        ("prompt_tokens", "Prompt tokens of requests that arrived", ""),
+        ("uncounted_tokens", "Prompt tokens of abandoned and invalid requests", ""),
+        ("prompt_squares", "Sum of the squares of the prompts' lengths", "tokens²"),
+        ("cached_tokens", "Prompt tokens that workers had in a cache", ""),
+        ("finished", "Answers that ended", "requests"),
+        ("answer_tokens", "Tokens of answers that ended", ""),
+        ("answer_squares", "Sum of the squares of the answers' lengths", "tokens²"),
+        ("overflowed", "Refused requests that a hosted endpoint has answered", "requests"),
+        ("overflow_dollars", "Cost of the hosted endpoint", ""),
+    )
 }
-HISTOGRAMS = {
-    "ttft": "Requests by time to first token",
-    "tpot": "Requests by time per output token",
-    "queue_wait": "Requests by time until a worker was sent them",
+"""The counter for each field of `ModelDemand` that is a number."""
+
+HISTOGRAMS: Mapping[str, CounterDefinition] = {
+    name: CounterDefinition(f"fleet_demand_{name}_seconds", meaning, ("model", "bucket"), "requests")
+    for name, meaning in {
+        "ttft": "Requests by time to first token",
+        "tpot": "Requests by time per output token",
+        "queue_wait": "Requests by time until a worker was sent them",
+    }.items()
 }
+"""The counter for each field of `ModelDemand` that is a histogram: it has a number for each bucket."""
+
+DEMAND_QUEUED = GaugeDefinition("fleet_demand_queued", "Requests that wait in the router", ("model",), "requests")
+OLDEST = GaugeDefinition("fleet_demand_oldest_seconds", "Age of the oldest of them", ("model",))
+
+METRICS: Sequence[MetricDefinition] = (UPTIME, *COUNTERS.values(), *HISTOGRAMS.values(), DEMAND_QUEUED, OLDEST)
 
 
 class DemandReporter(Protocol):
-    """Port to `fleet.frontend.control.demand.DemandWatch`, from which the metrics are read."""
+    """Port to the source of the metrics, `fleet.frontend.control.demand.DemandWatch`."""
 
     def report(self, after: int) -> tuple[int, DemandReport]: ...
 
@@ -48,29 +66,17 @@ class DemandMetrics:
 
     def collect(self) -> Iterator[Metric]:
         _, report = self._demand.report(1 << 62)
-        uptime = GaugeMetricFamily(
-            "fleet_demand_uptime_seconds",
-            "Time since the router's counters of demand began",
-            labels=["source", "incarnation"],
-        )
-        uptime.add_metric([report.router, report.incarnation], report.uptime / SECOND)
-        yield uptime
-        for name, meaning in COUNTERS.items():
-            family = CounterMetricFamily(f"fleet_demand_{name}", meaning, labels=["model"])
-            for each in report.models:
-                family.add_metric([each.model], getattr(each, name))
-            yield family
-        for name, meaning in HISTOGRAMS.items():
-            family = CounterMetricFamily(f"fleet_demand_{name}_seconds", meaning, labels=["model", "bucket"])
-            for each in report.models:
-                for bucket, count in enumerate(getattr(each, name)):
-                    if count:
-                        family.add_metric([each.model, str(bucket)], count)
-            yield family
-        queued = GaugeMetricFamily("fleet_demand_queued", "Requests that wait in the router", labels=["model"])
-        oldest = GaugeMetricFamily("fleet_demand_oldest_seconds", "Age of the oldest of them", labels=["model"])
-        for each in report.models:
-            queued.add_metric([each.model], each.queued)
-            oldest.add_metric([each.model], each.oldest_seconds)
-        yield queued
-        yield oldest
+        yield UPTIME.samples({(report.router, report.incarnation): report.uptime / SECOND})
+        for name, definition in COUNTERS.items():
+            yield definition.samples({(each.model,): getattr(each, name) for each in report.models})
+        for name, definition in HISTOGRAMS.items():
+            yield definition.samples(
+                {
+                    (each.model, str(bucket)): count
+                    for each in report.models
+                    for bucket, count in enumerate(getattr(each, name))
+                    if count
+                }
+            )
+        yield DEMAND_QUEUED.samples({(each.model,): each.queued for each in report.models})
+        yield OLDEST.samples({(each.model,): each.oldest_seconds for each in report.models})

@@ -1,19 +1,32 @@
 """Metrics of hosted endpoints that take the overflow of a model, read on each scrape."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from fleet.frontend.overflow import OverflowReports
+from kvstore.metric_definitions import CounterDefinition, GaugeDefinition, MetricDefinition
 
-GAUGES = {
-    "running": ("fleet_overflow_running", "Requests that run at the hosted endpoint"),
-    "spent_dollars": (
+OVERFLOW_REQUESTS = CounterDefinition(
+    "fleet_overflow_requests", "Requests that were refused and may overflow, by outcome", ("model", "outcome")
+)
+DOLLARS = CounterDefinition(
+    "fleet_overflow_dollars", "Cost of the hosted endpoint for requests that have ended", ("model",)
+)
+GAUGES: Mapping[str, GaugeDefinition] = {
+    "running": GaugeDefinition(
+        "fleet_overflow_running", "Requests that run at the hosted endpoint", ("model",), "requests"
+    ),
+    "spent_dollars": GaugeDefinition(
         "fleet_overflow_spent_dollars",
         "Charges of the last hour, including estimates; processes with one ledger report the same",
+        ("model",),
     ),
-    "limit_dollars": ("fleet_overflow_limit_dollars", "The most that an hour may cost"),
+    "limit_dollars": GaugeDefinition("fleet_overflow_limit_dollars", "The most that an hour may cost", ("model",)),
 }
+"""The gauge for each field of a hosted endpoint's state (`OverflowState`)."""
+
+METRICS: Sequence[MetricDefinition] = (OVERFLOW_REQUESTS, DOLLARS, *GAUGES.values())
 
 
 class OverflowMetrics:
@@ -24,22 +37,9 @@ class OverflowMetrics:
 
     def collect(self) -> Iterator[Metric]:
         status = self._overflow.status()
-        requests = CounterMetricFamily(
-            "fleet_overflow_requests",
-            "Requests that were refused and may overflow, by outcome",
-            labels=["model", "outcome"],
+        yield OVERFLOW_REQUESTS.samples(
+            {(each.model, outcome): count for each in status for outcome, count in each.outcomes.items()}
         )
-        dollars = CounterMetricFamily(
-            "fleet_overflow_dollars", "Cost of the hosted endpoint for requests that have ended", labels=["model"]
-        )
-        for each in status:
-            dollars.add_metric([each.model], each.dollars)
-            for outcome, count in each.outcomes.items():
-                requests.add_metric([each.model, outcome], count)
-        yield requests
-        yield dollars
-        for field, (name, meaning) in GAUGES.items():
-            gauge = GaugeMetricFamily(name, meaning, labels=["model"])
-            for each in status:
-                gauge.add_metric([each.model], getattr(each, field))
-            yield gauge
+        yield DOLLARS.samples({(each.model,): each.dollars for each in status})
+        for field, definition in GAUGES.items():
+            yield definition.samples({(each.model,): getattr(each, field) for each in status})

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from fleet.core.clock import Nanos
 from fleet.core.errors import ConfigurationRefused
@@ -20,18 +20,33 @@ from fleet.hardware.sharding import ShardingDegrees, shard_model
 from fleet.router.latency_predictions import LatencyPredictions, WorkerProfile
 from fleet.router.messages import Command, RouterEvent
 from fleet.router.settings.router import ProfileSettings
+from kvstore.metric_definitions import CounterDefinition, GaugeDefinition, MetricDefinition
 
 log = logging.getLogger(__name__)
 
-PREDICTION_GAUGES: Mapping[str, str] = {
-    "error": "Median relative error of predictions with the worker's correction",
-    "close": "Share of predictions within 20 % of the measured time",
-    "profile_error": "Median relative error of the profile without correction",
-    "profile_close": "Share of predictions of the profile alone within 20 % of the measured time",
-    "factor": "Learned factor between measured and predicted times",
-    "added_ms": "Learned additional milliseconds",
+_LABELS = ("model", "role", "worker", "of")
+PREDICTION_GAUGES: Mapping[str, GaugeDefinition] = {
+    name: GaugeDefinition(f"fleet_prediction_{name}", meaning, _LABELS, unit)
+    for name, meaning, unit in (
+        ("error", "Median relative error of predictions with the worker's correction", "share of the measured time"),
+        ("close", "Share of predictions within 20 % of the measured time", "share from 0 to 1"),
+        ("profile_error", "Median relative error of the profile without correction", "share of the measured time"),
+        (
+            "profile_close",
+            "Share of predictions of the profile alone within 20 % of the measured time",
+            "share from 0 to 1",
+        ),
+        ("factor", "Learned factor between measured and predicted times", ""),
+        ("added_ms", "Learned additional milliseconds", ""),
+    )
 }
+"""The gauge for each field of `PredictionAccuracy`."""
 
+MADE = CounterDefinition(
+    "fleet_predictions", "Predictions that were compared with a measured time", _LABELS, "predictions"
+)
+DRIFTS = CounterDefinition("fleet_worker_drifts", "Latency drift alarms", _LABELS, "alarms")
+METRICS: Sequence[MetricDefinition] = (*PREDICTION_GAUGES.values(), MADE, DRIFTS)
 
 ProfileLookup = Callable[[WorkerDescription], WorkerProfile | None]
 
@@ -52,25 +67,15 @@ class PredictionMetrics(LatencyPredictions):
 
     def collect(self) -> Iterator[Metric]:
         expected = [] if self._over else self.expected()
-        labels = ["worker", "of"]
-        for name, meaning in PREDICTION_GAUGES.items():
-            gauge = GaugeMetricFamily(f"fleet_prediction_{name}", meaning, labels=labels)
-            for each in expected:
-                gauge.add_metric([each.worker_id, each.kind], getattr(each, name))
-            yield gauge
-        made = CounterMetricFamily(
-            "fleet_predictions", "Predictions that were compared with a measured time", labels=labels
-        )
-        drifts = CounterMetricFamily("fleet_worker_drifts", "Latency drift alarms", labels=labels)
-        for each in expected:
-            made.add_metric([each.worker_id, each.kind], each.predictions)
-            drifts.add_metric([each.worker_id, each.kind], each.alarms)
-        yield made
-        yield drifts
+        by_labels = {(each.model, each.role, each.worker_id, each.kind): each for each in expected}
+        for name, definition in PREDICTION_GAUGES.items():
+            yield definition.samples({labels: getattr(each, name) for labels, each in by_labels.items()})
+        yield MADE.samples({labels: each.predictions for labels, each in by_labels.items()})
+        yield DRIFTS.samples({labels: each.alarms for labels, each in by_labels.items()})
 
 
 def profile_lookup(profiles: Mapping[str, ProfileSettings]) -> ProfileLookup:
-    """Return a function from a worker's id to its profile: the one with the longest name that begins the worker's id.
+    """Return a function that returns the profile of a worker: the one with the longest name that is a prefix of the id.
 
     Raises:
         ConfigurationRefused: A model, a GPU or a sharding is invalid; the message names the profile and the field.

@@ -1,91 +1,110 @@
-"""Metrics of relayed requests.
+"""Metrics of relayed requests, counted in plain numbers as in `fleet.core.telemetry`."""
 
-Incrementing a counter of the Prometheus client library takes longer than all other work for a streamed token. So this
-module counts in plain numbers, and makes metrics of them when the page is scraped.
-"""
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from fleet.core.clock import SECOND
 from fleet.core.errors import Reason
-from fleet.core.telemetry import LATENCY_BUCKETS
-
-_BOUNDS = tuple(int(seconds * SECOND) for seconds in LATENCY_BUCKETS)
+from fleet.core.telemetry import CHAT, COMPLETION, LATENCY_BUCKETS, UNKNOWN_MODEL, Durations, GenAiTimes, summed
+from kvstore.metric_definitions import CounterDefinition, HistogramDefinition, Labels, MetricDefinition
 
 SERVED = "served"
 
+RELAYED = CounterDefinition("fleet_relayed_requests", "Relayed requests that ended, by outcome", ("model", "outcome"))
+PASSAGES = CounterDefinition(
+    "fleet_relayed_passages",
+    "Requests for external backends that were passed on while they arrived, by outcome",
+    ("model", "outcome"),
+    "requests",
+)
+FIRST_BYTE = HistogramDefinition(
+    "fleet_relayed_ttft_seconds",
+    "Seconds from arrival to the first relayed byte of the answer",
+    ("model",),
+    bounds=LATENCY_BUCKETS,
+)
+WHOLE = HistogramDefinition(
+    "fleet_relayed_request_seconds",
+    "Seconds from arrival to the end of the answer",
+    ("model",),
+    bounds=LATENCY_BUCKETS,
+)
+METRICS: Sequence[MetricDefinition] = (RELAYED, PASSAGES, FIRST_BYTE, WHOLE)
 
-class _DurationHistogram:
-    def __init__(self) -> None:
-        self._counts = [0] * (len(_BOUNDS) + 1)
-        self._sum = 0
 
-    def observe(self, nanos: int) -> None:
-        self._counts[bisect_left(_BOUNDS, nanos)] += 1
-        self._sum += nanos
+class RelayedRequests:
+    """Counts the relayed requests of one model and one operation, and measures their durations."""
 
-    def family(self, name: str, meaning: str) -> Metric:
-        buckets = []
-        total = 0
-        for bound, count in zip((*map(str, LATENCY_BUCKETS), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        return HistogramMetricFamily(name, meaning, buckets=buckets, sum_value=self._sum / SECOND)
+    def __init__(self, model: str, operation: str) -> None:
+        self.model = model
+        self.operation = operation
+        self.outcomes: dict[str, int] = {SERVED: 0}
+        self.first_byte = Durations()
+        self.answered = Durations()
+        self.durations: dict[
+            str, Durations
+        ] = {}  # durations by reason of the failure; an empty reason for served requests
+
+    def ended(self, reason: Reason | None, nanos: int, *, answered: bool) -> None:
+        """Record the end of a request.
+
+        Args:
+            reason: Why the request was not served; None if it was served.
+            nanos: Duration of the request in nanoseconds.
+            answered: Whether any part of an answer was relayed.
+        """
+        outcome = SERVED if reason is None else reason
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        if answered:
+            self.answered.observe(nanos / SECOND)
+        error = reason or ""
+        if (durations := self.durations.get(error)) is None:
+            durations = self.durations[error] = Durations()
+        durations.observe(nanos / SECOND)
+
+    def times(self) -> GenAiTimes:
+        """Return the times for the metrics with OpenTelemetry's names."""
+        first_byte = self.first_byte if self.operation in {CHAT, COMPLETION} else None
+        return GenAiTimes(self.model, self.operation, self.durations, first_byte)
 
 
 class RelayMetrics:
-    def __init__(self, gauges: Callable[[], Iterable[tuple[str, str, str, Mapping[str, float]]]]) -> None:
-        """Create the collector for a `CollectorRegistry`, with all counts at zero.
-
-        Args:
-            gauges: Returns further gauges, each with name, help text, label name, and values by label value.
-        """
+    def __init__(self, gauges: Callable[[], Iterable[Metric]]) -> None:
+        """Create the collector for a `CollectorRegistry`; `gauges` returns further metrics of external backends."""
         self._gauges = gauges
-        self._ended: dict[str, int] = {SERVED: 0}
-        self._passed: dict[str, int] = {SERVED: 0}
-        self._first_byte = _DurationHistogram()
-        self._whole = _DurationHistogram()
+        self.requests: dict[tuple[str, str], RelayedRequests] = {}
+        """Counts by model and operation. `begin` adds an entry when it is needed first."""
 
-    def first_byte(self, nanos: int) -> None:
-        """Record the first byte of an answer, with the time since the request arrived."""
-        self._first_byte.observe(nanos)
+        self._passages: dict[Labels, int] = {}
 
-    def ended(self, reason: Reason | None, nanos: int, *, answered: bool) -> None:
-        """Record the end of a request: its duration if any of its answer was relayed, and the reason if it was not served."""
-        outcome = SERVED if reason is None else reason
-        self._ended[outcome] = self._ended.get(outcome, 0) + 1
-        if answered:
-            self._whole.observe(nanos)
+    def begin(self, model: str, operation: str) -> RelayedRequests:
+        """Return the counts of a model and an operation, with zeros if there are none yet."""
+        return self.requests.setdefault((model, operation), RelayedRequests(model, operation))
 
-    def passed(self, reason: Reason | None) -> None:
-        """Record the end of a passage, and the reason if it was not served."""
-        outcome = SERVED if reason is None else reason
-        self._passed[outcome] = self._passed.get(outcome, 0) + 1
+    def passed(self, model: str | None, reason: Reason | None) -> None:
+        """Record the end of a passage, the model that it names, and the reason if it was not served."""
+        labels = model or UNKNOWN_MODEL, SERVED if reason is None else reason
+        self._passages[labels] = self._passages.get(labels, 0) + 1
+
+    def times(self) -> list[GenAiTimes]:
+        """Return the times for the metrics with OpenTelemetry's names."""
+        return [each.times() for each in self.requests.values()]
 
     def collect(self) -> Iterator[Metric]:
-        ended = CounterMetricFamily(
-            "fleet_relayed_requests", "Relayed requests that ended, by outcome", labels=["outcome"]
-        )
-        for outcome, count in self._ended.items():
-            ended.add_metric([str(outcome)], count)
-        yield ended
-        passed = CounterMetricFamily(
-            "fleet_relayed_passages",
-            "Requests for external backends that were passed on while they arrived, by outcome",
-            labels=["outcome"],
-        )
-        for outcome, count in self._passed.items():
-            passed.add_metric([str(outcome)], count)
-        yield passed
-        yield self._first_byte.family(
-            "fleet_relayed_ttft_seconds", "Seconds from arrival to the first relayed byte of the answer"
-        )
-        yield self._whole.family("fleet_relayed_request_seconds", "Seconds from arrival to the end of the answer")
-        for name, meaning, label, values in self._gauges():
-            gauge = GaugeMetricFamily(name, meaning, labels=[label])
-            for value, number in values.items():
-                gauge.add_metric([value], number)
-            yield gauge
+        outcomes: dict[Labels, int] = {}
+        by_model: dict[str, list[RelayedRequests]] = {}
+        for each in self.requests.values():
+            for outcome, count in each.outcomes.items():
+                outcomes[each.model, outcome] = outcomes.get((each.model, outcome), 0) + count
+            by_model.setdefault(each.model, []).append(each)
+        yield RELAYED.samples(outcomes)
+        yield PASSAGES.samples(self._passages)
+        for definition, name in ((FIRST_BYTE, "first_byte"), (WHOLE, "answered")):
+            yield definition.samples(
+                {
+                    (model,): summed(getattr(each, name) for each in alike).buckets(definition.bounds)
+                    for model, alike in by_model.items()
+                }
+            )
+        yield from self._gauges()

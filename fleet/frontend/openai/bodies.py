@@ -3,13 +3,14 @@
 A new field gets its type here, is converted in `fleet.frontend.openai.requests`, and its values are checked in
 `fleet.core.validation`.
 
-A hint is a header that stands for a field of the object ``fleet``, for clients that cannot send this object. Fleet's own
-names and those of other projects are read. Rules:
+A hint is a header that stands for a field of the object ``fleet``, for clients that cannot send this object. Headers
+with Fleet's own names and with those of other projects are read. Rules:
 
 1. A field of the object ``fleet`` has precedence over a header. Of several headers for one field, the first one in
    `HINT_HEADERS` is used.
 2. An unusable value is refused with the name of its header.
-3. Requests with a higher priority run earlier. Only in vLLM's header a lower number runs earlier, so its sign is changed.
+3. In Fleet, a request with a higher priority runs earlier. In vLLM's header, a lower number runs earlier, so its sign
+   is changed.
 """
 
 from collections.abc import Mapping
@@ -47,9 +48,15 @@ class StreamOptions(Struct, frozen=True, kw_only=True):
     include_obfuscation: Any = None  # OpenAI's padding of events, not supported
 
 
+class ImageUrl(Struct, frozen=True, kw_only=True):
+    url: str
+    detail: Any = None  # ignored: the model's image processor decides
+
+
 class ContentPart(Struct, frozen=True, kw_only=True):
     type: str
     text: str | None = None
+    image_url: str | ImageUrl | None = None
 
 
 class MessageBody(Struct, frozen=True, kw_only=True):
@@ -91,7 +98,7 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
-    # Not supported: a value other than null, false or an empty text is rejected.
+    # Fields that are not supported: a value other than null, false or an empty text is rejected.
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
@@ -114,7 +121,7 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     n: int | None = None
     best_of: int | None = None
     logit_bias: dict[int, float] | None = None
-    # Accepted and ignored.
+    # Fields that are accepted and ignored.
     user: Any = None
     metadata: Any = None
     safety_identifier: Any = None
@@ -151,7 +158,7 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     ebnf: str | None = None
     json_schema: Schema | None = None
     no_stop_trim: bool | None = None
-    # Not supported: a value that `ACCEPTED_VALUES` does not list is rejected.
+    # Fields that are not supported: a value that `ACCEPTED_VALUES` does not list is rejected.
     echo: Any = None
     suffix: Any = None
     store: Any = None
@@ -231,11 +238,11 @@ class ChatBody(OpenAiBody, frozen=True, kw_only=True):
 
 
 class StrictCompletionBody(CompletionBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of a completion for the setting that refuses unknown fields."""
+    """Body of a completion, used if the settings refuse unknown fields."""
 
 
 class StrictChatBody(ChatBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of a chat for the setting that refuses unknown fields."""
+    """Body of a chat, used if the settings refuse unknown fields."""
 
 
 ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
@@ -320,7 +327,7 @@ class HintHeader(Struct, frozen=True):
 
     field: str
     project: str  # the project that uses the header's name
-    sign: int = 1  # factor for a number: -1 if a lower number means more
+    sign: int = 1  # factor for a number: -1 if a lower number means a higher priority
     least: int | None = None  # lowest allowed number; None if the value is a text
     most: int = 0
 

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A request has a branch for each prompt and each of its ``n`` (or ``best_of``) answers. To the router, a branch is a
+1. A request has one branch for each of the ``n`` (or ``best_of``) answers to each prompt. To the router, a branch is a
    request of its own; the first one has the id of the client's request.
 2. The first branch of a prompt is its lead. The other branches start when the lead has its first token, so they find the
    blocks of the prompt in the cache of the lead's worker. The prompt is tokenized once, and its tokens are charged once.
@@ -23,7 +23,7 @@ from typing import assert_never
 from msgspec import Struct, structs
 
 from fleet.core.errors import RequestRejected
-from fleet.core.ids import ModelName, RequestId
+from fleet.core.ids import ModelName
 from fleet.core.requests import (
     TOKEN_BYTES,
     Admitted,
@@ -40,7 +40,6 @@ from fleet.core.requests import (
     Usage,
 )
 from fleet.core.system_clock import unix_seconds
-from fleet.core.validation import MAX_REQUEST_ID_CHARACTERS
 from fleet.frontend.generation import Generation
 from fleet.frontend.openai.answers import (
     DONE,
@@ -55,40 +54,40 @@ from fleet.frontend.openai.answers import (
     usage_chunk,
     usage_object,
 )
-from fleet.frontend.openai.requests import Details, OpenAiRequest
+from fleet.frontend.openai.requests import Details, OpenAiRequest, most_image_bytes, numbered_request_id
 from fleet.net.http.exchange import EVENT_STREAM, Exchange
 from fleet.net.status_codes import rename_field
 
 NO_TOKEN = None
-"""Entry for the first token of a prompt in a list of log probabilities, because that token has none."""
+"""The first entry in a prompt's list of log probabilities, because the first token has no log probability."""
 
 
 class Branch(Struct, frozen=True, kw_only=True):
-    """One answer of a request."""
+    """One branch: the request to the router for one of the answers."""
 
-    prompt: int  # index of its prompt in the request
-    number: int  # index among the answers to this prompt; 0 is the lead
+    prompt: int  # index of the prompt that it answers
+    number: int  # index among the answers to the same prompt; 0 is the lead
     request: GenerateRequest
 
 
 class PromptTokens(Struct):
-    """Tokens and log probabilities of a prompt, which become known when its lead branch runs."""
+    """The tokens and log probabilities of a prompt. Both are empty until its lead branch runs."""
 
     tokens: TokenBytes = b""
-    logprobs: tuple[Logprobs, ...] = ()  # one for each token except the first
+    logprobs: tuple[Logprobs, ...] = ()  # one entry for each token except the first
 
     @property
     def ids(self) -> list[int]:
         return list(memoryview(self.tokens).cast("I"))
 
     def told(self, most: int) -> list[Logprobs | None]:
-        """Return the log probabilities of each prompt token, with at most `most` alternatives; None for the first token."""
+        """Return one entry for each prompt token, with at most `most` alternative tokens; the first entry is None."""
         cut = [structs.replace(each, top_ids=each.top_ids[:most], top=each.top[:most]) for each in self.logprobs]
         return [NO_TOKEN, *cut]
 
 
 class CollectedAnswer:
-    """One answer that has been collected completely."""
+    """Collects the parts of one answer until it is complete."""
 
     def __init__(self, branch: Branch) -> None:
         self.branch = branch
@@ -101,12 +100,12 @@ class CollectedAnswer:
 
     @property
     def score(self) -> float:
-        """The mean log probability per token, by which `best_of` chooses."""
+        """The mean log probability per token; `best_of` returns the answers with the highest score."""
         return sum(max(each.chosen, MIN_LOGPROB) for each in self.logprobs) / max(1, len(self.logprobs))
 
 
 class BranchedAnswers:
-    """Runs the branches of one request."""
+    """Runs all branches of one HTTP request and sends their answers to the client."""
 
     def __init__(
         self,
@@ -136,13 +135,23 @@ class BranchedAnswers:
         Raises:
             RequestRejected: A branch failed, and all others have ended.
         """
+        request = self._parsed.request
+        if not request.remote_images:
+            await self._serve_prompts()
+            return
+        most_bytes = most_image_bytes(self._details)
+        async with self._generation.with_images(request, self._authorization, most_bytes) as with_images:
+            self._parsed = structs.replace(self._parsed, request=with_images)
+            await self._serve_prompts()
+
+    async def _serve_prompts(self) -> None:
         prompts: Sequence[Prompt] = (self._parsed.request.prompt, *self._details.more_prompts)
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number, prompt in enumerate(prompts):
                     tasks.create_task(self._serve_prompt(number, prompt))
         except ExceptionGroup as group:
-            raise _first_error(group) from None
+            raise first_error(group) from None
         if self._parsed.stream:
             self._end_stream()
         else:
@@ -168,7 +177,7 @@ class BranchedAnswers:
             number=number,
             request=structs.replace(
                 request,
-                id=_branch_id(request.id, branch_id) if branch_id else request.id,
+                id=numbered_request_id(request.id, branch_id, self._generation.serves),
                 prompt=prompt,
                 sampling=self._sampling(number),
                 truncate_prompt=None if number else request.truncate_prompt,
@@ -184,13 +193,15 @@ class BranchedAnswers:
         if number and sampling.seed is not None:
             changes["seed"] = (sampling.seed + number) % 2**64
         if number and sampling.prompt_logprobs is not None:
-            changes["prompt_logprobs"] = None  # only the lead gets them, so that the others may use cached blocks
+            # Only the lead computes them: they need every prompt token computed, and the other branches shall use
+            # cached blocks.
+            changes["prompt_logprobs"] = None
         if details.best_of > details.n and sampling.logprobs is None:
             changes["logprobs"] = 0
         return structs.replace(sampling, **changes) if changes else sampling
 
     async def _run(self, branch: Branch, began: asyncio.Event | None) -> None:
-        """Serve one branch; set `began` with its first token, or at its end."""
+        """Serve one branch. Set the event `began` at its first token, or at its end if it has none."""
         try:
             async with aclosing(self._generation.generate(branch.request, self._authorization)) as events:
                 async for event in events:
@@ -247,7 +258,7 @@ class BranchedAnswers:
         else:
             answer.texts.append(finished.text)
 
-    # What `ChoiceWriter` reads.
+    # Methods that `ChoiceWriter` calls.
 
     @property
     def parsed(self) -> OpenAiRequest:
@@ -264,7 +275,7 @@ class BranchedAnswers:
     def prompt_text(self, number: int) -> str:
         """Return the text of a prompt for an answer with `echo`, in which the prompt comes first."""
         if self._details.token_ids:
-            return ""  # as in vLLM: the answer has the ids instead
+            return ""  # as in vLLM, the answer has the prompt's token ids instead
         given = (self._parsed.request.prompt, *self._details.more_prompts)[number]
         if isinstance(given, TextPrompt) and self._parsed.request.truncate_prompt is None:
             return given.text
@@ -401,7 +412,7 @@ class ChoiceWriter:
     def delta(self, delta: Delta, num_tokens: int) -> bytes:
         """Return the events of new tokens, with the number of tokens so far; empty if there is nothing to send."""
         if not (delta.text or delta.token_ids or delta.prompt_logprobs or delta.reasoning or delta.calls):
-            return b""  # this delta only reports that the answer has begun
+            return b""  # the delta is empty: it only reports that the answer has begun
         before = self._begin()
         if self._detailed:
             self._annotate(list(delta.token_ids), num_tokens)
@@ -414,7 +425,7 @@ class ChoiceWriter:
         return before + self._formatter.last_chunks(finished, token_ids)
 
     def _begin(self) -> bytes:
-        """Return the event that echoes the prompt, once."""
+        """Return the event that repeats the prompt before the answer; empty without `echo`, and in later calls."""
         if not self._echoes:
             return b""
         self._echoes = False
@@ -446,18 +457,15 @@ class ChoiceWriter:
         self._formatter.annotate(inside, outside)
 
 
-def _branch_id(request_id: RequestId, branch: int) -> RequestId:
-    """Return the id of a branch: the id of the request, shortened if it is very long, and the number of the branch."""
-    suffix = f"-{branch}"
-    return RequestId(request_id[: MAX_REQUEST_ID_CHARACTERS - len(suffix)] + suffix)
-
-
 def _named_by_id(model: ModelName, token_id: int) -> str:  # noqa: ARG001 - implements `TokenText`
     return f"token_id:{token_id}"
 
 
-def _first_error(group: BaseExceptionGroup[Exception]) -> Exception:
-    """Return the error for the client: a rejection if there is one; all other errors are bugs of this process."""
+def first_error(group: BaseExceptionGroup[Exception]) -> Exception:
+    """Return the error to raise for a group: the first rejection, or the first error if there is no rejection.
+
+    An error other than a rejection indicates a bug.
+    """
     errors = list(_leaves(group))
     return next((each for each in errors if isinstance(each, RequestRejected)), errors[0])
 

@@ -1,8 +1,4 @@
-"""OpenAPI 3.1 document of the HTTP port, made from the types of the bodies.
-
-External backends validate the bodies of embeddings themselves, so for these the document only lists the input and the fields
-that the router reads.
-"""
+"""OpenAPI 3.1 document of the HTTP port, made from the types of the bodies."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -10,11 +6,13 @@ from typing import Any
 
 import msgspec
 
+from fleet.frontend.openai import vector_bodies
 from fleet.frontend.openai.bodies import ACCEPTED_VALUES, COMPLETION_FIELDS, ChatBody, CompletionBody
 from fleet.frontend.openai.translated import responses, tokens
 from fleet.frontend.openai.translated.messages import UNSUPPORTED, CountTokensBody, MessagesBody
 from fleet.frontend.openai.translated.responses import ResponsesBody
 from fleet.frontend.openai.translated.tokens import DetokenizeBody, TokenizeBody
+from fleet.frontend.openai.vector_bodies import ClassifyBody, EmbeddingsBody, PoolingBody, RerankBody, ScoreBody
 
 ERROR = {
     "type": "object",
@@ -46,16 +44,6 @@ MESSAGES_ERROR = {
     },
 }
 OBJECT = {"type": "object"}
-TEXT, TOKENS = {"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}
-EMBEDDINGS_BODY = {
-    "type": "object",
-    "required": ["input"],
-    "properties": {
-        "model": {"type": ["string", "null"]},
-        "input": {"anyOf": [each for one in (TEXT, TOKENS) for each in (one, {"type": "array", "items": one})]},
-        "fleet": {"anyOf": [{"type": "null"}, {"$ref": "#/components/schemas/FleetOptions"}]},
-    },
-}
 EVENT = {
     "type": "object",
     "properties": {"data": {"type": "string"}},
@@ -72,14 +60,32 @@ _EFFECTLESS: dict[str, Mapping[str, tuple[object, ...]]] = {
     "MessagesBody": dict.fromkeys(UNSUPPORTED, ()),
     "CountTokensBody": dict.fromkeys(UNSUPPORTED, ()),
     "TokenizeBody": tokens.ACCEPTED_VALUES,
+    "ClassifyBody": vector_bodies.ACCEPTED_VALUES,
+    "EmbeddingsBody": vector_bodies.ACCEPTED_VALUES,
+    "PoolingBody": vector_bodies.ACCEPTED_VALUES,
+    "RerankBody": vector_bodies.ACCEPTED_VALUES,
+    "ScoreBody": vector_bodies.ACCEPTED_VALUES,
 }
 
 
 @cache
-def openapi_document(*, embeddings: bool) -> bytes:
-    """Return the document as JSON; with `embeddings`, it contains the path for embeddings."""
+def openapi_document() -> bytes:
+    """Return the document as JSON."""
     bodies, components = msgspec.json.schema_components(
-        (CompletionBody, ChatBody, ResponsesBody, MessagesBody, CountTokensBody, TokenizeBody, DetokenizeBody),
+        (
+            CompletionBody,
+            ChatBody,
+            ResponsesBody,
+            MessagesBody,
+            CountTokensBody,
+            TokenizeBody,
+            DetokenizeBody,
+            EmbeddingsBody,
+            RerankBody,
+            ScoreBody,
+            ClassifyBody,
+            PoolingBody,
+        ),
         ref_template="#/components/schemas/{name}",
     )
     for body, schema in components.items():
@@ -90,8 +96,8 @@ def openapi_document(*, embeddings: bool) -> bytes:
                     "enum": [None, *values],
                     "description": "Accepted if it has no effect.",
                 }
-    completion, chat, response, message, counted, tokenized, detokenized = bodies
-    embedding = {"/v1/embeddings": {"post": _posting("embed", EMBEDDINGS_BODY, OBJECT_ALONE)}} if embeddings else {}
+    completion, chat, response, message, counted, tokenized, detokenized, embedded, ranked, scored, *others = bodies
+    classified, pooled = others
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -104,7 +110,11 @@ def openapi_document(*, embeddings: bool) -> bytes:
                 "/v1/messages/count_tokens": {"post": _posting("count_tokens", counted, OBJECT_ALONE, messages=True)},
                 "/tokenize": {"post": _posting("tokenize", tokenized, OBJECT_ALONE)},
                 "/detokenize": {"post": _posting("detokenize", detokenized, OBJECT_ALONE)},
-                **embedding,
+                "/v1/embeddings": {"post": _posting("embed", embedded, OBJECT_ALONE)},
+                "/v1/rerank": {"post": _posting("rerank", ranked, OBJECT_ALONE)},
+                "/v1/score": {"post": _posting("score", scored, OBJECT_ALONE)},
+                "/classify": {"post": _posting("classify", classified, OBJECT_ALONE)},
+                "/pooling": {"post": _posting("pool", pooled, OBJECT_ALONE)},
                 "/v1/models": {"get": _getting("models", 401)},
                 "/v1/models/{model}": {
                     "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],

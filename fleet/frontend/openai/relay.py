@@ -7,14 +7,15 @@ Rules:
 2. A request is submitted, placed and sent in the same iteration of the event loop in which its last byte arrived. Only
    tokenizing a long prompt, which would delay other requests, moves to a thread.
 3. A request and its reservations end once: after the last byte of the answer, when the router rejects the request, or when
-   the client disconnects. In the last case the connection to the server is closed, which tells the server to stop.
-4. A failure before the first byte of an answer has its own HTTP status. A later one appends an event with an ``error``
-   object to a stream that ends with a whole event; any other answer ends with its connection. The error names the lost
-   server.
+   the client disconnects. In the last case the connection to the server is closed, so that the server stops.
+4. For a failure before the first byte of an answer, the client gets an HTTP error status. For a later failure, an event
+   with an ``error`` object is appended, if the answer is a stream and its last event is complete. Otherwise the
+   connection is closed. The error names the lost server.
 """
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum, auto
@@ -27,8 +28,12 @@ from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import Reason, RequestRejected, internal_error
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import TOKEN_BYTES
-from fleet.frontend.access_log import write_relayed
-from fleet.frontend.metrics.relay import RelayMetrics
+from fleet.core.telemetry import CHAT as OPERATION_CHAT
+from fleet.core.telemetry import COMPLETION, SCORE
+from fleet.core.telemetry import EMBEDDINGS as OPERATION_EMBEDDINGS
+from fleet.core.validation import REQUEST_ID
+from fleet.frontend.access_log import AccessLog
+from fleet.frontend.metrics.relay import RelayedRequests, RelayMetrics
 from fleet.frontend.openai.answers import rate_limit_headers
 from fleet.frontend.openai.bodies import HINT_HEADER_NAMES, OPENAI_FIELD_NAMES, header_hints
 from fleet.frontend.openai.passage import Passage
@@ -47,17 +52,22 @@ from fleet.frontend.openai.relay_requests import (
 )
 from fleet.frontend.openai.relayed_paths import (
     CHAT,
+    CLASSIFY,
     COMPLETIONS,
     COUNT_TOKENS,
     EMBEDDINGS,
     GENERATING,
     MESSAGES,
     PLACED,
+    POOLING,
+    RERANK_PATHS,
     RESPONSES,
+    SCORE_PATHS,
     PathClass,
     RelayedPaths,
 )
-from fleet.frontend.openai.requests import authorization_of, bearer_of_key
+from fleet.frontend.openai.requests import REQUEST_ID_HEADER, authorization_of, bearer_of_key
+from fleet.frontend.request_tracing import RequestEnd, RequestTrace, RequestTracing, TracedRequest
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.net.http.errors import ANTHROPIC_ERRORS, OPENAI_ERRORS, RESPONSES_ERRORS, ErrorForm, send_rejection
 from fleet.net.http.exchange import ClientDisconnected, Exchange, ExchangeTask
@@ -65,6 +75,7 @@ from fleet.net.status_codes import rename_field
 from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived, Complete, Emit, StartedOver
 from fleet.router.tenants import Tenants, admit_with_peers, await_settle
+from kvstore.tracing.context import TraceContext, traceparent_of
 
 log = logging.getLogger(__name__)
 
@@ -75,15 +86,43 @@ ERROR_FORMS: Mapping[str, ErrorForm] = {
 }
 """Form of error answers by path, for paths whose form differs from that of completions and chats."""
 
-OWN_PATHS = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS, "/tokenize", "/detokenize"})
-"""Paths that Fleet's own workers serve too; on other paths, `Relay.serve` rejects unknown models at once."""
+OPERATIONS: Mapping[str, str] = {
+    CHAT: OPERATION_CHAT,
+    RESPONSES: OPERATION_CHAT,
+    MESSAGES: OPERATION_CHAT,
+    COMPLETIONS: COMPLETION,
+    EMBEDDINGS: OPERATION_EMBEDDINGS,
+    **dict.fromkeys((*RERANK_PATHS, *SCORE_PATHS, CLASSIFY), SCORE),
+}
+"""Operations by path, as `operation_of` names those of Fleet's own workers; the operation of another path is the path."""
+
+OWN_PATHS = frozenset(
+    {
+        CHAT,
+        COMPLETIONS,
+        RESPONSES,
+        MESSAGES,
+        COUNT_TOKENS,
+        EMBEDDINGS,
+        *RERANK_PATHS,
+        *SCORE_PATHS,
+        CLASSIFY,
+        POOLING,
+        "/tokenize",
+        "/detokenize",
+    }
+)
+"""Paths at which Fleet's own workers may serve a model.
+
+At other paths, `Relay.serve` rejects unknown models at once.
+"""
 
 
 class AnswerStream(Protocol):
-    """Port to the upstream connection over which an answer is arriving."""
+    """Port to the connection to a server, over which an answer is arriving."""
 
     def flush(self) -> None:
-        """Send the bytes now that wait for the end of the event loop's iteration, so that other bytes can follow them."""
+        """Send the bytes that wait for the end of the event loop's iteration, so that others can follow."""
         ...
 
     def at_event_boundary(self) -> bool:
@@ -91,7 +130,7 @@ class AnswerStream(Protocol):
         ...
 
     def send_last_event(self, event: bytes) -> None:
-        """Send one more event if the relayed bytes end with a whole event and the answer ends by closing its connection."""
+        """Send one more event if the last one is complete and the answer ends with its connection."""
         ...
 
 
@@ -101,16 +140,27 @@ class RelayStage(Enum):
     OVER = auto()
 
 
-_READING, _SUBMITTED, _OVER = RelayStage.READING, RelayStage.SUBMITTED, RelayStage.OVER  # module variables are faster
+_TRACE_LINES = re.compile(rb"^trace(?:parent|state): [^\r]*\r\n", re.MULTILINE)
+
+# Faster to read than enum members.
+_READING, _SUBMITTED, _OVER = RelayStage.READING, RelayStage.SUBMITTED, RelayStage.OVER
 
 
 class RelayedRequest:
-    """One request between its client and its server.
+    """Represents one relayed request to its client's connection, to its server's connection and to the router.
 
     Implements `ExchangeTask` for the client's connection and `RequestListener` for the router.
     """
 
-    def __init__(self, relay: "Relay", exchange: Exchange, request_id: RequestId, began_at: Nanos, tenant: str) -> None:
+    def __init__(
+        self,
+        relay: "Relay",
+        exchange: Exchange,
+        request_id: RequestId,
+        began_at: Nanos,
+        tenant: str,
+        counts: RelayedRequests,
+    ) -> None:
         request = exchange.request
         head = request.head
         self._relay = relay
@@ -121,7 +171,7 @@ class RelayedRequest:
         self.path = head.path
         self.head = forwarded_headers(head) if head.forwarded_headers is None else head.forwarded_headers
         self.query = head.query
-        # Keys that authenticate clients here are not forwarded.
+        # If clients authenticate to this router by a key, the key is not forwarded to servers.
         self.credentials = b"" if relay.takes_keys else head.credentials
         self.body = request.body
         self._errors = ERROR_FORMS.get(head.path, OPENAI_ERRORS)
@@ -129,13 +179,21 @@ class RelayedRequest:
         self.began_at = began_at
         self.first_byte_at = began_at  # updated when the answer begins
         self.streams = False  # True if the client wants a stream
-        self.moved = False  # True after it was taken from a silent server and sent to another one
+        self.moved = False  # True after the request was taken from a silent server, to be sent to another one
         self.tenant = tenant
-        self.flow: AnswerStream | None = None  # set while the answer arrives
+        self.counts = counts
+        self.flow: AnswerStream | None = None  # the connection over which the answer arrives; None before it begins
         self.answer_tokens = 0  # approximate number of tokens relayed so far
         self.keeps_alive = exchange.keeps_alive  # whether the client may send another request on its connection
         self.chunks = head.chunked_answer  # whether the client understands chunks
         self.limits = b""  # rate limit headers of the tenant
+        self.trace: RequestTrace | None = None  # None: the request is not traced
+
+    def send_trace(self, context: TraceContext) -> None:
+        """Replace the client's trace headers, so that the server's spans become children of the router's span."""
+        state = b"" if not context.state else b"tracestate: " + context.state.encode() + b"\r\n"
+        own = b"traceparent: " + traceparent_of(context).encode() + b"\r\n"
+        self.head = _TRACE_LINES.sub(b"", self.head) + own + state
 
     @property
     def began(self) -> bool:
@@ -164,14 +222,17 @@ class RelayedRequest:
             self._exchange.relayed(keep_alive=keep_alive)
 
     def give_up(self, refused: RequestRejected) -> None:
-        """Reject a request that cannot be sent to any server."""
+        """Reject the request, because it cannot be sent to any server."""
         self.refuse(refused)
         self._relay.router.close(self.request_id, self)
 
     # Called by the router
 
     def put(self, item: Emit | StartedOver | Complete | RequestRejected) -> None:
-        """Take an item from the router. Only a rejection has an effect, because the answer was relayed already."""
+        """Take an item from the router.
+
+        Only a rejection has an effect, because answers are relayed without the router.
+        """
         if isinstance(item, RequestRejected):
             self.refuse(rename_field(item, OPENAI_FIELD_NAMES))
 
@@ -253,7 +314,9 @@ class Relay:
         id_prefix: str,
         only: bool,
         paths: RelayedPaths,
-        logs_access: bool = False,
+        access: AccessLog | None = None,
+        tracing: RequestTracing | None = None,
+        is_running: Callable[[RequestId], bool] = lambda _: False,
     ) -> None:
         """Create the relay.
 
@@ -268,7 +331,9 @@ class Relay:
             id_prefix: Prefix of this process for request ids.
             only: Whether the router serves external backends alone, and no workers of Fleet.
             paths: The paths that clients may reach.
-            logs_access: Whether each request is a line of the log.
+            access: Notes each request; None if requests are not noted.
+            tracing: Traces requests; None if they are not traced.
+            is_running: Returns whether a request for Fleet's own workers has this id now.
         """
         self.router = router
         self._workers = workers
@@ -278,7 +343,10 @@ class Relay:
         self._clock = clock
         self._id_prefix = id_prefix
         self._only = only
-        self._logs_access = logs_access
+        self._access = access
+        self._tracing = tracing
+        self._is_running = is_running
+        self._named_ids: set[RequestId] = set()  # ids of running requests that their clients have chosen
         self.paths = paths
         self.placed = frozenset({CHAT, COMPLETIONS, EMBEDDINGS}).union(
             path for path in PLACED if paths.classify(path) is PathClass.RELAYED
@@ -290,7 +358,11 @@ class Relay:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._threads = threads
-        self._settling: set[asyncio.Task[bool]] = set()  # tasks that exchange usage with peers near a shared rate limit
+        for reader in readers.values():  # export the usual series with 0 before the first request
+            metrics.begin(reader.model, OPERATION_CHAT)
+            metrics.begin(reader.model, COMPLETION)
+        # Running exchanges of usage with peer routers, for tenants near a shared rate limit.
+        self._settling: set[asyncio.Task[bool]] = set()
 
     async def quiet(self) -> None:
         """Wait until no request is relayed."""
@@ -318,10 +390,17 @@ class Relay:
         if reader is None:
             return None
         self._count += 1
-        relayed = RelayedRequest(self, exchange, RequestId(f"{self._id_prefix}-{self._count:x}"), began_at, tenant)
+        operation = OPERATIONS.get(path) or path.removeprefix("/")
+        counts = self._metrics.requests.get((reader.model, operation)) or self._metrics.begin(reader.model, operation)
+        request_id = RequestId(f"{self._id_prefix}-{self._count:x}")
+        if REQUEST_ID_HEADER in request.headers:
+            request_id = self._named(request.headers, otherwise=request_id)
+        relayed = RelayedRequest(self, exchange, request_id, began_at, tenant, counts)
         self._active += 1
         if self._active == 1:
             self._quiet.clear()
+        if self._tracing is not None:
+            relayed.trace = self._begin_trace(self._tracing, relayed, body, request.headers)
         try:
             if (
                 path in GENERATING
@@ -351,6 +430,7 @@ class Relay:
         """
         head = exchange.request.head
         reason: Reason | None = Reason.INTERNAL
+        model: ModelName | None = None
         try:
             tenant = self._tenants.tenant(authorization_of(head.headers), "") if self.takes_keys else ""
             allowance = await admit_with_peers(self._tenants, tenant, 0, self._clock)
@@ -361,22 +441,23 @@ class Relay:
                 b"" if self.takes_keys else client_credentials(head),
                 rate_limit_headers(allowance),
             )
-            await self._workers.carry(passage, await self._model_of(passage))
+            model = await self._model_of(passage)
+            await self._workers.carry(passage, model)
             reason = None
         except RequestRejected as refused:
             reason = refused.reason
-            if not exchange.began:  # otherwise the connection is closed, which shows the client the failure
+            if not exchange.began:  # after the answer has begun, only the closed connection can show the failure
                 raise
         except (ClientDisconnected, asyncio.CancelledError):
             reason = Reason.CANCELLED
             raise
         finally:
-            self._metrics.passed(reason)
+            self._metrics.passed(model, reason)
 
     async def arrival(self, path: str, content: bytes, request_id: RequestId, authorization: str) -> Arrived | None:
         """Return the router's event for an external request, which a proxy sends to its server.
 
-        The result is None if no external server has its model.
+        Return None if no external server has the model of the request.
 
         `path` is one of `relayed_paths.PLACED`; `authorization` is the client's header.
 
@@ -401,29 +482,74 @@ class Relay:
 
     def first_byte(self, relayed: RelayedRequest) -> None:
         now = relayed.first_byte_at = self._clock.now()
-        self._metrics.first_byte(Nanos(now - relayed.began_at))
+        relayed.counts.first_byte.observe((now - relayed.began_at) / SECOND)
 
     def ended(self, relayed: RelayedRequest, refused: RequestRejected | None) -> None:
         self._workers.forget(relayed)
+        self._named_ids.discard(relayed.request_id)
         now = self._clock.now()
         if relayed.answer_tokens:
             self._tenants.used(relayed.tenant, relayed.answer_tokens, now)
-        if self._logs_access:
-            reason, seconds = None if refused is None else refused.reason, (now - relayed.began_at) / SECOND
-            write_relayed(relayed.request_id, relayed.tenant, reason, relayed.answer_tokens, seconds)
+        if self._access is not None:
+            self._access.relayed(
+                relayed.request_id,
+                model=relayed.counts.model,
+                operation=relayed.counts.operation,
+                tenant=relayed.tenant,
+                stream=relayed.streams,
+                reason=None if refused is None else refused.reason,
+                answer_tokens=relayed.answer_tokens,
+                began_at=relayed.began_at,
+                first_byte_at=relayed.first_byte_at if relayed.began else None,
+                trace_id="" if relayed.trace is None else relayed.trace.trace_id,
+            )
+        if relayed.trace is not None:
+            first = relayed.first_byte_at if relayed.began else None
+            outcome = None if refused is None else refused.reason
+            relayed.trace.ended(RequestEnd(outcome=outcome, first_token=first))
         answered = refused is None or relayed.flow is not None
-        self._metrics.ended(None if refused is None else refused.reason, now - relayed.began_at, answered=answered)
+        relayed.counts.ended(None if refused is None else refused.reason, now - relayed.began_at, answered=answered)
         self._active -= 1
         if self._active == 0:
             self._quiet.set()
 
     # Internal
 
+    def _named(self, headers: Mapping[bytes, bytes], *, otherwise: RequestId) -> RequestId:
+        """Return the id that the client has given the request, and note that it runs.
+
+        Return `otherwise` if the id is invalid, or if another request with this id runs.
+        """
+        chosen = RequestId(headers[REQUEST_ID_HEADER].decode("latin-1"))
+        if not REQUEST_ID.fullmatch(chosen) or chosen in self._named_ids or self._is_running(chosen):
+            return otherwise
+        self._named_ids.add(chosen)
+        return chosen
+
+    @staticmethod
+    def _begin_trace(
+        tracing: RequestTracing,
+        relayed: RelayedRequest,
+        body: RelayTextBody | RelayRawBody,
+        headers: Mapping[bytes, bytes],
+    ) -> RequestTrace:
+        request = TracedRequest(
+            id=relayed.request_id,
+            operation=relayed.counts.operation,
+            model=body.model or "",
+            stream=body.stream is True,
+            context=tracing.read(headers),
+            tenant=relayed.tenant,
+        )
+        trace = tracing.begin(request, relayed.began_at)
+        trace.follow(request)
+        return trace
+
     async def _model_of(self, passage: Passage) -> ModelName | None:
         """Return the model whose servers may take a passage; None if any server may.
 
         Raises:
-            RequestRejected: It names a model that is not external.
+            RequestRejected: The passage names a model that is not external.
         """
         readers = self._readers
         if self._only and len({each.model for each in readers.values()}) == 1:
@@ -537,7 +663,7 @@ class Relay:
         def done(future: "asyncio.Future[Any]") -> None:
             if future.cancelled():
                 return
-            future.exception()  # read it, so that asyncio does not log it as never retrieved
+            future.exception()  # read the exception, because asyncio logs exceptions that are never read
             if relayed.over:
                 return
             try:
@@ -552,7 +678,7 @@ class Relay:
 
 
 class _FinishedTask:
-    """Task for a request that was already rejected, when the server still needs a task."""
+    """Stands for a request that was rejected at once, because the HTTP server needs a task for each request."""
 
     def cancel(self) -> None:
         """Do nothing."""

@@ -22,6 +22,10 @@ EMBEDDINGS = "/v1/embeddings"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
+RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
+SCORE_PATHS = ("/v1/score", "/score")
+CLASSIFY = "/classify"
+POOLING = "/pooling"
 
 GENERATING = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES})
 """Paths whose prompts have blocks in prefix caches."""
@@ -29,13 +33,10 @@ GENERATING = frozenset({CHAT, COMPLETIONS, RESPONSES, MESSAGES})
 PLACED = GENERATING | {
     EMBEDDINGS,
     COUNT_TOKENS,
-    "/v1/rerank",
-    "/v2/rerank",
-    "/rerank",
-    "/v1/score",
-    "/score",
-    "/classify",
-    "/pooling",
+    *RERANK_PATHS,
+    *SCORE_PATHS,
+    CLASSIFY,
+    POOLING,
     "/tokenize",
     "/detokenize",
 }
@@ -108,7 +109,7 @@ CONTROL_ROUTES = frozenset(
         "projects",
         "admin",
         "api_keys",
-    ]  # names of vLLM and SGLang first, then those of llama.cpp and hosted services
+    ]  # first the names in vLLM and SGLang, then those in llama.cpp and hosted services
 )
 """Path segments that name control routes of common servers (rule 3). A path with such a segment is a control route."""
 
@@ -117,20 +118,20 @@ class PathClass(Enum):
     """Class of a path: it decides what the router does with the request."""
 
     RELAYED = auto()
-    UNKNOWN = auto()  # matches no pattern
+    UNKNOWN = auto()  # the path matches no pattern
     CONTROL = auto()
     AMBIGUOUS = auto()
 
 
 class RelayedPaths(Struct, frozen=True):
-    """The paths that the setting `external_paths` allows."""
+    """Decides by the setting `external_paths` which paths clients may reach."""
 
     exact: frozenset[str]
     prefixes: tuple[str, ...]
 
     @classmethod
     def of(cls, patterns: Sequence[str]) -> "RelayedPaths":
-        """Build from patterns. A pattern is a path, or the beginning of paths, followed by ``/*``."""
+        """Create the object from patterns. A pattern is a path, or the beginning of paths, followed by ``/*``."""
         exact = frozenset(each.casefold() for each in patterns if not each.endswith("/*"))
         return cls(exact, tuple(each.removesuffix("*").casefold() for each in patterns if each.endswith("/*")))
 

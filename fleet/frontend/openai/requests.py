@@ -3,12 +3,12 @@
 Rules:
 
 1. The types of known fields are checked; an error names the field as the client wrote it.
-2. Unknown fields are ignored, as other servers with this API do, or refused if the settings say so.
+2. Unknown fields are ignored, as in other servers with this API, or refused if the settings demand it.
 3. A field that would change the answer and is not supported is rejected, unless its value has no effect. docs/api.md
    lists all fields.
 4. Options without an OpenAI field are in the object ``fleet``, where unknown names are rejected.
 5. Tools become part of the prompt, and the model's calls are parsed out of its answer. The same holds for reasoning.
-6. An unusable `x-request-id` is ignored and not refused, because proxies add this header.
+6. An unusable `x-request-id` is ignored, because proxies add this header.
 
 vLLM's sampling parameters are supported too, because benchmarks and evaluations send them, and vLLM's, OpenAI's and SGLang's
 fields for structured output.
@@ -16,7 +16,7 @@ fields for structured output.
 
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -41,17 +41,27 @@ from fleet.core.requests import (
     StructuralTag,
     StructuredOutput,
     TextPrompt,
+    TokenBytes,
     TokenPrompt,
     ToolChoice,
 )
-from fleet.core.validation import MAX_PRIORITY, REQUEST_ID, checked_request_id
+from fleet.core.validation import (
+    MAX_IMAGE_BYTES,
+    MAX_PRIORITY,
+    MAX_REQUEST_ID_CHARACTERS,
+    REQUEST_ID,
+    checked_request_id,
+)
+from fleet.frontend.images.files import ImageFile, add_image, remote_images
 from fleet.frontend.openai.bodies import (
     ACCEPTED_VALUES,
     COMPLETION_FIELDS,
     OPENAI_FIELD_NAMES,
     ChatBody,
     CompletionBody,
+    ContentPart,
     FleetOptions,
+    ImageUrl,
     MessageBody,
     NamedFunction,
     NamedSchema,
@@ -77,14 +87,15 @@ BodyType = TypeVar("BodyType", bound=Struct)
 REQUEST_ID_HEADER = b"x-request-id"
 _NAMED_FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `(.*)`$")
 
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default
-MAX_N = 128  # OpenAI's limit
-MAX_PROMPTS = 1024  # vLLM's limit
-MAX_BRANCHES = 1024  # limit for the answers that one request has generated
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for `max_tokens` of a completion
+MAX_N = 128  # OpenAI's limit for `n`, the number of answers to a prompt
+MAX_PROMPTS = 1024  # vLLM's limit for the prompts of one request
+MAX_BRANCHES = 1024  # maximum number of answers that one request may have generated, over all its prompts
+MAX_REPEATED_IMAGE_BYTES = 16 * 2**20  # images of all answers to a chat together
 
 
 class Details(Struct, frozen=True, kw_only=True):
-    """Options of a request that `fleet.frontend.openai.branches` serves, because it wants more than one plain answer."""
+    """Options of a request for more than one plain answer; `fleet.frontend.openai.branches` serves it."""
 
     more_prompts: tuple[Prompt, ...] = ()
     n: int = 1  # number of answers to each prompt
@@ -101,15 +112,15 @@ REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class OpenAiRequest(Struct, frozen=True, kw_only=True):
-    """A request body that was read and converted."""
+    """A request of the OpenAI API, after its body was read, checked and converted."""
 
     request: GenerateRequest
     stream: bool
     include_usage: bool
     return_token_ids: bool
-    names: Mapping[str, str]  # the client's field names by those of the protocol, for errors
+    names: Mapping[str, str]  # the client's name of each field of the public protocol, for error messages
     details: Details | None = None  # None if the client wants one plain answer
-    seen: LastEventId | None = None  # what the client has of a resumed answer; None for a new one
+    seen: LastEventId | None = None  # which part of a resumed answer the client has; None: the answer is new
 
 
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
@@ -170,17 +181,20 @@ def read_chat(
     parsing = REASONING_ALONE if not chat.tools and chat.tool_choice is None else _parsing(chat)
     tools = chat.tools if parsing.tool_choice is not ToolChoice.NONE else None
     by_effort = chat.reasoning_effort is not None
+    images: list[ImageFile] = []
+    messages = tuple([_message(index, message, images) for index, message in enumerate(chat.messages)])
     return _build_request(
         chat,
         request_id,
         now,
         headers,
         prompt=ChatPrompt(
-            tuple(_message(index, message) for index, message in enumerate(chat.messages)),
+            messages,
             tools=msgspec.json.encode(tools).decode() if tools else "",
             template_args=_template_args(chat) if by_effort or chat.chat_template_kwargs else "",
         ),
         parsing=parsing,
+        images=images,
         max_tokens=chat.max_completion_tokens if is_newer_name else chat.max_tokens,
         logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
         names={
@@ -193,7 +207,7 @@ def read_chat(
 
 
 def _parsing(chat: ChatBody) -> AnswerParsing:
-    """Return how the answer is parsed: which tool calls it may or must have."""
+    """Return the options for parsing the answer, such as which tool calls it may or must have."""
     parallel_calls = chat.parallel_tool_calls is not False
     match chat.tool_choice:
         case None:
@@ -236,6 +250,7 @@ def _build_request(
     logprobs: int | None,
     names: Mapping[str, str],
     parsing: AnswerParsing | None = None,
+    images: Sequence[ImageFile] = (),
     offsets: bool = False,
 ) -> OpenAiRequest:
     options = body.fleet or _NO_OPTIONS
@@ -256,6 +271,8 @@ def _build_request(
         or (body.stream_options is not None and body.stream_options.continuous_usage_stats)
     ):
         details = _details(body, more_prompts, echo=echo)
+        if images:
+            _check_repeated_images(images, details)
     resumable = bool(options.resumable) or seen is not None
     if resumable:
         is_plain = details is None and not options.return_token_ids and not (offsets and logprobs is not None)
@@ -263,6 +280,7 @@ def _build_request(
     if body.stream_options is not None:
         _check_stream_options(body.stream_options, stream=bool(body.stream))
     form, form_field = _structured_output(body)
+    contents = tuple([each.content for each in images]) if images else ()
     values = {
         "max_tokens": max_tokens,
         "temperature": body.temperature,
@@ -308,6 +326,8 @@ def _build_request(
         resumable=resumable,
         journaled=resumable,
         resume=None if seen is None else seen.resume,
+        images=contents,
+        remote_images=remote_images(images) if b"" in contents else (),
     )
     return OpenAiRequest(
         request=request,
@@ -352,6 +372,23 @@ def _details(body: OpenAiBody, more_prompts: tuple[Prompt, ...], *, echo: bool) 
     )
 
 
+def most_image_bytes(details: Details) -> int:
+    """Return the largest size of all images of a request together: each of its answers is a request of its own to a worker."""
+    return MAX_IMAGE_BYTES if details.best_of == 1 else MAX_REPEATED_IMAGE_BYTES // details.best_of
+
+
+def _check_repeated_images(images: Sequence[ImageFile], details: Details) -> None:
+    """Refuse more answers than the images that the client sent allow."""
+    size = details.best_of * sum([len(each.content) for each in images])
+    if details.best_of > 1 and size > MAX_REPEATED_IMAGE_BYTES:
+        field = "n" if details.best_of == details.n else "best_of"
+        raise invalid(
+            field,
+            f"{details.best_of} answers about these images send {size} bytes of images to workers;"
+            f" {MAX_REPEATED_IMAGE_BYTES} are allowed. Ask for fewer, or send smaller images",
+        )
+
+
 def _check_resumable(field: str, *, stream: bool, is_plain: bool) -> None:
     if not stream:
         raise invalid(field, "is for streams; set stream to true")
@@ -377,19 +414,19 @@ def _check_stream_options(options: StreamOptions, *, stream: bool) -> None:
 
 
 def _priority(priority: int, options: FleetOptions) -> int:
-    """Return the priority of the object ``fleet`` or, if it is 0, that of vLLM's field with the opposite sign."""
+    """Return the priority in the object ``fleet``. If it is 0, return the negated value of vLLM's field `priority`."""
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise invalid("priority", f"must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {_short(priority)}")
     return options.priority or -priority
 
 
 def _short(number: int) -> str:
-    """Return the number as text for a message, or a description of it if it has very many digits."""
+    """Return a number as text for a message; if it has very many digits, return a description instead."""
     return str(number) if abs(number) < 2**63 else "an integer beyond 64 bits"
 
 
 def _structured_output(body: OpenAiBody) -> tuple[StructuredOutput | None, str]:
-    """Return the demanded structured output, and the body's field that demands it; None and an empty text if there is none."""
+    """Return the structured output that a body demands, and the name of the field; None and "" if it demands none."""
     demanded = dict(_structured_outputs(body))
     if len(demanded) > 1:
         first, second, *_ = demanded
@@ -504,41 +541,63 @@ def _listed_prompt(prompt: object, field: str, *, special: bool) -> Prompt:
 
 
 def _token_prompt(ids: list[Any], field: str) -> Prompt:
+    return TokenPrompt(read_token_ids(ids, field))
+
+
+def read_token_ids(ids: list[Any], field: str) -> TokenBytes:
+    """Return token ids that a client has sent in a field.
+
+    Raises:
+        RequestRejected: INVALID_ARGUMENT; one of them is no token id.
+    """
     try:
         checked = msgspec.convert(ids, list[TokenId])
     except msgspec.ValidationError as error:
         raise invalid_body(error, field) from error
-    return TokenPrompt(np.asarray(checked, "<u4").tobytes())
+    return np.asarray(checked, "<u4").tobytes()
 
 
-def _message(index: int, message: MessageBody) -> ChatMessage:
+def _message(index: int, message: MessageBody, images: list[ImageFile]) -> ChatMessage:
+    """Return a message of the chat. Its images are appended to `images`."""
     field = f"messages[{index}]"
     if message.function_call:
         raise invalid(f"{field}.function_call", "is not supported; write it into tool_calls")
+    parts: tuple[str | None, ...] = ()
+    match message.content:
+        case str(content):
+            pass
+        case None if message.tool_calls:
+            content = ""
+        case None:
+            raise invalid(f"{field}.content", "must not be null")
+        case given:
+            found = [_part(f"{field}.content[{position}]", part, images) for position, part in enumerate(given)]
+            content = "".join([part for part in found if part is not None])
+            parts = tuple(found) if None in found else ()
     return ChatMessage(
         role=message.role,
-        content=_content(field, message),
+        content=content,
+        parts=parts,
         tool_calls=msgspec.json.encode(message.tool_calls).decode() if message.tool_calls else "",
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
     )
 
 
-def _content(field: str, message: MessageBody) -> str:
-    match message.content:
-        case str(content):
-            return content
-        case None if message.tool_calls:
-            return ""
-        case None:
-            raise invalid(f"{field}.content", "must not be null")
-        case parts:
-            texts = []
-            for position, part in enumerate(parts):
-                if part.type != "text" or part.text is None:
-                    raise invalid(f"{field}.content[{position}]", "only parts of type text, with a text, are supported")
-                texts.append(part.text)
-            return "".join(texts)
+def _part(field: str, part: ContentPart, images: list[ImageFile]) -> str | None:
+    """Return the text of a part, or None for an image, which is appended to `images`."""
+    match part:
+        case ContentPart(type="text", text=str(text)):
+            return text
+        case ContentPart(type="image_url", image_url=str(url)):
+            add_image(url, f"{field}.image_url", images)
+        case ContentPart(type="image_url", image_url=ImageUrl(url=url)):
+            add_image(url, f"{field}.image_url.url", images)
+        case _:
+            raise invalid(
+                field, "only parts of type text, with a text, and of type image_url, with a URL, are supported"
+            )
+    return None
 
 
 def decode_body(decoder: "msgspec.json.Decoder[BodyType]", body: bytes) -> BodyType:
@@ -569,7 +628,7 @@ def invalid_body(error: msgspec.ValidationError, parent: str = "", kind: Any = N
     """
     message, path = split_validation_error(error)
     message = with_allowed_values(message, kind, path)
-    field = parent + path
+    field = parent + path.partition("[...]")[0]  # msgspec does not say which key of a dictionary has the wrong value
     if (named := _NAMED_FIELD.search(message)) is not None:
         field += f".{named[1]}"
     message = message[0].lower() + message[1:]
@@ -587,6 +646,21 @@ def new_request_id(headers: Mapping[bytes, bytes], is_running: Callable[[Request
         if REQUEST_ID.fullmatch(chosen) and not is_running(chosen):
             return chosen
     return RequestId(uuid.uuid4().hex)
+
+
+def numbered_request_id(request_id: RequestId, number: int, is_running: Callable[[RequestId], bool]) -> RequestId:
+    """Return the id of one of several requests that an HTTP request becomes; that of number 0 is the id of the HTTP request.
+
+    The id is shortened if it is very long. It differs from the ids of running requests, which a client may have chosen.
+    """
+    if not number:
+        return request_id
+    chosen = _with_suffix(request_id, f"-{number}")
+    return _with_suffix(request_id, f"-{number}-{uuid.uuid4().hex}") if is_running(chosen) else chosen
+
+
+def _with_suffix(request_id: RequestId, suffix: str) -> RequestId:
+    return RequestId(request_id[: MAX_REQUEST_ID_CHARACTERS - len(suffix)] + suffix)
 
 
 def bearer_of_key(headers: Mapping[bytes, bytes]) -> bytes:

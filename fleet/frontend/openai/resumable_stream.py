@@ -8,8 +8,9 @@ Rules:
    undisturbed stream would have sent.
 3. To go on, the client sends the same request with the id of the last event that it has. The answer keeps its `id` and
    `created`.
-4. A stream cannot be resumed if its events depend on more than the text and the tokens after an id. Such requests are
-   refused: several answers, echoed prompts, token ids, or log probabilities with offsets of text.
+4. A stream can only be resumed if its events depend on nothing but the text and the tokens after an id. Other requests
+   for ids are refused: several answers, echoed prompts, token ids, or log probabilities with offsets of text.
+5. The ids of the Responses and the Messages API have more parts (`fleet.frontend.openai.translated.answer_events`).
 """
 
 import re
@@ -22,18 +23,27 @@ from fleet.core.requests import Admitted, Delta, Resume
 
 LAST_EVENT_ID = b"last-event-id"
 MAX_EVENT_ID_CHARACTERS = 8192
-_EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,9})(?:\.([0-9]{1,2}))?")
+_EVENT_ID = re.compile(r"([A-Za-z0-9_-]+)\.([0-9]{1,9})(?:\.([0-9]{1,2})|\.([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9}))?")
 _EVENT_END = b"\n\n"
 
 NAMES: Mapping[str, str] = {"resume.token": "last-event-id", "resume.token_ids": "last-event-id"}
-"""Fields of the public protocol, with the header that error messages name instead."""
+"""For fields of the public protocol, the header that error messages name instead, because the client has sent it."""
+
+
+class SeenEvents(Struct, frozen=True):
+    """The events of a translated API that a client has (`fleet.frontend.openai.translated.answer_events`)."""
+
+    events: int = 0  # events that are no pieces of text
+    characters: int = 0  # characters of all pieces of text
+    pieces: int = 0
 
 
 class LastEventId(Struct, frozen=True):
-    """Content of the header `Last-Event-ID`."""
+    """The decoded header `Last-Event-ID`, which states which part of a resumed answer the client has."""
 
     resume: Resume
-    last_events: int  # how many of the events that end the answer the client has
+    last_events: int = 0  # number of the answer's last events that the client already has
+    seen: SeenEvents | None = None  # only of a translated API
 
 
 def read_last_event_id(headers: Mapping[bytes, bytes]) -> LastEventId | None:
@@ -48,14 +58,24 @@ def read_last_event_id(headers: Mapping[bytes, bytes]) -> LastEventId | None:
     found = _EVENT_ID.fullmatch(value.decode("latin-1")) if len(value) <= MAX_EVENT_ID_CHARACTERS else None
     if found is None:
         raise invalid("last-event-id", "is not the id of an event of a resumable stream")
-    token, position, last_events = found.groups()
-    return LastEventId(Resume(token=token, position=int(position)), int(last_events or 0))
+    token, position, last_events, *counts = found.groups()
+    if counts[0] is None:
+        return LastEventId(Resume(token=token, position=int(position)), int(last_events or 0))
+    resume = Resume(token=token, position=int(position), from_start=True)
+    return LastEventId(resume, seen=SeenEvents(*map(int, counts)))
 
 
 class EventIds:
     """Adds ids to the events of one answer."""
 
     def __init__(self, seen: LastEventId | None) -> None:
+        """Start after the event that the client has last; None if the answer is new.
+
+        Raises:
+            RequestRejected: INVALID_ARGUMENT; the id is of an event of a translated API.
+        """
+        if seen is not None and seen.seen is not None:
+            raise invalid(LAST_EVENT_ID.decode(), "is the id of an event of another API")
         self._token = ""
         self._position = 0 if seen is None else seen.resume.position
         self._last_events = 0 if seen is None else seen.last_events

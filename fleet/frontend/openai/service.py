@@ -7,9 +7,11 @@ status. A later failure is an event with an ``error`` object, and no ``[DONE]`` 
 ``/live`` (liveness) has status 200 as long as the process responds.
 """
 
+import importlib.metadata
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from email.utils import formatdate
+from functools import cache, partial
 from http import HTTPStatus
 from typing import Protocol
 
@@ -20,8 +22,8 @@ from prometheus_client.exposition import choose_encoder
 
 from fleet.core.clock import Clock, Nanos
 from fleet.core.errors import Reason, RequestRejected, draining_rejection
-from fleet.core.ids import RequestId
-from fleet.core.requests import Admitted, CallDelta, Delta, Finished, Logprobs
+from fleet.core.ids import ModelName, RequestId
+from fleet.core.requests import Admitted, CallDelta, Delta, Finished, GenerateRequest, Logprobs, TextPrompt
 from fleet.core.system_clock import unix_seconds
 from fleet.frontend.generation import Generation, OverflowTerms
 from fleet.frontend.metrics.merged import merge_metrics
@@ -36,11 +38,12 @@ from fleet.frontend.openai.answers import (
 from fleet.frontend.openai.bodies import HINT_HEADER_NAMES
 from fleet.frontend.openai.branches import BranchedAnswers
 from fleet.frontend.openai.openapi import openapi_document
-from fleet.frontend.openai.relay import Relay
+from fleet.frontend.openai.relay import ERROR_FORMS, Relay
 from fleet.frontend.openai.relayed_paths import PathClass
 from fleet.frontend.openai.requests import OpenAiRequest, authorization_of, new_request_id, read_chat, read_completion
 from fleet.frontend.openai.resumable_stream import EventIds
-from fleet.frontend.openai.translated.service import TranslatedFrontend
+from fleet.frontend.openai.translated.service import TranslatedFrontend, id_headers
+from fleet.frontend.openai.vectors import VectorFrontend
 from fleet.frontend.peer_routers import PeerRoutersApi
 from fleet.net.client_tls import ServerCertificates
 from fleet.net.http.errors import send_http_error, send_rejection
@@ -48,9 +51,11 @@ from fleet.net.http.exchange import EVENT_STREAM, Exchange, ExchangeTask, HttpHe
 from fleet.net.http.server import HttpServer, RouteHandler, run_server
 from fleet.net.settings import KIB, MIB, HttpSettings
 from fleet.net.status_codes import rename_field
+from kvstore.security.metrics_access import OPEN_METRICS, MetricsGuard
 
 HEALTH_LIMITS = HttpSettings(
-    # Room for a kubelet, Prometheus and a few people. There are few connections, because each answer is computed again.
+    # Connections of the health port: enough for a kubelet, Prometheus and a few people. The limit is low, because each
+    # answer is computed again.
     max_connections=128,
     max_head_bytes=8 * KIB,
     max_body_bytes=KIB,
@@ -61,6 +66,10 @@ HEALTH_LIMITS = HttpSettings(
     idle_timeout_seconds=75.0,
     write_timeout_seconds=10.0,
 )
+
+
+MetricsGuards = tuple[MetricsGuard, MetricsGuard]
+"""The guards of the metrics at the port for clients and at the health port."""
 
 
 class OverflowOffer(OverflowTerms, Protocol):
@@ -92,7 +101,7 @@ class Overflow(Protocol):
 
 STREAM_HEADERS: tuple[tuple[str, str], ...] = (
     ("cache-control", "no-cache"),
-    ("x-accel-buffering", "no"),  # otherwise nginx holds events back
+    ("x-accel-buffering", "no"),  # without this header, nginx would buffer the events
 )
 
 
@@ -124,7 +133,9 @@ async def open_http_frontend(
     connection_seconds: float = 0,
     health_listen: str = "",
     certificates: ServerCertificates | None = None,
+    health_certificates: ServerCertificates | None = None,
     overflow: Overflow | None = None,
+    metrics_guards: MetricsGuards = (OPEN_METRICS, OPEN_METRICS),
 ) -> AsyncIterator["HttpFrontend"]:
     """Listen and serve until the context ends; then cancel running requests.
 
@@ -138,21 +149,29 @@ async def open_http_frontend(
         shared: Whether other processes may listen on the same port.
         processes: The processes that listen on the same port, whose metrics are merged; None if this is the only one.
         connection_seconds: The lifetime of a client's connection; 0 sets no limit.
-        health_listen: ``host:port`` of another listener without TLS, which serves only health and metrics; empty for none.
+        health_listen: ``host:port`` of another listener, which serves only health and metrics; empty for none.
         certificates: The certificates of a port that speaks TLS; None if it does not.
+        health_certificates: The certificates of `health_listen`; None if it does not speak TLS.
         overflow: Hosted endpoints that take requests which are rejected for load; None if there are none.
+        metrics_guards: Decide who may read the metrics here and at `health_listen`.
 
     Raises:
         ConfigurationRefused: An address is malformed or in use.
     """
     async with AsyncExitStack() as opened:
-        frontend = HttpFrontend(settings, generation, registry, clock, relay, processes, connection_seconds, overflow)
+        frontend = HttpFrontend(
+            settings, generation, registry, clock, relay, processes, connection_seconds, overflow, metrics_guards
+        )
         await opened.enter_async_context(
             run_server(frontend, listen, setting="http_listen", shared=shared, certificates=certificates)
         )
         if health_listen:
             health = HttpServer(HEALTH_LIMITS, clock, frontend.health_routes)
-            await opened.enter_async_context(run_server(health, health_listen, setting="health_listen", shared=shared))
+            await opened.enter_async_context(
+                run_server(
+                    health, health_listen, setting="health_listen", shared=shared, certificates=health_certificates
+                )
+            )
             frontend.health_address = health.address
         yield frontend
 
@@ -170,20 +189,27 @@ class HttpFrontend(HttpServer):
         processes: PeerRoutersApi | None,
         connection_seconds: float,
         overflow: Overflow | None,
+        metrics_guards: MetricsGuards,
     ) -> None:
         routes: dict[str, Mapping[str, RouteHandler]] = {
             "/v1/chat/completions": {"POST": self._chat},
             "/v1/completions": {"POST": self._complete},
             "/v1/models": {"GET": self._models},
             "/health": {"GET": self._health},
+            "/ping": {"GET": self._ping, "POST": self._ping},
+            "/version": {"GET": self._version},
             "/openapi.json": {"GET": self._openapi},
-            "/metrics": {"GET": self._metrics},
+            "/metrics": {"GET": partial(self._metrics, metrics_guards[0])},
         }
+        self._health_guard = metrics_guards[1]
         routes |= TranslatedFrontend(generation, clock, lambda: self.draining, _unsuitable_content).routes
+        routes |= VectorFrontend(generation, clock, lambda: self.draining, _unsuitable_content).routes
         super().__init__(settings, clock, routes, connection_seconds)
         if relay is not None:
             self.streams_body = self._is_passage
-        self.health_address = ""  # of the health port; empty if there is none
+        if generation.by_key:
+            self.is_stranger = self._has_no_key
+        self.health_address = ""  # address of the health port; empty if there is none
         self._generation = generation
         self._registry = registry
         self._relay = relay
@@ -198,7 +224,7 @@ class HttpFrontend(HttpServer):
         return {
             "/health": {"GET": self._health},
             "/live": {"GET": self._live},
-            "/metrics": {"GET": self._metrics},
+            "/metrics": {"GET": partial(self._metrics, self._health_guard)},
         }
 
     async def drain(self, within_seconds: float) -> None:
@@ -210,6 +236,7 @@ class HttpFrontend(HttpServer):
         head = exchange.request.head
         if (
             relay is not None
+            and not exchange.request.unread
             and head.path in relay.placed
             and head.method == "POST"
             and not self.draining
@@ -252,6 +279,26 @@ class HttpFrontend(HttpServer):
             return False
         return relay.paths.classify(path) is PathClass.RELAYED
 
+    def _has_no_key(self, head: HttpHead) -> bool:
+        """Return whether a request has no known API key."""
+        try:
+            self._generation.identify(authorization_of(head.headers))
+        except RequestRejected:
+            return True
+        return False
+
+    async def refuse_stranger(self, exchange: Exchange) -> None:
+        """Answer a request without a known key, and count it, as if its body had been read."""
+        head = exchange.request.head
+        request_id = new_request_id(head.headers, self._generation.serves)
+        unknown = GenerateRequest(id=request_id, model=ModelName(""), prompt=TextPrompt(""))
+        try:
+            async with aclosing(self._generation.generate(unknown, _authorization(exchange))) as events:
+                await anext(events)
+        except RequestRejected as refused:
+            form = ERROR_FORMS.get(head.path)
+            send_rejection(exchange, refused, *id_headers(exchange, request_id), form=form)
+
     async def _pass_through(self, exchange: Exchange) -> None:
         assert self._relay is not None
         if self.draining:
@@ -286,7 +333,14 @@ class HttpFrontend(HttpServer):
         headers = request.head.headers
         request_id = new_request_id(headers, self._generation.serves)
         hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
-        parsed = read(request.body, request_id, self._clock.now(), hinted, strict=self._refuses_unknown_fields)
+        try:
+            parsed = read(request.body, request_id, self._clock.now(), hinted, strict=self._refuses_unknown_fields)
+        except RequestRejected as refused:
+            send_rejection(exchange, refused, ("x-request-id", request_id))
+            return
+        if (tracing := self._generation.tracing) is not None:
+            traced = structs.replace(parsed.request, trace=tracing.read(headers))
+            parsed = structs.replace(parsed, request=traced)
         offer = None
         if self._overflow is not None and parsed.details is None and parsed.seen is None:
             offer = self._overflow.offer(parsed, exchange, _authorization(exchange))
@@ -437,21 +491,38 @@ class HttpFrontend(HttpServer):
         body = {"status": status} if self._generation.by_key else {"status": status, "models": models}
         exchange.respond(code, msgspec.json.encode(body))
 
+    async def _ping(self, exchange: Exchange) -> None:
+        """Answer as vLLM and SageMaker do: an empty body, with the status of ``/health``."""
+        serving = bool(self._generation.models()) and not self.draining
+        exchange.respond(HTTPStatus.OK if serving else HTTPStatus.SERVICE_UNAVAILABLE, b"")
+
+    async def _version(self, exchange: Exchange) -> None:
+        exchange.respond(HTTPStatus.OK, msgspec.json.encode({"version": installed_version()}))
+
     async def _live(self, exchange: Exchange) -> None:
         """Answer a liveness probe: the process responds."""
         exchange.respond(HTTPStatus.OK, msgspec.json.encode({"status": "live"}))
 
     async def _openapi(self, exchange: Exchange) -> None:
-        exchange.respond(HTTPStatus.OK, openapi_document(embeddings=self._relay is not None))
+        exchange.respond(HTTPStatus.OK, openapi_document())
 
-    async def _metrics(self, exchange: Exchange) -> None:
+    async def _metrics(self, guard: MetricsGuard, exchange: Exchange) -> None:
+        if refusal := guard.refusal(exchange.request.headers.get(b"authorization", b"").decode("latin-1")):
+            send_rejection(exchange, RequestRejected(Reason.UNAUTHENTICATED, refusal))
+            return
         if self._processes is not None:
             content, content_type = merge_metrics(await self._processes.metrics()).encode(), CONTENT_TYPE_LATEST
         else:
             accepted = exchange.request.headers.get(b"accept", b"").decode("latin-1")
-            encode, content_type = choose_encoder(accepted)  # OpenMetrics if the scraper accepts it
+            encode, content_type = choose_encoder(accepted)  # choose the format OpenMetrics if the scraper accepts it
             content = encode(self._registry)
         exchange.respond(HTTPStatus.OK, content, content_type=content_type)
+
+
+@cache
+def installed_version() -> str:
+    """Return the version of Fleet."""
+    return importlib.metadata.version("fleet-serving")
 
 
 def _authorization(exchange: Exchange) -> str:
@@ -460,7 +531,7 @@ def _authorization(exchange: Exchange) -> str:
 
 
 def _unsuitable_content(headers: Mapping[bytes, bytes]) -> str | None:
-    """Return an error message if the headers say that the body is not uncompressed JSON; otherwise None."""
+    """Return an error message if the headers declare a body that is not uncompressed JSON; otherwise None."""
     content_type = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
     if content_type != b"application/json" and not content_type.endswith(b"+json"):
         return "content-type: must be application/json"

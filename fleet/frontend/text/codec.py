@@ -34,10 +34,10 @@ from fleet.router.ports import TextCodec, TextDecoder
 log = logging.getLogger(__name__)
 
 TEMPLATE_GLOBALS = ("raise_exception", "strftime_now", "range", "dict", "namespace", "lipsum", "cycler", "joiner")
-"""Functions that a template can call."""
+"""Functions that a chat template can call."""
 
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", *TEMPLATE_GLOBALS})
-"""Variables of a template that a request must not set."""
+"""Variables of a chat template that a request must not set."""
 
 REASONING_OFF = (("enable_thinking", False), ("thinking", False), ("reasoning_effort", "none"))
 """Variables of templates, each with the value that turns reasoning off.
@@ -47,7 +47,7 @@ If a client sends such a value and the template lacks the variable, it is ignore
 
 
 class ChatTemplate:
-    """Compiled chat template of one model."""
+    """Renders conversations by the compiled chat template of one model."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], *, origin: Path) -> None:
         """Compile the template.
@@ -72,6 +72,12 @@ class ChatTemplate:
         names += [node.value for node in syntax.find_all(jinja2.nodes.Const)]
         self._takes_calls = "tool_calls" in names
         self._takes_developer = "developer" in source
+        # A template that goes through the parts of a message writes a placeholder for each image.
+        self._takes_parts = any(_reads_content(loop.iter) for loop in syntax.find_all(jinja2.nodes.For))
+        self._takes_images = self._takes_parts and "image" in source
+        self._needs_parts = self._takes_images and all(
+            test.name != "string" for test in syntax.find_all(jinja2.nodes.Test)
+        )
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[ChatMessage], tools: str = "", template_args: str = "") -> str:
@@ -92,6 +98,8 @@ class ChatTemplate:
             if message.tool_calls and not self._takes_calls:
                 field = f"chat.messages[{index}].tool_calls"
                 raise invalid(field, "the model's chat template does not support tool calls; leave them out")
+            if message.parts and not self._takes_images:
+                raise invalid(f"chat.messages[{index}].content", "the model's chat template does not support images")
         try:
             return self._template.render(
                 messages=[self._message(message) for message in messages],
@@ -108,6 +116,12 @@ class ChatTemplate:
         """Return a message as `transformers` passes it to templates: arguments of calls are objects, and empty fields are absent."""
         role = "system" if message.role == "developer" and not self._takes_developer else message.role
         fields: dict[str, Any] = {"role": role, "content": message.content}
+        if message.parts:
+            fields["content"] = [
+                {"type": "image"} if part is None else {"type": "text", "text": part} for part in message.parts
+            ]
+        elif self._needs_parts:
+            fields["content"] = [{"type": "text", "text": message.content}]
         if message.tool_calls:
             fields["tool_calls"] = [_with_parsed_arguments(call) for call in json.loads(message.tool_calls)]
         for field in ("tool_call_id", "name"):
@@ -135,6 +149,21 @@ class ChatTemplate:
                     f"the model's chat template has no variable {name[:100]!r}; it has {', '.join(takes) or 'none'}",
                 )
         return known
+
+
+def _reads_content(expression: jinja2.nodes.Node) -> bool:
+    """Return whether an expression of a template reads the content of a message."""
+    read = (
+        node.attr
+        if isinstance(node, jinja2.nodes.Getattr)
+        else node.value
+        if isinstance(node, jinja2.nodes.Const)
+        else node.name
+        if isinstance(node, jinja2.nodes.Name)
+        else None
+        for node in (expression, *expression.find_all(jinja2.nodes.Expr))
+    )
+    return "content" in read
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
@@ -172,10 +201,14 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+IMAGE_TOKENS = ("image_token_id", "image_token_index", "boi_token_index", "boi_token_id")
+"""Fields of config.json with the token that chat templates write for an image: the image's own, or the one before it."""
+
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REPLACEMENT = "\ufffd"
-MAX_HELD = 16  # most tokens held back for a character; more than its 4 bytes could need
-CONTEXT = 4, 8  # the fewest and the most last tokens of the prompt from which the decoder starts
+# maximum number of tokens that are held back until a character is complete; a character has at most 4 bytes
+MAX_HELD = 16
+CONTEXT = 4, 8  # minimum and maximum number of tokens at the prompt's end with which the decoder starts
 
 # Texts on which the two encoders are compared: white space, digits, scripts, combining marks, code, emoji.
 SAMPLES = (
@@ -220,12 +253,19 @@ def load_codec(model_dir: str | Path) -> TextCodec:
         tool_template=templates.get("tool_use"),
         vocab_size=_vocab_size(config, tokenizer),
         eos_token_ids=_eos_token_ids(folder, config, special_tokens, tokenizer),
+        image_token_ids=tuple(
+            token_id for name in IMAGE_TOKENS if isinstance(token_id := config.get(name), int) and token_id >= 0
+        ),
+        class_names=_class_names(config),
         response_template=settings.get("response_template"),
     )
 
 
 class HuggingFaceCodec:
-    """Codec of a Hugging Face model folder. Implements `fleet.router.ports.TextCodec`. Threads may share it."""
+    """Encodes, decodes and renders text with the tokenizer and the chat template of a Hugging Face model folder.
+
+    Implements `fleet.router.ports.TextCodec`. Several threads may call one object.
+    """
 
     def __init__(
         self,
@@ -236,18 +276,23 @@ class HuggingFaceCodec:
         tool_template: ChatTemplate | None = None,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
+        image_token_ids: tuple[int, ...] = (),
+        class_names: Mapping[int, str] | None = None,
         response_template: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._encode = encode
         self._template = template
-        self._tool_template = tool_template  # for requests with tools; None: use the default one
+        self._tool_template = tool_template  # chat template for requests with tools; None: the default template is used
         self.response_template = response_template
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._lead = _ids(encode("a", False))[-1:]  # decoded before a single token, whose leading space shows then
+        self._image_token_ids = image_token_ids
+        self._class_names = class_names or {}
+        # Put before a single token when it is decoded, because decoders drop a leading space of the first token.
+        self._lead = _ids(encode("a", False))[-1:]
         self._lead_text = self._decode(self._lead)
-        self._token_texts: dict[int, str] = {}  # cache; at most one entry per token
+        self._token_texts: dict[int, str] = {}  # cache of the texts of single tokens
 
     @property
     def vocab_size(self) -> int:
@@ -257,8 +302,21 @@ class HuggingFaceCodec:
     def eos_token_ids(self) -> tuple[int, ...]:
         return self._eos_token_ids
 
+    @property
+    def class_names(self) -> Mapping[int, str]:
+        return self._class_names
+
+    @property
+    def image_token_ids(self) -> tuple[int, ...]:
+        return self._image_token_ids
+
     def encode(self, text: str, special: bool = True) -> TokenBytes:
         return self._encode(text, special)
+
+    def encode_pair(self, first: str, second: str) -> tuple[TokenBytes, int]:
+        encoding = self._tokenizer.encode(first, second)
+        types: list[int] = encoding.type_ids
+        return _pack(encoding.ids), types.index(1) if 1 in types else len(types)
 
     def render(self, messages: Sequence[ChatMessage], tools: str = "", template_args: str = "") -> TokenBytes:
         template = self._tool_template if tools and self._tool_template is not None else self._template
@@ -267,7 +325,7 @@ class HuggingFaceCodec:
         return self._encode(template.render(messages, tools, template_args), False)
 
     def decoder(self, prompt: TokenBytes = b"", *, special: bool = False) -> TextDecoder:
-        context = _ids(prompt[-64:])  # the last 16 tokens, more than a decoder needs
+        context = _ids(prompt[-64:])  # the last 16 tokens, of 4 bytes each; a decoder needs at most 8
         return IncrementalDecoder(self._tokenizer, context, special=special)
 
     def decode(self, tokens: TokenBytes) -> str:
@@ -296,7 +354,7 @@ def _ids(tokens: TokenBytes) -> list[int]:
 def _load_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # the library raises plain exceptions
         raise ConfigurationRefused(f"{path}: is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -360,7 +418,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         match settings.get(name):
             case str(text) | {"content": str(text)}:
                 found[name] = text
-            case _:  # the token is not declared, or null
+            case _:  # the settings do not declare the token, or declare it as null
                 pass
     return found
 
@@ -392,6 +450,13 @@ def _vocab_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
     """
     declared = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     return declared if isinstance(declared, int) else int(tokenizer.get_vocab_size(with_added_tokens=True))
+
+
+def _class_names(config: Mapping[str, Any]) -> Mapping[int, str]:
+    named = config.get("id2label")
+    if not isinstance(named, dict):
+        return {}
+    return {int(number): name for number, name in named.items() if str(number).isdecimal() and isinstance(name, str)}
 
 
 def _eos_token_ids(
@@ -431,7 +496,8 @@ class IncrementalDecoder:
         self._stream = DecodeStream(context, self._skip)
         whole = not text.endswith(REPLACEMENT)
         self._context = context if whole else []
-        self._known = "" if whole else text.rstrip(REPLACEMENT)  # the stream returns this text again
+        # Text of an incomplete context, which the stream will return again.
+        self._known = "" if whole else text.rstrip(REPLACEMENT)
         self._held: tuple[int, ...] = ()
 
     def add(self, token_id: int) -> str:
@@ -455,13 +521,16 @@ class IncrementalDecoder:
         """Return the text of the held tokens, with U+FFFD for incomplete characters, and restart the stream after the context."""
         known = self._decode(self._context)
         text = self._decode([*self._context, *self._held])
-        if not text.startswith(known):  # a character spans context and held tokens
+        if not text.startswith(known):  # a character begins in the context and ends in the held tokens
             text, known = self._decode(self._held), ""
         self._stream, self._held, self._known = DecodeStream(self._context, self._skip), (), ""
         return text[len(known) :]
 
     def _end_of(self, prompt: Sequence[int]) -> tuple[list[int], str]:
-        """Return the shortest suffix of the prompt, within `CONTEXT`, whose text begins with a whole character, and this text."""
+        """Return the shortest end of the prompt whose text begins with a whole character, and this text.
+
+        Its length in tokens is within the limits of `CONTEXT`.
+        """
         context: list[int] = []
         text = ""
         fewest, most = (min(size, len(prompt)) for size in CONTEXT)

@@ -1,4 +1,4 @@
-"""Parsing plan: who parses an answer into reasoning, text and tool calls, and what the engine has to observe.
+"""Parsing plan: whether the engine or the router parses an answer into reasoning, text and tool calls.
 
 Rules:
 
@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from fleet.core.errors import RequestRejected, invalid
-from fleet.core.ids import RequestId
+from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import (
     AnswerParsing,
     ChatPrompt,
@@ -36,19 +36,19 @@ from fleet.router.ports import TextCodec
 
 log = logging.getLogger(__name__)
 
-PREFIX_BYTES = 256 * 4  # last 256 tokens of the prompt, where a chat template may begin the answer
+PREFIX_BYTES = 256 * 4  # bytes of the last 256 tokens of the prompt, in which a chat template may begin the answer
 
 
 class ParsingPlan(Struct, frozen=True, kw_only=True):
-    """How the answer of one request is parsed."""
+    """Describes how the answer of one request is parsed, and creates the parser."""
 
     task: ParsingTask
     tools: list[Mapping[str, Any]]
     template: Any  # compiled response template; None if the engine parses
-    is_demanded: bool  # True if structured output must enforce the demanded calls
+    is_demanded: bool  # True if the client demands tool calls, so that structured output must enforce them
 
     def constrained(self, sampling: Sampling) -> Sampling:
-        """Return the sampling parameters, with structured output if tool calls are demanded."""
+        """Return the sampling parameters, with structured output added if tool calls are demanded."""
         return structs.replace(sampling, form=ToolCallForm()) if self.is_demanded else sampling
 
     def answer(
@@ -81,6 +81,7 @@ class ParsingPlans:
 
     def __init__(self) -> None:
         self.templates = ResponseTemplates()
+        self._warned: dict[ModelName, str] = {}  # the latest cause that was logged for each model
 
     def plan(
         self, request: GenerateRequest, parsing: AnswerParsing, card: ModelCard, codec: TextCodec
@@ -138,7 +139,9 @@ class ParsingPlans:
         except RequestRejected as refused:
             if is_needed:
                 raise
-            log.warning("reasoning stays in the text", extra={"model": card.name, "cause": refused.message})
+            if self._warned.get(card.name) != refused.message:  # once, and not at each request
+                self._warned[card.name] = refused.message
+                log.warning("reasoning stays in the text", extra={"model": card.name, "cause": refused.message})
             return None
 
 

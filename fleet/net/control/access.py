@@ -4,8 +4,8 @@ Rules:
 
 1. A Unix socket requires no proof: the modes of its file and folder keep other users out.
 2. Over TCP a caller shows a certificate, or its calls carry proofs of a secret (`kvstore.security.call_proofs`). Routers and
-   workers refuse to listen without either (`RouterSettings`, `WorkerSettings`), unless their settings declare the
-   network as trusted.
+   workers refuse to listen without a certificate and without a secret (`RouterSettings`, `WorkerSettings`), unless
+   their settings declare the network as trusted.
 3. Health checks and reflection need no proof. They reveal only whether the process serves and the public .proto files.
 """
 
@@ -18,7 +18,13 @@ import grpc
 
 from fleet.core.errors import ConfigurationRefused
 from fleet.net.control.address import locked_folder, private_umask, remove_stale_socket
-from fleet.net.grpc.options import CHANNEL_OPTIONS, SEPARATE_CHANNEL_OPTIONS, SERVER_OPTIONS, SHARED_SERVER_OPTIONS
+from fleet.net.grpc.options import (
+    BLOCKING_CHANNEL_OPTIONS,
+    CHANNEL_OPTIONS,
+    SEPARATE_CHANNEL_OPTIONS,
+    SERVER_OPTIONS,
+    SHARED_SERVER_OPTIONS,
+)
 from kvstore.errors import BadCredentials
 from kvstore.net.addresses import unix_path
 from kvstore.net.socket_guard import SocketGuard
@@ -35,7 +41,7 @@ DIAGNOSIS_SECONDS = 0.5
 
 
 class ControlAccess:
-    """Loaded credentials of a control port."""
+    """Opens servers and channels of a control port with its loaded credentials."""
 
     def __init__(self, access: LoadedCredentials = OPEN) -> None:
         self._access = access
@@ -43,7 +49,7 @@ class ControlAccess:
     @property
     def asks(self) -> bool:
         """Return whether callers over TCP must show a certificate or a proof of the secret."""
-        return bool(self._access.control_key or (self._access.certificate and self._access.authority))
+        return bool(self._access.control_key or (self._access.has_certificate and self._access.has_authority))
 
     def server(self, guard: SocketGuard | None = None, *, shared: bool = False) -> grpc.aio.Server:
         """Return a server that requires proofs from its callers.
@@ -82,10 +88,13 @@ class ControlAccess:
 
     def channel(self, address: str) -> grpc.Channel:
         """Return a channel for synchronous calls that carry the proofs."""
-        return self._access.channel(address, CHANNEL_OPTIONS)
+        return self._access.channel(address, BLOCKING_CHANNEL_OPTIONS)
 
     def aio_channel(self, address: str, *, separate: bool = False) -> grpc.aio.Channel:
-        """Return a channel for asyncio calls that carry the proofs; with `separate`, it shares its connection with no other one."""
+        """Return a channel for asyncio calls that carry the proofs.
+
+        With `separate`, the channel has a connection of its own.
+        """
         return self._access.aio_channel(address, SEPARATE_CHANNEL_OPTIONS if separate else CHANNEL_OPTIONS)
 
     def diagnose(self, address: str, field: str) -> str:
@@ -109,13 +118,13 @@ def load_control_access(field: str, credentials: Credentials) -> ControlAccess:
         ConfigurationRefused: A file cannot be used.
     """
     try:
-        return ControlAccess(load(credentials, Purpose.ROUTER_CONTROL))
+        return ControlAccess(load(credentials, Purpose.ROUTER_CONTROL, field=field))
     except BadCredentials as error:
-        raise ConfigurationRefused(f"{field}.{str(error).removeprefix('credentials.')}") from error
+        raise ConfigurationRefused(str(error)) from error
 
 
 def caller_name(context: Any) -> str:
-    """Return the name by which limits tell the callers of a control port apart.
+    """Return the name of a caller of a control port, for limits that each caller has.
 
     It is the name in the caller's certificate, else the caller's host, or the user on a Unix socket.
     """
@@ -132,7 +141,7 @@ def is_unix_socket(address: str) -> bool:
 
 
 class _ProofInterceptor(ProofServerInterceptor):
-    """Checks the proofs of calls (rule 3)."""
+    """Lets reflection pass without a proof (rule 3); `ProofServerInterceptor` checks all other calls."""
 
     async def intercept_service(
         self,

@@ -6,7 +6,7 @@ invalid UTF-8 or an oversized message therefore gets a typed error, as for every
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any, Never, TypeVar
 
@@ -18,8 +18,8 @@ from fleet.net.grpc.errors import encode_status
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_BYTES = 8 << 20  # size of the largest request message, as over HTTP
-# Longest wait for a caller that does not read, as over HTTP; the library itself waits until the deadline.
+MAX_REQUEST_BYTES = 8 << 20  # maximum size of a request message, as over HTTP
+# Maximum wait for a caller that does not read, as over HTTP; the library itself waits until the deadline.
 WRITE_SECONDS = 30.0
 
 Context = Any
@@ -30,7 +30,7 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 class CallerDisconnected(Exception):
-    """The caller has left, so no answer can be delivered."""
+    """The caller has disconnected, so it can get no answer."""
 
 
 async def answer_call(call: Awaitable[Answer], context: Context) -> Answer:
@@ -41,8 +41,8 @@ async def answer_call(call: Awaitable[Answer], context: Context) -> Answer:
         await abort_call(context, refused)
     except grpc.aio.AbortError:
         raise
-    except (CallerDisconnected, grpc.aio.BaseError):  # BaseError: the library failed to write to the caller
-        # No status is sent: the library is about to notice the end of the call, and would log an error.
+    except (CallerDisconnected, grpc.aio.BaseError):  # `BaseError` is raised if the library cannot write to the caller
+        # No status is sent: the library will notice that the call has ended, and would log the status as an error.
         raise asyncio.CancelledError from None
     except Exception:  # supervisor: an error in one call does not end the other calls
         log.exception("call failed")
@@ -169,6 +169,16 @@ def authorization_of(context: Context) -> str:
         if key == "authorization":
             return str(value)
     return ""
+
+
+def headers_of(context: Context, names: Collection[str]) -> dict[bytes, bytes]:
+    """Return the metadata of a call with these names, as HTTP headers; several values of one name are joined by commas."""
+    found: dict[bytes, bytes] = {}
+    for key, value in context.invocation_metadata() or ():
+        if key in names:
+            name, content = key.encode(), value if isinstance(value, bytes) else value.encode("latin-1", "replace")
+            found[name] = found[name] + b"," + content if name in found else content
+    return found
 
 
 async def abort_call(context: Context, refused: RequestRejected) -> Never:

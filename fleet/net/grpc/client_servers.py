@@ -14,6 +14,7 @@ from fleet.net.grpc.options import frontend_server_options
 from fleet.net.grpc.port import GrpcServerApi
 from fleet.net.settings import GrpcLibrary, GrpcSettings
 from fleet.net.sockets import split_listen_address
+from kvstore.security.channels import renewed_server_credentials
 
 
 class MessageMemory(Protocol):
@@ -24,7 +25,7 @@ class MessageMemory(Protocol):
 
 
 class ClientServer(GrpcServerApi, MessageMemory, Protocol):
-    """Server of a port for clients."""
+    """Port to the gRPC server that serves a port for clients."""
 
 
 class GrpcioServer:
@@ -65,7 +66,7 @@ class GrpcioServer:
             except ValueError as error:
                 raise RuntimeError(f"cannot listen on {listen}: {error}") from error
             if self._certificates is not None:
-                return self._server.add_secure_port(listen, _renewed_credentials(self._certificates))
+                return self._server.add_secure_port(listen, renewed_server_credentials(self._certificates.files))
         return self._server.add_insecure_port(listen)
 
     async def start(self) -> None:
@@ -73,19 +74,6 @@ class GrpcioServer:
 
     async def stop(self, grace: float | None) -> None:
         await self._server.stop(grace)
-
-
-def _renewed_credentials(certificates: ServerCertificates) -> grpc.ServerCredentials:
-    """Return credentials whose certificate the library asks for at each handshake, so that a renewed one is used."""
-
-    def current() -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration(
-            [certificates.key_and_certificate], certificates.client_authority or None
-        )
-
-    return grpc.dynamic_ssl_server_credentials(
-        current(), current, require_client_authentication=bool(certificates.client_authority)
-    )
 
 
 def client_server(

@@ -4,8 +4,8 @@ Rules:
 
 1. A connection serves one request at a time. Pipelined requests wait, most of them unparsed, and reading stops
    meanwhile. One iteration of the event loop serves only a few requests of a connection, then other connections.
-2. A malformed message is answered after the requests before it. Then the connection closes, because the two sides may
-   no longer agree where the next message begins.
+2. A malformed message is answered with an error, after the requests before it. Then the connection closes, because
+   client and server may no longer agree where the next message begins.
 3. A client that closes its sending side while an engine works on its request counts as disconnected. TCP does not show
    whether it has closed both sides, and an engine must not compute an answer that no client reads.
 4. Every buffer is bounded. A writer waits (`Exchange.drained`) while the client does not read, and a client that reads
@@ -16,9 +16,12 @@ Rules:
 6. An offer of another protocol (``Upgrade``, which Java's client sends for HTTP/2) is declined, and the request is
    served.
 7. The server may read the body of a request while it arrives (`StreamsBody`), and may let a WebSocket begin. Such a
-   request is served from its head on. Its body has no limit of size, but must arrive at the least rate of rule 4.
+   request is served from its head on. Its body has no limit of size, but must arrive at the minimum rate of rule 4.
 8. A head that equals an earlier one, apart from the content length, is not parsed again.
 9. A connection that waits for its client may be closed at any time for a new connection (`ConnectionTable`).
+10. The server may take no bodies from some clients (`IsStranger`), such as those without a key. If the body of their request has
+    not arrived together with its head, the request is served without it, and the connection then closes. While an earlier request is
+    served, nothing more is read of such a body.
 """
 
 import asyncio
@@ -29,6 +32,7 @@ from http import HTTPStatus
 from typing import cast
 
 import httptools
+from msgspec import structs
 
 from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import Reason, RequestRejected
@@ -65,10 +69,12 @@ from fleet.net.sockets import configure_client_socket
 HIGH_WATER_BYTES = 64 << 10  # unsent bytes above which the writer of a connection waits
 # Headers that change how a message is read.
 _MEANINGFUL_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
-PARSE_BYTES = 8 << 10  # most bytes that are parsed at a time: about a hundred of the shortest requests
+PARSE_BYTES = 8 << 10  # maximum number of bytes that are parsed at a time: about a hundred of the shortest requests
 MAX_REQUESTS_PER_TURN = 16
 MAX_LINGERING = (
-    256  # most refused connections that are read until their clients have the answer; further ones are closed at once
+    # maximum number of refused connections that are read until their clients have the answer; further ones are closed
+    # at once
+    256
 )
 RETRY_AFTER_SECONDS = 1  # value of Retry-After for refused connections
 # Time for which bytes of a refused client are read and dropped, so that it gets the answer, not a reset.
@@ -76,7 +82,7 @@ LINGER_SECONDS = 2.0
 
 
 class ConnectionStage(Enum):
-    IDLE = auto()  # no request has begun since the last one
+    IDLE = auto()  # the connection waits for the next request
     HEAD = auto()
     BODY = auto()
     SWITCHED = auto()  # the connection has changed to another protocol, whose bytes a body stream takes
@@ -100,8 +106,12 @@ StreamsBody = Callable[[HttpHead], bool]
 """A function that returns True if the server reads the body of a request with this head while the body arrives."""
 
 
+IsStranger = Callable[[HttpHead], bool]
+"""A function that returns True if the server takes no bodies from the client that sent this head."""
+
+
 class HttpConnection(asyncio.Protocol):
-    """Connection of one client."""
+    """Handles the connection of one client: parses its requests, and has them served one after the other."""
 
     # Slots, because CPython reads the attributes of an object slowly if it has more than 30 without slots.
     __slots__ = (
@@ -123,6 +133,7 @@ class HttpConnection(asyncio.Protocol):
         "_held",
         "_held_bytes",
         "_idle_nanos",
+        "_is_stranger",
         "_known_head",
         "_lost",
         "_overhead_bytes",
@@ -140,6 +151,7 @@ class HttpConnection(asyncio.Protocol):
         "_starting",
         "_streams",
         "_table",
+        "_takes_body",
         "_turn_scheduled",
         "_url",
         "deadline",
@@ -163,10 +175,20 @@ class HttpConnection(asyncio.Protocol):
         client_log: ClientLog,
         lasts_seconds: float = 0,
         streams: StreamsBody | None = None,
+        is_stranger: IsStranger | None = None,
     ) -> None:
-        """Create the protocol. After `lasts_seconds` the next answer asks the client to reconnect; 0 sets no limit."""
+        """Create the protocol of a connection.
+
+        The first answer after `lasts_seconds` demands a new connection from the client (`connection: close`); 0 sets no
+        limit.
+        """
         self._streams = streams
-        self._arriving: BodyStream | None = None  # a body that is read while it arrives (rule 7)
+        self._is_stranger = is_stranger
+        self._takes_body = (
+            is_stranger is None
+        )  # False until the client of the present request is known not to be a stranger
+        # The body that is read while it arrives (rule 7); None: there is no such body.
+        self._arriving: BodyStream | None = None
         self._body_seen = 0  # number of bytes of that body at the latest check of its rate
         self._settings = settings
         self._clock = clock
@@ -179,7 +201,7 @@ class HttpConnection(asyncio.Protocol):
         self._heads = heads
         self._held = held
         self._client_log = client_log
-        self._held_bytes = 0  # bytes of bodies that this connection has in memory
+        self._held_bytes = 0  # number of bytes of request bodies that this connection has in memory
         self._parser = httptools.HttpRequestParser(self)
         self._stage = _IDLE
         self._idle_nanos = int(settings.idle_timeout_seconds * SECOND)
@@ -189,14 +211,16 @@ class HttpConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._overhead_bytes = 0  # bytes of chunk sizes and trailers since the last piece of the body
         self._body = BodyBuffer()
-        self._raw_head: bytes | None = None  # bytes of the head, if it arrived in one piece
+        # Raw bytes under which the parsed head may be cached (`HeadCache`). They are usable only if the whole head was in
+        # the first chunk.
+        self._raw_head: bytes | None = None
         self._known_head: tuple[HttpHead, int] | None = None  # head and content length of a body that arrives unparsed
         self.waiting: deque[HttpRequest | MalformedRequest] = deque()
         self.unparsed = b""  # bytes after the waiting requests, which were not parsed yet
-        self._served = 0  # about how many requests were served in this iteration of the event loop
+        self._served = 0  # approximate number of requests that were served in this iteration of the event loop
         self._turn_scheduled = False
         self._declined_head: HttpHead | None = None  # the head of a request that offers another protocol
-        self.exchange: Exchange | None = None  # the exchange being served
+        self.exchange: Exchange | None = None  # the exchange that is being served; None: no request is being served
         self._serving: ExchangeTask | None = None
         self._starting = False
         self._source: RelaySource | None = None
@@ -208,7 +232,7 @@ class HttpConnection(asyncio.Protocol):
         self._reading = True
         self.transport: asyncio.Transport
 
-    # From the event loop
+    # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A cast, because uvloop's transports are not asyncio's classes.
@@ -271,6 +295,7 @@ class HttpConnection(asyncio.Protocol):
                     return
                 self._known_head = known
                 self._body = BodyBuffer()
+                self._takes_body = self._is_stranger is None
                 self._stage = _BODY
                 self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
                 begin = end
@@ -309,6 +334,9 @@ class HttpConnection(asyncio.Protocol):
             self._reject_head()
         elif self._stage is _BODY and self._overhead_bytes > self._settings.max_head_bytes:
             self._reject_overhead()
+        elif self._stage is _BODY:
+            if not self._takes_body:
+                self._refuse_body_of_stranger()
         elif self._is_http_0_9(data):
             self._reject(HTTPStatus.BAD_REQUEST, BAD_REQUEST_LINE)
 
@@ -327,7 +355,7 @@ class HttpConnection(asyncio.Protocol):
             self._source.resume_reading()
         self._advance()
 
-    # From the parser
+    # Called by the parser
 
     def on_message_begin(self) -> None:
         if self._stage is _CLOSING:
@@ -337,6 +365,7 @@ class HttpConnection(asyncio.Protocol):
         self._url = b""
         self._headers = {}
         self._body = BodyBuffer()
+        self._takes_body = self._is_stranger is None
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -367,8 +396,11 @@ class HttpConnection(asyncio.Protocol):
         declared = self._headers.get(b"content-length", b"0")
         if int(declared) > self._settings.max_body_bytes:
             self._reject_body()
-        elif self._headers.get(b"expect", b"").lower() == b"100-continue" and self.exchange is None:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif self._expects_continue() and self.exchange is None:
+            if not self._takes_body:
+                self._refuse_body_of_stranger()
+            if self._stage is _BODY:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
         if self._stage is _CLOSING:
@@ -417,7 +449,7 @@ class HttpConnection(asyncio.Protocol):
         self.waiting.append(HttpRequest(head, body))
         self._advance()
 
-    # From the server
+    # Called by the server
 
     @property
     def is_expired(self) -> bool:
@@ -426,7 +458,8 @@ class HttpConnection(asyncio.Protocol):
     def expire(self, now: Nanos) -> None:
         """Enforce the deadlines and the slow reader limit."""
         waiting = 0
-        if self.paused is not None or self.exchange is None:  # while a request is served, bytes may wait for a moment
+        # Bytes that wait during a request are normal, and count only if the client does not read.
+        if self.paused is not None or self.exchange is None:
             waiting = self.transport.get_write_buffer_size()
         if self._slow_reader.overdue(now, waiting, self._buffer.written):
             self._client_log.note_slow(client_key(self.transport.get_extra_info("peername")), waiting)
@@ -444,12 +477,12 @@ class HttpConnection(asyncio.Protocol):
             case ConnectionStage.IDLE:
                 self.transport.close()
             case ConnectionStage.CLOSING:
-                self.transport.close()  # sends the remaining bytes first, as long as the client reads
+                self.transport.close()  # unlike `abort`, it sends the remaining bytes first
             case ConnectionStage.SWITCHED:
                 self.transport.abort()  # the exchange of the other protocol has ended
 
     def displace(self, *, silent: bool) -> None:
-        """Close, because the table needs the slot; no request is being served.
+        """Close the connection, because the table needs its slot. No request is being served.
 
         A client that has sent a part of a request, or nothing yet, may wait for an answer, and gets an error. A client
         between two requests gets no answer.
@@ -529,24 +562,57 @@ class HttpConnection(asyncio.Protocol):
             return False
         if b"transfer-encoding" not in headers and headers.get(b"content-length", b"0") == b"0":
             return False
-        path, query = split_target(self._url)
-        head = HttpHead(
-            method=self._parser.get_method().decode("ascii"),
-            path=path,
-            query=query,
-            headers=headers,
-            keep_alive=self._parser.should_keep_alive(),
-            chunked_answer=self._parser.get_http_version() != "1.0",
-        )
+        head = self._parsed_head(keep_alive=self._parser.should_keep_alive())
         if not streams(head):
             return False
         self._raw_head = None
         self._body_seen = 0
         body = self._arriving = BodyStream(self._body_was_read)
-        if headers.get(b"expect", b"").lower() == b"100-continue":
+        if self._expects_continue():
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._start(HttpRequest(head, b"", body))
         return True
+
+    def _expects_continue(self) -> bool:
+        """Return whether the client waits for status 100. HTTP/1.0 has no such status (RFC 9110, 10.1.1)."""
+        expects = self._headers.get(b"expect", b"").lower() == b"100-continue"
+        return expects and self._parser.get_http_version() != "1.0"
+
+    def _parsed_head(self, *, keep_alive: bool) -> HttpHead:
+        path, query = split_target(self._url)
+        return HttpHead(
+            method=self._parser.get_method().decode("ascii"),
+            path=path,
+            query=query,
+            headers=self._headers,
+            keep_alive=keep_alive,
+            chunked_answer=self._parser.get_http_version() != "1.0",
+        )
+
+    def _refuse_body_of_stranger(self) -> None:
+        """Serve the request whose body arrives without its body if its client is a stranger (rule 10).
+
+        A request behind an earlier one cannot be served yet. `_advance` then stops reading, and calls this again in its turn.
+        """
+        if self._is_stranger is None or self._arriving is not None:
+            self._takes_body = True
+            return
+        if not self._reading:  # the deadline has passed by while nothing was read
+            self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
+        if self.exchange is not None or self.waiting or self.paused is not None:
+            self._advance()
+            return
+        if self._known_head is None:
+            head = self._parsed_head(keep_alive=False)
+        else:
+            head = structs.replace(self._known_head[0], keep_alive=False)
+        if not self._is_stranger(head):
+            self._takes_body = True
+            return
+        self._hold(-self._body.size)
+        self._body, self._known_head, self._raw_head = BodyBuffer(), None, None
+        self._stage = _CLOSING
+        self._start(HttpRequest(head, b"", unread=True))
 
     def _body_was_read(self) -> None:
         if not self._lost:
@@ -633,6 +699,8 @@ class HttpConnection(asyncio.Protocol):
             self._reject_long()
             return b""
         if self._body.size < body_bytes:
+            if not self._takes_body:
+                self._refuse_body_of_stranger()
             return b""
         body, self._body = self._body.whole(), BodyBuffer()
         self._known_head = None
@@ -668,7 +736,13 @@ class HttpConnection(asyncio.Protocol):
             self._start(following)
         if self.unparsed and not self.waiting:
             asyncio.get_running_loop().call_soon(self._parse_rest)
-        behind = bool(self.waiting or self.unparsed or (self._arriving is not None and self._arriving.full))
+        undecided = self._stage is _BODY and not self._takes_body and self._arriving is None
+        if undecided and self.exchange is None and not self.waiting and self.paused is None:
+            self._refuse_body_of_stranger()
+            undecided = False
+        behind = bool(
+            undecided or self.waiting or self.unparsed or (self._arriving is not None and self._arriving.full)
+        )
         if self._reading and behind:
             self.transport.pause_reading()
         elif not self._reading and not behind:
@@ -677,7 +751,7 @@ class HttpConnection(asyncio.Protocol):
 
     def finished(self, *, keep_alive: bool) -> None:
         if self._source is not None and self.paused is not None:
-            self._source.resume_reading()  # the source's next answer is for another client, which may read
+            self._source.resume_reading()  # the source may be used for another client next, so it must read again
         if self.exchange is not None and not self._lost:
             self._hold(-len(self.exchange.request.body))
         self.exchange = self._serving = self._source = None
@@ -696,12 +770,14 @@ class HttpConnection(asyncio.Protocol):
             slot = self._slot
             if waits and slot is not None:
                 if slot.group is _WAITS_IDLE and now / SECOND - slot.since < ORDER_SECONDS:
-                    slot.served = False  # the only effect that `mark_waiting` would have
+                    slot.served = False  # `mark_waiting` would have no other effect
                 else:
                     self._table.mark_waiting(slot, _WAITS_IDLE, now / SECOND)
         elif waits:
             self._note_waiting()
-        if not (waits or self._starting):  # within `_start`, the loop of `_advance` continues by itself
+        if not (
+            (waits and self._reading) or self._starting
+        ):  # within `_start`, the loop of `_advance` goes on by itself
             self._advance()
 
     def _hold(self, size: int) -> None:
@@ -762,7 +838,8 @@ class HttpConnection(asyncio.Protocol):
         self._hold(-self._body.size)
         self._body = BodyBuffer()
         self._stage = _CLOSING
-        if self._arriving is not None:  # the server answers the request, because it is being served
+        if self._arriving is not None:
+            # The request was started before its body was complete. The reader of the body gets this error, and answers.
             self._arriving.fail(RequestRejected(Reason.INVALID_ARGUMENT, message))
             return
         self.waiting.append(MalformedRequest(status, message, retry_after_seconds))

@@ -12,10 +12,12 @@ from typing import Protocol
 
 from msgspec import Struct
 
-LARGE_CHUNK_BYTES = 4 << 10  # bytes; for chunks of a body from this size on, Python's overhead per object is small
+# Chunks of a body from this size (bytes) on are kept as they are; smaller ones are joined to save memory.
+LARGE_CHUNK_BYTES = 4 << 10
 
 MAX_CACHED_HEADS = 1024
-MAX_CACHED_HEAD_BYTES = 1024  # bytes of the largest head that is cached; 300 are usual, so the cache stays below a MiB
+# Maximum size of a head that is cached; heads usually have 300 bytes, so the cache stays below a MiB.
+MAX_CACHED_HEAD_BYTES = 1024
 MAX_LENGTH_DIGITS = 12
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,%d})\r\n" % MAX_LENGTH_DIGITS, re.IGNORECASE)
 
@@ -23,7 +25,7 @@ _PHRASES = {int(status): status.phrase for status in HTTPStatus} | {499: "Client
 
 
 class HttpHead(Struct, kw_only=True):
-    """Head of a request. One object serves all requests whose heads are equal apart from the length of the body."""
+    """The parsed head of a request. Requests whose heads differ only in the length of the body share one object."""
 
     method: str
     path: str  # path of the target, without the query
@@ -36,7 +38,7 @@ class HttpHead(Struct, kw_only=True):
 
 
 class ArrivingBody(Protocol):
-    """A body that is read while it arrives; the bytes that wait to be read are bounded."""
+    """Port to a body that is read while it arrives. The number of bytes that wait to be read is limited."""
 
     def __aiter__(self) -> AsyncIterator[bytes]: ...
 
@@ -55,6 +57,9 @@ class HttpRequest(Struct, frozen=True):
     arriving: ArrivingBody | None = None
     """The body, or the bytes of another protocol, if they are read while they arrive; `body` is empty then."""
 
+    unread: bool = False
+    """True if the body is empty because the server takes no bodies from this client. The connection then closes after the answer."""
+
     @property
     def method(self) -> str:
         return self.head.method
@@ -69,7 +74,7 @@ class HttpRequest(Struct, frozen=True):
 
 
 class HeadCache:
-    """Cache of parsed heads, by their exact bytes without the digits of the content length.
+    """Caches parsed heads by their exact bytes, without the digits of the content length.
 
     Clients that keep their connections send the same head again and again, and a look-up costs a tenth of parsing. The
     cache is bounded: clients whose heads always differ only evict the others for a moment.
@@ -110,7 +115,9 @@ class HeadCache:
 
 
 class BodyBuffer:
-    """Collects a body that arrives in chunks, and joins the chunks once, because each copy of a long prompt costs time.
+    """Collects a body that arrives in chunks.
+
+    The chunks are joined only once, because each copy of a long prompt takes time.
 
     Small chunks are joined as they arrive, so they take no more memory than their bytes.
     """
@@ -188,7 +195,7 @@ def split_target(target: bytes) -> tuple[str, bytes]:
 
 
 class MalformedRequest(Struct, frozen=True):
-    """Error that answers bytes which are not a valid request."""
+    """The error with which a malformed request is answered."""
 
     status: HTTPStatus
     message: str
@@ -232,10 +239,10 @@ def sse_event(content: bytes) -> bytes:
 
 
 class ExchangeTask(Protocol):
-    """The running work for one request; an `asyncio.Task` implements it."""
+    """Port to the code that serves one request; an `asyncio.Task` implements it."""
 
     def cancel(self) -> object:
-        """Stop, because the client no longer waits."""
+        """Stop serving the request, because its client has disconnected."""
         ...
 
 
@@ -256,7 +263,7 @@ class ExchangeConnection(Protocol):
 
     @property
     def is_expired(self) -> bool:
-        """Return whether the client should open another connection."""
+        """Return whether the client should use a new connection for its next request."""
         ...
 
     def relay(self, source: RelaySource) -> asyncio.Transport:

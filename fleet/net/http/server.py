@@ -16,7 +16,7 @@ from fleet.core.clock import SECOND, Clock
 from fleet.core.errors import RequestRejected, internal_error
 from fleet.net.client_tls import HTTP_1, ServerCertificates, TlsPort
 from fleet.net.connection_limits import ConnectionTable
-from fleet.net.http.connection import HttpConnection, StreamsBody
+from fleet.net.http.connection import HttpConnection, IsStranger, StreamsBody
 from fleet.net.http.errors import http_error_body, send_http_error, send_rejection
 from fleet.net.http.exchange import (
     ClientDisconnected,
@@ -35,7 +35,7 @@ from kvstore.net.listeners import stop_listening
 log = logging.getLogger(__name__)
 
 ANY_ORIGIN = "*"
-PREFLIGHT_SECONDS = "600"  # time for which browsers may cache the answer; Chrome and Safari allow no longer one
+PREFLIGHT_SECONDS = "600"  # seconds for which browsers may cache the answer; Chrome and Safari allow no more
 _HEADER_CHARACTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_, "
 
 SWEEP_SECONDS = 0.25
@@ -97,6 +97,7 @@ class HttpServer:
         self.tasks: asyncio.TaskGroup
         self.draining = False
         self.streams_body: StreamsBody | None = None  # None: every body is collected before its request is served
+        self.is_stranger: IsStranger | None = None  # None: bodies are taken from every client
         self._settings = settings
         self._clock = clock
         self._routes = routes
@@ -125,6 +126,7 @@ class HttpServer:
             self._client_log,
             self._connection_seconds,
             self.streams_body,
+            self.is_stranger,
         )
 
     def tls_port(self, listening: socket.socket, certificates: ServerCertificates) -> TlsPort:
@@ -182,13 +184,17 @@ class HttpServer:
     def unserved(self, status: HTTPStatus) -> None:
         """Do nothing; subclasses may count a request that no handler takes."""
 
-    def handlers_of(self, path: str) -> Mapping[str, RouteHandler] | None:  # noqa: ARG002 - for subclasses with further paths
+    def handlers_of(self, path: str) -> Mapping[str, RouteHandler] | None:  # noqa: ARG002 - subclasses use it
         """Return the handlers by method for a path that is not in the route table; None if there are none."""
         return None
 
-    def fallback(self, head: HttpHead) -> RouteHandler | None:  # noqa: ARG002 - for subclasses that serve more
-        """Return the handler of a path or method for which there is no other handler; None if there is none."""
+    def fallback(self, head: HttpHead) -> RouteHandler | None:  # noqa: ARG002 - subclasses use it
+        """Return a handler for a request that no route fits; None if there is none."""
         return None
+
+    async def refuse_stranger(self, exchange: Exchange) -> None:
+        """Answer a client whose body was not taken; a server with `is_stranger` implements it."""
+        raise NotImplementedError
 
     def _served(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         self._serving.discard(task)
@@ -218,7 +224,9 @@ class HttpServer:
         answer = None if methods is None else methods.get("GET" if request.method == "HEAD" else request.method)
         if answer is None:
             answer = self.fallback(request.head)
-        if answer is not None:
+        if answer is not None and request.unread and request.method == "POST":
+            await self.refuse_stranger(exchange)
+        elif answer is not None:
             await answer(exchange)
         elif methods is None:
             self.unserved(HTTPStatus.NOT_FOUND)

@@ -1,14 +1,14 @@
-"""Identity of an end of a frame stream over TCP: certificates, a secret, or both. Streams over Unix sockets need none.
+"""Identity of a peer on a frame stream over TCP: certificates, a secret, or both. Streams over Unix sockets need none.
 
 Rules:
 
 1. With `certificate` and `key` a listener speaks TLS; with `authority` it also requires certificates from callers. A
    caller speaks TLS if it has an `authority`, and shows its own certificate on request.
-2. With `secret_file` both ends prove that they know the secret, with or without TLS (`fleet.net.streams.proof`).
-3. A stream is protected if both ends prove the secret or show certificates of the authority. A listener does not start
+2. With `secret_file` both peers prove that they know the secret, with or without TLS (`fleet.net.streams.proof`).
+3. A stream is protected if both peers prove the secret or show certificates of the authority. A listener does not start
    unprotected on an address that other hosts can reach, unless `insecure` is set. Some listeners may be unprotected on a
    loopback address; they log a warning that all users of the machine can connect.
-4. A failed handshake is explained on both ends. By itself, an event loop closes such a connection before the TLS alert
+4. A failed handshake is explained to both peers. By itself, an event loop closes such a connection before the TLS alert
    is sent. `DiagnosedTls` makes it send the alert first, and remembers the failure.
 """
 
@@ -24,6 +24,7 @@ from kvstore.errors import BadCredentials
 from kvstore.net.addresses import is_local, unix_path
 from kvstore.security import channels as access
 from kvstore.security.authentication import AuthenticationKey, Purpose
+from kvstore.security.certificates import CertificateFiles, RenewedContext
 from kvstore.security.credentials import Credentials
 from kvstore.security.tls_diagnosis import PLAIN, explain
 
@@ -31,32 +32,40 @@ log = logging.getLogger(__name__)
 
 
 class StreamIdentity(Struct, frozen=True, kw_only=True):
-    """Identity of one end: what it proves, and what it requires of the other end."""
+    """The identity of one peer on a stream: what it proves to the other peer, and what it requires from that peer."""
 
     field: str
     """The settings field of the credentials, for error messages."""
 
-    tls: ssl.SSLContext | None = None
-    """None means no encryption."""
+    context: RenewedContext | None = None
+    """The TLS context, which follows renewed certificates; None means no encryption."""
+
+    certificates: CertificateFiles | None = None
+    """The certificate files; None if the settings name none."""
 
     key: AuthenticationKey | None = None
     """The key from the shared secret; None if no secret is proven."""
 
     certified: bool = False
-    """True if both ends show certificates."""
+    """True if both peers show certificates."""
 
     insecure: bool = False
-    """True if the operator accepts unprotected streams, because only trusted programs can reach the network."""
+    """True if the settings accept unprotected streams, because only trusted programs can reach the network."""
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """The context for the next handshake; None means no encryption."""
+        return None if self.context is None else self.context.current
 
     @property
     def protects(self) -> bool:
-        """Return whether both ends prove their identity."""
+        """Return whether both peers prove their identity."""
         return self.key is not None or self.certified
 
     @property
     def is_open(self) -> bool:
         """Return whether streams start without a handshake."""
-        return self.key is None and self.tls is None
+        return self.key is None and self.context is None
 
     def require(self, listen_field: str, listen: str, *, on_loopback: bool) -> None:
         """Refuse an unprotected address that other hosts can reach (rule 3).
@@ -101,8 +110,7 @@ def worker_identity(field: str, credentials: Credentials) -> StreamIdentity:
     """
     if not credentials.certificate and credentials.authority:
         raise ConfigurationRefused(f"{field}.authority: needs TLS: set certificate and key")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if credentials.key else None
-    return _identity(field, credentials, context)
+    return _identity(field, credentials, _listening_context if credentials.key else None)
 
 
 def router_identity(field: str, credentials: Credentials) -> StreamIdentity:
@@ -113,27 +121,33 @@ def router_identity(field: str, credentials: Credentials) -> StreamIdentity:
     """
     if credentials.certificate and not credentials.authority:
         raise ConfigurationRefused(f"{field}.authority: is needed to verify a listener's certificate")
-    return _identity(field, credentials, ssl.create_default_context() if credentials.authority else None)
+    return _identity(field, credentials, _calling_context if credentials.authority else None)
 
 
-def _identity(field: str, credentials: Credentials, context: ssl.SSLContext | None) -> StreamIdentity:
+def _listening_context() -> ssl.SSLContext:
+    return diagnosed(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH))
+
+
+def _calling_context() -> ssl.SSLContext:
+    return diagnosed(ssl.create_default_context())
+
+
+def _identity(field: str, credentials: Credentials, prepare: Callable[[], ssl.SSLContext] | None) -> StreamIdentity:
+    """Return an identity; `prepare` makes a context without certificates, and is None for a peer without TLS."""
     try:
-        secret = access.load(credentials).secret
+        loaded = access.load(credentials, field=field)
     except BadCredentials as error:
-        raise ConfigurationRefused(f"{field}{str(error).removeprefix('credentials')}") from error
-    if context is not None:
-        diagnosed(context)
+        raise ConfigurationRefused(str(error)) from error
+    secret, context = loaded.secret, None
+    if prepare is not None and loaded.certificates is not None:
         try:
-            if credentials.certificate:
-                context.load_cert_chain(credentials.certificate, credentials.key)
-            if credentials.authority:
-                context.load_verify_locations(credentials.authority)
-                context.verify_mode = ssl.CERT_REQUIRED
+            context = RenewedContext(loaded.certificates, prepare)
         except OSError as error:
             raise ConfigurationRefused(f"{field}: a file cannot be used: {error}") from error
     return StreamIdentity(
         field=field,
-        tls=context,
+        context=context,
+        certificates=loaded.certificates,
         key=AuthenticationKey(secret, Purpose.STREAMS) if secret else None,
         certified=bool(credentials.certificate and credentials.authority),
         insecure=credentials.insecure,
@@ -201,7 +215,7 @@ class _DiagnosedHandshake(ssl.SSLObject):
 
     def do_handshake(self) -> None:
         if self.watch is not None and self.watch.failure is not None:
-            raise ssl.SSLWantReadError  # so the handshake waits until the peer leaves or its time limit ends
+            raise ssl.SSLWantReadError  # makes the handshake wait until the peer disconnects or the time limit ends
         try:
             super().do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -210,7 +224,7 @@ class _DiagnosedHandshake(ssl.SSLObject):
             if self.watch is not None:
                 self.watch.failed(error)
             if self.watch is None or "ALERT" in (error.reason or ""):
-                raise  # no alert has to be sent, because the peer knows the cause already
+                raise  # no alert is needed, because the peer knows the cause already
             raise ssl.SSLWantReadError from error  # makes the event loop send the alert
 
 

@@ -1,4 +1,4 @@
-"""Control port of a planner: `fleet.v1.Planner`, health and reflection."""
+"""Control port of a planner: serves the gRPC services `fleet.v1.Planner`, health and reflection."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,13 +12,23 @@ from google.protobuf.message import Message
 from fleet.core.errors import Reason, RequestRejected
 from fleet.net.control.access import ControlAccess
 from fleet.net.control.address import control_folder, private_folder
-from fleet.net.grpc.calls import Context, answer_call, parse_message, send_message, serialize, unary_handler
+from fleet.net.grpc.calls import (
+    Context,
+    answer_call,
+    parse_message,
+    send_message,
+    serialize,
+    unary_context_handler,
+    unary_handler,
+)
 from fleet.net.grpc.port import open_port
+from fleet.net.grpc.versions import agree_with_caller
 from fleet.planner.messages import PlanId
 from fleet.planner.records import PlannerStatus, PlanRecord
 from fleet.v1 import planner_pb2 as pb
 from kvstore.net.addresses import unix_path
 from kvstore.net.socket_guard import SocketGuard
+from kvstore.protocol.range_messages import range_message
 
 PLANNER = "fleet.v1.Planner"
 MOST_WATCHERS = 16
@@ -26,7 +36,7 @@ SHOW_SECONDS = 1.0
 
 
 class ShownPlanner(Protocol):
-    """The methods of `fleet.planner.loop.PlannerLoop` that the control port calls."""
+    """Port to a planner: lists the methods of `fleet.planner.loop.PlannerLoop` that the control port calls."""
 
     def status(self) -> PlannerStatus: ...
 
@@ -34,19 +44,20 @@ class ShownPlanner(Protocol):
 
 
 class ShownPlanners(Protocol):
-    """Finds a planner of this process by its deployment."""
+    """Port that finds a planner of this process by the name of its deployment."""
 
     def planner(self, deployment: str) -> ShownPlanner:
-        """Return the planner of a deployment; an empty name means the only one.
+        """Return the planner of a deployment. If the name is empty, return the only planner of this process.
 
         Raises:
-            RequestRejected: There is no such planner, or a name is needed because there are several.
+            RequestRejected: No planner plans a deployment of this name, or the name is empty and there are several
+                planners.
         """
         ...
 
 
 class OnlyPlanner:
-    """The planner of a process that has one. Implements `ShownPlanners`."""
+    """Returns the only planner of a process. Implements `ShownPlanners`."""
 
     def __init__(self, planner: ShownPlanner) -> None:
         self._planner = planner
@@ -64,7 +75,7 @@ def default_address() -> str:
 
 
 class PlannerService:
-    """Answers calls about the planners of a process."""
+    """Answers gRPC calls that show, watch and explain the plans of this process."""
 
     def __init__(self, planners: ShownPlanners) -> None:
         self._planners = planners
@@ -73,14 +84,16 @@ class PlannerService:
     def handler(self) -> grpc.GenericRpcHandler:
         stream: Any = grpc.unary_stream_rpc_method_handler  # the type stubs do not accept coroutines here
         methods = {
-            "ShowPlan": unary_handler(self._show),
+            "ShowPlan": unary_context_handler(self._show),
             "WatchPlan": stream(self._watch, response_serializer=serialize),
             "ExplainPlan": unary_handler(self._explain),
         }
         return grpc.method_handlers_generic_handler(PLANNER, methods)
 
-    async def _show(self, content: bytes) -> Message:
-        return self._document(parse_message(pb.ShowPlanRequest, content).deployment)
+    async def _show(self, content: bytes, context: Context) -> Message:
+        asked = parse_message(pb.ShowPlanRequest, content)
+        await agree_with_caller(asked, "this planner", context)
+        return self._document(asked.deployment)
 
     async def _explain(self, content: bytes) -> Message:
         asked = parse_message(pb.ExplainPlanRequest, content)
@@ -93,13 +106,14 @@ class PlannerService:
 
     async def _watch(self, content: bytes, context: Context) -> None:
         async def follow() -> Never:
-            deployment = parse_message(pb.ShowPlanRequest, content).deployment
+            asked = parse_message(pb.ShowPlanRequest, content)
+            await agree_with_caller(asked, "this planner", context)
             if self._watchers >= MOST_WATCHERS:
                 raise RequestRejected(Reason.QUEUE_FULL, f"{MOST_WATCHERS} callers watch this planner already")
             self._watchers += 1
             try:
                 while True:
-                    await send_message(context, self._document(deployment))
+                    await send_message(context, self._document(asked.deployment))
                     await asyncio.sleep(SHOW_SECONDS)
             finally:
                 self._watchers -= 1
@@ -107,12 +121,13 @@ class PlannerService:
         await answer_call(follow(), context)
 
     def _document(self, deployment: str) -> pb.PlannerDocument:
-        return pb.PlannerDocument(json=msgspec.json.encode(self._planners.planner(deployment).status()))
+        status = msgspec.json.encode(self._planners.planner(deployment).status())
+        return pb.PlannerDocument(json=status, protocols=range_message())
 
 
 @asynccontextmanager
 async def open_planner_port(listen: str, access: ControlAccess, planners: ShownPlanners) -> AsyncIterator[str]:
-    """Serve until the context ends. Yield the address.
+    """Serve the control port until the context ends; yield the address at which it listens.
 
     Raises:
         ConfigurationRefused: The address is malformed, in use, or open to other users.

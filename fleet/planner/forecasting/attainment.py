@@ -1,13 +1,15 @@
-"""Attainment: measures which share of recent requests kept the goals, and detects when too many were late. Pure.
+"""Attainment: measures the share of recent requests that kept the goals, and detects when too many were late. Pure.
 
 Rules:
 
-1. The goals allow a share of all requests to be late, which is the budget. Chance makes some minutes worse than others, so one late
-   minute is no reason to act.
-2. A goal is missed if the last `FAST_SECONDS` have more late requests than the budget, by more than chance explains, and so have
-   the last `SLOW_SECONDS`. It is also missed if the last `FAST_SECONDS` alone have `FAST_BURN` times the budget. These are the two
-   windows of alerts on burn rates (Beyer et al., The Site Reliability Workbook, 2018, chapter 5).
-3. Requests that wait in routers and are late already count, too: their ages are taken to be evenly spread up to that of the oldest.
+1. The goals allow a certain share of all requests to be late; the number that this share allows is the budget. By
+   chance, some minutes have more late requests than others, so a single bad minute is no reason to add replicas.
+2. A goal is missed if both the last `FAST_SECONDS` and the last `SLOW_SECONDS` have more late requests than the budget,
+   and if chance does not explain the excess in the last `FAST_SECONDS`. A goal is also missed if the last
+   `FAST_SECONDS` alone have `FAST_BURN` times the budget. These are the two windows of alerts on burn rates (Beyer et
+   al., The Site Reliability Workbook, 2018, chapter 5).
+3. Requests that still wait in routers, longer than the TTFT goal, count as late too. Their number is estimated: the
+   ages of waiting requests are assumed to be evenly spread between 0 and the age of the oldest one.
 """
 
 from collections import deque
@@ -24,36 +26,43 @@ FAST_SECONDS = 60.0
 SLOW_SECONDS = 1800.0
 FAST_BURN = 8.0
 CHANCE = 3.0
-"""Deviations of up to this many standard errors are explained by chance."""
+"""Number of standard errors by which the late requests must exceed the budget. A smaller excess may be chance."""
+
+UNSPENT = 0.5
+"""If at most this share of the allowed late requests were late, the budget counts as unspent."""
 
 FEWEST_LATE = 2.0
 """With fewer late requests than this, no goal counts as missed."""
 
 
 class _Latencies(Struct, frozen=True):
-    """Numbers of measured and of late requests in one window."""
+    """Counts the measured and the late requests of one window; each field is a pair, for TTFT and for TPOT."""
 
     ended: int
     counts: tuple[float, float]
     late: tuple[float, float]
+    refused: int  # arrivals that routers refused because of too much load
 
 
 class Attainment:
-    """Counts recent requests that kept the TTFT and TPOT goals, and those that did not."""
+    """Counts how many recent requests kept and missed the TTFT and TPOT goals."""
 
     def __init__(self, goals: PlanGoals) -> None:
         self._goals = goals
         self._windows: deque[_Latencies] = deque()
-        self._waiting = 0.0  # estimated number of waiting requests that are late already
+        self._waiting = 0.0  # estimated number of waiting requests that are late already (rule 3)
 
     def absorb(self, demand: DemandWindow) -> None:
-        """Add the requests of the next window, and drop windows older than `SLOW_SECONDS`. The window must be valid."""
+        """Add the requests of the next window, and drop windows older than `SLOW_SECONDS`.
+
+        The caller must have checked that the window is valid.
+        """
         goal = self._goals.ttft_seconds
         oldest = demand.oldest_seconds
         self._waiting = demand.queued * (oldest - goal) / oldest if oldest > goal else 0.0
         ttft, tpot = float(sum(demand.ttft)), float(sum(demand.tpot))
         late = (ttft - within(demand.ttft, goal), tpot - within(demand.tpot, self._goals.tpot_seconds))
-        self._windows.append(_Latencies(demand.ended, (ttft, tpot), late))
+        self._windows.append(_Latencies(demand.ended, (ttft, tpot), late, demand.refused))
         while self._windows[0].ended < demand.ended - SLOW_SECONDS * SECOND:
             self._windows.popleft()
 
@@ -67,7 +76,7 @@ class Attainment:
 
     @property
     def overspent(self) -> bool:
-        """Return whether the last `FAST_SECONDS` and the last `SLOW_SECONDS` both had more late requests than the goals allow."""
+        """Return whether more requests than allowed were late, in both the last `FAST_SECONDS` and `SLOW_SECONDS`."""
         return any(
             all(
                 (burn := self._burn(field, seconds, waiting)) is not None and burn[0] > burn[1]
@@ -75,6 +84,27 @@ class Attainment:
             )
             for field, waiting in ((0, self._waiting), (1, 0.0))
         )
+
+    @property
+    def unspent(self) -> bool:
+        """Return whether hardly any request was late: at most `UNSPENT` of the budget, for both times and both goals.
+
+        Return False if so few requests were measured that the budget is below one request. A request that was refused
+        because of too much load counts as late, because routers refuse requests whose first token would come too late.
+        """
+        refused_lately, refused = self._refused(FAST_SECONDS), self._refused(SLOW_SECONDS)
+        for field, waiting in ((0, self._waiting), (1, 0.0)):
+            fast, slow = (self._burn(field, seconds, waiting) for seconds in (FAST_SECONDS, SLOW_SECONDS))
+            if fast is None or slow is None or slow[1] < 1.0:
+                return False
+            if fast[0] + refused_lately > UNSPENT * fast[1] or slow[0] + refused > UNSPENT * slow[1]:
+                return False
+        return True
+
+    def _refused(self, seconds: float) -> int:
+        """Return the number of requests in the last `seconds` that were refused because of too much load."""
+        since = self._windows[-1].ended - seconds * SECOND if self._windows else 0.0
+        return sum(each.refused for each in self._windows if each.ended > since)
 
     def _misses(self, field: int, waiting: float) -> bool:
         fast = self._burn(field, FAST_SECONDS, waiting)
@@ -86,7 +116,7 @@ class Attainment:
         return slow is not None and slow[0] > slow[1]
 
     def _burn(self, field: int, seconds: float, waiting: float) -> tuple[float, float] | None:
-        """Return the late requests of the last seconds and the number that the goals allow; None without requests."""
+        """Return how many requests in the last `seconds` were late, and how many may be late; None without requests."""
         since = self._windows[-1].ended - seconds * SECOND if self._windows else 0.0
         recent = [each for each in self._windows if each.ended > since]
         count = sum(each.counts[field] for each in recent) + waiting

@@ -1,11 +1,12 @@
-"""Metrics demand source: reads the demand from the pages /metrics of routers (`fleet_demand_…`), in the Prometheus text format.
+"""Metrics demand source: reads the demand from the metrics `fleet_demand_…` on the pages /metrics of routers.
 
-The counters are those of `WatchDemand`, so both sources give the same windows. There is no sample of requests and no load of workers
-that another process cannot see on the page.
+The page has the same counters as the gRPC call `WatchDemand`, so both sources give the same demand windows. But the
+page contains no sample of requests, and only those values of the workers' load for which there are metrics.
 """
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Never
 
 import aiohttp
@@ -22,13 +23,13 @@ from fleet.planner.sources.wire import BadDemandReport
 log = logging.getLogger(__name__)
 
 CALL_SECONDS = 5.0
-"""Limit for a whole page, however slowly it comes."""
+"""Time limit in seconds to read a whole page."""
 
 MOST_BYTES = 64 << 20
 
 
 class MetricsDemandSource:
-    """Implements `fleet.planner.sources.ports.DemandSource`."""
+    """Reads the demand from the metrics pages of routers. Implements `fleet.planner.sources.ports.DemandSource`."""
 
     def __init__(self, settings: MetricsDemandSettings, aggregator: DemandAggregator, clock: Clock) -> None:
         self._settings = settings
@@ -51,7 +52,7 @@ class MetricsDemandSource:
         told = ""
         while True:
             try:
-                page = await _page(url)
+                page = await _page(url, _key_header(self._settings.key_file))
                 now = self._clock.now()
                 for report in parse_page(page, now):
                     self._aggregator.hear(url, report, now)
@@ -66,10 +67,10 @@ class MetricsDemandSource:
 
 
 def parse_page(page: str, now: Nanos) -> tuple[DemandReport, ...]:
-    """Return the demand on a page of metrics, for each router process whose metrics are on it.
+    """Return a demand report for each router process whose metrics are on a page.
 
     Raises:
-        BadDemandReport: The page is not that of a router that counts its demand, or not in the Prometheus text format.
+        BadDemandReport: The page is not in the Prometheus text format, or contains no demand of a router.
     """
     try:
         samples = [
@@ -82,12 +83,23 @@ def parse_page(page: str, now: Nanos) -> tuple[DemandReport, ...]:
     return tuple(demand_reports(samples, now).values())
 
 
-async def _page(url: str) -> str:
+def _key_header(key_file: str) -> dict[str, str]:
+    """Return the HTTP header with the access key that is in a file; empty if no file is named.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    if not key_file:
+        return {}
+    return {"authorization": f"Bearer {Path(key_file).read_text(encoding='utf-8').strip()}"}
+
+
+async def _page(url: str, headers: dict[str, str]) -> str:
     content = bytearray()
     async with (
         asyncio.timeout(CALL_SECONDS),
         aiohttp.ClientSession(raise_for_status=True) as session,
-        session.get(url) as answer,
+        session.get(url, headers=headers) as answer,
     ):
         async for part in answer.content.iter_any():
             content += part

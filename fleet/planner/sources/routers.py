@@ -1,10 +1,12 @@
-"""Router demand source: watches the demand on the control ports of routers.
+"""Router demand source: watches the demand that routers report on their control ports.
 
 Rules:
 
-1. Each connection is a source of its own, with a channel of its own. Its failure is reported, and it is opened again after a pause.
-2. Several connections to one address are for several processes behind it. Two of them that reach the same process are noticed, and one of
-   them is opened again: a relay passes connections on in turn.
+1. Each connection counts as one demand source, and has its own gRPC channel. If a connection fails, the failure is
+   reported, and the connection is opened again after a pause.
+2. If several router processes listen at one address, each of them needs its own connection. If two connections reach
+   the same process, one of them is opened again, because the relay at the address passes each new connection to the
+   next router process.
 """
 
 import asyncio
@@ -22,6 +24,8 @@ from fleet.planner.settings import RouterDemandSettings
 from fleet.planner.sources.wire import BadDemandReport, decode_report
 from fleet.v1 import control_pb2 as pb
 from fleet.v1 import control_pb2_grpc
+from kvstore.protocol.range_messages import agree_with_server, range_message
+from kvstore.protocol.versions import NoCommonProtocol
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +33,17 @@ AGAIN_SECONDS = 1.0
 
 
 def source_names(settings: RouterDemandSettings) -> list[str]:
-    """Return the names of all sources: the addresses, numbered if each has several connections."""
+    """Return the names of the demand sources, one for each connection to a router.
+
+    A name is the router's address, followed by `#` and a number if `connections` is greater than 1.
+    """
     if settings.connections == 1:
         return list(settings.addresses)
     return [f"{address}#{number}" for address in settings.addresses for number in range(settings.connections)]
 
 
 class RouterDemandSource:
-    """Implements `fleet.planner.sources.ports.DemandSource`."""
+    """Reads the demand from the control ports of routers. Implements `fleet.planner.sources.ports.DemandSource`."""
 
     def __init__(
         self, settings: RouterDemandSettings, access: ControlAccess, aggregator: DemandAggregator, clock: Clock
@@ -60,7 +67,7 @@ class RouterDemandSource:
         raise AssertionError("the tasks never end")
 
     async def follow(self, name: str, address: str) -> Never:
-        """Take the reports of one router until cancelled; a connection that fails is opened again."""
+        """Add the reports of one router to the demand until cancelled; open the connection again if it fails."""
         told = ""
         while True:
             try:
@@ -74,15 +81,21 @@ class RouterDemandSource:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _watch(self, name: str, address: str) -> str:
-        """Take reports until the connection fails; return why it did."""
+        """Add the reports of one connection to the demand until the connection fails; return why it failed."""
         try:
             async with self._access.aio_channel(address, separate=True) as channel:
-                reports = control_pb2_grpc.ClusterStub(channel).WatchDemand(pb.WatchDemandRequest())
+                reports = control_pb2_grpc.ClusterStub(channel).WatchDemand(
+                    pb.WatchDemandRequest(protocols=range_message())
+                )
+                first = True
                 while True:
                     async with asyncio.timeout(self._settings.stale_seconds):
                         message: Any = await reports.read()
                     if message is grpc.aio.EOF:
                         return "the router ended the watch"
+                    if first:
+                        agree_with_server(message, f"router {message.router_id[:100]} at {address}")
+                        first = False
                     report = decode_report(message, self._clock.now())
                     if report.incarnation in (reached for each, reached in self._reached.items() if each != name):
                         return "another connection has reached the same process"
@@ -93,5 +106,5 @@ class RouterDemandSource:
             return cause or f"{error.code().name}: {error.details()}"
         except TimeoutError:
             return f"no report for {self._settings.stale_seconds:g} s"
-        except BadDemandReport as error:
+        except (BadDemandReport, NoCommonProtocol) as error:
             return str(error)

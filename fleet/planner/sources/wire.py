@@ -1,4 +1,4 @@
-"""Conversion of demand reports between values and protobuf messages."""
+"""Wire format of demand reports: converts them to protobuf messages and back."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -11,10 +11,11 @@ from fleet.core.roles import Role
 from fleet.v1 import control_pb2 as pb
 
 BUCKETS = len(EDGES) + 1
+_ROLES = frozenset(map(str, Role))
 
 
 class BadDemandReport(Exception):
-    """A demand report that cannot be used. The message names the field."""
+    """A demand report cannot be used, because a field is wrong. The message names the field."""
 
 
 def encode_report(report: DemandReport) -> pb.DemandReport:
@@ -75,10 +76,13 @@ def encode_report(report: DemandReport) -> pb.DemandReport:
 
 
 def decode_report(message: pb.DemandReport, now: Nanos) -> DemandReport:
-    """Decode a report; its instants become those of the reader's clock, which says `now`.
+    """Decode a demand report.
+
+    The message contains ages, which are converted to instants of this process's clock; `now` is the present instant.
+    Workers with unknown roles are left out.
 
     Raises:
-        BadDemandReport: A field is missing, not finite, or of another length than this version knows.
+        BadDemandReport: A field is missing, negative or not finite, or a histogram has an unknown number of buckets.
     """
     if not message.router_id or not message.incarnation:
         raise BadDemandReport("router_id and incarnation: must not be empty")
@@ -88,7 +92,7 @@ def decode_report(message: pb.DemandReport, now: Nanos) -> DemandReport:
         at=now,
         uptime=Nanos(round(SECOND * _number(message.uptime_seconds, "uptime_seconds"))),
         models=tuple(_model(each) for each in message.models),
-        workers=tuple(_worker(each) for each in message.workers),
+        workers=tuple(_worker(each) for each in message.workers if each.role in _ROLES),
         recent=tuple(
             SampledRequest(
                 model=ModelName(each.model),
@@ -130,14 +134,10 @@ def _model(message: pb.ModelDemand) -> ModelDemand:
 
 def _worker(message: pb.WorkerDemand) -> WorkerLoad:
     where = f"workers.{message.worker_id}"
-    try:
-        role = Role(message.role)
-    except ValueError:
-        raise BadDemandReport(f"{where}.role: {message.role!r} is not a role") from None
     return WorkerLoad(
         worker_id=WorkerId(message.worker_id),
         model=ModelName(message.model),
-        role=role,
+        role=Role(message.role),
         running=message.running,
         waiting=message.waiting,
         kv_used=_number(message.kv_used, f"{where}.kv_used"),

@@ -9,47 +9,59 @@ Rules of eligibility:
    the client demands a pair, a prefill worker that pairs with the candidate has room as well. If an answer has begun, a candidate has
    the fingerprint of the worker that began it: other weights would continue it with another model's tokens. It also rebuilds the
    state of all sampling fields whose effect depends on the tokens of the answer so far.
-2. Most requests demand nothing special while every worker has room; then no worker has to be checked by itself.
-3. The reason for a worker is the first that applies; demands of the client come before the state of the worker.
+2. Most requests demand nothing special, and mostly all workers have room. Then no single worker has to be checked.
+3. If several reasons exclude a worker, the first one counts: demands of the client come before the state of the worker.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fleet.core.ids import WorkerId
 from fleet.core.roles import KvPath, Placement, Role
 from fleet.core.work import LoraAdapter, WorkerDescription
 from fleet.router.native.costs import all_have_room
-from fleet.router.policy import LIMIT, REQUESTS, Candidates, Flags, Floats, PlacementRequest, Rows
+from fleet.router.policy import (
+    ACTIVE_BLOCKS,
+    KV_BLOCKS,
+    LIMIT,
+    MAX_RUNNING,
+    NEW_BLOCKS,
+    REQUESTS,
+    Candidates,
+    Flags,
+    Floats,
+    PlacementRequest,
+    Rows,
+)
 from fleet.router.settings.router import RouterSettings
 
 _PAIR = Placement.DISAGGREGATED  # a module variable is ten times as fast as the enum attribute
 
 
 class PrefillPartners(Struct, frozen=True):
-    """The prefill workers of one decode worker."""
+    """The prefill workers that can compute prompts for one decode worker. Rows are positions in `PoolTopology`."""
 
-    pool: Rows  # prefill workers of its pool, compatible or not
-    rows: Rows  # the prefill workers of `pool` that are compatible
-    paths: Mapping[int, KvPath]  # KV path to the decode worker, by the row of the prefill worker
+    pool: Rows  # rows of all prefill workers for this decode worker, compatible with it or not
+    rows: Rows  # rows of the compatible prefill workers
+    paths: Mapping[int, KvPath]  # for each row in `rows`, the KV path to the decode worker
 
 
 class WorkerSizes(Struct, frozen=True):
-    """The different limits of a group of workers, in tokens and in ascending order."""
+    """The different sizes of a group of workers, in tokens and in ascending order."""
 
-    lengths: tuple[int, ...] = ()  # longest context
-    capacities: tuple[int, ...] = ()  # tokens in the KV cache
+    lengths: tuple[int, ...] = ()  # all longest contexts that occur
+    capacities: tuple[int, ...] = ()  # all capacities of KV caches that occur
 
     def reach(self, prompt_tokens: int, whole_tokens: int) -> tuple[int, int, int]:
         """Return a value that is equal for requests that fit on the same workers.
 
         Args:
             prompt_tokens: Tokens of the prompt.
-            whole_tokens: Tokens of the prompt and of the longest answer.
+            whole_tokens: Tokens of the prompt and of the longest possible answer together.
         """
         lengths, capacities = self.lengths, self.capacities
         if lengths and whole_tokens <= lengths[0] and prompt_tokens < capacities[0]:
@@ -62,7 +74,7 @@ class WorkerSizes(Struct, frozen=True):
 
 
 class PoolTopology:
-    """Workers in the order of joining; a *row* is the position of a worker in that order."""
+    """Holds what is fixed about the workers of a model, in the order of joining. A *row* is the position of a worker in that order."""
 
     def __init__(self, descriptions: Sequence[WorkerDescription], settings: RouterSettings):
         self._settings = settings
@@ -88,41 +100,41 @@ class PoolTopology:
         return len(self.descriptions)
 
     def all_fit(self, prompt_tokens: int, answer_tokens: int) -> bool:
-        """Return whether `fit` is true for all workers."""
+        """Return whether a request fits on all workers (see `fit`)."""
         return prompt_tokens + answer_tokens <= self.shortest and prompt_tokens < self.smallest
 
     def fit(self, prompt_tokens: int, answer_tokens: int) -> Flags:
-        """Return where prompt and answer fit into the model's context, and the prompt and one token into the KV cache."""
+        """Return a flag for each worker: its context holds prompt and answer, and its KV cache the prompt and one token."""
         fit: Flags = (prompt_tokens + answer_tokens <= self.lengths) & (prompt_tokens < self.capacities)
         return fit
 
     def with_adapter(self, adapter: LoraAdapter) -> Flags:
-        """Return which workers have exactly this adapter, with this revision, or can load it."""
+        """Return a flag for each worker: it has exactly this revision of the LoRA adapter, or can load it."""
         if (flags := self._with_adapter.get(adapter)) is None:
             able = [adapter in each.adapters for each in self.descriptions]
             flags = self._with_adapter[adapter] = np.array(able, dtype=np.bool_)
         return flags
 
     def obeying(self, needs: tuple[str, ...]) -> Flags:
-        """Return which workers support all these sampling fields."""
+        """Return a flag for each worker: it supports all these sampling fields."""
         if (flags := self._obeying.get(needs)) is None:
             able = [set(needs) <= set(each.sampling_fields) for each in self.descriptions]
             flags = self._obeying[needs] = np.array(able, dtype=np.bool_)
         return flags
 
     def continuing(self, fields: tuple[str, ...]) -> Flags:
-        """Return which workers rebuild the state of all these sampling fields when they continue an answer."""
+        """Return a flag for each worker: when it continues an answer, it can rebuild the state of all these sampling fields."""
         able = [set(fields) <= set(each.continued_fields) for each in self.descriptions]
         flags: Flags = np.array(able, dtype=np.bool_)
         return flags
 
     def with_fingerprint(self, fingerprint: str) -> Flags:
-        """Return which workers have this fingerprint, so that they compute the same tokens."""
+        """Return a flag for each worker: it has this fingerprint, so it computes the same tokens."""
         flags: Flags = np.array([each.fingerprint == fingerprint for each in self.descriptions], dtype=np.bool_)
         return flags
 
     def among(self, worker_ids: Sequence[WorkerId]) -> Flags:
-        """Return which workers are in a list."""
+        """Return a flag for each worker: it is in the list `worker_ids`."""
         meant = frozenset(worker_ids)
         flags: Flags = np.array([each in meant for each in self.worker_ids], dtype=np.bool_)
         return flags
@@ -150,7 +162,7 @@ class PoolTopology:
 def common_path(
     prefill: WorkerDescription, decode: WorkerDescription, wanted: KvPath | None, settings: RouterSettings
 ) -> KvPath | None:
-    """Return the KV path from one worker to another; None if there is none, or not the requested one."""
+    """Return the KV path from a prefill to a decode worker; None if they have no common path, or not the path `wanted`."""
     if (prefill.fingerprint, prefill.generation) != (decode.fingerprint, decode.generation):
         return None
     open_paths = [path for path in KvPath if path in prefill.kv_paths and path in decode.kv_paths]
@@ -175,17 +187,17 @@ def _prefills_for(prefill: Role, decode: Role, placement: Placement) -> bool:
 
 
 def max_requests(description: WorkerDescription, settings: RouterSettings) -> int:
-    """Return how many requests may be reserved on a worker."""
+    """Return how many requests may be reserved on a worker at the same time."""
     return max(1, int(description.max_running * settings.oversubscribe))
 
 
 class ServingWorkers(Struct, frozen=True):
-    """The workers that take requests, until the next one drains or resumes."""
+    """Flags of the workers that take requests. They are computed again when a worker drains or resumes."""
 
     draining: Flags
     able: Flags  # workers that do not drain
-    answering: Flags  # the able workers that decode
-    rows: Rows  # the indices of these workers in the table
+    answering: Flags  # the workers in `able` that decode
+    rows: Rows  # rows of the workers in `answering`
 
     @classmethod
     def of(cls, topology: PoolTopology, draining: Flags) -> "ServingWorkers":
@@ -194,13 +206,14 @@ class ServingWorkers(Struct, frozen=True):
 
 
 class CandidateTable(Struct, frozen=True, eq=False, gc=False):
-    """All workers of a model for one request. Nothing in it changes, so that the decision can be explained later."""
+    """All workers of a model as they are for one request. The table never changes, so that the decision can be explained later."""
 
     topology: PoolTopology
-    columns: Floats  # the quantities of `fleet.router.policy`
+    columns: Floats  # one row for each quantity of `fleet.router.policy`, one column for each worker
     serving: ServingWorkers
-    failed: Flags | None = None  # workers that failed this request in this incarnation; None: none
-    warm: bool = True  # True if a worker may hold a part of the prompt
+    # Flags of the workers that have failed this request in their present incarnation; None: none has.
+    failed: Flags | None = None
+    warm: bool = True  # False if it is certain that no worker has any part of the prompt
     lora_groups: Sequence[
         Flags
     ] = ()  # groups of workers for the request's LoRA adapter, the best first (`fleet.router.state.lora`)
@@ -214,43 +227,60 @@ class CandidateTable(Struct, frozen=True, eq=False, gc=False):
 
     @property
     def able(self) -> Flags:
-        """The workers that take requests: neither draining nor failed."""
+        """Flags of the workers that take this request: they are not draining, and have not failed it."""
         return self.serving.able if self.failed is None else self.serving.able & ~self.failed
 
     @property
     def answering(self) -> Flags:
-        """The able workers that decode."""
+        """Flags of the workers in `able` that also decode."""
         return self.serving.answering if self.failed is None else self.serving.answering & ~self.failed
 
+    def full_workers(self) -> list[WorkerId]:
+        """Return the workers that would be full with this request, so that it could wait in their engines (`FirstTokenRate`)."""
+        columns = self.columns
+        blocks = columns[ACTIVE_BLOCKS] + columns[NEW_BLOCKS]
+        lacks_blocks = (blocks > columns[KV_BLOCKS]) & (columns[KV_BLOCKS] > 0)
+        full = (columns[REQUESTS] >= columns[MAX_RUNNING]) | lacks_blocks
+        return [self.topology.worker_ids[row] for row in full.nonzero()[0].tolist()]
+
+    def without(self, worker_ids: Iterable[WorkerId]) -> "CandidateTable":
+        """Return the table as if these workers had failed the request. Workers of other models may be among them."""
+        rows = self.topology.rows
+        failed = np.zeros(len(self), dtype=np.bool_) if self.failed is None else self.failed.copy()
+        failed[[rows[each] for each in worker_ids if each in rows]] = True
+        return structs.replace(self, failed=failed)
+
     def candidates(self, rows: Rows) -> Candidates:
-        """Return some of the workers, in the order of `rows`, each once."""
+        """Return the candidates at these rows, in this order. Each row occurs once."""
         topology = self.topology
         everybody = Candidates(topology.worker_ids, self.columns, None, self.warm, topology.even)
         return everybody if len(rows) == len(topology.worker_ids) else everybody.only(rows)
 
 
 class IneligibleReason(StrEnum):
-    """Reason for which a worker was no candidate."""
+    """The reason why a worker was not a candidate."""
 
-    NOT_PINNED = "not_pinned"  # the client named another worker
-    NOT_AMONG = "not_among"  # the worker is not in the list of allowed workers
+    NOT_PINNED = "not_pinned"  # the client has pinned another worker
+    NOT_AMONG = "not_among"  # the worker is not in the client's list of allowed workers
     LABEL_MISSING = "label_missing"
-    NO_ADAPTER = "no_adapter"  # it has no LoRA adapter of this name, or another revision
+    NO_ADAPTER = "no_adapter"  # the worker has no LoRA adapter of this name, or another revision of it
     OTHER_WEIGHTS = "other_weights"  # a worker with another fingerprint began the answer
-    LOSES_STATE = "loses_state"  # it cannot rebuild the state of a sampling field from the tokens of the begun answer
+    # The worker cannot rebuild the state of a sampling field from the tokens of the begun answer.
+    LOSES_STATE = "loses_state"
     KEEPS_NO_FORM = "keeps_no_form"
     LACKS_FIELD = "lacks_field"
-    ADAPTER_ELSEWHERE = "adapter_elsewhere"  # another worker has the LoRA adapter loaded, or has a free slot
+    # Another worker is preferred, because it has the LoRA adapter loaded or has a free slot.
+    ADAPTER_ELSEWHERE = "adapter_elsewhere"
     OTHER_SESSION = "other_session"  # the session is bound to another worker
     DRAINING = "draining"
-    FAILED_BEFORE = "failed_before"  # it failed this request before
-    TOO_SMALL = "too_small"  # the prompt does not fit
+    FAILED_BEFORE = "failed_before"  # the worker has failed this request before
+    TOO_SMALL = "too_small"  # the request does not fit into the worker's context or KV cache
     AT_LIMIT = "at_limit"
-    NO_PAIR = "no_pair"  # a pair was demanded, and no prefill worker pairs with it
+    NO_PAIR = "no_pair"  # the client demanded a pair, and no prefill worker pairs with this worker
 
 
 def eligible(request: PlacementRequest, table: CandidateTable) -> Rows:
-    """Return the workers that could serve a request now."""
+    """Return the rows of the workers that could answer a request now."""
     fits = table.topology.all_fit(request.prompt_tokens, request.answer_tokens)
     if fits and table.failed is None and all_have_room(table.columns) and _has_no_demands(request):
         return table.serving.rows  # the most frequent case
@@ -258,7 +288,7 @@ def eligible(request: PlacementRequest, table: CandidateTable) -> Rows:
 
 
 def _has_no_demands(request: PlacementRequest) -> bool:
-    """Return whether the request demands nothing that a worker of its model may lack."""
+    """Return True if the request demands nothing that some worker of its model may lack."""
     return (
         request.pin is None
         and not request.labels
@@ -274,7 +304,7 @@ def _has_no_demands(request: PlacementRequest) -> bool:
 
 
 def _able_workers(request: PlacementRequest, table: CandidateTable) -> Flags:
-    """Return the candidates before LoRA adapters are considered."""
+    """Return a flag for each worker that could answer the request now. The choice by LoRA adapter comes later."""
     topology, columns = table.topology, table.columns
     able = capable(request, topology, table.answering & (columns[REQUESTS] < columns[LIMIT]), request.answer_tokens)
     if request.pin is not None or request.labels or request.must_keep:
@@ -288,7 +318,7 @@ def _able_workers(request: PlacementRequest, table: CandidateTable) -> Flags:
 
 
 def capable(request: PlacementRequest, topology: PoolTopology, flags: Flags, answer_tokens: int) -> Flags:
-    """Return which of some workers could serve the request if they were idle."""
+    """Return `flags` without the workers that could not serve the request even if they were idle."""
     if not topology.all_fit(request.prompt_tokens, answer_tokens):
         flags = flags & topology.fit(request.prompt_tokens, answer_tokens)
     if request.adapter is not None:
@@ -307,7 +337,7 @@ def capable(request: PlacementRequest, topology: PoolTopology, flags: Flags, ans
 
 
 def prefer_lora_workers(table: CandidateTable, rows: Rows) -> Rows:
-    """Return the rows where the request's LoRA adapter is served best; all rows if it has none."""
+    """Return those of the rows on which the request's LoRA adapter is served best; all rows if the request has no adapter."""
     for group in table.lora_groups:
         if len(there := rows[group[rows]]):
             return there
@@ -315,7 +345,7 @@ def prefer_lora_workers(table: CandidateTable, rows: Rows) -> Rows:
 
 
 def prefill_partners(request: PlacementRequest, table: CandidateTable, decode_row: int) -> Rows:
-    """Return the prefill workers that pair with a decode worker and could take the prompt if they had room."""
+    """Return the rows of the prefill workers that pair with a decode worker and could compute the prompt if they had room."""
     rows = table.topology.partners(decode_row, request.placement, request.kv_path).rows
     if len(rows) == 0:
         return rows
@@ -355,7 +385,7 @@ def _unmet_demand(request: PlacementRequest, topology: PoolTopology, row: int) -
 def ineligible_reasons(
     request: PlacementRequest, table: CandidateTable, candidates: set[WorkerId]
 ) -> dict[WorkerId, IneligibleReason]:
-    """Return why each other worker was no candidate."""
+    """Return, for each worker that decodes and is not in `candidates`, why it is not a candidate."""
     topology, columns = table.topology, table.columns
     fits = topology.fit(request.prompt_tokens, request.answer_tokens)
     causes = {}
@@ -377,5 +407,6 @@ def ineligible_reasons(
             causes[worker_id] = IneligibleReason.ADAPTER_ELSEWHERE
         else:
             assert columns[REQUESTS, row] >= columns[LIMIT, row] or request.placement is Placement.DISAGGREGATED
-            causes[worker_id] = IneligibleReason.AT_LIMIT  # the prefill worker of its pair may be at the limit
+            # In a pair, the worker at its limit may be the prefill worker.
+            causes[worker_id] = IneligibleReason.AT_LIMIT
     return causes

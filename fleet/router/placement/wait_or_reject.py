@@ -1,11 +1,13 @@
-"""Requests without a candidate: they wait, or they are rejected with a cause.
+"""Requests without a candidate: decides whether a request waits or is rejected, and names the cause.
 
 Rules:
 
-1. If some worker is only at its limit, the request waits: time will help, whatever excludes the other workers.
-   The admission queue can still reject it, if the queue is full or the predicted wait too long (`fleet.router.queueing.admission`).
-2. Otherwise the request is rejected. The cause is the one most specific to the request: what the client demanded (a worker,
-   structured output, a session, a pair, a length) comes before the state of the workers.
+1. If some worker is excluded only because it is at its limit, the request waits, whatever excludes the other workers. The admission queue
+   can still reject it, if the queue is full or the predicted wait too long (`fleet.router.queueing.admission`). The order of the waiting
+   requests is decided in `fleet.router.queueing.admission_queue`. A prompt that has its worker already may wait in the worker's prefill
+   queue (`fleet.router.attempts`, rule 2).
+2. Otherwise the request is rejected. If there are several causes, a demand of the client (a worker, structured output, a session, a pair, a
+   length) is named before the state of the workers.
 """
 
 from enum import StrEnum
@@ -14,13 +16,14 @@ from msgspec import Struct
 
 from fleet.core.errors import Reason
 from fleet.core.ids import WorkerId
+from fleet.core.requests import IMAGES
 from fleet.core.roles import Placement, Role
 from fleet.router.placement.candidate_table import CandidateTable, IneligibleReason, ineligible_reasons
 from fleet.router.policy import PlacementRequest
 
 
 class RejectionCause(StrEnum):
-    """Cause for which no worker can serve a request. The values are public and stable like `Reason`, but more detailed."""
+    """The cause why no worker can serve a request. The values are public and stable like `Reason`, but more detailed."""
 
     NO_WORKER = "no_worker"
     ALL_DRAINING = "all_draining"
@@ -46,10 +49,10 @@ _SESSION_GONE = {IneligibleReason.OTHER_SESSION, IneligibleReason.DRAINING, Inel
 
 
 class WaitForRoom(Struct, frozen=True):
-    """All workers that could serve the request are at their limits."""
+    """Result: the request waits, because all workers that could serve it are at their limits."""
 
     busy: frozenset[WorkerId] = frozenset()
-    """The workers at their limits: only they can help. Empty if a pair was demanded, because either half of it may be at its limit."""
+    """The workers for which the request waits. Empty if a pair was demanded, because the worker at its limit may be either one of the pair."""
 
 
 class Rejection(Struct, frozen=True, kw_only=True):
@@ -60,7 +63,7 @@ class Rejection(Struct, frozen=True, kw_only=True):
 
 
 def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> WaitForRoom | Rejection:
-    """Return why there is no candidate; a cause that time can remove comes first."""
+    """Return why there is no candidate: `WaitForRoom` if waiting can help, or else the rejection of the request."""
     topology = table.topology
     others = ineligible_reasons(request, table, set())
     causes = set(others.values())
@@ -83,7 +86,8 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
             cause=RejectionCause.NONE_AMONG,
             message="none of the allowed workers serves this model now; retry when one does",
         )
-    causes.discard(IneligibleReason.NOT_AMONG)  # excluded workers do not explain why the others are no candidates
+    # Workers that the client has excluded do not explain why the others are no candidates.
+    causes.discard(IneligibleReason.NOT_AMONG)
     if IneligibleReason.KEEPS_NO_FORM in causes and causes <= {
         IneligibleReason.KEEPS_NO_FORM,
         IneligibleReason.NOT_PINNED,
@@ -102,6 +106,13 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
             (need for need in request.needs if all(need not in each.sampling_fields for each in topology.descriptions)),
             request.needs[0],
         )
+        if field == IMAGES:
+            return Rejection(
+                reason=Reason.INVALID_ARGUMENT,
+                cause=RejectionCause.NO_FIELD,
+                message="chat.messages: no worker of this model, or not the pinned one, takes images",
+                field="chat.messages",
+            )
         return Rejection(
             reason=Reason.INVALID_ARGUMENT,
             cause=RejectionCause.NO_FIELD,
@@ -187,7 +198,7 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
 
 
 def reject_without_pair(request: PlacementRequest) -> Rejection:
-    """Reject a request because no pair exists, or none with the requested KV path."""
+    """Return the rejection of a request for which there is no pair, or no pair with the requested KV path."""
     if request.kv_path is None:
         return Rejection(
             reason=Reason.KV_MISMATCH,

@@ -2,14 +2,17 @@
 
 Rules:
 
-1. A request that would wait longer than the settings or its deadline allow is rejected at once; that is better than a rejection after
-   a wait. The predicted wait follows from the rate at which other requests have left the queue (`admission_queue`, rule 5).
+1. A request whose first token would come later than the settings or its deadline allow is rejected at once, because an early rejection is
+   better than one after a wait. The predicted wait is computed from the rate at which requests have left the queue (`admission_queue`, rule
+   5), and from the rate of first tokens of full workers (`fleet.router.state.worker_table`, rule 8). The limit of the settings also has to
+   leave a margin for errors of the prediction (`prediction_errors`).
 2. If more requests wait than allowed, the last request of the tenant with the largest backlog is rejected. A request that was admitted
    before and lost its worker stays.
 3. A request that is rejected for want of room gets a retry hint: about the time in which all queued requests will have left.
-4. The queue hears of everything that may end a wait: released room, workers that come and go, changed limits, and sessions that have
-   moved. The queue moves after the whole event was processed, until no request can be placed.
-5. A request that waited only for a worker that has gone is rejected then. So after a worker has gone all requests are tried.
+4. The queue is notified of everything that may end a wait: released room, workers that come and go, changed limits, and
+   sessions that have moved. After the whole event was processed, queued requests are placed until no more can be
+   placed.
+5. A request that can be served only by a worker that has gone is rejected. So when a worker has gone, all queued requests are tried.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,6 +21,7 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.router.messages import Arrived, ReservationTotals
 from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest, QueueSearch, queue_position
+from fleet.router.queueing.prediction_errors import PredictionErrors
 from fleet.router.queueing.wait_groups import BusyWorkers
 from fleet.router.sessions import SessionKey
 from fleet.router.settings.router import RouterSettings
@@ -25,28 +29,34 @@ from fleet.router.state.live_requests import LiveRequest
 from fleet.router.state.worker_registry import WorkerRegistry
 from fleet.router.state.worker_table import RegisteredWorker
 
-MAX_RETRY_AFTER_MS = 60_000  # longest retry hint in milliseconds; today's load says little about later
-MAX_FAILED_TRIES = 32  # most failed tries after an event; each try is a placement, which takes 35 us with 64 workers
+# Maximum retry hint in milliseconds; the load of today does not predict the load much later.
+MAX_RETRY_AFTER_MS = 60_000
+# Maximum margin for errors of a predicted wait, as a share of the limit. However wrong the predictions are, a request that would
+# wait less than half the limit is admitted.
+MAX_MARGIN = 0.5
+# Maximum number of tries that may fail after an event; each try is a placement, which takes 35 us with 64 workers.
+MAX_FAILED_TRIES = 32
 
 TryPlace = Callable[[RequestId], BusyWorkers | None]
-"""A function that places or rejects a queued request, or returns the workers that it still waits for."""
+"""A function that tries to place a queued request. It returns None if the request was placed or rejected, or else the workers it waits for."""
 
 
 class QueueAdmission:
-    """The admission queue of one router, and the rules for entering and leaving it."""
+    """Decides which requests may enter the admission queue of one router, and when they are tried again."""
 
     def __init__(self, settings: RouterSettings, registry: WorkerRegistry):
         self.settings = settings
         self.queue = AdmissionQueue({name: tenant.weight for name, tenant in settings.tenants.items()})
         self._registry = registry
+        self._errors: dict[ModelName, PredictionErrors] = {}
 
     def enqueue(self, live: LiveRequest, now: Nanos, busy: BusyWorkers) -> None:
-        """Add a request to the queue. Its position depends on its arrival, so a request that returns goes before all newer ones.
+        """Add a request to the queue. Its position depends on its arrival, so a request that returns after a failure goes before newer ones.
 
         Args:
             live: The request.
-            now: The instant.
-            busy: The workers that it waits for, if they are known.
+            now: The present instant.
+            busy: The workers that it waits for; empty if they are not known.
         """
         arrived, prompt_tokens = live.arrived, live.prompt_tokens
         waiting = QueuedRequest(
@@ -74,24 +84,41 @@ class QueueAdmission:
         )
 
     def seconds_to_wait(self, live: LiveRequest, now: Nanos) -> float | None:
-        """Return about how long a request would wait in the queue; None if too little was measured."""
-        return self.queue.seconds_to_wait(live.arrived.model, live.arrived.tenant, now, self._rank(live))
+        """Estimate how many seconds a request would wait for its first token if it entered the queue; None if too little was measured."""
+        model = live.arrived.model
+        queued = self.queue.seconds_to_wait(model, live.arrived.tenant, now, self._rank(live))
+        return None if queued is None else queued + self._registry.seconds_to_first_token(model, now)
+
+    def first_token(self, live: LiveRequest, now: Nanos) -> None:
+        """Learn from the first token of a request whose wait was predicted (`PredictionErrors`)."""
+        if (errors := self._errors.get(live.arrived.model)) is None:
+            errors = self._errors[live.arrived.model] = PredictionErrors()
+        assert live.placed is not None
+        worker = self._registry.get(live.placed.prefill or live.placed.decode)
+        own = 0.0 if worker is None else live.placed.prefill_tokens * worker.reservations.token_seconds
+        errors.note((now - live.expected_at) / SECOND - own, now)
 
     def too_long(self, live: LiveRequest, seconds: float | None, now: Nanos) -> str | None:
-        """Return why a request with this predicted wait is rejected at once (rule 1); None: it may wait."""
-        arrived = live.arrived
+        """Return the reason why a request with this predicted wait is rejected at once (rule 1); None if it may wait."""
         if seconds is None:
             return None
+        arrived, most = live.arrived, self.settings.max_queue_seconds
         if arrived.most_wait is not None and seconds * SECOND > arrived.most_wait:
-            return f"the request would wait about {seconds:.0f} s for a worker, longer than overflow.after_seconds of its model"
-        if seconds > self.settings.max_queue_seconds:
-            return f"the request would wait about {seconds:.0f} s for a worker, longer than max_queue_seconds of this router"
+            return f"the first token would come after about {seconds:.0f} s, later than overflow.after_seconds of its model"
+        if seconds + min(self._margin(arrived.model, now), MAX_MARGIN * most) > most:
+            return (
+                f"the first token would come after about {seconds:.0f} s, too late for max_queue_seconds of this router"
+            )
         if arrived.deadline is not None and now + seconds * SECOND > arrived.deadline:
-            return f"the request would wait about {seconds:.0f} s for a worker, past its deadline"
+            return f"the first token would come after about {seconds:.0f} s, past the deadline of the request"
+        live.expected_at = Nanos(now + round(seconds * SECOND))
         return None
 
+    def _margin(self, model: ModelName, now: Nanos) -> float:
+        return 0.0 if (errors := self._errors.get(model)) is None else errors.margin(now)
+
     def too_many(self) -> RequestId | None:
-        """Return the request to reject because too many wait (rule 2); None: no more wait than allowed, or all must stay."""
+        """Return the request to reject if too many requests wait (rule 2); None if not too many wait, or if none may be rejected."""
         return self.queue.request_to_drop() if len(self.queue) > self.settings.max_queued else None
 
     def retry_after_ms(self, arrived: Arrived, now: Nanos) -> int:
@@ -104,7 +131,7 @@ class QueueAdmission:
         return round(min(max(self.settings.retry_after_ms, seconds * 1000), MAX_RETRY_AFTER_MS))
 
     def worker_joined(self, model: ModelName) -> None:
-        """Record that a worker of this model takes requests from now on, or that it can form other pairs than before."""
+        """Record that a worker of this model takes requests from now on, or that it can form pairs with other workers than before."""
         self.queue.set_sizes(model, self._registry.sizes(model))
         self.queue.all_changed(model)
         self.queue.may_move.setdefault(model, False)
@@ -123,7 +150,7 @@ class QueueAdmission:
         self.queue.may_move.update(dict.fromkeys(self.queue.models(), False))
 
     def tune(self, settings: RouterSettings) -> None:
-        """Apply changed settings; workers may have room now."""
+        """Apply changed settings. Queued requests may be placed now, because limits have changed."""
         self.settings = settings
         self._registry.tune(settings)
         models = self.queue.models()
@@ -150,13 +177,13 @@ class QueueAdmission:
                 pass
 
     def check(self) -> None:
-        """Assert that the queue is consistent and has moved."""
+        """Assert that the queue is consistent, and that no change is left for `move`."""
         assert not self.queue.may_move
         self.queue.check()
 
 
 def _move_next(search: QueueSearch, place: TryPlace) -> bool:
-    """Place or reject the next request that need not wait longer; return True if there was one."""
+    """Try queued requests until one is placed or rejected. Return True if there was one."""
     for request_id in search.candidates():
         if (busy := place(request_id)) is None:
             return True

@@ -2,25 +2,26 @@
 
 Rules:
 
-1. Each model has a queue of its own, so busy workers of one model delay nobody who wants another. A request that demands particular
-   workers does not delay others either: all requests of its *wait group* are skipped until something changes for them
-   (`fleet.router.queueing.wait_groups`). If more wait groups are waiting than can be tried at once, those further back take turns
-   (`QueueSearch`).
-2. Between tenants, the least served tenant is next, measured in computed prompt tokens over the tenant's weight (start-time fair
-   queueing, Goyal, Vin and Cheng, SIGCOMM 1996). A tenant that begins to wait starts at the clock of the tenant served last, so
-   idleness earns nothing. When the queue is empty, all debts are forgotten.
-3. Within a tenant, the queue position decides, which is an instant. A preference for a request is expressed as an earlier arrival, so
-   nobody is overtaken for ever.
+1. Each model has a queue of its own, so busy workers of one model do not delay requests for another model. A request that demands
+   particular workers does not delay others either: all requests of its *wait group* are skipped until something changes for them
+   (`fleet.router.queueing.wait_groups`). If there are more wait groups than can be tried after a change, the groups that are not at the
+   front take turns (`QueueSearch`).
+2. Among the tenants, the least served one is next. Its service is measured in computed prompt tokens, divided by the tenant's weight
+   (start-time fair queueing, Goyal, Vin and Cheng, SIGCOMM 1996). This measure is the tenant's *clock*. A tenant that begins to wait starts
+   at least at the clock of the tenant that was served last, so it gains nothing by having been idle. When the queue is empty, all clocks
+   start again.
+3. Among the requests of a tenant, the lowest queue position is next. The position is an instant: the arrival, moved to an earlier instant
+   for preferred requests. So no request is overtaken for ever.
 4. When the queue is full, the last request of the tenant with the most waiting tokens over its weight is dropped. That may be the new
    request. A request that had been placed before stays, because its client has begun to read the answer.
-5. The predicted wait is the backlog before a request, by rules 2 and 3, over the rate at which requests have been leaving. Both count
-   prompt tokens, cached or not. Without enough evidence there is no prediction.
+5. The predicted wait is the backlog before a request (by rules 2 and 3), divided by the rate at which requests have left the queue. Both
+   count prompt tokens, cached or not. There is no prediction until enough requests have left.
 """
 
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from math import exp, inf
+from math import inf
 
 from msgspec import Struct
 
@@ -29,24 +30,24 @@ from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.router.placement.candidate_table import WorkerSizes
 from fleet.router.queueing.wait_groups import UNKNOWN_WORKERS, BusyWorkers, HasRoom, WaitGroup, WaitGroups
 from fleet.router.sessions import SessionKey
+from fleet.router.state.departure_rate import DepartureRate
 
-RATE_MEMORY_SECONDS = 10.0  # memory of the departure rate: longer than a burst, short enough to notice a change of load
-EVIDENCE = 8  # number of departures that are needed before the rate is used
-MAX_SECONDS = 1e9  # longest predicted wait, about thirty years; infinity cannot be used in sums
-# Most untried wait groups that are tried after a change, besides the limited number of failed tries; they take about 35 ms.
+MAX_SECONDS = 1e9  # maximum predicted wait, about thirty years; infinity cannot be used in sums
+# The maximum number of untried wait groups that are tried after a change, in addition to the tries that may fail; they
+# take about 35 ms.
 MAX_FIRST_TRIES = 1024
-# Number of clocks of tenants without waiting requests, above which the clocks that no longer matter are removed.
+# If more tenants without waiting requests have a clock, the clocks that are behind the queue's clock are removed.
 MAX_IDLE_CLOCKS = 64
 
 QueuePosition = tuple[int, int, RequestId]
-"""Rank, order of arrival and request id."""
+"""Rank, number in the order of arrival, and request id. The lowest position goes first."""
 
 
 class OrderedRequests:
-    """Request ids by rank, the lowest first; equal ranks are in the order of `seq`.
+    """Keeps request ids in the order of their ranks, the lowest first. Requests with equal ranks are in the order of `seq`.
 
-    It is a sorted list, because a request may leave from any place and must leave nothing behind. Moving a thousand pointers
-    takes less than a microsecond.
+    The ids are in a sorted list, because a request may be removed from any position. A removal from a thousand entries takes less than a
+    microsecond.
     """
 
     def __init__(self) -> None:
@@ -56,18 +57,18 @@ class OrderedRequests:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[RequestId]:
-        """Iterate from the lowest rank; valid until an entry is added or removed."""
+        """Iterate from the lowest rank. The iterator becomes invalid when an entry is added or removed."""
         return (request_id for _, _, request_id in self._entries)
 
     def __reversed__(self) -> Iterator[RequestId]:
-        """Iterate from the highest rank; valid until an entry is added or removed."""
+        """Iterate from the highest rank. The iterator becomes invalid when an entry is added or removed."""
         return (request_id for _, _, request_id in reversed(self._entries))
 
     def add(self, rank: int, seq: int, request_id: RequestId) -> None:
         insort(self._entries, (rank, seq, request_id))
 
     def discard(self, rank: int, seq: int, request_id: RequestId) -> bool:
-        """Remove the entry with exactly these values; return False if there is none."""
+        """Remove the entry with exactly these values. Return False if there is no such entry."""
         entry = (rank, seq, request_id)
         place = bisect_left(self._entries, entry)
         if place == len(self._entries) or self._entries[place] != entry:
@@ -90,7 +91,7 @@ class OrderedRequests:
         return self._entries[0][0] if self._entries else None
 
     def before(self, rank: int) -> int:
-        """Return how many entries would go before a new one of this rank."""
+        """Return how many entries are before a new entry with this rank."""
         return bisect_left(self._entries, (rank + 1,))
 
     def copy(self) -> "OrderedRequests":
@@ -107,85 +108,51 @@ GroupHead = tuple[int, int, RequestId, WaitGroup]
 
 
 class QueuedRequest(Struct, frozen=True, kw_only=True):
-    """One request in the queue."""
+    """One request in the admission queue."""
 
     request_id: RequestId
     model: ModelName
     tenant: str = ""
-    rank: int  # queue position in nanoseconds; the lowest goes first
-    seq: int  # order of arrival, for equal positions
+    rank: int  # queue position as an instant in nanoseconds; the lowest goes first
+    seq: int  # number in the order of arrival, for requests with equal positions
     tokens: int  # tokens of the prompt
-    whole_tokens: int = 0  # tokens of the prompt and of the longest answer
+    whole_tokens: int = 0  # tokens of the prompt and of the longest possible answer
     wait_key: Hashable = (
-        None  # equal for requests that the same workers may serve, apart from length and session; None: all workers
+        # A value that is equal for requests that the same workers may serve, apart from length and session. None: all workers may.
+        None
     )
-    session: SessionKey | None = None  # a session that is bound to its worker
-    stays: bool = False  # True if it must not be dropped when the queue is full (rule 4)
+    session: SessionKey | None = None  # the session, if only the worker to which it is bound may serve the request
+    stays: bool = False  # True if the request must not be dropped when the queue is full (rule 4)
 
 
 def queue_position(arrived: Nanos, priority: int, tokens: int, *, priority_seconds: float, size_seconds: float) -> int:
-    """Return the queue position of a request within its tenant, as an instant.
+    """Return the queue position of a request among those of its tenant, as an instant.
 
     Args:
-        arrived: The instant of its arrival.
+        arrived: The instant of the request's arrival.
         priority: A higher priority goes first.
         tokens: Tokens of the prompt.
-        priority_seconds: The wait that a step of priority is worth. Zero: only the arrival counts; very large: strict priorities.
-        size_seconds: The delay for each thousand tokens. Zero: the size does not count; large: the shortest prompt goes
-            first, which has the lowest mean wait (W. E. Smith, Naval Research Logistics 1956).
+        priority_seconds: By how much each step of priority moves the position forward. Zero: priorities do not count; very large: strict
+            priorities.
+        size_seconds: By how much each thousand tokens move the position back. Zero: the size does not count; large: the shortest prompt
+            goes first, which gives the lowest mean wait (W. E. Smith, Naval Research Logistics 1956).
     """
     step, thousand = min(priority_seconds, MAX_SECONDS), min(size_seconds, MAX_SECONDS)
     return arrived - round(priority * step * SECOND) + round(tokens * thousand * SECOND / 1000)
 
 
-class DepartureRate:
-    """Measures the prompt tokens per second that leave for workers while requests wait; recent departures count more."""
-
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._seconds = 0.0
-        self._departures = 0
-        self._since: Nanos | None = None  # instant up to which `_seconds` counts the time; None: no request waits
-
-    def busy(self, now: Nanos) -> None:
-        """Record that a request waits from now on."""
-        if self._since is None:
-            self._since = now
-
-    def idle(self) -> None:
-        self._since = None
-
-    def departed(self, tokens: int, now: Nanos) -> None:
-        if self._since is None:
-            return
-        departed, seconds = self._faded(now)
-        self._tokens, self._seconds = departed + tokens, seconds
-        self._departures += 1
-        self._since = now
-
-    def tokens_per_second(self, now: Nanos) -> float | None:
-        """Return the rate, or None if too little was measured."""
-        tokens, seconds = self._faded(now)
-        return None if self._departures < EVIDENCE or seconds <= 0 else tokens / seconds
-
-    def _faded(self, now: Nanos) -> tuple[float, float]:
-        """Return tokens and seconds as they count now; a wait without departures counts too."""
-        if self._since is None:
-            return self._tokens, self._seconds
-        seconds = max(0, now - self._since) / SECOND
-        keep = exp(-seconds / RATE_MEMORY_SECONDS)
-        return self._tokens * keep, self._seconds * keep + seconds
-
-
 class _TenantQueue:
-    """The requests of one tenant for one model; it exists only while the tenant has waiting requests."""
+    """Keeps the requests of one tenant for one model. The object exists only while the tenant has waiting requests."""
 
     def __init__(self, seq: int) -> None:
-        self.seq = seq  # arrival of the tenant's first waiting request; among equal clocks the lowest goes first
+        # Arrival number of the tenant's first request; of tenants with equal clocks, the lowest goes first.
+        self.seq = seq
         self.tokens = 0
         self.requests = OrderedRequests()
-        self.queues: dict[WaitGroup, OrderedRequests] = {}  # with a single wait group its queue is `requests` itself
-        self._heads: list[GroupHead] = []  # the first request of each group, sorted; empty while there is one group
+        # The requests of each wait group; if there is one group, its value is `requests` itself.
+        self.queues: dict[WaitGroup, OrderedRequests] = {}
+        # The first request of each group, in order; empty while there is only one group.
+        self._heads: list[GroupHead] = []
 
     def add(self, waiting: QueuedRequest, group: WaitGroup) -> None:
         if (queue := self.queues.get(group)) is None:
@@ -209,7 +176,7 @@ class _TenantQueue:
         self.tokens -= waiting.tokens
 
     def heads(self) -> Sequence[GroupHead]:
-        """Return the head of each wait group, in order."""
+        """Return the first request of each wait group, with the group, in the order of queue positions."""
         return self._heads or [(*self.requests.place, group) for group in self.queues]
 
     def _another_queue(self) -> OrderedRequests:
@@ -222,7 +189,7 @@ class _TenantQueue:
         return OrderedRequests()
 
     def _note_head(self, group: WaitGroup, queue: OrderedRequests, was: QueuePosition | None) -> None:
-        """Update the head of a wait group, which was at `was` before the change (None: the group was empty)."""
+        """Update the first request of a wait group. Before the change it had the position `was`; None: the group was empty."""
         if queue and queue.place == was:
             return
         if was is not None:
@@ -230,20 +197,21 @@ class _TenantQueue:
         if queue:
             insort(self._heads, (*queue.place, group))
 
-    def check(self, wish_of: Mapping[RequestId, WaitGroup]) -> None:
+    def check(self, group_of: Mapping[RequestId, WaitGroup]) -> None:
         assert self.heads() == sorted((*queue.place, group) for group, queue in self.queues.items())
         assert sorted(self.requests) == sorted(each for queue in self.queues.values() for each in queue)
-        assert all(wish_of[each] is group for group, queue in self.queues.items() for each in queue)
+        assert all(group_of[each] is group for group, queue in self.queues.items() for each in queue)
 
 
 class FairQueue:
-    """The queue of one model: orders tenants and their requests by rules 2 to 5."""
+    """Orders the queued requests of one model by tenants, and within a tenant by queue positions (rules 2 to 5)."""
 
     def __init__(self, weights: Mapping[str, float], sizes: WorkerSizes) -> None:
         self._weights = weights
         self._tenants: dict[str, _TenantQueue] = {}
-        self._order: list[tuple[float, int, str]] = []  # tenants with waiting requests: clock, seq, name
-        self.clocks: dict[str, float] = {}  # a missing clock is not ahead of `_clock`
+        # Clock, arrival number and name of each tenant with waiting requests.
+        self._order: list[tuple[float, int, str]] = []
+        self.clocks: dict[str, float] = {}  # clock of each tenant; a tenant without an entry is not ahead of `_clock`
         self._clock = 0.0  # clock of the tenant that was served last
         self._tokens = 0
         self._rate = DepartureRate()
@@ -255,7 +223,7 @@ class FairQueue:
         return len(self._group_of_request)
 
     def add(self, waiting: QueuedRequest, now: Nanos) -> WaitGroup:
-        """Add a request to its tenant and its wait group; return the group."""
+        """Add a request to its tenant and its wait group. Return the group."""
         name = waiting.tenant
         tenant = self._tenants.get(name)
         if tenant is None:
@@ -270,7 +238,7 @@ class FairQueue:
         return group
 
     def _group_of(self, waiting: QueuedRequest) -> WaitGroup:
-        """Return the wait group of a request, with one more member."""
+        """Return the wait group of a request, after the request was added to it."""
         reach = self._sizes.reach(waiting.tokens, waiting.whole_tokens)
         return self.groups.join((waiting.wait_key, waiting.session, reach), waiting.session)
 
@@ -279,7 +247,7 @@ class FairQueue:
         return self._tenants[self._order[0][2]].requests.first if self._order else None
 
     def remove(self, waiting: QueuedRequest) -> None:
-        """Remove a request for whatever reason."""
+        """Remove a request, whether it was served or not."""
         name = waiting.tenant
         tenant = self._tenants[name]
         group = self._group_of_request.pop(waiting.request_id)
@@ -297,11 +265,11 @@ class FairQueue:
                 self._rate.idle()
 
     def set_sizes(self, sizes: WorkerSizes, waiting: Mapping[RequestId, QueuedRequest]) -> None:
-        """Distinguish prompt lengths by new worker sizes.
+        """Form the wait groups anew, because the sizes of workers have changed and with them the prompts that fit.
 
         Args:
             sizes: The sizes of the workers.
-            waiting: The queued requests by id; others may be among them.
+            waiting: The queued requests by id. Requests for other models may be among them.
         """
         if sizes == self._sizes:
             return
@@ -314,18 +282,18 @@ class FairQueue:
             self._tenants[each.tenant].add(each, group)
 
     def heads(self) -> Iterator[tuple[RequestId, WaitGroup]]:
-        """Yield the first request of each tenant and each wait group that is not blocked, in order; valid until the queue changes."""
+        """Yield the first request of each wait group that is not blocked, in order. The iterator becomes invalid when the queue changes."""
         for _, _, name in self._order:
             for _, _, request_id, group in self._tenants[name].heads():
                 if not group.blocked_on.closed:
                     yield request_id, group
 
     def departed(self, tokens: int, now: Nanos) -> None:
-        """Record that a prompt has left for a worker, whether it had waited or not."""
+        """Record that a prompt was given to a worker, whether it had waited or not."""
         self._rate.departed(tokens, now)
 
     def charge(self, name: str, tokens: int) -> None:
-        """Charge a tenant for a prompt whose tokens a worker has to compute."""
+        """Add the tokens that a worker has to compute for a tenant to the tenant's clock."""
         clock = max(self._clock, self.clocks.get(name, -inf))
         self._clock = clock
         after = clock + tokens / self.weight(name)
@@ -342,19 +310,20 @@ class FairQueue:
         return self._weights.get(name, 1.0)
 
     def by_backlog(self) -> list[tuple[float, str]]:
-        """Return the waiting tenants with their tokens over their weight."""
+        """Return the name of each waiting tenant with its waiting tokens, divided by its weight."""
         return [(tenant.tokens / self.weight(name), name) for name, tenant in self._tenants.items()]
 
     def from_last(self, name: str) -> Iterator[RequestId]:
-        """Return a tenant's requests, the last one first."""
+        """Return an iterator over a tenant's requests, the last one first."""
         return reversed(self._tenants[name].requests)
 
     def seconds_to_wait(self, name: str, now: Nanos, place: int | None = None) -> float | None:
-        """Return about how long a new request of this tenant would wait, at a queue position or behind all others.
+        """Estimate how long a new request of this tenant would wait, in seconds, at the queue position `place` (None: last).
 
-        The tenant gets its share of the departure rate for its own backlog, but never waits longer than the whole backlog takes.
+        The backlog of the tenant is served with the tenant's share of the departure rate, but its wait is never longer than the whole queue
+        takes. The result is None if too little was measured.
         """
-        if (rate := self._rate.tokens_per_second(now)) is None:
+        if (rate := self._rate.per_second(now)) is None:
             return None
         own = 0.0
         if (tenant := self._tenants.get(name)) is not None:
@@ -383,12 +352,12 @@ class FairQueue:
 
 
 class QueueSearch:
-    """Searches the queue of one model, after a change, for requests that need not wait any longer, in the order of the queue.
+    """Searches the queue of one model, after a change, for requests that need not wait any longer. It goes in the order of the queue.
 
-    Each try takes time, so at most `most` tries may fail after a change. Half of these tries are for the groups at the front. The other
-    half is for groups that had no turn since all groups had one, so that no group is skipped for ever. In addition, up to
-    `MAX_FIRST_TRIES` untried groups (`fleet.router.queueing.wait_groups`, rule 3) are tried, because the worker that has room now may be
-    one that only they can use.
+    Each try takes time, so at most `most` tries may fail after a change. Half of these tries are for the wait groups at the front. The
+    other half is for the groups that were not tried yet in this *turn*, so that no group is skipped for ever. A new turn begins when all
+    groups were tried. In addition, up to `MAX_FIRST_TRIES` untried groups (`fleet.router.queueing.wait_groups`, rule 3) are tried, because
+    the worker that has room now may be one that only these groups can use.
     """
 
     def __init__(self, queue: FairQueue, most: int | None, has_room: HasRoom) -> None:
@@ -396,8 +365,8 @@ class QueueSearch:
 
         Args:
             queue: The queue to search.
-            most: The most failed tries; None: any number.
-            has_room: Returns whether a worker has room.
+            most: The number of tries that may fail; None: any number.
+            has_room: A function that returns whether a worker has room.
         """
         self._queue = queue
         self._groups = groups = queue.groups
@@ -405,15 +374,16 @@ class QueueSearch:
         self._number = groups.searches
         self._has_room = has_room
         self._most = inf if most is None else most
-        self._tries = 0  # number of failed tries
-        self._first = MAX_FIRST_TRIES if most is not None else 0  # number of tries that are left for untried groups
-        self._open = 0  # number of rejected groups that are not blocked
+        self._tries = 0  # number of tries that have failed
+        # How many more untried groups may be tried in addition.
+        self._first = MAX_FIRST_TRIES if most is not None else 0
+        self._open = 0  # number of groups that were rejected in this search and are not blocked
         self._tried: WaitGroup | None = None
 
     def candidates(self) -> Iterator[RequestId]:
-        """Yield requests to try until one leaves the queue; then ask again.
+        """Yield requests to try. When a request has left the queue, call this method again.
 
-        If a request stays, call `mark_rejected` before asking for the next one.
+        If a request stays in the queue, call `mark_rejected` before the next step of the iteration.
         """
         groups = self._groups
         while groups.open > self._open:
@@ -439,10 +409,10 @@ class QueueSearch:
                     break
             if not groups.had_turn or self._tries >= self._most:
                 return
-            groups.next_turn()  # all groups had their turn
+            groups.next_turn()  # all groups were tried in this turn
 
     def mark_rejected(self, busy: BusyWorkers) -> None:
-        """Record that the latest candidate still waits for a change at one of these workers."""
+        """Record that the last request of `candidates` still waits for one of these workers."""
         assert self._tried is not None
         if not self._tried.rejected_in and self._first:
             self._first -= 1
@@ -453,31 +423,31 @@ class QueueSearch:
 
 
 class AdmissionQueue:
-    """All queued requests of one router. Weights may be changed in place; a tenant without a weight has weight 1."""
+    """Keeps all queued requests of one router. Weights may be changed in place; a tenant without a weight has weight 1."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
-        self.queues: dict[ModelName, FairQueue] = {}  # queue of each model that has ever had a queued request
+        self.queues: dict[ModelName, FairQueue] = {}  # the queue of each model that has ever had a queued request
         self._waiting: dict[RequestId, QueuedRequest] = {}
         self._sizes: dict[ModelName, WorkerSizes] = {}
         self.may_move: dict[ModelName, bool] = {}
-        """Models whose queues may move; True if a worker has gone."""
+        """Models whose queued requests may be placed after a change. The value is True if a worker has gone."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def first(self, model: ModelName) -> RequestId | None:
-        """Return the next request of a model; None: no request waits for it."""
+        """Return the first queued request of a model; None if no request waits for the model."""
         queue = self.queues.get(model)
         return None if queue is None else queue.first
 
     def add(self, waiting: QueuedRequest, now: Nanos, busy: BusyWorkers = UNKNOWN_WORKERS) -> None:
-        """Add a request.
+        """Add a request to the queue of its model.
 
         Args:
             waiting: The request.
-            now: The instant.
-            busy: The workers that it waits for, if it has just been tried and they are known.
+            now: The present instant.
+            busy: The workers that the request waits for; empty if it was not tried yet, or if they are not known.
         """
         assert waiting.request_id not in self._waiting, waiting.request_id
         self._waiting[waiting.request_id] = waiting
@@ -497,7 +467,7 @@ class AdmissionQueue:
             queue.groups.changed(worker_id)
 
     def room_released(self, model: ModelName, worker_id: WorkerId) -> None:
-        """Record that a request has released its place on a worker."""
+        """Record that a request has released its place on a worker, so that queued requests of the model may be placed."""
         self.changed(model, worker_id)
         self.may_move.setdefault(model, False)
 
@@ -507,7 +477,7 @@ class AdmissionQueue:
             queue.groups.changed(worker_id, gone=True)
 
     def session_moved(self, session: SessionKey) -> list[ModelName]:
-        """Record that a session's requests may go to another worker; return the models whose queues contain some."""
+        """Record that a session's requests may go to another worker. Return the models for which such requests are queued."""
         return [model for model, queue in self.queues.items() if queue.groups.session_moved(session)]
 
     def all_changed(self, *models: ModelName) -> None:
@@ -517,20 +487,20 @@ class AdmissionQueue:
                 queue.groups.all_changed()
 
     def set_sizes(self, model: ModelName, sizes: WorkerSizes) -> None:
-        """Distinguish the requests of a model by these worker sizes from now on."""
+        """Use these worker sizes from now on to decide which requests of a model the same workers can serve."""
         self._sizes[model] = sizes
         if (queue := self.queues.get(model)) is not None:
             queue.set_sizes(sizes, self._waiting)
 
     def discard(self, request_id: RequestId) -> QueuedRequest | None:
-        """Remove a request that was not served; return None if it was not queued."""
+        """Remove a request that was not served, and return it; None if it was not queued."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             self.queues[waiting.model].remove(waiting)
         return waiting
 
     def served(self, request_id: RequestId, model: ModelName, tokens: int, computed: int, now: Nanos) -> None:
-        """Record that a worker gets a prompt and computes some of its tokens; remove the request if it was queued."""
+        """Record that a prompt was given to a worker, which computes `computed` of its tokens. Remove the request if it was queued."""
         if (queue := self.queues.get(model)) is None:
             return
         queue.departed(tokens, now)
@@ -539,7 +509,7 @@ class AdmissionQueue:
             queue.remove(waiting)
 
     def request_to_drop(self) -> RequestId | None:
-        """Return the request to drop when there is one too many (rule 4); None if all have to stay."""
+        """Return the request to drop when one too many is queued (rule 4); None if none may be dropped."""
         tenants = [
             (backlog, model, name) for model, queue in self.queues.items() for backlog, name in queue.by_backlog()
         ]
@@ -550,7 +520,10 @@ class AdmissionQueue:
         return None
 
     def seconds_to_wait(self, model: ModelName, tenant: str, now: Nanos, place: int | None = None) -> float | None:
-        """Return about how long a new request would wait (rule 5), at a position or behind all others; None if too little was measured."""
+        """Estimate the seconds that a new request would wait at the queue position `place` (None: at the end).
+
+        Return None if the model never had a queued request, or if too little was measured.
+        """
         queue = self.queues.get(model)
         return None if queue is None else queue.seconds_to_wait(tenant, now, place)
 
@@ -558,9 +531,9 @@ class AdmissionQueue:
         """Begin a search for requests that need not wait any longer.
 
         Args:
-            model: A model with queued requests, of which a worker has room or has gone.
-            most: The most failed tries; None: any number.
-            has_room: Returns whether a worker has room.
+            model: A model with queued requests. One of its workers has room or has gone.
+            most: The number of tries that may fail; None: any number.
+            has_room: A function that returns whether a worker has room.
         """
         return QueueSearch(self.queues[model], most, has_room)
 

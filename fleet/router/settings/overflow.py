@@ -5,6 +5,8 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
 
+from kvstore.net.addresses import refuse_plain_key
+
 Dollars = Annotated[float, Meta(ge=0, le=1e9)]
 WaitSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 
@@ -25,6 +27,9 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     api_key_file: str = ""
     """File with the bearer token of the endpoint. It is read for each request, so that a key can be replaced; empty: no token is sent.
     The client's own token is never passed on."""
+
+    insecure: bool = False
+    """Send the token over http to another host too. For networks that nobody else is on."""
 
     dollars_per_hour: Annotated[float, Meta(gt=0, le=1e9)]
     """The most that all requests of any 60 minutes may cost, by the prices below. A request first takes the price of its prompt and of
@@ -62,10 +67,10 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Tenants whose prompts must not leave the cluster."""
 
     first_byte_seconds: WaitSeconds = 30.0
-    """Longest wait for the beginning of an answer. Models that reason take tens of seconds."""
+    """Maximum wait for the beginning of an answer. Models that reason take tens of seconds."""
 
     silence_seconds: WaitSeconds = 30.0
-    """Longest pause within an answer."""
+    """Maximum pause within an answer."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -76,6 +81,8 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         printable = all(" " < character < "\x7f" for character in self.url)
         if not usable or not printable or parts.query or parts.fragment or parts.username:
             raise ValueError(f"url: {self.url!r} must be http://host:port or https://host:port")
+        if self.api_key_file and not self.insecure:
+            refuse_plain_key("url", self.url, "api_key_file", "insecure")
         if not self.dollars_per_million_prompt_tokens and not self.dollars_per_million_answer_tokens:
             raise ValueError(
                 "dollars_per_million_answer_tokens: one of the two prices must be above 0, or dollars_per_hour would limit nothing"

@@ -10,10 +10,13 @@ from fleet.core.hub import HubSettings
 from fleet.core.ids import ModelName
 from fleet.net.settings import KIB, MIB, ClientTlsSettings, GrpcSettings, HttpSettings
 from fleet.router.settings.endpoint_picker import EndpointPickerSettings
+from fleet.router.settings.images import ImageSettings
 from fleet.router.settings.overflow import OverflowSettings
 from fleet.router.tenants import TenantSettings
-from kvstore.net.addresses import unix_path
+from kvstore.net.addresses import refuse_plain_key, unix_path
 from kvstore.security.credentials import Credentials
+from kvstore.security.metrics_access import Sha256Hex
+from kvstore.tracing.settings import TracingSettings
 
 
 class SelectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,6 +121,9 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key: str = ""
     """Bearer token for the server, instead of the client's token; empty: the client's token is passed on."""
 
+    insecure: bool = False
+    """Send `api_key` over http to another host too. For networks that nobody else is on."""
+
     kv_events: Annotated[str, Meta(pattern=ENDPOINT)] = ""
     """ZeroMQ endpoint where vLLM or SGLang publishes its KV events (``tcp://host:port``); empty: prompts that were sent to the server are
     assumed to be cached. `block_tokens` must then be the server's own block size (SGLang: ``--page-size``)."""
@@ -166,6 +172,8 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"url: {self.url!r} must be http://host:port or https://host:port")
         if any(not " " < character < "\x7f" for character in self.url + self.api_key):
             raise ValueError("url and api_key: only printable ASCII without spaces is allowed")
+        if self.api_key and not self.insecure:
+            refuse_plain_key("url", self.url, "api_key", "insecure")
         if self.kv_events_replay and not self.kv_events:
             raise ValueError("kv_events_replay: needs kv_events")
         if not self.kv_events and self.kv_blocks * self.block_tokens < COMPARED_TOKENS:
@@ -177,13 +185,43 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def compared_tokens(self) -> int:
-        """Tokens that are compared at once."""
+        """The number of tokens of the pieces in which prompts are compared for this server."""
         return self.block_tokens if self.kv_events else max(self.block_tokens, COMPARED_TOKENS)
 
     @property
     def compared_blocks(self) -> int:
         """The capacity of the server's cache in pieces of `compared_tokens`."""
         return self.kv_blocks * self.block_tokens // self.compared_tokens
+
+
+class RouterMetricsAccess(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Access to the metrics of a router, which name its models, workers and tenants."""
+
+    key_sha256: tuple[Sha256Hex, ...] = ()
+    """SHA-256 of each key that may read the metrics, in hex (``printf %s KEY | sha256sum``). Scrapers send ``Authorization: Bearer KEY``.
+    Keys of tenants do not open them."""
+
+    ask: bool | None = None
+    """True if metrics at `http_listen` need a key. None: as soon as a tenant has a key, or `key_sha256` has one."""
+
+    ask_on_health: bool | None = None
+    """True if metrics at `health_listen` need a key. None: as `ask` says, unless that port is on loopback."""
+
+
+class AccessRecordSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Access records: a file with a JSON object for each request, which is renamed when it is full."""
+
+    path: str = ""
+    """The file. Processes of one router may share it. Empty: there are no records."""
+
+    max_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 100
+    """MiB after which the file is renamed to `.1`; a record has about 700 bytes without content."""
+
+    kept_files: Annotated[int, Meta(ge=0, le=1000)] = 5
+    """Earlier files that are kept; the oldest one is removed."""
+
+    content: bool = False
+    """Write the text of prompts and answers too. Everybody who may read the file reads what clients wrote."""
 
 
 class ResumeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -218,12 +256,14 @@ class Thresholds(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     is rejected with `queue_full`."""
 
     max_queue_seconds: PositiveSeconds = 10.0
-    """A request that would wait longer is rejected at once. The predicted wait in the queue follows from the departure rate, the wait in
-    the prefill queue of the chosen worker from its prefill rate. Ten seconds is the longest common goal for a first token, so a request
-    that waits longer misses every goal. In `loadtests/studies/conversation.toml`, whose goals are 10 s and 100 ms, 16 H100 serve 2.5
-    requests a second. At 1.35, 1.75 and 2.7 times that load, 2.44, 2.66 and 3.60 requests a second meet the goals; with 5 s 2.68, 2.84
-    and 3.63, with 20 s 2.26, 2.48 and 3.18, and with no limit 0.52, 0.06 and 0.04. At half the load, 1 of 12,031 requests is rejected;
-    with 5 s 29, and with 20 s none. Raise it if clients would rather wait than try again, as batch jobs do."""
+    """A request is rejected at once if it would wait longer for its first token; its own prefill does not count. Set it to your goal for
+    first tokens. The predicted wait in the queue follows from the departure rate, the wait in the prefill queue of the chosen worker from
+    its prefill rate, and the wait in the engine of a full worker from its first tokens. A margin for the errors of earlier predictions
+    is added, of at most half the limit. Ten seconds is the longest common goal for a first token, so a request that waits longer misses
+    every goal. In `loadtests/studies/conversation.toml`, whose goals are 10 s and 100 ms, 16 H100 serve 2.5 requests a second. At 1.35,
+    1.75 and 2.7 times that load, 2.63, 2.86 and 3.60 requests a second meet the goals; with 5 s 2.71, 2.97 and 3.69, with 20 s 2.55, 2.75
+    and 3.39, and with no limit 0.52, 0.06 and 0.04. At half the load, 2 of 12,031 requests are rejected; with 5 s 86, and with 20 s none.
+    Raise it if clients would rather wait than try again, as batch jobs do."""
 
     priority_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 10.0
     """The wait that a step of priority is worth: a request goes before those of one step less that arrived up to so much
@@ -251,9 +291,15 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     grpc: GrpcSettings = GrpcSettings()
     """Limits of connections at `grpc_listen`, and as many again at `kserve_listen`."""
 
+    tracing: TracingSettings = TracingSettings()
+    """Traces of requests for a collector of OpenTelemetry. Workers and store nodes have the same section for their part."""
+
+    images: ImageSettings = ImageSettings()
+    """Images that clients name by URLs: if the router fetches them, and from where."""
+
     tls: ClientTlsSettings = ClientTlsSettings()
-    """TLS of `http_listen`, `grpc_listen` and `kserve_listen`. `health_listen` stays without TLS, for probes. The other ports have
-    credentials of their own."""
+    """TLS of `http_listen`, `grpc_listen` and `kserve_listen`, and of `health_listen` and `endpoint_picker` if it says so. The other
+    ports have credentials of their own."""
 
     share_ports: bool = False
     """True if other router processes may listen on the same ports (SO_REUSEPORT): the kernel spreads connections over them.
@@ -368,7 +414,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Retry hint of rejections after which a retry may succeed."""
 
     max_attempts: PositiveInt = 3
-    """Most placements of one request: after three failures in a row, the request is probably at fault, not the workers."""
+    """Maximum number of placements of one request: after three failures in a row, the request is probably at fault, not the workers."""
 
     running_request_blocks: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Cost of a request on a worker besides its blocks, in blocks: its share of each decode step."""
@@ -436,6 +482,12 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Write a line to the log for each request that ended or was refused: its id, model and tenant, its outcome, tokens and times,
     without the content of prompts and answers."""
 
+    metrics_access: RouterMetricsAccess = RouterMetricsAccess()
+    """Access to ``/metrics``."""
+
+    access_records: AccessRecordSettings = AccessRecordSettings()
+    """File with a JSON object for each request that ended or was refused."""
+
     record: str = ""
     """File for a recording of all events and decisions of this router, for `fleet sim replay`: without the content of
     prompts and answers, with the names of requests, tenants and sessions. Empty: nothing is recorded."""
@@ -451,7 +503,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Time from dialling a worker to receiving its description."""
 
     max_reconnect_seconds: PositiveSeconds = 2.0
-    """Longest pause between two attempts to reach a worker that is still a member; the first pause is 50 ms."""
+    """Maximum pause between two attempts to reach a worker that is still a member; the first pause is 50 ms."""
 
     catch_up_seconds: Annotated[float, Meta(ge=0, le=20)] = 5.0
     """The longest time that a starting router waits to hear of the existing workers, before it reports that it is ready and,
@@ -459,11 +511,11 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def counts_limits_without_redis(self) -> bool:
-        """True if routers that are no peers would each grant tenants their whole limit."""
+        """True if tenants have limits and routers that are not peers would each grant the whole limit, because there is no Redis."""
         return not self.tenants_redis and any(tenant.is_limited for tenant in self.tenants.values())
 
     def __post_init__(self) -> None:
-        """Refuse contradictions; the message begins with the field."""
+        """Refuse settings that contradict each other. The message of the error begins with the name of the field."""
         self._check_control()
         first: dict[str, int] = {}
         tokenizers: dict[str, tuple[str, bool]] = {}
@@ -492,7 +544,7 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
                 )
 
     def _check_control(self) -> None:
-        """Refuse a control port without credentials, also on loopback, which all users of the machine reach."""
+        """Refuse a control port without credentials. This also applies to loopback, because all users of the machine can connect to it."""
         proof = self.control_credentials
         asks = proof.secret_file or (proof.certificate and proof.authority) or proof.insecure
         if self.control_listen and not unix_path(self.control_listen) and not asks:

@@ -26,27 +26,27 @@ from fleet.router.sessions import SessionKey
 from kvstore.block import chain
 
 PromptHasher = Callable[[TokenBytes, int, bytes], tuple[int, ...]]
-"""A function from a prompt, the tokens of a block and the salt to the block keys of the prompt's full blocks."""
+"""A function that returns the block keys of a prompt's full blocks. It gets the prompt, the tokens of a block and the salt."""
 
 
 def hash_prompt(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:
-    """Return the block keys of a prompt; the default `PromptHasher`, which needs the prompt's tokens."""
+    """Return the block keys of a prompt. This is the default `PromptHasher`, which computes them from the prompt's tokens."""
     return keys_of(chain(tokens, block_tokens, salt=salt))
 
 
-class RequestStage(IntEnum):  # IntEnum hashes fast, and `advance` is called on every path
-    QUEUED = auto()  # the request is on no worker
+class RequestStage(IntEnum):  # IntEnum, because `advance` looks up stages in a dict at every event, and these hash fast
+    QUEUED = auto()  # the request is not on a worker
     PREFILLING = auto()  # a prefill worker or the aggregated worker computes the prompt
     HANDED_OVER = auto()  # the decode worker has been sent the handoff
     DECODING = auto()  # the answering worker generates tokens
 
 
 class RequestTransition(IntEnum):
-    """The events that move a request to another stage."""
+    """The events that move a request to its next stage."""
 
     DISPATCHED = auto()
     HANDED_OVER = auto()
-    FIRST_TOKEN = auto()  # from the answering worker, not from a prefill worker
+    FIRST_TOKEN = auto()  # the first token of the worker that answers, not of a prefill worker
     LOST = auto()  # the worker left, rejected the attempt or could not be reached
 
 
@@ -62,7 +62,7 @@ NEXT: dict[tuple[RequestStage, RequestTransition], RequestStage] = {
 
 
 class IllegalRequestTransition(Exception):
-    """A transition that `NEXT` does not contain: a bug of the router."""
+    """Error: `NEXT` does not contain this transition. This is a bug of the router."""
 
     def __init__(self, stage: RequestStage, turn: RequestTransition):
         super().__init__(f"{turn.name} in {stage.name}")
@@ -78,7 +78,7 @@ _AUTO, _AGGREGATED = Placement.AUTO, Placement.AGGREGATED  # module variables ar
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
-    """One try to run one phase of a request on one worker. The id is used once, so late messages cannot be mistaken."""
+    """One try to run one phase of a request on one worker. Its id is used once, so late messages of other attempts are recognised."""
 
     id: RequestId
     request_id: RequestId
@@ -87,39 +87,41 @@ class Attempt(Struct, frozen=True, kw_only=True):
 
 
 def attempt_id(request_id: RequestId, number: int) -> RequestId:
-    """Return the id of an attempt of a request, by the number of the attempt."""
+    """Return the id of the attempt with this number of a request."""
     return RequestId(f"{request_id}#{number}")
 
 
 def request_of(attempt: RequestId) -> RequestId:
-    """Return the request of an attempt."""
+    """Return the id of the request to which an attempt belongs."""
     return RequestId(attempt.rpartition("#")[0])
 
 
 class LiveRequest(Struct):
-    """The state of one request until it ends."""
+    """The state of one request in the router, from its arrival until the request ends."""
 
     arrived: Arrived
     seq: int  # number of the request in the order of arrival
     since: Nanos
     hasher: PromptHasher = hash_prompt
     handed_over_at: Nanos = Nanos(0)
-    sent_at: Nanos = Nanos(0)  # instant at which a worker was first sent an attempt; 0: not yet
-    first_token_at: Nanos = Nanos(0)  # instant of the first token; 0: no token yet
+    sent_at: Nanos = Nanos(0)  # instant at which an attempt was first sent to a worker; 0: none was sent yet
+    expected_at: Nanos = Nanos(0)  # predicted instant of the first token; 0: none was predicted
+    first_token_at: Nanos = Nanos(0)  # instant of the answer's first token; 0: there is none yet
     stage: RequestStage = RequestStage.QUEUED
     failures: int = 0
     failed_on: dict[tuple[WorkerId, Incarnation], None] = {}
     placed: Decision | None = None
     attempt: Attempt | None = None
     reserved_on: list[WorkerId] = []
-    sent: list[int] = []  # tokens that the client has, or would have if the answer were streamed
-    fingerprint: str = ""  # the fingerprint of the worker that sent the first of them
-    kv: tuple[KvPhase, ...] = ()  # KV reports of the attempts so far
-    cached_tokens: int = 0  # tokens of the prompt; 0 also while no worker has reported
+    # Tokens of the answer that were passed to the client, or are kept for it if the answer is sent in one piece.
+    sent: list[int] = []
+    fingerprint: str = ""  # fingerprint of the worker that sent the first token in `sent`
+    kv: tuple[KvPhase, ...] = ()  # KV reports of all attempts so far
+    cached_tokens: int = 0  # number of the prompt's tokens that were cached; also 0 while no worker has reported
     kv_reports: dict[RequestId, KvPhase] = {}  # the KV report of each attempt, by the attempt's id
     chains: dict[int, tuple[int, ...]] = {}  # block keys of the prompt, by block size
     id: RequestId = RequestId("")  # `id` and `own_tokens` repeat fields of `arrived`, because they are read often
-    own_tokens: int = 0  # tokens of the prompt
+    own_tokens: int = 0  # number of tokens of the client's prompt
 
     def __post_init__(self) -> None:
         self.id = self.arrived.request_id
@@ -133,7 +135,7 @@ class LiveRequest(Struct):
 
     @property
     def prompt(self) -> TokenBytes:
-        """The prompt for the next attempt: the client's prompt and the tokens that the client already has."""
+        """The prompt for the next attempt: the client's prompt, followed by the tokens of the answer so far."""
         if not self.sent:
             return self.arrived.tokens
         return self.arrived.tokens + b"".join([token.to_bytes(TOKEN_BYTES, "little") for token in self.sent])
@@ -144,11 +146,11 @@ class LiveRequest(Struct):
 
     @property
     def remaining_tokens(self) -> int:
-        """The most tokens that the answer may still get."""
+        """The maximum number of tokens that may still be generated for the answer."""
         return self.arrived.sampling.max_tokens - len(self.sent)
 
     def wait_key(self) -> Hashable:
-        """Return a value that is equal for requests that the same workers may serve; session and length are not part of it."""
+        """Return a value that is equal for requests that the same workers may serve. Session and length are not part of the value."""
         arrived = self.arrived
         if (
             arrived.pin is None
@@ -179,16 +181,16 @@ class LiveRequest(Struct):
 
     @property
     def may_continue(self) -> bool:
-        """True unless the answer has begun and its tokens are not known here, because another program passes them on."""
+        """False if the answer has begun and only another program knows which of its tokens the client has."""
         return not self.sent or not (self.arrived.only_end or self.arrived.external)
 
     @property
     def continued_fields(self) -> tuple[str, ...]:
-        """The sampling fields whose state the next worker has to rebuild from the tokens of the answer so far."""
+        """The sampling fields whose state the next worker has to rebuild, because the answer has begun."""
         return state_fields(self.arrived.sampling) if self.sent else ()
 
     def start_over(self) -> None:
-        """Forget the answer so far; the client has seen nothing of it."""
+        """Forget the answer so far. This is allowed only if the client has seen nothing of it."""
         assert self.arrived.whole, self.id
         self.sent.clear()
         self.fingerprint = ""
@@ -198,21 +200,25 @@ class LiveRequest(Struct):
         if max_tokens == sampling.max_tokens:
             return sampling
         min_tokens = max(0, min(max_tokens, sampling.min_tokens - len(self.sent)))
-        # the client got the log probabilities of the prompt with the first tokens
+        # the log probabilities of the prompt came with the first tokens, so the client has them already
         prompt_logprobs = None if self.sent else sampling.prompt_logprobs
         return structs.replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=prompt_logprobs)
 
     def keys(self, block_tokens: int) -> tuple[int, ...]:
-        """Return the block keys of the prompt as it is now; call `forget_chains` after tokens were sent."""
+        """Return the block keys of `prompt`. The caller has to call `forget_chains` when tokens of the answer are added."""
         if (keys := self.chains.get(block_tokens)) is None:
-            known = None if self.sent else self.arrived.keys.get(block_tokens)
-            keys = self.hasher(self.prompt, block_tokens, self.arrived.salt) if known is None else known
+            arrived = self.arrived
+            if arrived.images:  # keys of the tokens alone would be those of other images too
+                keys = arrived.keys.get(block_tokens, ())
+            else:
+                known = None if self.sent else arrived.keys.get(block_tokens)
+                keys = self.hasher(self.prompt, block_tokens, arrived.salt) if known is None else known
             self.chains[block_tokens] = keys
         return keys
 
     @property
     def first_key(self) -> int:
-        """Block key of the prompt's first full block; 0: there is none, or it is not known yet."""
+        """Block key of the first full block of the prompt; 0 if there is none, or if it was not computed yet."""
         for keys in self.chains.values():
             if keys:
                 return keys[0]
@@ -228,7 +234,7 @@ class LiveRequest(Struct):
 
         Args:
             now: The instant of the decision.
-            bound: The worker of this session's last request.
+            bound: The worker to which the request's session is bound.
             must_keep: True if only that worker may serve the request.
         """
         arrived, sent = self.arrived, len(self.sent)
@@ -255,27 +261,27 @@ class LiveRequest(Struct):
         )
 
     def emits_prefill_token(self, kv_path: KvPath) -> bool:
-        """Return whether the client gets the token that the prefill worker sampled.
+        """Return whether the client gets the token that the prefill worker has generated.
 
-        That token then becomes part of the decode worker's prompt, which requires sampling that does not depend on who sampled the
-        earlier tokens. On the direct path the engines agree among themselves that decoding starts from the prompt.
+        The token then becomes part of the decode worker's prompt. This is possible only if sampling does not depend on which worker
+        generated the earlier tokens. On the direct path, the engines themselves start decoding at the end of the prompt.
         """
         return kv_path is KvPath.STORE and self.arrived.sampling.stateless
 
     def ends_with_prefill_token(self, kv_path: KvPath) -> bool:
-        """Return whether an end-of-sequence token from the prefill worker ends the answer.
+        """Return whether an end-of-sequence token of the prefill worker ends the answer.
 
-        It does not end the answer if the token is dropped and the decode worker draws a new one at random: the end would then have
-        two chances.
+        It does not, if the token is dropped and the decode worker draws a new one at random: otherwise the end of the answer would be drawn
+        twice, and would be too likely.
         """
         sampling = self.arrived.sampling
         return self.emits_prefill_token(kv_path) or sampling.temperature == 0 or sampling.seed is not None
 
     def note_kv_report(self, attempt: Attempt, report: KvReport) -> None:
-        """Note an attempt's KV report; a later report of the attempt replaces the earlier one.
+        """Store the KV report of an attempt. It replaces an earlier report of the same attempt.
 
-        A prompt token counts as cached when no phase has computed it. The report of a worker that was lost after its first tokens
-        stays: what the worker computed was computed.
+        A prompt token counts as cached if it was computed in no phase. If a worker is lost after its first tokens, its report still counts,
+        because it did compute these tokens.
         """
         kv_reports = self.kv_reports
         kv_reports[attempt.id] = KvPhase(phase=attempt.phase, worker_id=attempt.worker_id, report=report)

@@ -1,32 +1,35 @@
-"""Snapshots: what a router reports about itself at one instant, for `fleet status`, metrics and tests."""
+"""Snapshots: the values that a router reports about itself, for `fleet status`, metrics and tests."""
 
 from msgspec import Struct, structs
 
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, StoreId, WorkerId
 from fleet.core.roles import Role
+from fleet.core.work import NOTHING_PULLED, PulledBlocks
 from fleet.router.kv_index.prefix_index import CacheComparison, Knowledge
 from fleet.router.placement.decision import DecisionExplanation, PlacementReason
 from fleet.router.placement.wait_or_reject import RejectionCause
 
 
 class RouterCounters(Struct, kw_only=True):
-    """Counters since the start. Every ended request is in exactly one of completed, cancelled and refused."""
+    """Counters since the start of the router. Every request that has ended is in exactly one of `completed`, `cancelled` and `refused`."""
 
     completed: int = 0
     cancelled: int = 0
     refused: dict[Reason, int] = {}
-    aggregated: int = 0  # decisions for one worker
-    disaggregated: int = 0  # decisions for a pair
+    aggregated: int = 0  # decisions that chose one worker
+    disaggregated: int = 0  # decisions that chose a pair
     placements: dict[PlacementReason, int] = {}
-    impossible: dict[RejectionCause, int] = {}  # requests that no worker could serve, in more detail than `refused`
+    # Requests that no worker could serve, by cause; they are also in `refused`.
+    impossible: dict[RejectionCause, int] = {}
     policy_fallbacks: int = 0  # decisions that the default policy made because the configured policy failed
-    retried: int = 0  # failed attempts that were tried again
-    fallbacks: int = 0  # prompts that the decode worker computed because a prefill worker had failed
-    continued: int = 0  # streams that continued on another worker after tokens had been sent
+    retried: int = 0  # attempts that failed and were followed by another attempt
+    # decisions that chose one worker, because all remaining prefill workers had failed the request
+    fallbacks: int = 0
+    continued: int = 0  # answers that continued on another worker after tokens had been sent
     workers_lost: int = 0
-    late_messages: int = 0  # messages of attempts that were given up before
-    kv_mismatches: int = 0  # attempts that workers rejected with KV_MISMATCH before any transfer
+    late_messages: int = 0  # messages of workers about attempts that had been aborted before
+    kv_mismatches: int = 0  # attempts that workers rejected with KV_MISMATCH, before any transfer of blocks
 
     def copy(self) -> "RouterCounters":
         """Return a copy of the current values."""
@@ -34,9 +37,28 @@ class RouterCounters(Struct, kw_only=True):
             self, refused=dict(self.refused), placements=dict(self.placements), impossible=dict(self.impossible)
         )
 
+    def add(self, other: "RouterCounters") -> None:
+        """Add the values of `other` to these counters."""
+        for name in self.__struct_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(theirs, dict):
+                for key, count in theirs.items():
+                    mine[key] = mine.get(key, 0) + count
+            else:
+                setattr(self, name, mine + theirs)
+
     @property
     def ended(self) -> int:
         return self.completed + self.cancelled + sum(self.refused.values())
+
+
+class ModelSnapshot(Struct, frozen=True, kw_only=True):
+    """The numbers of requests for one model."""
+
+    model: ModelName
+    active: int  # requests that have not ended, including the queued ones
+    queued: int  # requests in the admission queue and in prefill queues
+    counters: RouterCounters  # all counters except `late_messages`, which cannot be counted by model
 
 
 class WorkerSnapshot(Struct, frozen=True, kw_only=True):
@@ -48,11 +70,14 @@ class WorkerSnapshot(Struct, frozen=True, kw_only=True):
     waiting: int
     kv_blocks_used: int
     kv_blocks: int
-    cached_blocks: int  # blocks of the engine's prefix cache in the index
+    cached_blocks: int  # blocks of the worker's prefix cache that the router knows or assumes
     booked_requests: int
-    booked_elsewhere: int  # requests that peer routers have reserved
+    booked_elsewhere: int  # requests that peer routers have reserved on this worker
     booked_blocks: int
     booked_prefill_tokens: int
+    protocol: int = 0  # protocol version between this worker and the router; 0: it is not a worker of Fleet
+    product: str = ""  # version of Fleet that the worker runs; empty: unknown
+    pulled: PulledBlocks = NOTHING_PULLED
 
 
 class PoolSnapshot(Struct, frozen=True, kw_only=True):
@@ -65,50 +90,51 @@ class StoreSnapshot(Struct, frozen=True, kw_only=True):
     store_id: StoreId
     fingerprint: str
     tier: str
-    blocks: int  # blocks in the index
+    blocks: int  # blocks of this tier in the prefix index
 
 
 class KnowledgeSnapshot(Struct, frozen=True, kw_only=True):
-    """How accurately the caches are known, for all workers whose caches are known in the same way."""
+    """How accurately the router knows the caches of all workers with one kind of knowledge."""
 
     knowledge: Knowledge
     workers: int
-    drifting: int  # workers whose caches drift
-    prompts: int  # prompts compared since the start
-    total: CacheComparison  # comparisons since the start
-    recent: CacheComparison  # the latest comparisons of each present worker
+    drifting: int  # number of workers whose caches drift
+    prompts: int  # prompts that were compared since the start
+    total: CacheComparison  # sums over all comparisons since the start
+    recent: CacheComparison  # sums over the latest comparisons of the present workers
 
 
 class RouterSnapshot(Struct, frozen=True, kw_only=True):
     pools: tuple[PoolSnapshot, ...]
     stores: tuple[StoreSnapshot, ...]
-    active: int  # requests, including the queued ones
+    active: int  # requests that have not ended, including the queued ones
     queued: int  # requests in the admission queue and in prefill queues
     index_blocks: int  # number of distinct blocks in the prefix index
-    index_overflowed: int  # blocks that were not added because their holder was full
-    counters: RouterCounters
+    index_overflowed: int  # blocks that were not added to the prefix index, because their holder was at its capacity
+    counters: RouterCounters  # sums over all models
+    models: tuple[ModelSnapshot, ...] = ()
     knowledge: tuple[KnowledgeSnapshot, ...] = ()
 
 
 class BreakEvenSnapshot(Struct, frozen=True, kw_only=True):
-    """From how many uncached tokens a prefill worker should compute the prompt, for one answering worker."""
+    """From how many uncached tokens on a prefill worker should compute the prompt for one answering worker."""
 
     worker_id: WorkerId
-    requests: int  # requests on the worker now
-    token_seconds: float  # seconds per prompt token; 0: unknown
-    min_tokens: int | None  # None: too little was measured
+    requests: int  # requests on the answering worker now
+    token_seconds: float  # seconds per prompt token on the answering worker; 0: unknown
+    min_tokens: int | None  # None if too little was measured
 
 
 class RemotePrefillSnapshot(Struct, frozen=True, kw_only=True):
     """The measurements of remote prefill (`fleet.router.placement.break_even`)."""
 
-    learned: bool  # True if the measured value is used instead of the setting
+    learned: bool  # True if decisions use the measured number instead of the setting
     handoffs: int
     handoff_seconds: float
     workers: tuple[BreakEvenSnapshot, ...]
 
 
 class Explanation(Struct, frozen=True, kw_only=True):
-    """All decisions for one request, first to last."""
+    """Explanations of all decisions for one request, in their order."""
 
     placements: tuple[DecisionExplanation, ...]

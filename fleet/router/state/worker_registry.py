@@ -1,4 +1,4 @@
-"""Worker registry: all workers and stores that a router knows, with their reservations and cache contents."""
+"""Worker registry: all workers and stores that a router knows, with reservations and cache contents."""
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -7,7 +7,7 @@ from msgspec import structs
 
 from fleet.core.clock import MILLISECOND, Nanos
 from fleet.core.ids import ModelName, RequestId, StoreId, WorkerId
-from fleet.core.requests import AnswerParsers, ModelCard
+from fleet.core.requests import IMAGES, AnswerParsers, ModelCard
 from fleet.core.roles import KvPath, Role
 from fleet.core.work import KvCleared, KvEvent, KvRemoved, KvStored, WorkerDescription
 from fleet.router.kv_index.peer_prompts import (
@@ -34,7 +34,7 @@ from fleet.router.state.snapshot import PoolSnapshot, StoreSnapshot, WorkerSnaps
 from fleet.router.state.worker_table import RegisteredWorker, WorkerTable
 
 UNKNOWN_PACE = 1e-6
-"""Seconds per prompt token where none was measured yet; it keeps the order of caches."""
+"""Seconds per prompt token where nothing was measured yet. With it, workers are still ordered by the sizes of their caches."""
 
 
 class WorkerRegistry:
@@ -42,19 +42,21 @@ class WorkerRegistry:
 
     def __init__(self, settings: RouterSettings):
         self._settings = settings
-        self.workers: dict[WorkerId, RegisteredWorker] = {}  # other objects read it and must not change it
+        self.workers: dict[WorkerId, RegisteredWorker] = {}  # other objects read this dict, but must not change it
         self.tables: dict[ModelName, WorkerTable] = {}
-        self._stores: dict[StoreNamespace, list[str]] = {}  # tiers that hold blocks, by store namespace
-        # reservations on each worker, by peer router
+        self._stores: dict[StoreNamespace, list[str]] = {}  # for each store namespace, the tiers that hold blocks
+        # the reservations of each peer router, by worker
         self._by_peer: dict[str, Mapping[WorkerId, ReservationTotals]] = {}
         self._cards: tuple[ModelCard, ...] | None = (
-            None  # None until it is computed again after a worker joins, drains or leaves; each request needs it
+            # The cards are kept, because each request needs them. None: they are computed again, because workers have changed.
+            None
         )
         self.index = PrefixIndex()
-        self.prompts = PromptAnnouncements()  # prompts that are announced to the peer routers, if there are any
+        self.prompts = PromptAnnouncements()  # collects the prompts to announce to peer routers
         self._announced_prompts = self.prompts if settings.replicas_listen else None
-        self._peer_prompts: dict[str, dict[int, WorkerId]] = {}  # worker by peer router and prompt number
-        # prompts that peers have sent to workers which have not joined here yet, with the times at which they were sent
+        # For each peer router, the worker of each announced prompt by the prompt's number.
+        self._peer_prompts: dict[str, dict[int, WorkerId]] = {}
+        # prompts that peers have sent to workers that have not joined here yet, each with the instant at which it was sent
         self._early_prompts: deque[tuple[PlacedPrompt, Nanos]] = deque(maxlen=MAX_SENT_PROMPTS)
         self._no_workers = WorkerTable(settings, self.index)
         self.get = self.workers.get
@@ -90,7 +92,7 @@ class WorkerRegistry:
         self._cards = None
 
     def leave(self, worker_id: WorkerId) -> None:
-        """Forget a worker with its reservations and blocks."""
+        """Forget a worker, together with its reservations and blocks."""
         model = self.workers.pop(worker_id).description.model
         self._cards = None
         pool = self.tables[model]
@@ -113,32 +115,35 @@ class WorkerRegistry:
         if expected:
             expected = max(0, expected - len(live.sent))
         worker.reservations.reserve(live.id, keys, live.prompt_tokens, prefill_tokens, now, expected_tokens=expected)
+        if not (live.arrived.external or live.arrived.only_end):
+            worker.first_tokens.reserved(live.id, worker.requests, worker.reservations.blocks, now)
         if live.arrived.adapter is not None:
             worker.reserve_adapter(live.arrived.adapter.name)
         live.reserved_on.append(worker_id)
         return worker
 
-    def release(self, live: LiveRequest, worker_id: WorkerId) -> None:
-        """Release what a request holds on a worker."""
+    def release(self, live: LiveRequest, worker_id: WorkerId, now: Nanos) -> None:
+        """Release the capacity that a request has reserved on a worker."""
         worker = self.workers[worker_id]
         worker.reservations.release(live.id)
+        worker.first_tokens.released(live.id, worker.requests, worker.reservations.blocks, now)
         if live.arrived.adapter is not None:
             worker.release_adapter(live.arrived.adapter.name)
         live.reserved_on.remove(worker_id)
 
     def drain(self, worker_id: WorkerId) -> None:
-        """Stop giving work to a worker."""
+        """Give no more requests to a worker."""
         self._cards = None
         self.tables[self.workers[worker_id].description.model].drain(worker_id)
 
     def paths_changed(self, worker_id: WorkerId, kv_paths: tuple[KvPath, ...], store_id: StoreId | None) -> None:
-        """Set the KV paths and the store of a worker."""
+        """Set the KV paths and the store of a worker, which have changed."""
         worker = self.workers[worker_id]
         worker.description = structs.replace(worker.description, kv_paths=kv_paths, store_id=store_id)
         self.tables[worker.description.model].describe()
 
     def resume(self, worker_id: WorkerId) -> None:
-        """Let a draining worker take work again."""
+        """Give requests to a draining worker again."""
         self._cards = None
         self.tables[self.workers[worker_id].description.model].resume(worker_id)
 
@@ -179,25 +184,29 @@ class WorkerRegistry:
             del self._stores[name]
 
     def known_blocks(self) -> int:
-        """Return the number of blocks whose holders are known or assumed."""
+        """Return the number of distinct blocks that workers and stores are known or assumed to hold."""
         return len(self.index) + sum(len(pool.assumed) for pool in self.tables.values())
 
     def worth_trying(self, model: ModelName) -> bool:
-        """Return whether placing a queued request can have another outcome than that it waits."""
+        """Return False if no queued request of this model can be placed: all answering workers are at their limits."""
         pool = self.tables.get(model)
         return pool is None or pool.has_room()
 
     def has_room(self, worker_id: WorkerId) -> bool:
-        """Return whether a worker is below its limit."""
+        """Return True if a worker is known and has fewer requests than its limit."""
         worker = self.workers.get(worker_id)
         return worker is not None and self.tables[worker.description.model].has_room_on(worker_id)
 
+    def seconds_to_first_token(self, model: ModelName, now: Nanos) -> float:
+        """Estimate how long a request of this model waits on its worker after it has left the queue (`WorkerTable`)."""
+        return self.tables.get(model, self._no_workers).seconds_to_first_token(now)
+
     def sizes(self, model: ModelName) -> WorkerSizes:
-        """Return the sizes of a model's workers."""
+        """Return the sizes of the workers of a model (`WorkerSizes`)."""
         return self.tables.get(model, self._no_workers).topology.sizes
 
     def set_peer_reservations(self, peer: str, booked: Mapping[WorkerId, ReservationTotals]) -> list[RegisteredWorker]:
-        """Replace a peer router's reservations; return the workers where it now has fewer requests."""
+        """Replace the reservations of a peer router. Return the workers on which it now has fewer requests than before."""
         before = self._by_peer.get(peer, {})
         if booked:
             self._by_peer[peer] = booked
@@ -212,7 +221,7 @@ class WorkerRegistry:
         ]
 
     def note_peer_prompts(self, peer: str, placed: Iterable[PlacedPrompt], over: Iterable[int], now: Nanos) -> None:
-        """Note prompts that a peer router has sent to workers, and those that it has finished (`fleet.router.kv_index.peer_prompts`)."""
+        """Record the prompts that a peer router has sent to workers, and those that are finished (`fleet.router.kv_index.peer_prompts`)."""
         told = self._peer_prompts.setdefault(peer, {})
         for number in over:
             if (worker := self.get(told.pop(number, WorkerId("")))) is not None:
@@ -229,7 +238,7 @@ class WorkerRegistry:
                 worker.peer_prompts.add(peer, each.number, each.keys)
 
     def meet_early_prompts(self, worker_id: WorkerId, now: Nanos) -> None:
-        """Note the prompts that peer routers had sent to a worker before it joined here."""
+        """Record the prompts that peer routers had sent to a worker before this worker joined here."""
         if not self._early_prompts:
             return
         worker, others = self.workers[worker_id], deque[tuple[PlacedPrompt, Nanos]](maxlen=MAX_SENT_PROMPTS)
@@ -241,7 +250,7 @@ class WorkerRegistry:
         self._early_prompts = others
 
     def assumed_prompts(self, now: Nanos) -> list[PlacedPrompt]:
-        """Return the latest `MAX_SENT_PROMPTS` prompts that workers are assumed to have cached, the latest one last."""
+        """Return the latest `MAX_SENT_PROMPTS` prompts that workers are assumed to have cached. The latest one is last."""
         found = [prompt for worker in self for prompt in worker.assumed_prompts(now, MAX_SENT_PROMPTS)]
         return sorted(found, key=lambda each: -each.age_ms)[-MAX_SENT_PROMPTS:]
 
@@ -252,7 +261,7 @@ class WorkerRegistry:
                 worker.peer_prompts.remove(peer, number)
 
     def booked(self) -> dict[WorkerId, ReservationTotals]:
-        """Return this router's reservations, for each worker that has any."""
+        """Return the sums of this router's reservations for each worker that has any."""
         return {
             worker_id: ReservationTotals(
                 worker.reservations.prefill_tokens, worker.reservations.blocks, len(worker.reservations)
@@ -262,15 +271,16 @@ class WorkerRegistry:
         }
 
     def candidate_table(self, live: LiveRequest) -> CandidateTable:
-        """Return the candidate table of a request's model for this request."""
+        """Return the candidate table for a request: the workers of its model with what they hold of its prompt."""
         return self.tables.get(live.arrived.model, self._no_workers).candidate_table(live, self._stores)
 
     def check(self, requests: Mapping[RequestId, LiveRequest]) -> None:
-        """Assert that index, tables and reservations agree with each other and with the live requests."""
+        """Assert that prefix index, tables and reservations agree with each other and with the live requests."""
         self.index.check()
         reserved: dict[RequestId, list[WorkerId]] = {}
         for worker in self:
             worker.reservations.check()
+            assert worker.first_tokens.unanswered <= len(worker.reservations)
             worker.assumed.check()
             worker.accuracy.check()
             adapters = [requests[request_id].arrived.adapter for request_id in worker.reservations]
@@ -284,12 +294,12 @@ class WorkerRegistry:
             table.check()
         assert self._cards is None or self._cards == tuple(self._new_cards())
 
-    # Views.
+    # Methods that only return what the registry knows:
 
     def cards(self) -> tuple[ModelCard, ...]:
-        """Return each model that at least one worker can answer.
+        """Return a card for each model, and each LoRA adapter, that at least one worker can answer.
 
-        The maximum length of a request is that of the worker with the longest context.
+        The longest context among the model's workers is the card's maximum length of a request.
         """
         if self._cards is None:
             self._cards = tuple(self._new_cards())
@@ -312,10 +322,12 @@ class WorkerRegistry:
                     block_tokens=longest.block_tokens,
                     workers=len(pool.workers),
                     parsers=_parsers(answering),
+                    pooling=longest.pooling,
+                    takes_images=any(IMAGES in each.sampling_fields for each in answering),
                 )
             )
             card = cards[-1]
-            for name, (parent, adapter) in adapters.items():  # adapters are left out if they have the name of a model
+            for name, (parent, adapter) in adapters.items():  # an adapter with the name of a model is left out
                 workers = sum(adapter in description.adapters for description in answering)
                 if parent == model and workers and name not in self.tables:
                     cards.append(
@@ -335,14 +347,14 @@ class WorkerRegistry:
         )
 
     def paces(self) -> Iterator[tuple[WorkerId, int, float]]:
-        """Yield for each answering worker its requests and the seconds per prompt token, as placement sees them."""
+        """Yield, for each answering worker, its id, its number of requests and its seconds per prompt token."""
         for pool in self.tables.values():
             yield from pool.paces()
 
     def cache_seconds(self) -> dict[WorkerId, float]:
-        """Return for each worker about how long it would take to compute again what is cached there and on no other worker.
+        """Estimate for each worker how many seconds it would take to compute again the blocks that only this worker caches.
 
-        Blocks that a store holds as well count by what loading them costs (`store_hit_credit`).
+        If a store holds a block too, only the cost of loading it counts, which follows from `store_hit_credit`.
         """
         workers = {each.description.worker_id: engine_cache_holder(each.description.worker_id) for each in self}
         alike = 0
@@ -358,7 +370,7 @@ class WorkerRegistry:
         return found
 
     def recent(self, knowledge: Knowledge) -> tuple[int, int, CacheComparison]:
-        """Return the number of workers whose caches are known in this way, how many of them drift, and their latest comparisons."""
+        """Return the number of workers with this kind of knowledge, the number of those that drift, and the sums of their latest comparisons."""
         truths = [worker.accuracy for worker in self if worker.accuracy.knowledge is knowledge]
         drifting = sum(accuracy.drifting for accuracy in truths)
         return len(truths), drifting, sum((accuracy.recent for accuracy in truths), start=CacheComparison())
@@ -377,6 +389,6 @@ class WorkerRegistry:
 
 
 def _parsers(descriptions: Iterable[WorkerDescription]) -> AnswerParsers | None:
-    """Return the parsers of a model's answers; those of an engine are preferred."""
+    """Return the parsers for a model's answers; None if there are none. Parsers that run in the engine are preferred."""
     named = [each.parsers for each in descriptions if each.parsers is not None]
     return next((each for each in named if each.in_engine), named[0] if named else None)

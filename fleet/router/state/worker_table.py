@@ -1,20 +1,36 @@
 """Worker table: the workers of one model, with the capacity that live requests reserve on them, kept up to date as requests come and go.
 
-A request costs one copy of the table, and more only for the workers that hold something of its prompt.
+Each request gets a copy of the table. More has to be computed only for the workers that hold a part of its prompt.
 
 Rules of reservations. A reservation begins when a request is sent, not when the worker reports it.
 
 1. A request reserves, on each worker that works or will work for it: one request, the prompt tokens that the worker has to compute,
    and the blocks that the request holds there.
-2. Full blocks of the prompt are reserved by key and counted once, however many requests share them. The rest of the prompt and
-   the answer are the request's own blocks: `blocks_for(prompt + answer)` minus the full blocks, so one more for every `block_tokens`
-   generated tokens.
-3. If the length of the answer is expected, the own blocks count for placement by the share of the answer that is still to come,
-   rounded up, because blocks that will soon be free matter little. They always count for at least one block.
-4. Prefill tokens are released when the prompt is computed; everything is released at the end, whatever the end is.
-5. The quantities for placement are written to the worker's column of the table, and the holders of blocks to one radix tree
-   for the whole table (`fleet.router.kv_index.radix_tree`), when they change. So no request has to ask each worker.
-6. If there are peer routers, prompts that take long to compute are announced to them (`fleet.router.kv_index.peer_prompts`).
+2. Full blocks of the prompt are reserved by their block keys, and are counted once even if several requests share them. The rest of the
+   prompt and the answer are the request's own blocks: `blocks_for(prompt + answer)` minus the full blocks. So every `block_tokens`
+   generated tokens add one block.
+3. If the request states an expected length of its answer, its own blocks count less for placement as the answer grows, because they will
+   soon be free: they are multiplied with the share of the answer that is still to come, and rounded up. They always count as at least one
+   block.
+4. Prefill tokens are released when the prompt is computed. Everything else is released when the request leaves the worker, for whatever
+   reason.
+5. When reservations change, their sums are written to the worker's column of the table, and their blocks to one radix tree for the whole
+   table (`fleet.router.kv_index.radix_tree`). So a placement need not read each worker's reservations.
+6. If there are peer routers, prompts with many tokens to compute are announced to them (`fleet.router.kv_index.peer_prompts`).
+
+Rules of the wait for a first token (`FirstTokenRate`).
+
+7. A worker is full if more requests are reserved on it than it runs at once, or more blocks than it has. Its engine then keeps requests
+   waiting, because the router sends some more than the engine can run (`oversubscribe`).
+8. While a worker is full, it is measured how many first tokens it sends per second. A new request waits about as long as the worker needs
+   for the first tokens of all requests that it was sent before (J. D. C. Little, Operations Research 9, 1961). That wait includes the
+   prefill, and on a decode worker the prefill on another worker.
+9. On a worker that is not full, no wait is predicted: a request with a place in the batch is answered as fast as it can be.
+10. If several routers use a worker, each one counts its own requests and their first tokens. The engine serves the requests of all routers
+    in turn, so the ratio is the same.
+11. Requests of which the router learns only the end, and those to external servers, are not counted.
+12. A rate is forgotten `RATE_USED_FOR` after the worker was full for the last time. If it were kept, a slow rate could reject every request
+    that would make the worker full, and then nothing would be measured any more.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,41 +88,45 @@ from fleet.router.policy import (
     token_seconds,
 )
 from fleet.router.settings.router import RouterSettings
+from fleet.router.state.departure_rate import DepartureRate
 from fleet.router.state.live_requests import LiveRequest
 from fleet.router.state.lora import lora_groups
 from fleet.router.state.snapshot import WorkerSnapshot
 from kvstore.block import blocks_for
 from kvstore.messages import POOL_TIER
+from kvstore.protocol.versions import own_protocols
 
-# weight of the newest prefill in the seconds per token, with which mostly the last four count
+# weight of the newest measurement in the average of the seconds per token; so mostly the last four count
 TOKEN_SECONDS_WEIGHT = 0.25
-# fewest tokens of a prefill that is measured: shorter ones depend more on the engine's step than on their tokens
+# A prefill with fewer tokens is not measured, because its time depends more on the engine's step than on the tokens.
 MIN_MEASURED_TOKENS = 64
+# Time for which the rate of first tokens is used after the worker was full: three times the memory of `DepartureRate`.
+RATE_USED_FOR = 30 * SECOND
 
 
 class Reservation(Struct, kw_only=True):
     """The reservation of one request on one worker."""
 
-    chain: Chain  # the prompt's full blocks
+    chain: Chain  # block keys of the prompt's full blocks
     prompt_tokens: int
     prefill_tokens: int  # prompt tokens that are not computed yet
-    own_blocks: int  # blocks besides the full blocks of the prompt
-    counted_blocks: int  # own blocks that count for placement
+    own_blocks: int  # blocks of the request in addition to the full blocks of the prompt (rule 2)
+    counted_blocks: int  # the part of `own_blocks` that counts for placement (rule 3)
     answer_tokens: int = 0
-    expected_tokens: int = 0  # expected length of the answer; 0: unknown
+    expected_tokens: int = 0  # expected number of tokens of the answer; 0: unknown
     since: Nanos
-    tokens_ahead: int  # prefill tokens on the worker at the beginning, including its own
+    tokens_ahead: int  # prefill tokens on the worker when the reservation began, including those of this request
 
 
 class WorkerReservations:
-    """Sums all reservations on one worker, and writes the sums to its column of the table."""
+    """Keeps all reservations on one worker, and writes their sums to the worker's column of the table."""
 
     def __init__(self, block_tokens: int, chains: RadixTree, bit: int):
         """Start without reservations.
 
         Args:
-            block_tokens: Tokens of a block of this worker.
-            chains: The prompts of live requests on all workers of the table.
+            block_tokens: Number of tokens of a block on this worker.
+            chains: The radix tree with the prompts of live requests on all workers of the model.
             bit: The worker's bit in `chains`.
         """
         self._block_tokens = block_tokens
@@ -120,7 +140,7 @@ class WorkerReservations:
         self.prefill_tokens = 0
 
     def __len__(self) -> int:
-        """Return the number of requests."""
+        """Return the number of requests with a reservation."""
         return len(self._reservations)
 
     def __iter__(self) -> Iterator[RequestId]:
@@ -128,11 +148,16 @@ class WorkerReservations:
 
     @property
     def blocks(self) -> int:
-        """The number of unique blocks held."""
+        """The number of unique blocks that all requests together hold on the worker."""
         return self._held.blocks + self._own_blocks
 
+    @property
+    def token_seconds(self) -> float:
+        """The measured seconds per prompt token; 0: none was measured yet."""
+        return self._token_seconds
+
     def keep_in(self, column: Floats) -> None:
-        """Write the quantities for placement to this column from now on."""
+        """Write the sums to this column of the table, now and after each change."""
         self._column = column
         column[TOKEN_SECONDS] = self._token_seconds
         self._note()
@@ -165,7 +190,7 @@ class WorkerReservations:
         self._note()
 
     def computed(self, request_id: RequestId, now: Nanos | None) -> None:
-        """Release the prefill tokens of a prompt that was computed or fetched; `now` is None if the time is not to be measured."""
+        """Release the prefill tokens of a prompt that was computed or fetched. `now` is None if its time must not be measured."""
         reservation = self._reservations[request_id]
         if now is not None and reservation.prefill_tokens >= MIN_MEASURED_TOKENS:
             seconds = (now - reservation.since) / SECOND / reservation.tokens_ahead
@@ -177,7 +202,7 @@ class WorkerReservations:
         self._column[BACKLOG_TOKENS] = self.prefill_tokens
 
     def grown(self, request_id: RequestId, tokens: int) -> None:
-        """Add generated tokens to a request's answer."""
+        """Add generated tokens to the answer of a request."""
         reservation = self._reservations[request_id]
         reservation.answer_tokens = answer = reservation.answer_tokens + tokens
         own = blocks_for(reservation.prompt_tokens + answer, self._block_tokens) - len(reservation.chain.keys)
@@ -198,7 +223,7 @@ class WorkerReservations:
         self._note()
 
     def close(self) -> None:
-        """Give up all reservations, because the worker has left."""
+        """Remove all reservations from the radix tree, because the worker has left."""
         for reservation in self._reservations.values():
             self._chains.remove(reservation.chain)
 
@@ -209,11 +234,11 @@ class WorkerReservations:
         column[REQUESTS] = len(self._reservations)
 
     def chains(self) -> list[Chain]:
-        """Return the chains of all reservations."""
+        """Return the chains of all reservations, for `check`."""
         return [reservation.chain for reservation in self._reservations.values()]
 
     def check(self) -> None:
-        """Assert that the sums are those of the reservations."""
+        """Assert that the sums match the reservations."""
         held: set[int] = set()
         for reservation in self._reservations.values():
             assert reservation.prefill_tokens >= 0, reservation
@@ -228,7 +253,7 @@ class WorkerReservations:
 
 
 class AnnouncedReservations(WorkerReservations):
-    """Reservations whose long prompts are announced to peer routers."""
+    """Keeps reservations like `WorkerReservations`, and announces long prompts to the peer routers (rule 6)."""
 
     def __init__(
         self, block_tokens: int, chains: RadixTree, bit: int, worker_id: WorkerId, prompts: PromptAnnouncements
@@ -268,12 +293,76 @@ class AnnouncedReservations(WorkerReservations):
 
 
 def _share(blocks: int, tokens: int, expected: int) -> int:
-    """Return how many of an answer's blocks count for placement after some of its expected tokens (rule 3)."""
+    """Return how many of a request's own blocks count for placement, when `tokens` of its `expected` tokens were generated (rule 3)."""
     return min(blocks, max(1, -(-blocks * (expected - tokens) // expected)))
 
 
+class FirstTokenRate:
+    """Measures the first tokens per second of one worker while it is full, and counts the requests on it that have none yet (rules 7 to 12)."""
+
+    def __init__(self, description: WorkerDescription) -> None:
+        self._max_running = description.max_running
+        self._kv_blocks = description.kv_blocks
+        self._rate = DepartureRate()
+        self._full = False
+        self._full_until = Nanos(0)  # instant at which the worker was full for the last time
+        self._unanswered: dict[RequestId, None] = {}
+
+    def reserved(self, request_id: RequestId, requests: int, blocks: int, now: Nanos) -> None:
+        """Record that a request was reserved on the worker.
+
+        Args:
+            request_id: The request.
+            requests: The number of requests on the worker, of all routers, with this one.
+            blocks: The number of blocks that this router's requests hold.
+            now: The present instant.
+        """
+        self._unanswered[request_id] = None
+        if not self._full and self.full_with(requests, blocks):
+            if self._is_old(now):
+                self._rate = DepartureRate()
+            self._full = True
+            self._rate.busy(now)
+
+    def answered(self, request_id: RequestId, now: Nanos) -> None:
+        """Record the first token of a request. Do nothing if the request is not counted."""
+        if request_id in self._unanswered:
+            del self._unanswered[request_id]
+            if self._full:
+                self._rate.departed(1, now)
+                self._note_rest(now, still_full=True)
+
+    def released(self, request_id: RequestId, requests: int, blocks: int, now: Nanos) -> None:
+        """Record that a request has left the worker, and how many requests and blocks are left there."""
+        self._unanswered.pop(request_id, None)
+        if self._full:
+            self._note_rest(now, still_full=self.full_with(requests, blocks))
+
+    def _note_rest(self, now: Nanos, *, still_full: bool) -> None:
+        if not still_full or not self._unanswered:
+            self._full, self._full_until = False, now
+            self._rate.idle()
+
+    def full_with(self, requests: int, blocks: int) -> bool:
+        """Return whether the worker is full once it has so many requests and blocks (rule 7)."""
+        return requests > self._max_running or blocks > self._kv_blocks > 0
+
+    @property
+    def unanswered(self) -> int:
+        """The number of requests on the worker that have no first token yet."""
+        return len(self._unanswered)
+
+    def per_second(self, now: Nanos) -> float | None:
+        """Return the first tokens per second of the full worker; None if too little was measured lately."""
+        return None if self._is_old(now) else self._rate.per_second(now)
+
+    def _is_old(self, now: Nanos) -> bool:
+        """Return whether the measured rate is not used any more (rule 12)."""
+        return not self._full and now - self._full_until > RATE_USED_FOR
+
+
 class RegisteredWorker:
-    """One incarnation of a worker."""
+    """One incarnation of a worker, with its reservations and its assumed cache."""
 
     def __init__(
         self,
@@ -292,11 +381,13 @@ class RegisteredWorker:
         self.load = LoadReport(running=0, waiting=0, kv_blocks_used=0)
         self.bit = pool.take_bit()
         self.reservations = self._reservations(pool, assumed_for)
+        self.first_tokens = FirstTokenRate(description)
+        self.elsewhere = 0  # requests that peer routers have reserved; only `WorkerTable` changes this value
         self.assumed = AssumedCache(pool.assumed, self.bit, description.kv_blocks)
         self.peer_prompts = PeerPrompts(pool.peer_prompts, self.bit)
         self._assumed_for = assumed_for
         self._prompts = pool.prompts
-        self.adapters_reserved: dict[str, int] = {}  # requests by LoRA adapter
+        self.adapters_reserved: dict[str, int] = {}  # number of reserved requests by LoRA adapter
 
     def reserve_adapter(self, name: str) -> None:
         self.adapters_reserved[name] = self.adapters_reserved.get(name, 0) + 1
@@ -307,11 +398,31 @@ class RegisteredWorker:
             del self.adapters_reserved[name]
 
     @property
+    def requests(self) -> int:
+        """The number of requests that are reserved here, of this router and its peers."""
+        return len(self.reservations) + self.elsewhere
+
+    def seconds_to_first_token(self, new_blocks: int, now: Nanos) -> float | None:
+        """Estimate how many seconds a new request would wait here for its first token.
+
+        Args:
+            new_blocks: The blocks of its prompt that no request holds here yet.
+            now: The present instant.
+
+        Returns:
+            None if the worker is not full with the request, or if too little was measured (`FirstTokenRate`).
+        """
+        if not self.first_tokens.full_with(self.requests + 1, self.reservations.blocks + new_blocks):
+            return None
+        rate = self.first_tokens.per_second(now)
+        return (self.first_tokens.unanswered + 1) / rate if rate else None
+
+    @property
     def decodes(self) -> bool:
         return self.description.role is not Role.PREFILL
 
     def assume(self, live: LiveRequest, now: Nanos) -> None:
-        """Assume that a request's prompt will be cached, if the worker does not report its cache."""
+        """Record that the prompt of a request will be cached on this worker. Do nothing if the worker reports its cache."""
         if self._assumed_for is not None:
             keys = live.keys(self.description.block_tokens)
             self.assumed.sent(keys, Nanos(now + self._assumed_for))
@@ -319,7 +430,7 @@ class RegisteredWorker:
                 self._prompts.sent(self.description.worker_id, keys)
 
     def assume_peer_prompt(self, keys: Keys, sent_at: Nanos, now: Nanos) -> None:
-        """Assume that a prompt of a peer router will be cached, if the worker does not report its cache."""
+        """Record that a prompt of a peer router is cached on this worker. Do nothing if the worker reports its cache."""
         if self._assumed_for is None:
             return
         until = Nanos(sent_at + self._assumed_for)
@@ -329,7 +440,7 @@ class RegisteredWorker:
             self.assumed.add_earlier(keys, until)
 
     def assumed_prompts(self, now: Nanos, most: int) -> list[PlacedPrompt]:
-        """Return the prompts that the worker is assumed to have cached, at most `most`, the latest one first."""
+        """Return at most `most` prompts that this worker is assumed to have cached. The latest one is first."""
         if self._assumed_for is None:
             return []
         return [
@@ -344,12 +455,13 @@ class RegisteredWorker:
 
     def _reservations(self, pool: "WorkerTable", assumed_for: Nanos | None) -> WorkerReservations:
         size = self.description.block_tokens
-        # not announced while they are computed, because `assume` sends the prompts of such a worker to the peers
+        # Prompts of a worker that does not report its cache are not announced here, because `assume` announces them.
         if pool.prompts is None or assumed_for is not None:
             return WorkerReservations(size, pool.chains, self.bit)
         return AnnouncedReservations(size, pool.chains, self.bit, self.description.worker_id, pool.prompts)
 
     def snapshot(self, cached_blocks: int, booked_elsewhere: int) -> WorkerSnapshot:
+        protocols = self.description.protocols
         return WorkerSnapshot(
             worker_id=self.description.worker_id,
             state="draining" if self.draining else "serving",
@@ -364,20 +476,24 @@ class RegisteredWorker:
             booked_elsewhere=booked_elsewhere,
             booked_blocks=self.reservations.blocks,
             booked_prefill_tokens=self.reservations.prefill_tokens,
+            protocol=0 if protocols is None else min(protocols.highest, own_protocols().highest),
+            product="" if protocols is None else protocols.product,
+            pulled=self.load.pulled,
         )
 
 
 class BlockSizeGroup(Struct, frozen=True, kw_only=True):
-    """The workers of one block size; the block keys of a prompt depend on the block size."""
+    """The workers with one block size. Block keys depend on the block size, so they are looked up once for each group."""
 
     block_tokens: int
-    rows: Rows | None  # rows of the workers; None: all
-    engines: Rows  # row of the worker by its bit position in the prefix index; -1: the bit of another holder
-    live: Rows  # row of the worker by its bit position in the table's radix trees
+    rows: Rows | None  # rows of these workers in the table; None: all rows
+    # For each bit position in the prefix index, the row of the worker; -1: the bit belongs to another holder.
+    engines: Rows
+    live: Rows  # for each bit position in the radix trees of the table, the row of the worker
 
 
 class WorkerTable:
-    """All workers of one model, in the order of joining."""
+    """Keeps the workers of one model, in the order in which they joined."""
 
     def __init__(self, settings: RouterSettings, index: PrefixIndex, prompts: PromptAnnouncements | None = None):
         """Start without workers.
@@ -385,21 +501,22 @@ class WorkerTable:
         Args:
             settings: The router's settings.
             index: The prefix index of all workers that report their caches.
-            prompts: The prompts that peer routers are told; None: there are no peers.
+            prompts: Collects the prompts to announce to peer routers; None: there are no peers.
         """
         self._settings = settings
         self._index = index
         self.prompts = prompts
         self.workers: dict[WorkerId, RegisteredWorker] = {}
         self.chains = RadixTree()  # prompts of live requests
-        self.assumed = RadixTree()  # prompts that are assumed to be cached
-        self.peer_prompts = RadixTree()  # marks of prompts that peer routers' requests will compute
-        self._bits = 0  # bits of `chains` that are in use
-        self._peer_reservations: Sequence[Mapping[WorkerId, ReservationTotals]] = ()  # reservations of peer routers
+        self.assumed = RadixTree()  # prompts that workers are assumed to have cached
+        # Marks of the prompts that peer routers have announced and that are not finished.
+        self.peer_prompts = RadixTree()
+        self._bits = 0  # bits that belong to a worker, in all three radix trees
+        self._peer_reservations: Sequence[Mapping[WorkerId, ReservationTotals]] = ()  # of each peer router, by worker
         self._arrange()
 
     def take_bit(self) -> int:
-        """Return a free bit for a worker that joins."""
+        """Take a free bit for a worker that joins."""
         bit = ~self._bits & (self._bits + 1)
         self._bits |= bit
         return bit
@@ -422,17 +539,17 @@ class WorkerTable:
         self._peer_sums = self._sum_peer_reservations()
 
     def booked_elsewhere(self, worker_id: WorkerId) -> int:
-        """Return how many requests peer routers have reserved on a worker."""
+        """Return how many requests all peer routers together have reserved on a worker."""
         return sum(peer[worker_id].requests for peer in self._peer_reservations if worker_id in peer)
 
     def has_room_on(self, worker_id: WorkerId) -> bool:
-        """Return whether a worker is below its limit."""
+        """Return whether a worker has fewer requests than its limit."""
         worker, elsewhere = self.workers[worker_id], self._peer_sums
         there = 0 if elsewhere is None else elsewhere[REQUESTS, self.topology.rows[worker_id]]
         return bool(len(worker.reservations) + there < worker.request_limit)
 
     def has_room(self) -> bool:
-        """Return whether an answering worker is below its limit, or no such worker is left."""
+        """Return True if an answering worker has fewer requests than its limit, or if no answering worker is left."""
         elsewhere = self._peer_sums
         usable = False
         for row, worker in enumerate(self.workers.values()):
@@ -491,7 +608,7 @@ class WorkerTable:
         self._sizes = [self._size(block_tokens, rows) for block_tokens, rows in rows_of.items()]
         self._stores: list[
             tuple[StoreNamespace, int, Rows]
-        ] = []  # namespace, block size, rows of the workers that load from it
+        ] = []  # namespace, block size, and rows of the workers that load blocks from it
         self._converts: Floats = np.array(
             [float(each.kv is not None and not each.kv.is_at_rest) for each in descriptions], dtype=np.float64
         )
@@ -504,6 +621,8 @@ class WorkerTable:
             self._stores.append((name, size, np.array(rows, dtype=np.intp)))
 
     def _sum_peer_reservations(self) -> Floats | None:
+        for worker_id, worker in self.workers.items():
+            worker.elsewhere = self.booked_elsewhere(worker_id)
         if not any(self._peer_reservations):
             return None
         elsewhere: Floats = np.zeros((BOOKED, len(self.workers)))
@@ -520,7 +639,7 @@ class WorkerTable:
 
         Args:
             live: The request.
-            tiers: By store namespace, the tiers that hold blocks.
+            tiers: For each store namespace, the tiers that hold blocks.
         """
         columns = self.columns.copy()
         if self._peer_sums is not None:
@@ -593,8 +712,20 @@ class WorkerTable:
             live=_row_at({workers[row].bit: row for row in rows}),
         )
 
+    def seconds_to_first_token(self, now: Nanos) -> float:
+        """Estimate how many seconds a request waits for its first token after a full worker was found for it; 0 if nothing was measured.
+
+        All answering workers count together, because it is not known yet which one will have room.
+        """
+        unanswered, rate = 0, 0.0
+        for worker in self.workers.values():
+            if worker.decodes and not worker.draining and (one := worker.first_tokens.per_second(now)):
+                unanswered += worker.first_tokens.unanswered
+                rate += one
+        return unanswered / rate if rate else 0.0
+
     def paces(self) -> Iterator[tuple[WorkerId, int, float]]:
-        """Yield for each answering worker its requests and the seconds per prompt token."""
+        """Yield, for each answering worker, its id, its number of requests and its seconds per prompt token."""
         columns = self.columns
         for row, worker_id in enumerate(self.topology.worker_ids):
             if self.topology.decodes[row]:
@@ -602,7 +733,7 @@ class WorkerTable:
                 yield worker_id, int(columns[REQUESTS, row] + elsewhere), token_seconds(columns, row)
 
     def prompt_paces(self) -> Iterator[tuple[WorkerId, float]]:
-        """Yield for each worker its seconds per prompt token, or those of its model; 0: unknown."""
+        """Yield each worker's id and seconds per prompt token; if not measured, the mean of the workers of its model; 0: unknown."""
         for row, worker_id in enumerate(self.topology.worker_ids):
             yield worker_id, token_seconds(self.columns, row)
 
@@ -616,7 +747,7 @@ class WorkerTable:
 
 
 def _row_at(rows: Mapping[int, int]) -> Rows:
-    """Return an array of rows by bit position, from rows by bit."""
+    """Return the rows as an array by bit position; -1 where there is no row."""
     found: Rows = np.full(max(rows).bit_length(), -1, dtype=np.intp)
     for bit, row in rows.items():
         found[bit.bit_length() - 1] = row

@@ -34,6 +34,7 @@ from fleet.router.messages import (
     WorkerStepped,
 )
 from fleet.router.ports import Workers, WorkerUnreachable
+from kvstore.protocol.versions import ProtocolRange
 from tests.support.backends.stream_workers import EventInbox, a_stream_setup
 from tests.support.builders import a_description, a_handoff, a_kv_report, a_load, a_start, some_progress
 from tests.support.router.fake_workers import FakeWorkers
@@ -78,7 +79,13 @@ every_setup = pytest.mark.parametrize("a_world", [a_fake_workers_setup, a_stream
 @every_setup
 async def test_a_worker_joins_with_its_description(a_world):
     async with a_world() as world:
-        description = a_description(worker_id="w7", incarnation="abc", kv_paths=tuple(KvPath), max_running=3)
+        description = a_description(
+            worker_id="w7",
+            incarnation="abc",
+            kv_paths=tuple(KvPath),
+            max_running=3,
+            protocols=ProtocolRange(lowest=1, highest=1),
+        )
 
         await world.join(description)
 

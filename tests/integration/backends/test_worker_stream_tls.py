@@ -12,7 +12,7 @@ from fleet.backends.workers.streams import WorkerStreams
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import Incarnation, ModelName, WorkerId
 from fleet.core.system_clock import SystemClock
-from fleet.net.streams.handshake import MAX_UNPROVEN, StreamAuthenticator, dial
+from fleet.net.streams.authentication import MAX_UNPROVEN, StreamAuthenticator, dial
 from fleet.net.streams.identity import router_identity, worker_identity
 from fleet.net.streams.proof import MAGIC, REFUSED, TO_WORKERS, VERIFIED, Prover
 from fleet.router.messages import WorkerJoined
@@ -216,8 +216,8 @@ class Echo:
 @asynccontextmanager
 async def an_authenticating_listener(secret):
     """Run a listener that accepts peers with the secret and then records their messages."""
-    door = StreamAuthenticator(worker_identity("credentials", Credentials(secret_file=secret)), TO_WORKERS, str.encode)
-    async with open_server("listen", "127.0.0.1:0", Echo, door=door) as address:
+    guard = StreamAuthenticator(worker_identity("credentials", Credentials(secret_file=secret)), TO_WORKERS, str.encode)
+    async with open_server("listen", "127.0.0.1:0", Echo, guard=guard) as address:
         yield address
 
 

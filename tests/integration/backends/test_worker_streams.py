@@ -156,7 +156,7 @@ async def test_kv_event_gap_is_repaired_by_a_new_stream(sequence):
 @pytest.mark.parametrize(
     "nonsense",
     [
-        pb.WorkerMessage(step=pb.Step(progress=[pb.Progress(request_id="r", finish="exploded")])),
+        pb.WorkerMessage(step=pb.Step(progress=[pb.Progress(token_ids=[1])])),
         pb.WorkerMessage(kv_events=pb.KvEvents(events=[pb.KvEvent(stored=pb.KvStored(hashes=b"odd"))])),
         pb.WorkerMessage(description=pb.Description(worker_id="w1")),
     ],
@@ -279,17 +279,30 @@ async def test_a_new_incarnation_elsewhere_replaces_the_old_one():
 # Limits
 
 
-async def test_worker_too_far_behind_is_unreachable_and_dropped(monkeypatch):
+async def test_attempt_that_does_not_fit_leaves_the_stream_alone(monkeypatch):
     monkeypatch.setattr(worker_streams, "UNREAD_BYTES", 1000)
-    async with a_stream_setup(heartbeat_timeout_seconds=60.0) as world:  # so that its silence is not the cause
-        await world.join(a_description())
+    async with a_stream_setup(heartbeat_timeout_seconds=60.0) as world:
+        peer = await world.join(a_description())
         await joined(world)
 
         with pytest.raises(WorkerUnreachable):  # without an await nothing is sent
             fill(world)
 
-        assert await world.take() == LEFT
-        await joined(world)  # on a new stream
+        await peer.heard()
+        await nothing_but_load(world, peer)
+        world.workers.start(WorkerId("w1"), a_start(request_id="later"))  # there is room again
+
+
+async def test_attempt_longer_than_a_frame_leaves_the_stream_alone(monkeypatch):
+    monkeypatch.setattr(worker_streams, "MAX_MESSAGE_BYTES", 10_000)
+    async with a_stream_setup() as world:
+        peer = await world.join(a_description())
+        await joined(world)
+
+        with pytest.raises(WorkerUnreachable):
+            world.workers.start(WorkerId("w1"), a_start(images=(bytes(10_000),)))
+
+        await nothing_but_load(world, peer)
 
 
 async def test_unsendable_cancellation_ends_the_stream(monkeypatch):

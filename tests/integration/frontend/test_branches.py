@@ -346,6 +346,24 @@ async def test_request_id_in_use_is_not_taken_again(frontends, client):
     assert len({arrived.request_id for arrived in frontends.router.submitted}) == 2
 
 
+async def test_branch_takes_no_id_that_a_client_has_chosen(frontends, client):
+    frontends.will_answer("x")
+    frontends.router.hold_after = 0
+    other = client.with_options(default_headers={"x-request-id": "mine-1"})
+    mine = client.with_options(default_headers={"x-request-id": "mine"})
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(other.completions.create(model="tiny", prompt="once", max_tokens=1))
+        await frontends.router.until(frontends.router.submitted, 1)
+        asked = tasks.create_task(mine.completions.create(model="tiny", prompt=["a", "b"], max_tokens=1))
+        await frontends.router.until(frontends.router.submitted, 3)
+        frontends.router.release.set()
+
+    ids = [arrived.request_id for arrived in frontends.router.submitted]
+    assert len(asked.result().choices) == 2
+    assert ids[:2] == ["mine-1", "mine"]
+    assert ids[2].startswith("mine-1-")
+
+
 async def test_longest_request_id_has_room_for_branches(frontends, client):
     frontends.will_answer("x")
     longest = "i" * 128

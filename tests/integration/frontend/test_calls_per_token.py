@@ -33,6 +33,10 @@ RELAYED = 2
 FRONTED = 26
 """Calls for a token of Fleet's own worker from the router's stream to the socket: text, stop strings, JSON, write. It takes 22."""
 
+REQUESTED = 545
+"""Calls for a streamed completion of Fleet's own worker with `FEW` tokens, in the frontend. It takes 543; what a setting turns on comes on
+top, and costs nothing while the setting is off: access records, tracing."""
+
 DECIDED = 9
 """Calls for a token of Fleet's own worker in the router machine. It takes 7."""
 
@@ -95,6 +99,20 @@ async def test_token_of_a_worker_takes_few_calls_to_the_socket(model_dir):
     assert (calls[2] - calls[1]) / (MANY - FEW) <= FRONTED
 
 
+async def test_request_without_records_takes_few_calls(model_dir):
+    """Take the least of several runs, because timers of other parts run too."""
+    calls = []
+    async with open_frontends(model_dir) as frontends:
+        for _ in range(8):  # the first run warms up
+            frontends.will_answer("word " * FEW)
+            frontends.router.answer = frontends.router.answer[:FEW]
+            with count_calls() as counted:
+                await stream_tokens(frontends.http.address, OWN_MODEL, FEW, asyncio.Semaphore(0))
+            calls.append(counted.calls)
+
+    assert min(calls) <= REQUESTED, calls
+
+
 async def test_chat_without_tools_runs_no_code_of_parsers(model_dir):
     async with open_frontends(model_dir) as frontends:
         frontends.will_answer("word " * FEW)
@@ -115,10 +133,20 @@ async def test_ordinary_stream_runs_no_code_of_resumption(model_dir):
     assert not [file for file in counted.files if "resum" in file or "journal" in file]
 
 
-async def httpx_chat(address: str) -> dict[str, Any]:
+async def test_untraced_request_runs_no_code_of_tracing(model_dir):
+    headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01", "tracestate": "a=1", "baggage": "b=2"}
+    async with open_frontends(model_dir) as frontends:
+        frontends.will_answer("word " * FEW)
+        with count_calls() as counted:
+            await httpx_chat(frontends.http.address, headers)
+    assert "frontend/generation.py" in counted.files
+    assert not [file for file in counted.files if "trac" in file]
+
+
+async def httpx_chat(address: str, headers: dict[str, str] | None = None) -> dict[str, Any]:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": FEW, "ignore_eos": True}
     async with httpx.AsyncClient() as client:
-        answer = await client.post(f"http://{address}/v1/chat/completions", json=body, timeout=60)
+        answer = await client.post(f"http://{address}/v1/chat/completions", json=body, headers=headers, timeout=60)
     return answer.json()
 
 

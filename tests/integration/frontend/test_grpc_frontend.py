@@ -1,5 +1,6 @@
 """Tests of the gRPC frontend with the generated stubs, on both server libraries."""
 
+import re
 from collections.abc import AsyncIterator
 
 import grpc
@@ -48,6 +49,22 @@ async def collect(call: AsyncIterator[pb.GenerateResponse]) -> tuple[pb.Admitted
     deltas = [event.delta for event in events[1:-1]]
     text = "".join(delta.text for delta in deltas) + events[-1].finished.text
     return events[0].admitted, text, [token for delta in deltas for token in delta.token_ids], events[-1].finished
+
+
+@pytest.mark.parametrize(
+    ("in_message", "in_metadata", "is_mine"),
+    [("", "mine-2", "mine-2"), ("mine-1", "mine-2", "mine-1"), ("", "no spaces", None), ("", "x" * 129, None)],
+)
+async def test_metadata_names_a_request_whose_message_does_not(frontends, stub, in_message, in_metadata, is_mine):
+    frontends.will_answer(TEXT, then=[EOS])
+    message = pb.GenerateRequest(request_id=in_message, text="once", sampling=pb.Sampling(max_tokens=100))
+    admitted, *_ = await collect(stub.Generate(message, metadata=(("x-request-id", in_metadata),)))
+
+    if is_mine is None:
+        assert re.fullmatch("[0-9a-f]{32}", admitted.request_id)
+    else:
+        assert admitted.request_id == is_mine
+    assert frontends.router.submitted[0].request_id == admitted.request_id
 
 
 @pytest.mark.parametrize(

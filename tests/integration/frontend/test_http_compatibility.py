@@ -1,5 +1,7 @@
 """Tests of what browsers, scrapers and careless clients expect of the HTTP port."""
 
+from importlib.metadata import version
+
 import httpx
 import pytest
 
@@ -138,3 +140,14 @@ async def test_unknown_fields_are_refused_where_the_settings_say_so(model_dir):
 
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "somthing")
     assert served.status_code == 200
+
+
+async def test_routes_of_vllm_tell_version_and_readiness(frontends, http):
+    known = await http.get("/version")
+    alive = [await http.get("/ping"), await http.post("/ping")]
+    frontends.router.cards = ()
+    unready = await http.get("/ping")
+
+    assert known.json() == {"version": version("fleet-serving")}
+    assert [(answer.status_code, answer.content) for answer in alive] == [(200, b"")] * 2
+    assert unready.status_code == 503

@@ -266,3 +266,12 @@ async def test_synchronous_client_gets_the_same(frontends):
             return whole.choices[0].message.content, "".join(chunk.choices[0].text for chunk in stream)
 
     assert await asyncio.to_thread(use) == (TEXT, TEXT)
+
+
+async def test_refusal_of_an_unreadable_body_names_its_request(frontends, client):
+    with pytest.raises(openai.BadRequestError) as raised:
+        await client.completions.create(
+            model="tiny", prompt="once", extra_body={"n": "many"}, extra_headers={"x-request-id": "mine-1"}
+        )
+
+    assert raised.value.request_id == "mine-1"

@@ -14,6 +14,21 @@ TEXT = "Zwölf 漢字 🎉 of STOP, STOPPED"
 RESUMABLE = {"x-fleet-resumable": "1"}
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
 COMPLETION = ("/v1/completions", {"prompt": "x"})
+RESPONSE = (
+    "/v1/responses",
+    {"model": "tiny", "input": "x", "max_output_tokens": 100, "temperature": 0, "stream": True},
+)
+MESSAGE = (
+    "/v1/messages",
+    {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 100,
+        "temperature": 0,
+        "stream": True,
+    },
+)
+TRANSLATED = pytest.mark.parametrize(("path", "body"), [RESPONSE, MESSAGE], ids=["responses", "messages"])
 
 
 def body_of(body, **fields):
@@ -106,10 +121,114 @@ async def test_event_id_for_another_prompt_is_refused(frontends):
         (*COMPLETION[:1], {**COMPLETION[1], "n": 2}, "x-fleet-resumable"),
         (*COMPLETION[:1], {**COMPLETION[1], "logprobs": 1}, "x-fleet-resumable"),
         (*CHAT[:1], {**CHAT[1], "stream": False}, "x-fleet-resumable"),
-        ("/v1/responses", {"input": "x"}, "x-fleet-resumable"),
+        ("/v1/responses", {"model": "tiny", "input": "x", "stream": False}, "x-fleet-resumable"),
     ],
 )
 async def test_request_that_cannot_be_resumed_is_refused(frontends, path, body, field):
     frontends.will_answer(TEXT)
-    status, _, content = await stream(frontends.url, path, {"max_tokens": 9, "stream": True, **body})
+    limit = {} if path == "/v1/responses" else {"max_tokens": 9}
+    status, _, content = await stream(frontends.url, path, {**limit, "stream": True, **body})
     assert (status, error_of(content)["param"]) == (400, field)
+
+
+@TRANSLATED
+@pytest.mark.parametrize("step", [1, 4])
+async def test_translated_stream_cut_after_any_event_goes_on_exactly(frontends, path, body, step):
+    """Also if the cut is between two events of one step, and the answer's later steps have other sizes."""
+    frontends.will_answer(TEXT, step=step, then=(EOS,))
+    _, whole, _ = await stream(frontends.url, path, body)
+    assert len(whole) > 10 / step
+    assert all(number for number, _ in whole)
+
+    for cut, (number, _) in enumerate(whole, 1):
+        frontends.router.step = step
+        status, rest, _ = await stream(frontends.url, path, body, {"last-event-id": number})
+        assert status == 200, rest
+        assert [data for _, data in rest] == [data for _, data in whole[cut:]], cut
+
+
+@TRANSLATED
+async def test_translated_stream_survives_cut_after_cut(frontends, path, body):
+    """Each connection is lost after one or two events, and the router's steps change their size."""
+    frontends.will_answer(TEXT, then=(EOS,))
+    _, whole, _ = await stream(frontends.url, path, body)
+    got: list[str] = []
+    headers = RESUMABLE
+    for turn in range(2 * len(whole)):
+        frontends.router.step = 1 + turn % 3
+        status, events, _ = await stream(frontends.url, path, body, headers)
+        assert status == 200
+        if not events:
+            break
+        taken = events[: 1 + turn % 2]
+        got += [data for _, data in taken]
+        headers = {"last-event-id": taken[-1][0]}
+
+    assert texts(got) == texts(data for _, data in whole)
+    assert kinds(got) == kinds(data for _, data in whole)
+    if path == "/v1/responses":
+        assert [json.loads(data)["sequence_number"] for data in got] == list(range(len(got)))
+
+
+def texts(events):
+    """Return the joined pieces of text of a stream."""
+    deltas = [json.loads(data).get("delta", {}) for data in events]
+    return "".join([each if isinstance(each, str) else each.get("text", "") for each in deltas])
+
+
+def kinds(events):
+    """Return the types of the events of a stream, without the pieces of text, whose number may differ."""
+    return [
+        kind for kind in (json.loads(data)["type"] for data in events) if not kind.endswith((".delta", "block_delta"))
+    ]
+
+
+@TRANSLATED
+async def test_random_translated_answer_goes_on_after_its_journal(frontends, path, body):
+    answer = frontends.will_answer(TEXT, then=(EOS,))
+    body = {**body, "temperature": 1}
+    _, whole, _ = await stream(frontends.url, path, body)
+    middle = len(whole) // 2
+
+    _, rest, _ = await stream(frontends.url, path, body, {"last-event-id": whole[middle][0]})
+
+    assert [data for _, data in rest] == [data for _, data in whole[middle + 1 :]]
+    assert frontends.router.submitted[-1].answered == tuple(answer[: int(whole[middle][0].split(".")[1])])
+
+
+@TRANSLATED
+async def test_translated_stream_without_the_header_has_no_ids(frontends, path, body):
+    frontends.will_answer(TEXT, then=(EOS,))
+    _, events, content = await stream(frontends.url, path, body, {})
+    assert len(events) > 3
+    assert b"\nid: " not in content
+    assert not content.startswith(b"id: ")
+
+
+async def test_event_id_of_another_api_is_refused(frontends):
+    """Both APIs are asked with the same prompt, so only the form of the id tells them apart."""
+    frontends.will_answer(TEXT, then=(EOS,))
+    ids = {}
+    for path, body in ((CHAT[0], body_of(CHAT[1])), RESPONSE):
+        _, events, _ = await stream(frontends.url, path, body)
+        ids[path] = events[2][0]
+    submitted = len(frontends.router.submitted)
+    for path, body, other in ((CHAT[0], body_of(CHAT[1]), RESPONSE[0]), (*RESPONSE, CHAT[0])):
+        status, _, content = await stream(frontends.url, path, body, {"last-event-id": ids[other]})
+        assert (status, error_of(content)["param"]) == (400, "last-event-id")
+    assert len(frontends.router.submitted) == submitted
+
+
+@TRANSLATED
+async def test_forged_counts_of_translated_events_get_no_foreign_text(frontends, path, body):
+    """A client may claim to have more than it has; then it gets less. Counts without end are refused."""
+    frontends.will_answer(TEXT, then=(EOS,))
+    _, whole, _ = await stream(frontends.url, path, body)
+    token, position, *_ = whole[4][0].split(".")
+
+    status, rest, _ = await stream(frontends.url, path, body, {"last-event-id": f"{token}.{position}.999999.999999.0"})
+    assert (status, rest) == (200, [])
+    status, _, _ = await stream(frontends.url, path, body, {"last-event-id": f"{token}.{position}.{'9' * 10}.0.0"})
+    assert status == 400
+    status, _, _ = await stream(frontends.url, path, body, {"last-event-id": f"{token}.999.1.1.1"})
+    assert status == 400

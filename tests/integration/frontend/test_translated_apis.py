@@ -40,6 +40,9 @@ TEMPLATE = (
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "string"}}}
 RESPONSE_TOOLS = [{"type": "function", "name": name, "parameters": PARAMETERS, "strict": False} for name, _ in CALLS]
 MESSAGE_TOOLS = [{"name": name, "input_schema": PARAMETERS} for name, _ in CALLS]
+MESSAGE_CALL = {"type": "tool_use", "id": "x", "name": "add", "input": {}}
+CALL_WITHOUT_NAME = {"type": "tool_use", "id": "x", "input": {}}
+RESPONSE_CALL = {"type": "function_call", "call_id": "x", "name": "add", "arguments": "{}"}
 TENANTS = {"a": TenantSettings(api_key_sha256=(sha256(b"fk-1").hexdigest(),), requests_per_minute=1)}
 
 
@@ -240,6 +243,12 @@ async def test_structured_response_and_effort_reach_the_engine(parsing):
     assert "(thinking False)" in prompt_of(parsing)
 
 
+@pytest.mark.parametrize("choice", ["loud", {"type": "loud"}])
+async def test_unknown_tool_choice_of_a_response_lists_the_known(responses, choice):
+    with pytest.raises(openai.BadRequestError, match=r'"required" or {"type": "function", "name": NAME}'):
+        await responses.create(model="tiny", input="hi", tools=RESPONSE_TOOLS, tool_choice=choice)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -253,11 +262,19 @@ async def test_structured_response_and_effort_reach_the_engine(parsing):
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
+        ({"tools": RESPONSE_TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
+        ({"input": [{"type": "function_call", "call_id": "x", "arguments": "{}"}]}, "input[0].name"),
+        ({"instructions": "x", "input": [RESPONSE_CALL]}, "input"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].image_url",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input[0].content[0]"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"temperature": 3}, "temperature"),
         ({"reasoning": {"effort": "mad"}}, "reasoning.effort"),
@@ -282,7 +299,10 @@ async def test_client_chooses_the_id_of_its_request_by_header(frontends, respons
         message = await client.messages.create(
             model="tiny", max_tokens=99, messages=[{"role": "user", "content": "hi"}], extra_headers=headers
         )
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            await client.messages.create(model="tiny", max_tokens=-1, messages=USER, extra_headers=headers)
 
+    assert (message._request_id, refused.value.request_id) == ("mine", "mine")
     assert [arrived.request_id for arrived in frontends.router.submitted] == ["mine", "mine"]
     assert (response.id, message.id) == ("resp_mine", "msg_mine")
 
@@ -466,11 +486,26 @@ async def test_call_that_the_limit_cuts_off_is_no_broken_message(parsing):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
+            "messages[0].content[0].source.url",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "base64", "data": "x"}}]}]},
+            "messages[0].content[0].source",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "text"}}]}]},
+            "messages[0].content[0]",
+        ),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "x"}]}]}, "messages[0].content[0]"),
+        ({"messages": [*USER, {"role": "assistant", "content": [CALL_WITHOUT_NAME]}]}, "messages[1].content[0].name"),
+        ({"system": "x", "messages": [*USER, {"role": "assistant", "content": [MESSAGE_CALL]}]}, "messages"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tools": MESSAGE_TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"max_tokens": -1}, "max_tokens"),
@@ -488,7 +523,7 @@ async def test_message_field_that_cannot_be_obeyed_is_named(frontends, messages,
 
     error = refused.value.body["error"]
     assert error["type"] == "invalid_request_error"
-    assert named in error["message"]
+    assert error["message"].startswith(f"{named}: ")
     assert frontends.router.submitted == []
 
 

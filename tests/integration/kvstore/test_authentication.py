@@ -278,7 +278,7 @@ async def test_missing_or_foreign_certificate_is_rejected(tmp_path):
     async with a_control_plane(node) as address:
         for access in (
             LoadedCredentials(),  # no TLS
-            LoadedCredentials(authority=node.authority),  # no certificate
+            load(Credentials(authority=authority.file)),  # no certificate
             load(Credentials(authority=authority.file, **stranger.issue("other"))),
             load(Credentials(authority=stranger.file, **authority.issue("trusts-another"))),
         ):
@@ -292,9 +292,9 @@ async def test_node_with_only_a_certificate_still_asks_for_the_secret(tmp_path):
     (tmp_path / "secret").write_bytes(SECRET)
     node = load(Credentials(secret_file=str(tmp_path / "secret"), **authority.issue("node")))
     async with a_control_plane(node) as address:
-        client = LoadedCredentials(secret=SECRET, authority=(tmp_path / "authority.pem").read_bytes())
+        client = load(Credentials(secret_file=str(tmp_path / "secret"), authority=authority.file))
         assert await asyncio.to_thread(ask, address, client) == "asked"
-        error = await rejection(address, LoadedCredentials(authority=client.authority))
+        error = await rejection(address, load(Credentials(authority=authority.file)))
         assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -321,14 +321,15 @@ def test_public_address_needs_credentials(listen, data_listen, field):
     LoadedCredentials(insecure=True).require(listen, data_listen)
 
 
-def test_certificates_do_not_protect_the_data_plane():
-    certified = LoadedCredentials(certificate=b"c", key=b"k", authority=b"a")
+def test_certificates_do_not_protect_the_data_plane(tmp_path):
+    authority = Authority(tmp_path, "authority")
+    certified = load(Credentials(authority=authority.file, **authority.issue("node")))
 
     certified.require(("0.0.0.0:7000",), "127.0.0.1:7001")
     with pytest.raises(StoreNotStarted, match="data_listen"):
         certified.require(("0.0.0.0:7000",), "0.0.0.0:7001")
     with pytest.raises(StoreNotStarted, match=r"listen\[0\]"):
-        LoadedCredentials(certificate=b"c", key=b"k").require(("0.0.0.0:7000",), "")
+        load(Credentials(**authority.issue("alone"))).require(("0.0.0.0:7000",), "")
 
 
 @pytest.mark.parametrize("address", ["unix:/run/c", "127.0.0.1:1", "127.1.2.3:1", "[::1]:1", "localhost:1"])

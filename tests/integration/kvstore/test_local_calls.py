@@ -20,7 +20,7 @@ from kvstore.clock import Nanos
 from kvstore.net import unix_sockets as sockets
 from kvstore.protocol import framed_call_server as call_server
 from kvstore.protocol import wire
-from kvstore.protocol.calls import FRAME_BYTES, OPENING, TAKEN, CallRefused, Method, NodeCalls
+from kvstore.protocol.calls import ACCEPTED, FRAME_BYTES, HANDSHAKE, CallRefused, Method, NodeCalls
 from kvstore.protocol.framed_call_server import STALLED, TURN_REQUESTS, FramedCallServer
 from kvstore.service.server import open_node
 from kvstore.service.settings import StoreSettings
@@ -75,8 +75,8 @@ def a_line(node: NodeProcess) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as line:
         line.settimeout(60)
         line.connect(node.endpoints.shm_socket)
-        line.sendall(OPENING)
-        assert line.recv(4, socket.MSG_WAITALL) == TAKEN
+        line.sendall(HANDSHAKE)
+        assert line.recv(4, socket.MSG_WAITALL) == ACCEPTED
         yield line
 
 
@@ -309,7 +309,7 @@ async def a_server() -> AsyncIterator[tuple[FramedCallServer, socket.socket]]:
     with ours:
         ours.setblocking(False)
         await server.take(theirs)
-        assert await read(ours, 4) == TAKEN
+        assert await read(ours, 4) == ACCEPTED
         yield server, ours
         server.close()
 
@@ -379,7 +379,7 @@ async def test_heavy_client_shares_turns_with_others():
         for each, end in ((greedy, theirs), (modest, others)):
             each.setblocking(False)
             await server.take(end)
-            assert await read(each, 4) == TAKEN
+            assert await read(each, 4) == ACCEPTED
         greedy.send(b"".join(map(asking, range(1, 2001))))
         modest.send(asking(9999))
 
@@ -451,7 +451,7 @@ async def test_a_bug_in_an_answer_ends_the_connection():
         await server.take(theirs)
         ours.send(framed(Method.MATCH, b""))
 
-        assert await read(ours) == TAKEN
+        assert await read(ours) == ACCEPTED
         assert await read(ours) == b""
     server.close()
 
@@ -468,9 +468,9 @@ def test_silent_connections_do_not_block_shared_memory(node):
             assert client.connection.session.calls.connections, "the call used gRPC"
 
         assert is_over(silent[0]), "the longest silent connection was cut"
-        silent[-1].sendall(OPENING)
+        silent[-1].sendall(HANDSHAKE)
         silent[-1].settimeout(60)
-        assert silent[-1].recv(4, socket.MSG_WAITALL) == TAKEN, "the latest connection is still served"
+        assert silent[-1].recv(4, socket.MSG_WAITALL) == ACCEPTED, "the latest connection is still served"
 
 
 def test_call_waits_its_turn_when_the_queue_is_full(tmp_path):

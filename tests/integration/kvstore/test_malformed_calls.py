@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvstore.protocol import wire
-from kvstore.protocol.calls import OPENING, TAKEN
+from kvstore.protocol.calls import ACCEPTED, HANDSHAKE
 from kvstore.security.credentials import Credentials
 from kvstore.service.server import SERVICE, open_node
 from kvstore.service.settings import StoreSettings
@@ -120,9 +120,9 @@ async def test_malformed_messages_are_counted_on_every_path():
 async def send_call_bytes(path: Path, call: bytes) -> None:
     """Send bytes after the opening of a call connection, and wait until the node has ended it."""
     reader, writer = await asyncio.open_unix_connection(path)
-    writer.write(OPENING + call)
+    writer.write(HANDSHAKE + call)
     async with asyncio.timeout(60):
-        assert await reader.read() == TAKEN
+        assert await reader.read() == ACCEPTED
     writer.close()
 
 

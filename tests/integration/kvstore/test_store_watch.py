@@ -10,6 +10,8 @@ import grpc
 import pytest
 
 from fleet.backends.workers.store_watch import GrpcStoreWatch
+from fleet.core.system_clock import SystemClock
+from fleet.membership.compatibility import IncompatiblePeers
 from fleet.router.messages import StoreChanged
 from fleet.router.settings.router import RouterSettings
 from kvstore.security.credentials import Credentials
@@ -27,7 +29,7 @@ SETTINGS = RouterSettings(max_reconnect_seconds=0.1, connect_timeout_seconds=5.0
 class WatchedStore:
     def __init__(self, address: str):
         self._heard: asyncio.Queue[StoreChanged] = asyncio.Queue()
-        self._watch = GrpcStoreWatch(address, SETTINGS)
+        self._watch = GrpcStoreWatch(address, SETTINGS, IncompatiblePeers(SystemClock()))
 
     async def run(self) -> None:
         await self._watch.run(self._heard.put)
@@ -148,7 +150,9 @@ async def test_watch_blocked_by_tls_names_the_cause(tmp_path, caplog):
     node_side = Credentials(authority=authority.file, **authority.issue("node"))
     router_side = Credentials(authority=stranger.file, **authority.issue("router"))
     with a_node(listen=["127.0.0.1:0"], credentials=node_side) as node:
-        watch = GrpcStoreWatch(node.endpoints.listen[0], RouterSettings(store_credentials=router_side))
+        watch = GrpcStoreWatch(
+            node.endpoints.listen[0], RouterSettings(store_credentials=router_side), IncompatiblePeers(SystemClock())
+        )
 
         async def tell(change: StoreChanged) -> None:
             raise AssertionError(f"{change} from a node that is not trusted")

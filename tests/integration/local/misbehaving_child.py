@@ -1,5 +1,5 @@
 """Child process for the supervisor's tests: ``serve | stubborn | exit STATUS LINE | family FILE | loading FILE | shared FILE | beat |
-compute | slow SECONDS``.
+compute | slow SECONDS | phases FOLDER``.
 """
 
 import asyncio
@@ -36,6 +36,8 @@ def main() -> None:
         case "shared":
             kept = shared_memory.SharedMemory(create=True, size=4096)
             Path(rest[0]).write_text(kept.name)
+        case "phases":
+            tell_phases(int(ready_fd), Path(rest[0]))
     if how == "slow":
         time.sleep(float(rest[0]))
     if how in ("beat", "compute", "slow"):
@@ -45,6 +47,15 @@ def main() -> None:
         os.close(int(ready_fd))
     while True:
         signal.pause()
+
+
+def tell_phases(ready_fd: int, folder: Path) -> None:
+    """Enter each phase of a start when the test has made a file with its name."""
+    for phase in ("loading", "warming up", "serving"):
+        while not (folder / phase).exists():
+            time.sleep(0.02)
+        if phase != "serving":
+            os.write(ready_fd, f"# {phase}\n".encode())
 
 
 def say_ready(ready_fd: int) -> None:

@@ -47,6 +47,15 @@ def client(cluster):
         yield client
 
 
+def test_generate_without_a_key_names_the_option(cluster):
+    address = ("--address", cluster.endpoints["grpc"], "hello")
+    without, wrong = run_fleet("generate", *address), run_fleet("generate", "--api-key", "sk-wrong", *address)
+
+    assert without.returncode == wrong.returncode == 1
+    assert without.stderr.strip().endswith("; --api-key or --api-key-file gives the key")
+    assert wrong.stderr.strip().endswith("; the key of --api-key is not known")
+
+
 def ask(client):
     messages = [{"role": "user", "content": "one two three"}]
     return client.chat.completions.create(model="my-model", messages=messages, max_tokens=4)

@@ -19,6 +19,7 @@ from fleet.config import child_environment
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock
+from fleet.local import processes as local_processes
 from fleet.local import reaper_process
 from fleet.local.liveness import LivenessLimits
 from fleet.local.processes import ClusterFailed, LocalProcess, LocalProcesses
@@ -176,6 +177,24 @@ async def test_child_that_ignores_sigterm_is_killed_by_a_second_one(folder):
     assert alive(pids.values()) == []
 
 
+async def test_phases_of_the_start_are_said_by_name(folder, monkeypatch):
+    for constant, seconds in (("FIRST_PROGRESS", 0.0), ("PHASE_CHECK", 0.02)):
+        monkeypatch.setattr(local_processes, constant, seconds)
+    said: list[str] = []
+    processes = supervise(folder, said, *(a_process(name, "phases", str(folder)) for name in ("a", "b")))
+    running = asyncio.ensure_future(processes.hold(at_once))
+
+    await until(lambda: said == ["starting: a, b"])
+    for phase in ("loading", "warming up"):
+        (folder / phase).touch()
+        await until(lambda: said[-1] == f"{phase}: a, b")  # noqa: B023 - awaited here
+    (folder / "serving").touch()
+
+    assert await running
+    assert processes.endpoints.keys() == {"a", "b"}
+    assert not any(" s)" in line for line in said)
+
+
 async def test_stop_during_loading_leaves_nothing(folder):
     processes = supervise(folder, [], a_process("a", "loading", str(folder / "a.family")))
     asyncio.get_running_loop().call_later(0.5, processes.request_stop)
@@ -257,6 +276,10 @@ def test_nothing_survives_the_death_of_the_supervisor(tmp_path):
 
         eventually(lambda: not alive(pids))
         eventually(lambda: not Path(runtime).exists())
+
+
+async def at_once():
+    """Return at once, as the body of a cluster that only has to start."""
 
 
 async def never():

@@ -7,7 +7,7 @@ import signal
 import socket
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from hashlib import sha256
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -25,7 +25,9 @@ from fleet.router.placement.break_even import MAX_TOKENS, MIN_TOKENS
 from kvstore.security.credentials import Credentials
 from loadtests.clients.openai_calls import run_calls
 from loadtests.clients.results import CallOutcome
+from operators.chart.metric_catalogue import ROUTER
 from tests.support.fleet_processes import alive, fleet_up, is_listening, run_fleet
+from tests.support.metric_pages import differences
 from tests.support.shared_memory import remaining_of
 from tests.support.waiting import eventually
 
@@ -107,14 +109,23 @@ def kv_counters(cluster):
     """Return the router's counters of KV blocks and bytes, by phase and source."""
     with urlopen(f"{cluster.endpoints['http'].removesuffix('/v1')}/metrics", timeout=60) as response:
         families = list(text_string_to_metric_families(response.read().decode()))
-    return Counter(
-        {
-            (sample.name, sample.labels["phase"], sample.labels["source"]): int(sample.value)
-            for family in families
-            for sample in family.samples
-            if sample.name in ("fleet_kv_blocks_total", "fleet_kv_bytes_total")
-        }
-    )
+    counted: Counter[tuple[str, str, str]] = Counter()
+    for sample in (sample for family in families for sample in family.samples):
+        if sample.name in ("fleet_kv_blocks_total", "fleet_kv_bytes_total"):
+            counted[sample.name, sample.labels["phase"], sample.labels["source"]] += int(sample.value)
+    return counted
+
+
+def test_page_of_metrics_matches_the_catalogue(cluster):
+    ask_over_http(cluster, prompt=PROMPT)
+    with suppress(HTTPError):
+        ask_over_http(cluster, prompt=PROMPT, model="nobody's")
+    with urlopen(f"{cluster.endpoints['health']}/metrics", timeout=60) as response:
+        page = response.read().decode()
+
+    assert differences(page, ROUTER, "router") == []
+    assert 'fleet_requests_total{model="unknown",outcome="model_not_found",placement="unknown"}' in page
+    assert 'gen_ai_operation_name="text_completion",gen_ai_provider_name="fleet",gen_ai_request_model="tiny"' in page
 
 
 def test_router_block_counters_equal_the_sum_of_kv_reports(cluster):
@@ -462,7 +473,7 @@ def test_unknown_key_is_rejected_with_its_path(tmp_path):
     done = run_fleet("up", "--config", str(path))
 
     assert done.returncode == 3
-    assert done.stderr == f"fleet: {path}: pools[0].replica: is not a known key\n"
+    assert done.stderr == f"fleet: {path}: pools[0].replica: is not a known key; did you mean 'replicas'?\n"
 
 
 def test_check_passes_for_both_kv_paths():

@@ -1,5 +1,7 @@
 """Tests of `fleet up --tls` with the clients that users have: OpenAI's, Fleet's own, gRPC's, and openssl."""
 
+import asyncio
+import json
 import ssl
 import subprocess
 import urllib.error
@@ -14,6 +16,7 @@ import pytest
 from fleet.client import AsyncClient, Client, ClientTls, Unavailable
 from fleet.core.errors import ConfigurationRefused
 from tests.support.fleet_processes import fleet_up, run_fleet
+from tests.support.servers.severable_proxy import SeverableProxy
 
 pytestmark = pytest.mark.integration
 
@@ -41,6 +44,24 @@ def test_openai_client_streams_over_https(up):
     assert "".join(texts)
 
 
+def test_curl_with_the_authority_gets_models_and_an_answer(up):
+    def curl(*arguments):
+        command = ["curl", "--silent", "--show-error", "--fail", "--max-time", "60", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
+    trusted = ("--cacert", up.endpoints["ca"])
+    models = curl(*trusted, f"{up.endpoints['http']}/v1/models")
+    body = json.dumps({"model": "tiny", "prompt": "once", "max_tokens": 4, "ignore_eos": True})
+    answered = curl(
+        *trusted, "-H", "content-type: application/json", "-d", body, f"{up.endpoints['http']}/v1/completions"
+    )
+    unknown = curl(f"{up.endpoints['http']}/v1/models")
+
+    assert [each["id"] for each in json.loads(models.stdout)["data"]] == ["tiny"], models.stderr
+    assert json.loads(answered.stdout)["usage"]["completion_tokens"] == 4, answered.stderr
+    assert unknown.returncode == 60, "curl's status for a certificate of an unknown authority"
+
+
 async def test_both_grpc_clients_get_equal_answers(up, tls):
     with Client(up.grpc, tls=tls) as client:
         answer = client.complete("once upon a time", max_tokens=8, temperature=0)
@@ -66,6 +87,28 @@ def test_client_without_the_authority_gets_no_answer(up):
         client.models()
 
 
+async def test_client_without_tls_is_told_that_the_port_may_speak_it(up):
+    told = r"Socket closed; the port may speak TLS: give the client tls=ClientTls\(authority=FILE\), or a command --ca FILE"
+    with Client(up.grpc) as client:
+        for call in (client.models, lambda: client.complete("once")):
+            with pytest.raises(Unavailable, match=told):
+                call()
+    async with AsyncClient(up.grpc) as client:
+        for call in (client.models, lambda: client.complete("once")):
+            with pytest.raises(Unavailable, match=told):
+                await call()
+
+
+async def test_generate_without_tls_names_the_option(up):
+    proxy = SeverableProxy(int(up.grpc.rpartition(":")[2]))  # no run of this machine has its address
+    await proxy.open()
+    address = f"127.0.0.1:{proxy.port}"
+    refused = await asyncio.to_thread(run_fleet, "generate", "--address", address, "once upon", "--max-tokens", "4")
+    await proxy.close()
+    assert refused.returncode == 1
+    assert f"{address} speaks TLS, and this client does not: set --ca, or --tls" in refused.stderr
+
+
 def test_generate_finds_the_authority_of_a_local_cluster(up):
     answered = run_fleet("generate", "--address", up.grpc, "once upon", "--max-tokens", "4")
     named = run_fleet("generate", "--address", up.grpc, "--ca", up.endpoints["ca"], "once upon", "--max-tokens", "4")
@@ -73,7 +116,7 @@ def test_generate_finds_the_authority_of_a_local_cluster(up):
 
     assert (answered.returncode, named.returncode) == (0, 0), answered.stderr + named.stderr
     assert wrong.returncode == 1
-    assert "--ca" in wrong.stderr, wrong.stderr
+    assert f"the certificate of {up.grpc} is not signed by an authority that gRPC knows; --ca names" in wrong.stderr
 
 
 def test_private_key_is_readable_by_its_user_only(up):

@@ -14,18 +14,17 @@ import grpc
 import pytest
 
 from fleet.core.errors import ConfigurationRefused
-from fleet.core.system_clock import SystemClock
+from fleet.core.system_clock import SystemClock, unix_seconds
 from fleet.net.client_tls import ServerCertificates
 from fleet.net.grpc.client_servers import client_server
 from fleet.net.http.server import HttpServer, run_server
 from fleet.net.settings import ClientTlsSettings, GrpcLibrary, GrpcSettings, HttpSettings
+from kvstore.security.certificates import CertificateWatch
 from tests.support.certificates import Authority
 from tests.support.frontend.counting_service import CountingService
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
-
-NOW = 1_700_000_000.0  # before the end of every certificate here
 
 
 @pytest.fixture
@@ -41,7 +40,10 @@ class ServedFiles:
         self.authority = authority
         self.renew("first")
         self.settings = ClientTlsSettings(
-            certificate=str(self.certificate), key=str(self.key), renewal_check_seconds=0.1, **more
+            certificate=str(self.certificate),
+            key=str(self.key),
+            renewal_check_seconds=0.1,
+            **{"expiry_warning_days": 0.0, **more},  # the certificates last an hour
         )
 
     def renew(self, name, **validity):
@@ -58,16 +60,7 @@ def files(tmp_path, authority):
 
 
 def certificates(settings):
-    return ServerCertificates(settings, lambda: NOW)
-
-
-@asynccontextmanager
-async def watched(loaded):
-    task = asyncio.create_task(loaded.watch())
-    try:
-        yield loaded
-    finally:
-        task.cancel()
+    return ServerCertificates(settings, unix_seconds)
 
 
 async def answer_at_once(exchange):
@@ -129,7 +122,7 @@ async def test_versions_before_tls_1_2_are_refused(authority, files):
 
 async def test_renewed_certificate_is_served_without_a_failed_request(authority, files):
     seen = []
-    async with watched(certificates(files.settings)) as loaded, https_server(loaded) as server:
+    async with https_server(certificates(files.settings)) as server:
         context = client_context(authority)
 
         async def ask():
@@ -149,7 +142,7 @@ async def test_renewed_certificate_is_served_without_a_failed_request(authority,
 
 
 async def test_open_connection_outlives_a_renewal(authority, files):
-    async with watched(certificates(files.settings)) as loaded, https_server(loaded) as server:
+    async with https_server(certificates(files.settings)) as server:
         port = int(server.address.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client_context(authority))
         files.renew("second")
@@ -185,9 +178,11 @@ async def test_client_that_leaves_before_its_answer_is_not_logged(authority, fil
 
 async def test_broken_renewal_leaves_the_old_certificate_in_use(authority, files, caplog):
     caplog.set_level(logging.WARNING)
-    async with watched(certificates(files.settings)) as loaded, https_server(loaded) as server:
+    loaded = certificates(files.settings)
+    watch = CertificateWatch([loaded.files])
+    async with https_server(loaded) as server:
         files.key.write_text("no key\n")
-        await until(lambda: "renewed certificate cannot be used" in caplog.text)
+        await until(lambda: watch.look() or "renewed certificate cannot be used" in caplog.text)
         line, _, name = await get(server, client_context(authority))
         assert (line, name) == (b"HTTP/1.1 200 OK\r\n", "first")
         files.certificate.unlink()
@@ -200,11 +195,13 @@ async def test_broken_renewal_leaves_the_old_certificate_in_use(authority, files
 
 async def test_certificate_without_a_readable_end_is_not_taken(authority, files, caplog):
     caplog.set_level(logging.WARNING)
-    async with watched(certificates(files.settings)) as loaded, https_server(loaded) as server:
+    loaded = certificates(files.settings)
+    watch = CertificateWatch([loaded.files])
+    async with https_server(loaded) as server:
         # OpenSSL takes this form, and other libraries do not.
         trusted = files.certificate.read_text().replace(" CERTIFICATE-", " TRUSTED CERTIFICATE-")
         files.certificate.write_text(trusted)
-        await until(lambda: "renewed certificate cannot be used" in caplog.text)
+        await until(lambda: watch.look() or "renewed certificate cannot be used" in caplog.text)
         assert "tls.certificate" in next(each.cause for each in caplog.records if hasattr(each, "cause"))
         files.renew("second")
         async with asyncio.timeout(60):
@@ -293,35 +290,35 @@ async def test_handshake_ends_at_the_first_byte_timeout(files, caplog):
 async def test_grpc_client_follows_a_renewal(tmp_path, authority, library):
     files = ServedFiles(tmp_path, authority, client_authority=authority.file)
     shown = authority.issue("client")
-    async with watched(certificates(files.settings)) as loaded:
-        limits = GrpcSettings(library=library)
-        server = client_server(limits, max_held_bytes=1 << 20, certificates=loaded)
-        service = CountingService()
-        server.add_generic_rpc_handlers(service.handlers())
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
+    loaded = certificates(files.settings)
+    limits = GrpcSettings(library=library)
+    server = client_server(limits, max_held_bytes=1 << 20, certificates=loaded)
+    service = CountingService()
+    server.add_generic_rpc_handlers(service.handlers())
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
 
-        async def call(root, certificate):
-            pem = [Path(root.file).read_bytes()]
-            if certificate is not None:
-                pem += [Path(certificate["key"]).read_bytes(), Path(certificate["certificate"]).read_bytes()]
-            options = [("grpc.use_local_subchannel_pool", 1)]
-            async with grpc.aio.secure_channel(
-                f"127.0.0.1:{port}", grpc.ssl_channel_credentials(*pem), options=options
-            ) as channel:
-                return await channel.unary_unary("/x.Y/One")(b"a", timeout=60)
+    async def call(root, certificate):
+        pem = [Path(root.file).read_bytes()]
+        if certificate is not None:
+            pem += [Path(certificate["key"]).read_bytes(), Path(certificate["certificate"]).read_bytes()]
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.secure_channel(
+            f"127.0.0.1:{port}", grpc.ssl_channel_credentials(*pem), options=options
+        ) as channel:
+            return await channel.unary_unary("/x.Y/One")(b"a", timeout=60)
 
-        try:
-            await call(authority, shown)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call(authority, None)
-            assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    try:
+        await call(authority, shown)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(authority, None)
+        assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
-            files.renew("second")
-            await until(lambda: loaded.key_and_certificate[1] == files.certificate.read_bytes())
-            await call(authority, shown)
-        finally:
-            await server.stop(None)
+        files.renew("second")
+        await until(lambda: loaded.files.pem.certificate == files.certificate.read_bytes())
+        await call(authority, shown)
+    finally:
+        await server.stop(None)
 
 
 @pytest.mark.parametrize(
@@ -344,15 +341,15 @@ def test_unusable_file_is_named(files, change, message):
 )
 def test_certificate_that_ends_soon_is_logged_once_a_day(tmp_path, authority, hours, said, caplog):
     now = SystemWallClock()
-    files = ServedFiles(tmp_path, authority)
+    files = ServedFiles(tmp_path, authority, expiry_warning_days=14.0)
     files.renew("served", hours=hours)
     loaded = ServerCertificates(files.settings, now)
-    loaded.renew()
+    loaded.files.look()
     now.seconds += 3600
-    loaded.renew()
+    loaded.files.look()
     messages = [record.message for record in caplog.records]
     now.seconds += 24 * 3600
-    loaded.renew()
+    loaded.files.look()
 
     assert messages == ([said] if said else [])
     assert len(caplog.records) == 2 * len(messages)

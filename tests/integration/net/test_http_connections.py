@@ -192,6 +192,17 @@ async def test_expect_continue_is_answered(frontends):
         assert (await peer.answer())[0] == 200
 
 
+async def test_expectation_of_http_1_0_is_ignored(frontends):
+    frontends.will_answer("the fox")
+    asked = post(COMPLETIONS, {"prompt": "once"}, "expect: 100-continue", version="1.0")
+    head, _, body = asked.partition(b"\r\n\r\n")
+    async with raw_http_client(frontends) as peer:
+        await peer.send(head + b"\r\n\r\n")
+        await peer.send(body)
+
+        assert (await peer.answer())[0] == 200
+
+
 async def test_pipelined_requests_are_answered_in_order(frontends):
     frontends.will_answer("the fox")
     frontends.router.hold_after = 1
@@ -880,11 +891,11 @@ async def test_metrics_count_served_requests(frontends):
 
     lines = body.decode().splitlines()
     assert headers["content-type"].startswith("text/plain")
-    assert 'fleet_requests_total{outcome="stop",placement="aggregated"} 1.0' in lines
-    assert 'fleet_requests_total{outcome="invalid_argument",placement="unknown"} 1.0' in lines
-    assert f"fleet_completion_tokens_total {len(frontends.router.answer):.1f}" in lines
-    assert 'fleet_kv_blocks_total{phase="aggregated",source="computed"} 1.0' in lines
-    assert "fleet_ttft_seconds_count 1.0" in lines
+    assert 'fleet_requests_total{model="tiny",outcome="stop",placement="aggregated"} 1.0' in lines
+    assert 'fleet_requests_total{model="tiny",outcome="invalid_argument",placement="unknown"} 1.0' in lines
+    assert f'fleet_completion_tokens_total{{model="tiny"}} {len(frontends.router.answer):.1f}' in lines
+    assert 'fleet_kv_blocks_total{model="tiny",phase="aggregated",source="computed"} 1.0' in lines
+    assert 'fleet_ttft_seconds_count{model="tiny"} 1.0' in lines
 
 
 async def test_draining_finishes_requests_and_takes_no_new_ones(frontends):
@@ -926,12 +937,12 @@ async def test_bug_gives_500_and_the_next_request_is_served(frontends, caplog):
 
 async def test_port_in_use_is_rejected_with_its_address(frontends):
     with pytest.raises(ConfigurationRefused, match=frontends.http.address):
-        async with open_http_frontend(frontends.http.address, HttpSettings(), None, None, None):
+        async with open_http_frontend(frontends.http.address, HttpSettings(), frontends.generation, None, None):
             pass
 
 
 @pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:http", "127.0.0.1:65536", "host.invalid:0", ":1"])
-async def test_invalid_address_is_rejected(listen):
+async def test_invalid_address_is_rejected(frontends, listen):
     with pytest.raises(ConfigurationRefused, match=listen):
-        async with open_http_frontend(listen, HttpSettings(), None, None, None):
+        async with open_http_frontend(listen, HttpSettings(), frontends.generation, None, None):
             pass

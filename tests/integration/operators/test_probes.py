@@ -14,7 +14,7 @@ from aiohttp import web
 from fleet.core.errors import Reason, RequestRejected
 from fleet.router.tenants import TenantSettings
 from operators.probes.evidence import Probe, ProbeCompletion, ProbeFailure
-from operators.probes.served import ServedProbes, router_address, service_address
+from operators.probes.http_probes import HttpProbeSender, router_address, service_address
 from tests.support.backends.openai_servers import MODEL as RELAYED
 from tests.support.backends.openai_servers import OpenAiServer, ServerExchange, a_relay, five_tokens
 from tests.support.builders import MODEL
@@ -51,7 +51,7 @@ def probes(url, keys=None, seconds=SECONDS, router=None):
         assert host == "10.0.0.1"
         return (router or url).removeprefix("http://")
 
-    return ServedProbes(keys or {}, seconds, service, router_address)
+    return HttpProbeSender(keys or {}, seconds, service, router_address)
 
 
 @asynccontextmanager

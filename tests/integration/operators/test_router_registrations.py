@@ -20,7 +20,13 @@ SECRET = b"the secret of a deployment"
 
 def a_worker(worker_id, state="serving", cached_blocks=0):
     counts = dict.fromkeys(WorkerSnapshot.__struct_fields__[4:], 0)
-    fields = counts | {"state": state, "engine": "simulated", "address": "", "cached_blocks": cached_blocks}
+    fields = counts | {
+        "state": state,
+        "engine": "simulated",
+        "address": "",
+        "product": "",
+        "cached_blocks": cached_blocks,
+    }
     return WorkerSnapshot(worker_id=WorkerId(worker_id), **fields)
 
 

@@ -270,6 +270,53 @@ async def test_random_sse_answer_goes_on_from_the_peers_journal(workers, folder)
         assert await metric(second, "fleet_resumed_requests_total") == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_killed_router_costs_no_event_of_translated_stream(workers, folder, path):
+    with open_router_pair(workers, folder) as (first, second):
+        met = Met()
+        expected = await ask_translated([second.http], path, None)
+        running = asyncio.ensure_future(ask_translated([first.http, second.http], path, met))
+        await until(lambda: met.clients or running.done())
+        first.signal(signal.SIGKILL)
+        met.happened.set()
+        assert await running == expected
+        assert await metric(second, "fleet_resumed_requests_total") == 1
+
+
+async def ask_translated(routers: list[str], path: str, met: Met | None) -> tuple[str, list[str]]:
+    """Return the text and the types of all other events; come back with the last id to the next router."""
+    length = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    question = {"input": "hello"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "hello"}]}
+    body = {"model": "tiny", "stream": True, "temperature": 0, length: TOKENS, **question}
+    headers = {"x-fleet-resumable": "1"}
+    text, kinds, pieces = "", [], 0
+    for router in routers:
+        try:
+            async with (
+                httpx.AsyncClient(base_url=f"http://{router}", trust_env=False, timeout=NOTICED_SECONDS) as client,
+                client.stream("POST", path, json=body, headers=headers) as answer,
+            ):
+                assert answer.status_code == 200, await answer.aread()
+                received = ""
+                async for chunk in answer.aiter_text():
+                    whole, separator, received = (received + chunk).rpartition("\n\n")
+                    for number, data in sse_events(whole + separator):
+                        event = json.loads(data)
+                        headers = {"last-event-id": number}
+                        if event["type"] in ("response.output_text.delta", "content_block_delta"):
+                            text += event["delta"] if isinstance(event["delta"], str) else event["delta"]["text"]
+                            pieces += 1
+                        else:
+                            kinds.append(event["type"])
+                        if pieces == SEEN and met is not None and not met.happened.is_set():
+                            await met.until_happened()
+        except httpx.TransportError:
+            continue
+        if kinds and kinds[-1] in ("response.completed", "response.incomplete", "message_stop"):
+            return text, kinds
+    raise AssertionError("no router completed the answer")
+
+
 async def test_clients_of_dead_routers_end_with_typed_errors_in_time(workers, folder):
     with open_router_pair(workers, folder, peers=False) as pair:
         met = Met()

@@ -34,6 +34,7 @@ class RouterGroup:
             "models": {"tiny": str(model_dir)},
             "policy": "least_loaded",
             "catch_up_seconds": 20.0,  # five are enough on an idle machine
+            "access_records": {"path": str(folder / "access.jsonl")},
         }
         self.router = self.start("router", config, "--processes", str(count))
         self.workers = []
@@ -163,6 +164,18 @@ def test_one_scrape_has_the_metrics_of_all_routers(routers):
     served = {key: after[key] - before.get(key, 0) for key in after if key[0] == "fleet_requests_total"}
     assert sum(served.values()) == 16
     assert both_routers(routers) == {"router-0", "router-1"}
+
+
+def test_all_processes_write_their_records_to_one_file(routers):
+    def records():
+        return [json.loads(line) for line in (routers.folder / "access.jsonl").read_text().splitlines()]
+
+    before = len(records())
+    routers.asked(lambda client: client.complete("Hello", max_tokens=1))
+    eventually(lambda: len(records()) >= before + 16)
+
+    assert len({each["request_id"] for each in records()}) == len(records())
+    assert {each["outcome"] for each in records()[before:]} == {"length"}
 
 
 def serving(routers):

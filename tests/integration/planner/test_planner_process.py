@@ -8,16 +8,22 @@ import signal
 import subprocess
 from contextlib import asynccontextmanager, closing, contextmanager
 
+import grpc
 import pytest
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.demand_reports import ModelDemand, SampledRequest
+from fleet.v1.planner_pb2 import ShowPlanRequest
+from fleet.v1.planner_pb2_grpc import PlannerStub
+from kvstore.protocol.range_messages import range_message
+from kvstore.protocol.versions import own_protocols
 from tests.support.fleet_processes import FLEET, run_fleet
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.planner.connectors import FakeOrchestrator
 from tests.support.planner.demand_routers import DemandRouter, serve_demand
 from tests.support.servers.etcd import an_etcd_server
 from tests.support.servers.prometheus import RouterPage, a_prometheus_server
+from tests.support.versions.newer_peers import FUTURE
 from tests.support.waiting import pace, until, until_answered
 
 pytestmark = pytest.mark.integration
@@ -155,6 +161,26 @@ async def test_shadow_planner_shows_plans_and_applies_none(folder):
     assert (status["mode"], status["replicas"]["decode"]) == ("shadow", 3)
     assert [(each["state"], each["replicas"]) for each in status["plans"]] == [("shadow", {"decode": 3})]
     assert orchestrator.wanted == {"decode": {1}, "prefill": {1}}
+
+
+async def test_planner_refuses_incompatible_callers_by_name(folder):
+    own = f"speaks protocol {own_protocols().lowest} to {own_protocols().highest} (version "
+    async with a_cluster(folder):
+        with planners(folder) as start:
+            start()
+            await until((folder / "planner-0.sock").exists)
+            async with grpc.aio.insecure_channel(f"unix:{folder}/planner-0.sock") as channel:
+                stub = PlannerStub(channel)
+                for call in (stub.ShowPlan, lambda request, **fields: stub.WatchPlan(request, **fields).read()):
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await call(ShowPlanRequest(protocols=FUTURE), timeout=60, wait_for_ready=True)
+                    assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
+                    assert refused.value.details().startswith(f"this planner {own}")
+                    assert refused.value.details().endswith(
+                        "the caller speaks protocol 7 to 9 (version 99.0); upgrade this planner"
+                    )
+                document = await stub.ShowPlan(ShowPlanRequest(protocols=range_message()), timeout=60)
+    assert document.protocols == range_message()
 
 
 async def test_number_of_a_person_stays(folder):

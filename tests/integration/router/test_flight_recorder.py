@@ -107,8 +107,8 @@ def test_recorded_incident_replays_to_the_same_commands(cluster, capsys):
     eventually(lambda: cluster.recorded(b'["complete"') == 6)
     with urlopen(f"http://{cluster.http}/metrics") as answer:
         metrics = answer.read().decode()
-    assert 'fleet_predictions_total{of="ttft",worker="w0"}' in metrics
-    assert 'fleet_prediction_error{of="itl",worker="w0"}' in metrics
+    assert 'fleet_predictions_total{model="tiny",of="ttft",role="both",worker="w0"}' in metrics
+    assert 'fleet_prediction_error{model="tiny",of="itl",role="both",worker="w0"}' in metrics
     cluster.router.kill()
     cluster.router.wait(30)
 

@@ -1,6 +1,7 @@
 """Tests of errors at the start of a service: they name the settings field or the limit, and show no traceback."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.certificates import Authority
 from tests.support.kvstore.builders import a_short_folder
 
 pytestmark = pytest.mark.integration
@@ -58,3 +60,29 @@ def test_low_limit_of_open_files_is_refused_clearly(folder, limit):
     line = failed_start(folder, router_settings(folder), open_files=limit)
 
     assert f"the limit of open files is {limit}, too low for any service" in line
+
+
+SECTIONS = ("control_credentials", "worker_credentials", "replicas_credentials", "store_credentials")
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"secret_file": "short"}, "secret_file: .* holds 5 bytes: a secret has 16 or more"),
+        ({"key": "other.key"}, "key: .* is not the private key of"),
+        ({"authority": "short"}, "authority: .* holds no certificates"),
+    ],
+    ids=["short secret", "key of another", "no authority"],
+)
+def test_unusable_credentials_are_named_by_their_setting(folder, section, fields, why):
+    authority = Authority(folder, "authority")
+    (folder / "short").write_text("short")
+    (folder / "other.key").write_bytes(Path(authority.issue("other")["key"]).read_bytes())
+    usable = {} if "secret_file" in fields else {**authority.issue("own"), "authority": authority.file}
+    credentials = usable | {field: str(folder / name) for field, name in fields.items()}
+
+    changed = {section: credentials, "store": "127.0.0.1:1", "replicas_listen": "127.0.0.1:0"}
+    line = failed_start(folder, router_settings(folder, **changed))
+
+    assert re.search(f"{section}.{why}", line)

@@ -97,8 +97,8 @@ class Unverified(SimulatedStore):
 
     tamper = staticmethod(lambda blocks: blocks)
 
-    async def load(self, names, deadline: Nanos):
-        loaded = await super().load(names, deadline)
+    async def load(self, names, deadline: Nanos, trace: bytes = b""):
+        loaded = await super().load(names, deadline, trace)
         return msgspec.structs.replace(loaded, blocks=self.tamper(loaded.blocks))
 
 

@@ -5,10 +5,12 @@ import errno
 import json
 import signal
 import socket
+import ssl
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -16,7 +18,9 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.core.requests import Finish
 from fleet.core.system_clock import SystemClock
 from kvstore.security.credentials import Credentials
+from kvstore.security.metrics_access import MetricsTls
 from tests.support.builders import token_bytes
+from tests.support.certificates import Authority
 from tests.support.waiting import turns, until_answered
 from tests.support.workers.engine_driver import an_attempt
 from tests.support.workers.worker_processes import WorkerProcess, a_router_stream
@@ -210,7 +214,7 @@ async def test_silent_rank_ends_the_leader(group):
 async def started(group, tmp_path):
     async with AsyncExitStack() as held:
 
-        async def start(rank):
+        async def start(rank, **fields):
             settings = WorkerSettings(
                 worker_id=f"rank-{rank}",
                 engine="simulated",
@@ -220,6 +224,7 @@ async def started(group, tmp_path):
                 heartbeat_ms=100,
                 group=group(rank, silence_ms=10_000),  # a busy machine silences processes for seconds
                 simulated=SimulatedSettings(speedup=20),
+                **fields,
             )
             worker = WorkerProcess(tmp_path, settings, log=tmp_path / f"rank-{rank}.log")
             await worker.spawn()
@@ -253,6 +258,22 @@ async def test_ranks_become_ready_and_drain_with_the_first(started):
         assert (len(tokens), end.finish) == (200, Finish.LENGTH)
 
     assert [await leader.ended(), await rank.ended()] == [0, 0]
+
+
+async def test_each_rank_answers_at_its_port_for_metrics(started, tmp_path):
+    authority = Authority(tmp_path, "authority")
+    tls = MetricsTls(**authority.issue("pods"))
+    ranks = [await started(rank, metrics_listen="127.0.0.1:0", metrics_tls=tls) for rank in (0, 1)]
+    trusted = ssl.create_default_context(cafile=authority.file)
+    pages = []
+    for each in ranks:
+        await each.ready()
+        async with httpx.AsyncClient(verify=trusted, timeout=60) as client:
+            answer = await client.get(f"https://{each.endpoints['metrics']}/metrics")
+        assert answer.status_code == 200
+        pages.append(answer.text)
+    assert all("fleet_tls_certificate_end_timestamp_seconds{" in page for page in pages)
+    assert ["fleet_worker_phase" in page for page in pages] == [True, False]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -52,6 +52,19 @@ def test_too_many_requests_says_when_to_come_back(server, api):
     api.post(PATH, a_config()).expect(201)
 
 
+def test_everybody_is_refused_as_after_a_restart(server, api):
+    server.order_fault("forbid", times=2)
+
+    listed = api.get(PATH).refused(403, "Forbidden")
+    created = api.post(PATH, a_config()).refused(403, "Forbidden")
+
+    words = 'cannot list resource "configmaps" in API group "" in the namespace "default"'
+    assert listed["message"].startswith("configmaps is forbidden: User ")
+    assert listed["message"].endswith(words)
+    assert words.replace("list", "create") in created["message"]
+    api.post(PATH, a_config()).expect(201)
+
+
 def test_internal_error_occurs_as_often_as_ordered(server, api):
     server.order_fault("status", verb="get", name="a", code=500, skip=1, times=2)
     api.post(PATH, a_config()).expect(201)

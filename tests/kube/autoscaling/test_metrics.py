@@ -9,7 +9,7 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-from operators.chart.metric_catalogue import router_metric_descriptions
+from operators.chart.metric_catalogue import ROUTER, by_name
 from tests.support.kube.documentation import DEPLOY
 from tests.support.kube.metrics_api import AdapterRules, Autoscaler, UnknownMetric, a_custom_metrics_api
 from tests.support.kube.operator import an_operator
@@ -29,7 +29,7 @@ class RouterMetrics:
     """The page of one router with metrics of workers, which the test sets."""
 
     def __init__(self):
-        registry, known = CollectorRegistry(), router_metric_descriptions()
+        registry, known = CollectorRegistry(), by_name(ROUTER)
         self._gauges = {
             name: Gauge(name, known[name].meaning, sorted(known[name].labels), registry=registry)
             for name in (RUNNING, TOKENS)

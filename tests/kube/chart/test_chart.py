@@ -14,7 +14,7 @@ from fleet.net.kubernetes.leader import LeaseSettings
 from fleet.router.settings.router import RouterSettings
 from kvstore.security.credentials import Credentials
 from operators.chart.crds import KINDS, definition
-from operators.chart.metric_catalogue import router_metric_descriptions
+from operators.chart.metric_catalogue import ROUTER
 from operators.manifests.names import GRPC, HTTP
 from operators.manifests.workloads import router_deployment
 from operators.planner.settings import KubePlannerSettings, PlannerLeaseSettings
@@ -334,6 +334,25 @@ def test_control_service_resolves_to_all_router_pods():
         assert [(each["port"], each["targetPort"]) for each in service["ports"]] == [(50052, "control")]
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_health_and_picker_get_tls_if_asked_for(tmp_path, on):
+    values = {
+        "routers": {"tls": {"secret": "public", "health": on, "endpointPicker": on}},
+        "monitoring": {"monitors": {"enabled": True}},
+    }
+    found = by_name(documents(helm_3_render(values, *MONITORS)))
+    path = tmp_path / "settings.json"
+    path.write_text(found["ConfigMap", "fleet-routers"]["data"]["settings.json"])
+    tls = load(path, RouterSettings).tls
+    [router, *_] = found["Deployment", "fleet-routers"]["spec"]["template"]["spec"]["containers"]
+    schemes = {router[f"{probe}Probe"]["httpGet"].get("scheme") for probe in ("startup", "liveness", "readiness")}
+    [monitored] = found["PodMonitor", "fleet-routers"]["spec"]["podMetricsEndpoints"]
+
+    assert (tls.health, tls.endpoint_picker) == (on, on)
+    assert schemes == {"HTTPS" if on else None}
+    assert monitored.get("scheme") == ("https" if on else None)
+
+
 def test_client_ports_get_tls_from_a_secret(tmp_path):
     def told(**tls):
         found = by_name(documents(helm_3_render({"routers": {"tls": tls}})))
@@ -353,6 +372,7 @@ def test_client_ports_get_tls_from_a_secret(tmp_path):
     assert "subPath" not in mount
     assert http["appProtocol"] == "https"
     assert "https://fleet-routers.serving.svc:8000" in str(test)
+    assert (tls.health, tls.endpoint_picker) == (False, False)
     tls, mount, secret, http, test = told()
     assert (tls.certificate, mount, secret) == ("", None, None)
     assert "appProtocol" not in http
@@ -506,6 +526,8 @@ def test_restricted_pods_reach_only_what_they_need():
         ({"tenants_redis": "redis://redis.data"}, {6379}),
         ({"store": "store.data:50070"}, {50070}),
         ({"store": "unix:/run/store.sock"}, set()),
+        ({"tracing": {"endpoint": "http://collector.observability:4317"}}, {4317}),
+        ({"tracing": {"endpoint": "https://collector.example.org/v1/traces", "protocol": "http"}}, {443}),
         ({"discovery": {"kind": "etcd", "endpoints": ["etcd-0:2379", "[fd00::1]:2380"]}}, {2379, 2380}),
     ],
 )
@@ -576,11 +598,15 @@ def test_alerts_use_existing_metrics():
     assert ("PrometheusRule", "fleet-routers") not in by_name(rendered("bare", kind))
 
     [group] = by_name(rendered("default", kind))["PrometheusRule", "fleet-routers"]["spec"]["groups"]
-    assert [each["alert"] for each in group["rules"]] == ["FleetDirectoryUnreachable"]
+    assert [each["alert"] for each in group["rules"]] == [
+        "FleetDirectoryUnreachable",
+        "FleetCertificateEnds",
+        "FleetCertificateRenewalRefused",
+    ]
     for rule in group["rules"]:
         asked = re.findall(r"\bfleet_[a-z_]+", rule["expr"])
         assert asked
-        assert all(router_metric_descriptions()[name].kind == "gauge" for name in asked)
+        assert set(asked) <= {each.name for each in ROUTER if each.type == "gauge"}
         assert {"summary", "description"} <= set(rule["annotations"])
 
 
@@ -753,6 +779,10 @@ def test_chart_can_be_a_subchart(tmp_path):
     ("values", "said"),
     [
         ({"tls": {"source": "Secret"}}, "tls.secret: names the Secret"),
+        (
+            {"routers": {"tls": {"secret": "public", "clientAuthority": "ca.crt", "health": True}}},
+            "routers.tls.health: probes of Kubernetes show no certificate",
+        ),
         ({"tls": {"source": "CertManager"}}, "tls.issuer.name: names the issuer"),
         ({"discovery": {"source": "Etcd"}}, "etcd.endpoints: names no etcd"),
         (

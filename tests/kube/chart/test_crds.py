@@ -170,6 +170,27 @@ def test_misspelt_field_is_refused_in_strict_mode(api, path):
         ),
         (
             [a_role("aggregated")],
+            {"tracing": {"endpoint": "http://collector:4318/v1/traces"}},
+            "tracing.endpoint: has a path, which gRPC does not use",
+        ),
+        ([a_role("aggregated")], {"tracing": {"endpoint": "collector:4317"}}, "spec.tracing.endpoint"),
+        ([a_role("aggregated")], {"tracing": {"endpoint": "http://collector:0"}}, "spec.tracing.endpoint"),
+        ([a_role("aggregated")], {"tracing": {"endpoint": "http://collector:65536"}}, "spec.tracing.endpoint"),
+        (
+            [a_role("aggregated")],
+            {"tracing": {"endpoint": "http://collector:4317", "headersSecret": "key"}},
+            "tracing.endpoint: headersSecret and authoritySecret are for a collector with https",
+        ),
+        (
+            [a_role("aggregated")],
+            {"tracing": {"authoritySecret": "ca"}},
+            "tracing.endpoint: headersSecret and authoritySecret are for a collector with https",
+        ),
+        ([a_role("aggregated")], {"tracing": {"samplePercent": 101}}, "spec.tracing.samplePercent"),
+        ([a_role("aggregated")], {"workerMetrics": {"keySha256": ["no digest"]}}, "spec.workerMetrics.keySha256[0]"),
+        ([a_role("aggregated")], {"workerMetrics": {"tlsSecret": "tls"}}, "workerMetrics.tlsSecret: without keySha256"),
+        (
+            [a_role("aggregated")],
             {"watchdog": {"floorSeconds": 60, "ceilingSeconds": 30}},
             "watchdog.ceilingSeconds: is below watchdog.floorSeconds",
         ),

@@ -40,7 +40,7 @@ SAMPLE = Path(__file__).parents[3] / "deploy" / "samples" / "cpu.yaml"
 CORE, APPS = "/api/v1/namespaces/default", "/apis/apps/v1/namespaces/default"
 FLEET = "/apis/fleet-serving.io/v1alpha1/namespaces/default"
 SECONDS = 60
-HANDED_OVER = ("fleet_kv_blocks_total", {"phase": "decode", "source": "direct"})
+HANDED_OVER = ("fleet_kv_blocks_total", {"model": "tiny", "phase": "decode", "source": "direct"})
 PROMPT = "Say hello to everybody who is there, one after the other, and then once more to all of them together."
 VALUES = {"routers": {"enabled": False}, "operator": {"replicas": 1}, "crds": {"keep": False}}
 

@@ -199,6 +199,29 @@ async def test_group_that_fits_nowhere_says_so_and_lets_others_pass(asked, machi
     )
 
 
+async def test_foreign_gate_is_named_and_holds_no_other_group_up(asked, machines, impatient):
+    machines(*FREE, a_node("x1", "other", 2), a_node("x2", "other", 2))
+    foreign = {"podTemplate": {"spec": {"schedulingGates": [{"name": "example.com/quota"}]}}}
+    async with an_operator(asked, wrap=WithoutNodes):
+        asked.apply(a_deployment(WIDE | foreign, name="held")).expect(201)
+        said = await until(
+            lambda: (each := asked.condition("Scheduled", "held")).get("reason") == "SchedulingGated" and each
+        )
+        assert "waits for the scheduling gate example.com/quota" in said["message"]
+        asked.apply(a_deployment(WIDE, name="free")).expect(201)
+        await until(lambda: asked.ready("free"))
+        held = [each for name, each in gates(asked).items() if name.startswith("held")]
+        assert held == [["example.com/quota", GATE]] * 2
+
+        for name, each in asked.children("pods", "v1").items():
+            if name.startswith("held-wide"):
+                left = {"spec": {"schedulingGates": [{"name": GATE}]}, "metadata": {"uid": each["metadata"]["uid"]}}
+                asked.api.patch(asked.path("pods", name, "v1"), "merge", left).expect(200)
+        await until(lambda: asked.ready("held"))
+
+    assert places(asked) == ["w1", "w2", "x1", "x2"]
+
+
 async def test_replaced_pod_of_a_gated_group_starts_again(asked, machines, impatient):
     machines(*FREE)
     async with an_operator(asked, wrap=WithoutNodes):

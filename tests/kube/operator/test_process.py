@@ -10,6 +10,7 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 
 from msgspec import to_builtins
 
+from operators.chart.metric_catalogue import OPERATOR
 from operators.rbac import ACCESS
 from tests.support.certificates import Authority
 from tests.support.fleet_processes import start_service
@@ -17,6 +18,7 @@ from tests.support.kube.api.running import an_api_server
 from tests.support.kube.clients import Api
 from tests.support.kube.nodes import Nodes
 from tests.support.kube.operator import IMAGES, QUICK, AskedRouters, a_deployment, install
+from tests.support.metric_pages import differences
 from tests.support.waiting import until
 
 ACCOUNT = "system:serviceaccount:default:fleet-operator"
@@ -138,6 +140,7 @@ async def test_operator_process_uses_exactly_the_listed_rights(tmp_path):
     assert process.returncode == 0, log
     assert [each.status_code for each in found.values()] == [200, 200, 200]
     assert "fleet_operator_leads 1.0" in found["metrics"].text
+    assert differences(found["metrics"].text, OPERATOR) == []
     assert 'fleet_operator_deployments{ready="True"} 1.0' in found["metrics"].text
     assert lease["spec"]["holderIdentity"] == ""
     assert refused == []

@@ -23,6 +23,19 @@ def test_load_test_of_the_operator_reports_its_figures():
     assert found["scale_change_ms"] > 0
 
 
+def test_load_test_fails_above_the_limit_of_memory():
+    command = [sys.executable, "-m", "loadtests.kube.operator_scale", "--deployments", "1", "--most-mib"]
+
+    within, above = (
+        subprocess.run([*command, most], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+        for most in ("150", "20")
+    )
+
+    assert within.returncode == 0, within.stderr
+    assert above.returncode == 1
+    assert "MiB, of 20" in above.stderr
+
+
 def test_load_test_compares_two_checkouts():
     command = [sys.executable, "-m", "loadtests.kube.operator_scale", "--deployments", "1", "--rounds", "1"]
 

@@ -14,6 +14,7 @@ from tests.kube.picker.suite import ConformanceReport, run_suite
 
 def main() -> int:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m tests.kube.picker",
         description="Check that an endpoint picker keeps the endpoint picker protocol 1.0.",
     )

@@ -15,6 +15,7 @@ pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not inst
 
 from msgspec import structs
 
+from operators.chart.metric_catalogue import CLUSTER_PLANNER
 from operators.rbac import LEASE_NAME, PLANNER_ACCESS
 from tests.support.certificates import Authority
 from tests.support.fleet_processes import run_fleet, start_service
@@ -29,6 +30,7 @@ from tests.support.kube.planner import (
     make_secret,
     planned_deployment,
 )
+from tests.support.metric_pages import differences
 from tests.support.waiting import pace, until
 
 LOAD = {"mode": "Active", "requestsPerReplica": 4, "coolDownSeconds": 1}
@@ -341,7 +343,7 @@ def test_impossible_planner_settings_are_refused(tmp_path, changes, words):
 
 
 ACCOUNT = "system:serviceaccount:default:fleet-planner"
-WANTED = 'fleet_planner_wanted_replicas{deployment="dd",deployment_namespace="default",pool="both"} 2.0'
+WANTED = 'fleet_planner_wanted_replicas{deployment="dd",deployment_namespace="default",model="tiny",pool="both"} 2.0'
 
 
 def grant(api):
@@ -384,7 +386,8 @@ async def test_planner_process_uses_exactly_the_listed_rights(tmp_path):
         async with a_demand_router(asked, nodes) as router, an_operator(asked, plans_obeyed=True):
             asked.apply(planned_deployment()).expect(201)
             plan = SeenPlan(asked, **LOAD)
-            with a_planner(limited, tmp_path, lease=lease) as (process, endpoints):
+            proof = {**authority.issue("planner"), "authority": authority.file}
+            with a_planner(limited, tmp_path, lease=lease, control_credentials=proof) as (process, endpoints):
                 await plan.says("Settled", "True")
                 router.running = {"both-0": 7}
                 await until(lambda: asked.replicas() == {"both": 2})
@@ -397,6 +400,8 @@ async def test_planner_process_uses_exactly_the_listed_rights(tmp_path):
         requests = [each for each in server.requests() if each["user"] == ACCOUNT]
     assert [each.status_code for each in found.values()] == [200, 200, 200]
     assert "fleet_planner_process_leads 1.0" in found["metrics"].text
+    assert differences(found["metrics"].text, CLUSTER_PLANNER) == []
+    assert 'fleet_tls_certificate_end_timestamp_seconds{setting="control_credentials"}' in found["metrics"].text
     assert held["spec"]["holderIdentity"] == "", "the Lease was given back"
     assert [each for each in requests if each["code"] == 403] == []
     used = {(each["group"], each["resource"], each["verb"]) for each in requests}

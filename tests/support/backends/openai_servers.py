@@ -16,8 +16,9 @@ from prometheus_client import CollectorRegistry
 
 from fleet.backends.external.workers import ExternalBackends
 from fleet.core.ids import ModelName
-from fleet.core.system_clock import SystemClock
+from fleet.core.system_clock import SystemClock, unix_nanoseconds
 from fleet.core.telemetry import RouterProcessMetrics
+from fleet.frontend.access_log import AccessLog
 from fleet.frontend.generation import Generation
 from fleet.frontend.metrics.relay import RelayMetrics
 from fleet.frontend.openai.prompt_keys import PromptReader, SecretBlockKeys
@@ -27,6 +28,7 @@ from fleet.frontend.openai.service import HttpFrontend, open_http_frontend
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.net.settings import HttpSettings
+from fleet.recording.access_records import AccessRecordFile
 from fleet.router.machine import RouterMachine
 from fleet.router.server import RouterServer
 from fleet.router.settings.router import OpenAiWorkerSettings, RouterSettings
@@ -299,6 +301,7 @@ async def a_relay(
     limits: dict[str, object] | None = None,
     only: bool = True,
     seconds: float = 100.0,
+    records: AccessRecordFile | None = None,
     **worker: object,
 ) -> AsyncIterator[RelaySetup]:
     """Run a router in front of servers `w0`, `w1` and so on, which have all joined in order, for `seconds` at most."""
@@ -331,7 +334,20 @@ async def a_relay(
     readers = {MODEL: reader}
     readers |= {name: reader.for_adapter(name) for each in settings.openai_workers for name in each.adapters}
     paths = RelayedPaths.of(settings.external_paths)
-    relay = Relay(router, workers, readers, shared, metrics, clock, threads, id_prefix="t", only=only, paths=paths)
+    access = None if records is None else AccessLog(router, clock, unix_nanoseconds, logs=False, records=records)
+    relay = Relay(
+        router,
+        workers,
+        readers,
+        shared,
+        metrics,
+        clock,
+        threads,
+        id_prefix="t",
+        only=only,
+        paths=paths,
+        access=access,
+    )
     generation = Generation(
         router,
         {},

@@ -9,22 +9,25 @@ from prometheus_client import CollectorRegistry
 
 from fleet.backends.hosted.overflow import open_overflow
 from fleet.core.ids import ModelName
-from fleet.core.system_clock import SystemClock, unix_seconds
+from fleet.core.system_clock import SystemClock, unix_nanoseconds, unix_seconds
 from fleet.core.telemetry import RouterProcessMetrics
+from fleet.frontend.access_log import AccessLog
 from fleet.frontend.answer_journal import AnswerJournal
 from fleet.frontend.control.port import open_control_port
-from fleet.frontend.generation import Generation
+from fleet.frontend.generation import Generation, ImageLoader
 from fleet.frontend.grpc.service import GrpcFrontend
 from fleet.frontend.metrics.overflow import OverflowMetrics
-from fleet.frontend.openai.service import HttpFrontend, open_http_frontend
+from fleet.frontend.openai.service import HttpFrontend, MetricsGuards, open_http_frontend
 from fleet.frontend.resume_tokens import ResumeTokens
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.net.control.access import OPEN_ACCESS
 from fleet.net.settings import DEFAULT_GRPC_LIMITS, GrpcSettings, HttpSettings
+from fleet.recording.access_records import AccessRecordFile
 from fleet.router.ports import TextCodec
 from fleet.router.settings.overflow import OverflowSettings
 from fleet.router.tenants import Tenants, TenantSettings
+from kvstore.security.metrics_access import OPEN_METRICS
 from tests.support.builders import MODEL, token_ids
 from tests.support.router.fake_router import FakeRouter
 
@@ -60,6 +63,9 @@ async def open_frontends(
     grpc: GrpcSettings = DEFAULT_GRPC_LIMITS,
     health_listen: str = "",
     overflow: Mapping[ModelName, OverflowSettings] | None = None,
+    records: AccessRecordFile | None = None,
+    metrics_guards: MetricsGuards = (OPEN_METRICS, OPEN_METRICS),
+    image_loader: ImageLoader | None = None,
     **settings: float,
 ) -> AsyncIterator[Frontends]:
     router = FakeRouter()
@@ -78,6 +84,8 @@ async def open_frontends(
         threads=threads,
         resume_tokens=ResumeTokens(b"secret", 60, unix_seconds),
         journal=AnswerJournal(1 << 20, 60, clock),
+        access=None if records is None else AccessLog(router, clock, unix_nanoseconds, logs=False, records=records),
+        image_loader=image_loader,
     )
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name
     async with (
@@ -92,6 +100,7 @@ async def open_frontends(
             clock,
             health_listen=health_listen,
             overflow=hosted if overflow else None,
+            metrics_guards=metrics_guards,
         ) as http,
         GrpcFrontend.open(
             "127.0.0.1:0", generation, clock, max_held_bytes=grpc_max_held_bytes, limits=grpc

@@ -40,6 +40,19 @@ def write_model(folder: Path, *, vocabulary: int = 500) -> Path:
     return _write(folder, tokenizer)
 
 
+def write_seeing_model(folder: Path) -> Path:
+    """Write a model that takes images; the token `END` is the placeholder of an image."""
+    write_model(folder)
+    template = (
+        "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+        "{% if part.type == 'image' %}<|end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    )
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "image_token_id": END}))
+    return folder
+
+
 def write_sentencepiece_model(folder: Path, *, vocabulary: int = 500) -> Path:
     """Write a model whose tokenizer has a space marker and byte fallback, like Llama 2 or Mistral."""
     trained = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))

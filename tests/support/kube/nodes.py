@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from operators.manifests.names import INSTANCE, REVISION, ROLE, TYPE
 from operators.observed.registrations import REGISTRATION, WORKER
-from tests.support.kube.api.cluster import PODS, ObjectStore, Options
+from tests.support.kube.api.cluster import NAMESPACES, PODS, ObjectStore, Options
 from tests.support.kube.api.errors import ApiError
 from tests.support.kube.api.values import clone
 from tests.support.waiting import pace
@@ -86,6 +86,7 @@ class Nodes:
 
     async def run(self, cluster: ObjectStore):
         self.cluster = cluster
+        self._digests = {}
         changed = cluster.storage.waiter()
         try:
             while True:
@@ -108,12 +109,16 @@ class Nodes:
             self._owned.setdefault(_owner(pod), []).append(pod)
         for place in (DEPLOYMENTS, STATEFUL_SETS, LEADER_WORKER_SETS):
             for item in list(self.cluster.storage.items(place)):
-                if not item["metadata"].get("deletionTimestamp"):
+                if not item["metadata"].get("deletionTimestamp") and self._accepts_pods(item["metadata"]["namespace"]):
                     self._control(place, item)
         self._orphans()
         self._murmur()
         for pod in list(self.cluster.storage.items(PODS)):
             self._keep(pod)
+
+    def _accepts_pods(self, namespace):
+        found = self.cluster.storage.get(NAMESPACES, ("", namespace))
+        return found is not None and not found["metadata"].get("deletionTimestamp")
 
     def pods(self, namespace=""):
         return self.cluster.storage.items(PODS, namespace)
@@ -123,7 +128,7 @@ class Nodes:
         template, per_replica = spec.get("template"), 1
         if place == LEADER_WORKER_SETS:
             template, per_replica = spec["leaderWorkerTemplate"]["workerTemplate"], spec["leaderWorkerTemplate"]["size"]
-        digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:8]
+        digest = self._digest(metadata, template)
         mine = self._owned.get(metadata["uid"], [])
         alive = [pod for pod in mine if not pod["metadata"].get("deletionTimestamp")]
         fresh = [pod for pod in alive if pod["metadata"]["labels"]["pod-template-hash"] == digest]
@@ -167,6 +172,14 @@ class Nodes:
                         self.cluster.catalogue.at(PODS), metadata["namespace"], pod["metadata"]["name"], {}
                     )
         self._status(place, item, len(alive), len(ready), len(fresh), failure)
+
+    def _digest(self, metadata, template):
+        """Return the hash of a pod template, which is computed once for each generation of its workload."""
+        generation, digest = self._digests.get(metadata["uid"], (None, ""))
+        if generation != metadata["generation"]:
+            digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:8]
+            self._digests[metadata["uid"]] = (metadata["generation"], digest)
+        return digest
 
     def _create(self, owner, name, template, digest, labels, size=1):
         metadata = template.get("metadata", {})
@@ -348,7 +361,9 @@ class Nodes:
 
     def _put(self, place, item, **changes):
         metadata = item["metadata"]
-        return self.cluster.storage.put(place, (metadata["namespace"], metadata["name"]), clone(item) | clone(changes))
+        # The parts that stay are shared with the object before, because a stored object is never changed in place.
+        changed = item | {"metadata": dict(metadata)} | clone(changes)
+        return self.cluster.storage.put(place, (metadata["namespace"], metadata["name"]), changed)
 
 
 def address(pod):

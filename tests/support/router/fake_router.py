@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from msgspec import structs
+
 from fleet.core.clock import Nanos
 from fleet.core.demand_reports import ModelDemand, SampledRequest, WorkerLoad
 from fleet.core.errors import Reason, RequestRejected
@@ -13,6 +15,7 @@ from fleet.core.requests import TOKEN_BYTES, Finish, KvPhase, Logprobs, ModelCar
 from fleet.core.roles import Phase
 from fleet.core.work import ParsedDelta, Progress
 from fleet.router.messages import Arrived, Complete, StartedOver
+from fleet.router.placement.decision import Decision
 from fleet.router.settings.router import Thresholds
 from fleet.router.state.snapshot import Explanation, PoolSnapshot, RemotePrefillSnapshot, RouterCounters, RouterSnapshot
 from tests.support.builders import BLOCK_TOKENS, MODEL, a_kv_report
@@ -28,11 +31,17 @@ class FakeRouter:
     """Router that gives every request the same answer, `step` tokens at a time."""
 
     def __init__(
-        self, answer: Sequence[int] = (), *, cards: Sequence[ModelCard] = (a_model_card(),), step: int = 1
+        self,
+        answer: Sequence[int] = (),
+        *,
+        cards: Sequence[ModelCard] = (a_model_card(),),
+        step: int = 1,
+        image_tokens: int = 0,
     ) -> None:
         self.answer = list(answer)
         self.cards = tuple(cards)
         self.step = step
+        self.image_tokens = image_tokens  # by which images make each prompt longer
         self.logprobs: Sequence[Logprobs] = ()  # one for each token of the answer
         self.prompt_logprobs: Sequence[Logprobs] = ()  # with the first tokens, if a request asks for them
         self.parsed: Sequence[ParsedDelta] = ()  # one for each step
@@ -51,6 +60,8 @@ class FakeRouter:
         self.completed: list[RequestId] = []
         self.cancelled: list[RequestId] = []
         self.explanations: dict[RequestId, Explanation] = {}
+        self.decided: dict[RequestId, tuple[Decision, ...]] = {}
+        self.queued_for: float | None = None  # seconds
         self.in_force = Thresholds()
         self.measured = RemotePrefillSnapshot(learned=False, handoffs=0, handoff_seconds=0.0, workers=())
         self.changed = asyncio.Event()
@@ -76,6 +87,12 @@ class FakeRouter:
 
     def explain(self, request_id: RequestId) -> Explanation | None:
         return self.explanations.get(request_id)
+
+    def decisions(self, request_id: RequestId) -> tuple[Decision, ...]:
+        return self.decided.get(request_id, ())
+
+    def queue_seconds(self, request_id: RequestId) -> float | None:
+        return self.queued_for
 
     def fingerprint(self, request_id: RequestId) -> str:
         return "weights" if self.submitted else ""
@@ -173,6 +190,8 @@ class FakeStream:
     def _next(self) -> Progress:
         router, sampling = self._router, self._arrived.sampling
         report = a_kv_report(len(self._arrived.tokens) // TOKEN_BYTES, cached_blocks=router.cached_blocks)
+        if router.image_tokens:
+            report = structs.replace(report, image_tokens=router.image_tokens)
         self.kv = (KvPhase(phase=Phase.AGGREGATED, worker_id="w1", report=report),)
         self.cached_tokens = report.cached_tokens
         end = min(self._sent + router.step, sampling.max_tokens, len(self._answer))

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -24,15 +24,32 @@ START_SECONDS = 60
 PORTS = 10_000  # to choose from
 
 
+_given: set[int] = set()  # ports that this process has returned; their servers may listen later
+
+
 def a_free_port() -> int:
-    """Return a port outside the ephemeral range, which the system gives to nobody by itself."""
+    """Return a port outside the ephemeral range, which the system gives to nobody by itself; each port only once."""
     first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     for _ in range(100):
         port = random.SystemRandom().randrange(int(first) - PORTS, int(first)) if int(first) > 2 * PORTS else 0
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
-            return listener.getsockname()[1]
+            found: int = listener.getsockname()[1]
+            if found not in _given:
+                _given.add(found)
+                return found
     raise AssertionError("no port is free")
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports as `a_free_port` does, each by one higher than the one before."""
+    for _ in range(100):
+        ports = list(range(first := a_free_port(), first + count))
+        with suppress(OSError), ExitStack() as held:
+            for port in ports:
+                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return ports
+    raise AssertionError("no ports are free")
 
 
 class ServerProcess:

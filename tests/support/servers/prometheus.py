@@ -2,10 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.error import URLError
+from urllib.parse import urlencode
 from urllib.request import urlopen
 
 import pytest
@@ -22,9 +23,15 @@ from tests.support.servers.processes import ServerProcess, a_free_port
 
 
 class PrometheusServer(ServerProcess):
-    """A server that scrapes each target every half second."""
+    """A server that scrapes each target every half second. `scrape` has further settings of the scraping, such as TLS."""
 
-    def __init__(self, folder: Path, targets: Sequence[str], relabel: Sequence[dict[str, object]] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        targets: Sequence[str],
+        relabel: Sequence[dict[str, object]] = (),
+        scrape: Mapping[str, object] | None = None,
+    ) -> None:
         if (command := shutil.which("prometheus")) is None:
             pytest.skip("needs Prometheus: apt-get install prometheus")
         self.port = a_free_port()
@@ -33,6 +40,7 @@ class PrometheusServer(ServerProcess):
             "job_name": "routers",
             "static_configs": [{"targets": list(targets)}],
             "metric_relabel_configs": list(relabel),
+            **(scrape or {}),
         }
         config = folder / "prometheus.yml"  # JSON is YAML
         config.write_text(json.dumps({"global": {"scrape_interval": "500ms"}, "scrape_configs": [job]}))
@@ -42,6 +50,12 @@ class PrometheusServer(ServerProcess):
             f"--web.listen-address=127.0.0.1:{self.port}",
         )
         super().__init__([command, *options], folder, self._is_ready)
+
+    def query(self, expression: str) -> dict[str, str]:
+        """Return the present values of an expression, by the address of the target."""
+        with urlopen(f"{self.url}/api/v1/query?{urlencode({'query': expression})}", timeout=30) as answer:
+            found = json.load(answer)["data"]["result"]
+        return {each["metric"]["instance"]: each["value"][1] for each in found}
 
     def _is_ready(self) -> bool:
         try:
@@ -53,10 +67,10 @@ class PrometheusServer(ServerProcess):
 
 @contextmanager
 def a_prometheus_server(
-    targets: Sequence[str], relabel: Sequence[dict[str, object]] = ()
+    targets: Sequence[str], relabel: Sequence[dict[str, object]] = (), scrape: Mapping[str, object] | None = None
 ) -> Iterator[PrometheusServer]:
     with a_short_folder() as folder:
-        server = PrometheusServer(folder, targets, relabel)
+        server = PrometheusServer(folder, targets, relabel, scrape)
         try:
             yield server
         finally:

@@ -25,6 +25,8 @@ gpu = "l40s"
 gpus = 2
 [clients]
 kind = "open"
+[router]
+max_queue_seconds = 1000000.0  # whoever waits is late, and counts as such
 [slo]
 ttft_ms = 5000
 tpot_ms = 150

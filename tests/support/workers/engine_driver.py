@@ -11,7 +11,17 @@ import msgspec
 from fleet.core.ids import RequestId
 from fleet.core.requests import KvReport, Sampling, Source, TokenBytes
 from fleet.core.roles import KvPath, Phase
-from fleet.core.work import Handoff, KvCleared, KvRemoved, KvStored, LoadReport, Progress, Rejected, Start
+from fleet.core.work import (
+    NOTHING_PULLED,
+    Handoff,
+    KvCleared,
+    KvRemoved,
+    KvStored,
+    LoadReport,
+    Progress,
+    Rejected,
+    Start,
+)
 from tests.support.builders import token_bytes
 from tests.support.waiting import until
 from workers.ports import Engine
@@ -87,7 +97,7 @@ class EngineDriver:
 
     async def idle(self) -> None:
         """Wait until nothing runs and no block is held; leases must be released, since they expire only after 30 s."""
-        await until(lambda: self.engine.load() == IDLE)
+        await until(lambda: msgspec.structs.replace(self.engine.load(), pulled=NOTHING_PULLED) == IDLE)
 
     async def read_outputs(self) -> None:
         async for outputs in self.engine.outputs():

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import multiprocessing
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,9 +79,15 @@ class VllmEngines:
 @contextmanager
 def hosted(*settings: WorkerSettings) -> Iterator[VllmEngines]:
     ready: Future[VllmEngines] = Future()
-    thread = threading.Thread(target=asyncio.run, args=(_host(settings, ready),), name="vllm-engines")
+    cancel: Future[Callable[[], object]] = Future()
+    thread = threading.Thread(target=asyncio.run, args=(_host(settings, ready, cancel),), name="vllm-engines")
     thread.start()
-    engines = ready.result(START_SECONDS)
+    try:
+        engines = ready.result(START_SECONDS)
+    except TimeoutError:
+        cancel.result(START_SECONDS)()
+        thread.join(60)  # otherwise the next tests of this process would find these engines among theirs
+        raise
     try:
         yield engines
     finally:
@@ -92,8 +98,13 @@ def hosted(*settings: WorkerSettings) -> Iterator[VllmEngines]:
         gc.collect()  # vLLM leaves sockets to the collector, whose warnings must not reach a test
 
 
-async def _host(settings: Sequence[WorkerSettings], ready: "Future[VllmEngines]") -> None:
+async def _host(
+    settings: Sequence[WorkerSettings], ready: "Future[VllmEngines]", cancel: "Future[Callable[[], object]]"
+) -> None:
     loop, stopping, over, others = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event(), _cores()
+    task = asyncio.current_task()
+    assert task is not None
+    cancel.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
     try:
         async with asyncio.TaskGroup() as tasks:
             opened: list[asyncio.Future[Engine]] = []

@@ -69,6 +69,8 @@ def test_help_of_every_command_says_what_it_does(capsys):
         ["up", "--kv-paths", "store,pigeon"],
         ["up", "--kv-paths", "store,store"],
         ["up", "--bogus"],
+        ["up", "--gpu-memory-utilization", "1.5"],
+        ["up", "--max-num-seqs", "0"],
         ["generate", "text", "--timeout", "nan"],
         ["generate", "text", "--timeout", "0"],
         ["serve", "router"],
@@ -90,13 +92,23 @@ def test_a_misused_command_line_exits_2_with_one_line(argv, capsys):
 @pytest.mark.parametrize(
     ("argv", "cause"),
     [
-        (["up", "--nosuch"], "fleet up: unrecognized arguments: --nosuch (see fleet up --help)"),
+        (["status", "--nosuch"], "fleet status: unrecognized arguments: --nosuch (see fleet status --help)"),
         (["generate", "hi", "--placement", "x"], "argument --placement: 'x' is none of auto, "),
+        (["up", "--task", "rerank"], "argument --task: 'rerank' is none of auto, generate, embed, classify"),
         (["statsu"], "'statsu' is none of up, "),
         (["statsu"], "; did you mean 'status'?"),
         (["up", "--http-prot", "1"], "unrecognized arguments: --http-prot 1; did you mean '--http-port'?"),
         (["up", "--engin3=vllm"], "unrecognized arguments: --engin3=vllm; did you mean '--engine'?"),
-        (["up", "--dtype", "auto"], "fleet up: unrecognized arguments: --dtype auto (see fleet up --help)"),
+        (
+            ["up", "--quantization", "fp8"],
+            "; an option of vLLM goes behind --vllm-arg, as in --vllm-arg quantization=fp8",
+        ),
+        (["up", "--enable-lora=true"], "as in --vllm-arg enable_lora=true"),
+        (["up", "--enable-lora", "--demo", "x"], "as in --vllm-arg enable_lora=true"),
+        (["up", "Qwen/Qwen3-0.6B"], "unrecognized arguments: Qwen/Qwen3-0.6B; did you mean --model Qwen/Qwen3-0.6B?"),
+        (["up", "--prefil", "1"], "unrecognized arguments: --prefil 1; did you mean '--prefill'?"),
+        (["generate", "hi", "--temp", "1"], "unrecognized arguments: --temp"),
+        (["serve", "router", "--conf", "x"], "the following arguments are required: --config"),
         (["kube", "crdz"], "; did you mean 'crds'?"),
         (["kube", "crds", "--otput", "x"], "unrecognized arguments: --otput"),
         (["--nosuch"], "fleet: the following arguments are required: COMMAND"),
@@ -190,7 +202,7 @@ def test_a_refused_configuration_exits_3_with_one_line(tmp_path, capsys):
     assert run(["up", "--config", str(path)]) == 3
 
     captured = capsys.readouterr()
-    assert captured.err == f"fleet: {path}: cluster.engin: is not a known key\n"
+    assert captured.err == f"fleet: {path}: cluster.engin: is not a known key; did you mean 'engine'?\n"
     assert captured.out == ""
 
 

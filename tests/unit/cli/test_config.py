@@ -27,7 +27,7 @@ def test_list_gives_meaning_unit_and_default(capsys):
     lines = printed(capsys, "router").out.splitlines()
 
     at = lines.index("max_queue_seconds  default: 10.0  [seconds]")
-    assert lines[at + 1].startswith("    A request that would wait longer is rejected at once.")
+    assert lines[at + 1].startswith("    A request is rejected at once if it would wait longer for its first token;")
     assert "tenants.NAME.requests_per_minute  default: 0.0  [per minute]" in lines
 
 
@@ -54,7 +54,7 @@ def test_schemas_accept_what_the_loader_accepts(capsys):
     with pytest.raises(jsonschema.ValidationError, match="max_queue_secs"):
         jsonschema.validate({"max_queue_secs": 3.0}, router)
     key = router["$defs"]["RouterSettings"]["properties"]["max_queue_seconds"]
-    assert key["description"].startswith("A request that would wait longer")
+    assert key["description"].startswith("A request is rejected at once")
     assert (key["default"], key["x-unit"]) == (10.0, "seconds")
 
 
@@ -78,8 +78,30 @@ def test_check_finds_the_part_by_the_keys(content, command, tmp_path, capsys):
     [
         ([], "max_queued = 3\nhttp_lisen = 'x'\n", "http_lisen: is not a known key"),
         (["router"], "[cluster]\n", "cluster: is not a known key"),
+        ([], "[router]\nmax_que = 3\n", "router.max_que: is not a known key; did you mean 'max_queued'?"),
+        (
+            [],
+            "[[pools]]\nrole = 'both'\n[pools.vllm]\ndtyp = 'x'\n",
+            "pools[0].vllm.dtyp: is not a known key; did you mean 'dt",
+        ),
+        (
+            [],
+            "[[store.tiers]]\nkind = 'ssd'\ndirectory = []\n",
+            "directory: is not a known key; did you mean 'directories'?",
+        ),
+        (
+            [],
+            "[router.tenants.acme]\nweigth = 1\n",
+            "router.tenants[...].weigth: is not a known key; did you mean 'weight'?",
+        ),
+        ([], "[cluster]\nqqq = 1\n", "cluster.qqq: is not a known key\n"),
         ([], "max_queued = -1\n", "max_queued: "),
         ([], "max_queued = \n", "Invalid value"),
+        (
+            [],
+            "[[pools]]\nrole = 'both'\nmetrics_listen = '127.0.0.1:7990'\n",
+            "pools[0].metrics_listen: 127.0.0.1:7990 is the first of 64 ports",
+        ),
         ([], "[cluster]\n[[pools]]\nrole = 'prefill'\n", "pools: prefill workers need workers of role decode"),
     ],
 )
@@ -101,6 +123,28 @@ def test_check_refuses_a_file_that_is_no_object(tmp_path, capsys):
 
     assert printed(capsys, "--check", str(file), status=3).err == f"fleet: {file}: is not an object with keys\n"
     assert "No such file" in printed(capsys, "--check", str(tmp_path / "none.toml"), status=3).err
+
+
+@pytest.mark.parametrize(("name", "kind"), [("a.toml", "TOML"), ("a.json", "JSON")])
+def test_binary_file_is_refused_in_words(name, kind, tmp_path, capsys):
+    file = tmp_path / name
+    file.write_bytes(b'"\xff\xfe\x00"')
+
+    err = printed(capsys, "--check", str(file), status=3).err
+    assert err == f"fleet: {file}: is not a text in UTF-8, and so no {kind} file\n"
+
+
+def test_refusal_as_json_is_on_standard_output(tmp_path, capsys):
+    file = tmp_path / "bad.toml"
+    file.write_text("[cluster]\nmodle = 'x'\n")
+
+    out, err = printed(capsys, "--json", "--check", str(file), status=3)
+
+    cause = f"{file}: cluster.modle: is not a known key; did you mean 'model'?"
+    assert json.loads(out) == {"file": str(file), "part": "up", "valid": False, "error": cause}
+    assert err == ""
+    missing = printed(capsys, "--json", "--check", str(tmp_path / "none.toml"), status=3).out
+    assert json.loads(missing)["valid"] is False
 
 
 def test_check_as_json_names_file_and_part(tmp_path, capsys):

@@ -1,4 +1,5 @@
 import argparse
+import json
 from hashlib import sha256
 from pathlib import Path
 
@@ -7,8 +8,10 @@ from msgspec import structs
 
 from fleet.cli.up import KEYS_TENANT, OWN_TENANT, configure, read_topology, with_own_key
 from fleet.core.errors import ConfigurationRefused
-from fleet.local.settings import Topology, with_chat_template
+from fleet.core.roles import KvPath, Role
+from fleet.local.settings import PoolSection, Topology, for_task, with_chat_template
 from fleet.router.tenants import TenantSettings
+from workers.settings import ModelTask
 
 ACME = TenantSettings(api_key_sha256=(sha256(b"key").hexdigest(),), weight=2)
 
@@ -77,6 +80,8 @@ def test_api_keys_leave_tenants_of_the_file_alone(tmp_path):
         topology_of("--config", str(file), "--api-key", "k")
     with pytest.raises(ConfigurationRefused, match="--api-key: a key is empty"):
         topology_of("--api-key", "")
+    with pytest.raises(ConfigurationRefused, match="printable ASCII"):
+        topology_of("--api-key", "é")
 
 
 @pytest.mark.parametrize("option", ["--tensor-parallel-size", "--tp-size", "--tp", "-tp"])
@@ -123,3 +128,80 @@ def test_chat_template_option_is_relative_to_current_folder(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
 
     assert topology_of("--chat-template", "a.jinja").cluster.chat_template == str(Path(tmp_path / "a.jinja"))
+
+
+def test_sections_of_the_file_stay_as_they_are(tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        '[cluster]\nengine = "simulated"\n[tracing]\nendpoint = "http://c:4317"\n[hub]\ncache = "/models"\n'
+    )
+    topology = topology_of("--config", str(file), "--http-port", "8123")
+
+    assert topology.tracing.endpoint == "http://c:4317"
+    assert topology.hub.cache == "/models"
+    assert topology.cluster.engine == "simulated"
+
+
+def a_model_folder(folder: Path, architecture: str) -> Path:
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    return folder
+
+
+def test_task_of_vectors_has_one_pool_without_kv_paths(tmp_path):
+    given = topology_of("--task", "embed", "--decode", "3", "--engine", "simulated")
+
+    topology = for_task(given, tmp_path)
+
+    assert [(pool.role, pool.replicas) for pool in topology.pools] == [(Role.BOTH, 3)]
+    assert topology.cluster.kv_paths == ()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "task"),
+    [
+        ("BertModel", ModelTask.EMBED),
+        ("LlamaForCausalLM", ModelTask.AUTO),
+        ("BertForSequenceClassification", ModelTask.CLASSIFY),
+        ("Qwen3ForRewardModel", ModelTask.EMBED),
+    ],
+)
+def test_architecture_tells_the_task_of_a_cluster(architecture, task, tmp_path):
+    topology = for_task(Topology(), a_model_folder(tmp_path, architecture))
+
+    assert topology.cluster.task is task
+    assert (topology.cluster.kv_paths == (KvPath.STORE,)) == (task is ModelTask.AUTO)
+
+
+def test_sentence_transformers_folder_embeds(tmp_path):
+    (tmp_path / "modules.json").write_text("[]")
+
+    assert for_task(Topology(), a_model_folder(tmp_path, "Qwen3ForCausalLM")).cluster.task is ModelTask.EMBED
+
+
+def test_prefill_pool_is_refused_for_vectors(tmp_path):
+    pools = (PoolSection(role=Role.PREFILL), PoolSection(role=Role.BOTH))
+    topology = structs.replace(topology_of("--task", "embed"), pools=pools)
+
+    with pytest.raises(ConfigurationRefused, match="pools: a model with the task embed"):
+        for_task(topology, tmp_path)
+
+
+def test_engine_options_go_to_the_engines_of_all_pools():
+    argv = ("--dtype", "float32", "--gpu-memory-utilization", "0.8", "--max-num-seqs", "4")
+    pools = topology_of(*argv, "--vllm-arg", "quantization=fp8", "--vllm-arg", "seed=3", "--tp", "2").pools
+
+    assert [pool.role for pool in pools] == [Role.PREFILL, Role.DECODE]
+    for pool in pools:
+        assert (pool.vllm.dtype, pool.max_running) == ("float32", 4)
+        assert pool.vllm.extra_args == {
+            "gpu_memory_utilization": 0.8,
+            "quantization": "fp8",
+            "seed": 3,
+            "tensor_parallel_size": 2,
+        }
+
+
+@pytest.mark.parametrize("argument", ["seed", "=3", "a.b=1"])
+def test_malformed_engine_argument_is_refused(argument):
+    with pytest.raises(ConfigurationRefused, match="--vllm-arg"):
+        topology_of("--vllm-arg", argument)

@@ -22,7 +22,7 @@ from fleet.core.requests import (
     ToolChoice,
 )
 from fleet.core.roles import Placement
-from fleet.core.validation import validate
+from fleet.core.validation import MAX_IMAGE_BYTES, MAX_IMAGES, validate, validate_images
 from tests.support.builders import a_prompt, a_request, token_bytes
 from tests.support.router.fake_router import a_model_card
 
@@ -339,3 +339,14 @@ def test_impossible_demand_for_calls_is_refused_by_field(prompt, parsing, field)
         validate(a_request(prompt=prompt, parsing=parsing), a_model_card(), 10)
 
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize("images", [(b"x",) * (MAX_IMAGES + 1), (bytes(MAX_IMAGE_BYTES), b"x")], ids=["count", "bytes"])
+def test_too_many_or_too_large_images_are_refused(images):
+    card = a_model_card(takes_images=True)
+    validate_images(a_request(images=(bytes(MAX_IMAGE_BYTES),)), card)
+
+    with pytest.raises(RequestRejected, match="are allowed") as refused:
+        validate_images(a_request(images=images), card)
+
+    assert refused.value.field == "chat.messages"

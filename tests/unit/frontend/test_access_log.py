@@ -4,7 +4,10 @@ import pytest
 
 from fleet.core.errors import Reason
 from fleet.core.ids import RequestId
-from fleet.frontend.access_log import AccessEntry, quoted
+from fleet.core.system_clock import SystemClock, unix_nanoseconds
+from fleet.frontend.access_log import AccessLog, RequestTimes, quoted
+from tests.support.builders import a_request
+from tests.support.router.fake_router import FakeRouter
 
 
 @pytest.mark.parametrize("name", ["tiny", "org/model-7b@main", ""])
@@ -23,9 +26,10 @@ def test_long_names_are_cut():
 
 def test_refused_request_id_cannot_forge_a_field(caplog):
     caplog.set_level("INFO", "fleet.access")
-    entry = AccessEntry(RequestId("a outcome=stop"), "tiny", "")
+    access = AccessLog(FakeRouter(), SystemClock(), unix_nanoseconds, logs=True)
+    entry = access.begin(a_request(id=RequestId("a outcome=stop")))
 
-    entry.write(Reason.INVALID_ARGUMENT, usage=None, kv=(), first_seconds=None, seconds=0.001)
+    entry.write(Reason.INVALID_ARGUMENT, usage=None, kv=(), model="tiny", times=RequestTimes(whole=0.001))
 
     (record,) = caplog.records
     assert record.request == "'a outcome=stop'"

@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from hashlib import sha256
@@ -13,6 +14,7 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import ModelName
 from fleet.core.requests import (
+    TOKEN_BYTES,
     Admitted,
     AnswerParsers,
     AnswerParsing,
@@ -34,6 +36,7 @@ from fleet.core.requests import (
 from fleet.core.roles import Placement
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.work import ParsedDelta, ParsingTask
+from fleet.frontend.access_log import AccessLog
 from fleet.frontend.generation import INLINE_CHARACTERS, Generation
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import MAX_TASKS, TokenizerThreads
@@ -41,7 +44,7 @@ from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants, TenantSettings
 from kvstore.block import tenant_salt
 from tests.support.builders import BLOCK_TOKENS, MODEL, a_prompt, a_request, token_ids
-from tests.support.frontend.text_model import END, EOS, write_model
+from tests.support.frontend.text_model import END, EOS, write_model, write_seeing_model
 from tests.support.router.fake_router import FakeRouter, a_model_card
 from tests.support.waiting import turns
 
@@ -84,7 +87,7 @@ def generations(codec):
             tenant_secret=SECRET,
             metrics=metrics,
             threads=threads,
-            logs_access=logs_access,
+            access=AccessLog(router, Stopped(), lambda: 0, logs=True) if logs_access else None,
         )
 
     yield make
@@ -475,14 +478,14 @@ async def test_metrics_and_tenant_count_the_same_tokens(generations, codec, endi
 
     usage = tenants.usage()["t"]
     counted = {
-        name: generation.metrics.registry.get_sample_value(name)
+        name: generation.metrics.registry.get_sample_value(name, {"model": MODEL})
         for name in ("fleet_prompt_tokens_total", "fleet_completion_tokens_total")
     }
     assert tuple(counted.values()) == (usage.prompt_tokens, usage.answer_tokens)
     assert usage.answer_tokens == {"finished": 5, "cancelled": 3, "lost": 3, "refused": 0}[ending]
     streamed = 0.0 if ending == "refused" else 1.0
     for name in ("fleet_request_seconds_count", "fleet_tpot_seconds_count", "fleet_ttft_seconds_count"):
-        assert generation.metrics.registry.get_sample_value(name) == streamed, name
+        assert generation.metrics.registry.get_sample_value(name, {"model": MODEL}) == streamed, name
 
 
 async def test_siblings_do_not_count_the_prompt_again(generations):
@@ -494,7 +497,11 @@ async def test_siblings_do_not_count_the_prompt_again(generations):
 
     usage = tenants.usage()["t"]
     assert sibling.usage.prompt_tokens == sibling.usage.cached_tokens == 0
-    assert usage.prompt_tokens == generation.metrics.registry.get_sample_value("fleet_prompt_tokens_total") > 0
+    assert (
+        usage.prompt_tokens
+        == generation.metrics.registry.get_sample_value("fleet_prompt_tokens_total", {"model": MODEL})
+        > 0
+    )
 
 
 async def test_two_running_requests_cannot_share_an_id(generations):
@@ -546,6 +553,42 @@ async def test_long_prompts_tokenize_in_threads_in_bounded_number(generations, c
 
     assert refused.value.reason is Reason.QUEUE_FULL
     assert len(router.completed) == MAX_TASKS
+
+
+class RenderingThread:
+    """A codec that notes in which thread it renders a chat."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self.thread: threading.Thread | None = None
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._codec, name)
+
+    def render(self, *_: object) -> bytes:
+        self.thread = threading.current_thread()
+        return self._codec.encode("x")
+
+
+EMPTY = ChatMessage(role="user", content="")
+
+
+@pytest.mark.parametrize(
+    ("messages", "inline"),
+    [
+        ((EMPTY,), True),
+        ((structs.replace(EMPTY, parts=("",) * INLINE_CHARACTERS),), False),
+        ((EMPTY,) * (INLINE_CHARACTERS + 1), False),
+    ],
+    ids=["short", "many parts", "many messages"],
+)
+async def test_chat_of_many_empty_pieces_is_rendered_in_a_thread(generations, codec, messages, inline):
+    rendering = RenderingThread(codec)
+    generation = generations(FakeRouter([5]), {MODEL: rendering})
+
+    await collect(generation.generate(a_request(prompt=ChatPrompt(messages))))
+
+    assert (rendering.thread is threading.current_thread()) is inline
 
 
 async def test_api_key_selects_tenant_and_salt(generations):
@@ -702,3 +745,81 @@ async def test_tools_without_parsing_stay_text(generations, tool_codec):
 
     assert "".join(delta.text for delta in deltas).strip() == "<tool_call>{}</tool_call>"
     assert finished.finish is Finish.STOP
+
+
+SEES = a_model_card(takes_images=True)
+
+
+@pytest.fixture
+def seeing(tmp_path):
+    return load_codec(write_seeing_model(tmp_path))
+
+
+def a_chat_with_images(*images: bytes, **fields) -> GenerateRequest:
+    parts = ("the quick brown fox " * 20, *[None for _ in images], " jumps over " * 20)
+    message = ChatMessage(role="user", content="".join(part for part in parts if part), parts=parts)
+    return a_request(prompt=ChatPrompt((message,)), images=images, **fields)
+
+
+async def test_images_are_the_work_of_one_worker_that_takes_them(generations, seeing):
+    router = FakeRouter(cards=[SEES])
+    generation = generations(router, {MODEL: seeing})
+
+    await collect(generation.generate(a_chat_with_images(b"a")))
+
+    (arrived,) = router.submitted
+    assert (arrived.images, arrived.placement, arrived.needs) == ((b"a",), Placement.AGGREGATED, ("images",))
+
+
+async def test_prompts_with_different_images_have_different_keys(generations, seeing):
+    router = FakeRouter(cards=[SEES])
+    generation = generations(router, {MODEL: seeing})
+
+    for number, image in enumerate((b"a", b"b", b"a")):
+        await collect(generation.generate(a_chat_with_images(image, id=f"r{number}")))
+
+    one, other, again = (arrived.keys[BLOCK_TOKENS] for arrived in router.submitted)
+    assert one == again
+    assert one[0] == other[0]  # the text before the image
+    assert one[-1] != other[-1]
+
+
+async def test_tokens_of_images_count_as_prompt_for_client_and_tenant(generations, seeing):
+    router = FakeRouter(cards=[SEES], image_tokens=30)
+    tenants = Tenants({"acme": TenantSettings(api_key_sha256=(sha256(b"key").hexdigest(),))}, Stopped().now())
+    generation = generations(router, {MODEL: seeing}, counted=tenants)
+
+    _, _, finished = await collect(generation.generate(a_chat_with_images(b"a"), "Bearer key"))
+
+    prompt_tokens = len(router.submitted[0].tokens) // TOKEN_BYTES + 30
+    assert finished.usage.prompt_tokens == prompt_tokens
+    assert tenants.usage()["acme"].prompt_tokens == prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("card", "fields", "field"),
+    [
+        (a_model_card(), {}, "chat.messages"),
+        (SEES, {"sampling": Sampling(prompt_logprobs=1)}, "sampling.prompt_logprobs"),
+        (SEES, {"truncate_prompt": 5}, "truncate_prompt"),
+        (SEES, {"placement": Placement.DISAGGREGATED}, "placement"),
+    ],
+)
+async def test_request_with_images_that_cannot_be_obeyed_is_refused(generations, seeing, card, fields, field):
+    router = FakeRouter(cards=[card])
+    generation = generations(router, {MODEL: seeing})
+
+    with pytest.raises(RequestRejected) as refused:
+        await collect(generation.generate(a_chat_with_images(b"a", **fields)))
+
+    assert (refused.value.reason, refused.value.field) == (Reason.INVALID_ARGUMENT, field)
+    assert router.submitted == []
+
+
+async def test_tokens_of_a_prompt_with_images_are_not_counted(generations, seeing):
+    generation = generations(FakeRouter(cards=[SEES]), {MODEL: seeing})
+
+    with pytest.raises(RequestRejected) as refused:
+        await generation.tokens_of(a_chat_with_images(b"a"))
+
+    assert refused.value.field == "chat.messages"

@@ -7,14 +7,18 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from fleet.core.errors import Reason, RequestRejected
-from fleet.core.requests import Admitted, CallDelta, Delta, Finished, Resume, Sampling, TextPrompt
+from fleet.core.requests import Admitted, AnswerParsers, CallDelta, Delta, Finished, Resume, Sampling, TextPrompt
 from fleet.core.system_clock import SystemClock
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.work import ParsedDelta, Progress
+from fleet.frontend.access_log import AccessLog
 from fleet.frontend.generation import INLINE_TOKENS, Generation
-from fleet.frontend.resume_tokens import ResumeTokens
+from fleet.frontend.resume_tokens import ResumeClaims, ResumeTokens
+from fleet.frontend.resumed_answer import ResumedAnswer
+from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.codec import load_codec
-from fleet.frontend.text.parsed_answer import EngineParsedAnswer
+from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
+from fleet.frontend.text.response_templates import ResponseTemplates
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.router.tenants import Tenants, TenantSettings
 from tests.support.builders import MODEL, a_request, token_ids
@@ -167,8 +171,9 @@ async def test_access_log_names_resumed_request_and_its_tenant(open_generation, 
     seen = (await events_of(open_generation(FakeRouter(answer)), request))[:5]
     keys = {"acme": TenantSettings(api_key_sha256=(sha256(b"key").hexdigest(),))}
     threads = TokenizerThreads()
+    router = FakeRouter(answer)
     second = Generation(
-        FakeRouter(answer),
+        router,
         {MODEL: codec},
         clock=SystemClock(),
         tenants=Tenants(keys, SystemClock().now()),
@@ -176,7 +181,7 @@ async def test_access_log_names_resumed_request_and_its_tenant(open_generation, 
         metrics=RouterProcessMetrics(CollectorRegistry()),
         threads=threads,
         resume_tokens=ResumeTokens(b"secret", 60, lambda: 1000),
-        logs_access=True,
+        access=AccessLog(router, SystemClock(), lambda: 0, logs=True),
     )
     caplog.set_level("INFO", "fleet.access")
 
@@ -271,3 +276,37 @@ def test_engine_parsed_answer_goes_on_after_what_the_client_has():
     assert delta.calls == (CallDelta(index=0, arguments=": 1}"),)
     assert answer.num_tokens == 6
     assert answer.has_calls is True
+
+
+def replayed(codec, text: str) -> Delta | None:
+    """Replay an answer of which the caller leaves out what the client has; return its known part."""
+    templates, parsers = ResponseTemplates(), AnswerParsers(tool_calls="hermes", reasoning="qwen3")
+    templates.load()
+    decoded = AnswerText(codec.decoder(b"", special=True), end_token_ids=frozenset({EOS}))
+    template = templates.compiled("both", None, parsers)
+    known = tuple(token_ids(codec.encode(text))[1:])
+    resume = Resume(token="", token_ids=known, position=len(known), from_start=True)
+    claims = ResumeClaims("r", "", 0, 0, b"", 0)
+    resumed = ResumedAnswer(resume=resume, claims=claims, is_free=True)
+    resumed.replay(TemplateParsedAnswer("r", decoded, template, prompt="", tools=[]))
+    return resumed.known
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+
+
+def test_known_reasoning_text_and_calls_are_one_part(codec):
+    known = replayed(codec, f"<think>why</think>Wait. {CALL}\n{CALL}")
+
+    assert (known.reasoning, known.text) == ("why", "Wait. ")
+    assert [call.index for call in known.calls] == [0, 1]
+
+
+@pytest.mark.parametrize("text", [f"{CALL} then", f"Wait. {CALL}then {CALL}", f"{CALL}<think>why</think>"])
+def test_known_text_after_a_call_is_refused(codec, text):
+    """One part cannot tell that the text comes after the call, so the client would get it in a wrong block."""
+    with pytest.raises(RequestRejected) as refused:
+        replayed(codec, text)
+
+    assert refused.value.reason is Reason.WORKER_LOST
+    assert "after a tool call" in refused.value.message

@@ -20,6 +20,8 @@ from fleet.planner.ports import ConnectorUnreachable
 from fleet.router.settings.router import RouterSettings
 from fleet.router.tenants import TenantSettings
 from kvstore.security.credentials import Credentials
+from kvstore.service.settings import StoreSettings
+from kvstore.tracing.settings import TracingSettings
 from tests.support.waiting import until
 from workers.settings import SimulatedSettings, WorkerSettings
 
@@ -88,6 +90,7 @@ class World:
             authority="",
             pools=pools,
             disaggregates=True,
+            max_model_len=4096,
         )
         self.pools = LocalPools(topology, planned, self.processes, folder, print, ask_worth)
         self.records = FolderRecords(self.pools.folder)
@@ -241,6 +244,20 @@ def test_simulated_loading_time_extends_the_limit_of_a_start(tmp_path):
     quick, slow = plan(topology, folder=tmp_path, model_dir=tmp_path, model=ModelName("tiny")).pools
 
     assert slow.ready_within == quick.ready_within + 600 * SECOND
+
+
+def test_all_processes_trace_alike(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    router = RouterSettings(http_listen="127.0.0.1:0", grpc_listen="127.0.0.1:0")
+    tracing = TracingSettings(endpoint="http://collector:4317")
+    topology = Topology(cluster=ClusterSection(engine="simulated"), router=router, tracing=tracing)
+    pools = plan(topology, folder=tmp_path, model_dir=tmp_path, model=ModelName("tiny")).pools
+
+    assert load(tmp_path / "router.json", RouterSettings).tracing == tracing
+    assert load(tmp_path / "kvstore.json", StoreSettings).tracing == tracing
+    assert all(pool.settings(worker).tracing == tracing for pool in pools for worker in pool.workers)
+    with pytest.raises(ValueError, match="use the section `tracing`"):
+        Topology(router=structs.replace(router, tracing=tracing))
 
 
 @pytest.mark.parametrize(

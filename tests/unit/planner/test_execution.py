@@ -48,6 +48,9 @@ def test_plan_settles_when_pools_serve_and_nothing_drains():
         (a_pool(wanted=1, ready=1), {"wanted": 4, "ready": 2}, 2),
         (a_pool(wanted=3, ready=1), {"wanted": 4, "ready": 2}, 3),
         (a_pool(wanted=4, ready=1), {"wanted": 4, "ready": 2}, None),
+        (a_pool(wanted=4, ready=1, plan=PlanId("earlier"), before=1), {"wanted": 4, "ready": 2}, 2),
+        (a_pool(wanted=4, ready=3, plan=PlanId("earlier"), before=1), {"wanted": 5, "ready": 1}, 3),
+        (a_pool(wanted=4, ready=4, plan=PlanId("earlier"), before=1), {"wanted": 5, "ready": 1}, 4),
         (a_pool(wanted=4, ready=4), {"wanted": 1, "ready": 1, "draining": 3}, None),
         (a_pool(wanted=4, ready=4), {"wanted": 1, "ready": 4, "why": PoolGapReason.NOT_TAKEN_UP}, None),
         (a_pool(wanted=4, ready=4), {"wanted": 0, "ready": 2, "why": PoolGapReason.LIMITED}, 2),
@@ -55,7 +58,20 @@ def test_plan_settles_when_pools_serve_and_nothing_drains():
         (a_pool(wanted=1, ready=1), {"wanted": 4, "ready": 2, "plan": PlanId("another")}, None),
         (None, {"wanted": 4, "ready": 2}, None),
     ],
-    ids=["grew", "not_below", "as_before", "drains", "shrinks", "may_not_shrink", "may_not_grow", "not_ours", "new"],
+    ids=[
+        "grew",
+        "not_below",
+        "as_before",
+        "superseded",
+        "superseded_in_part",
+        "after_settled",
+        "drains",
+        "shrinks",
+        "may_not_shrink",
+        "may_not_grow",
+        "not_ours",
+        "new",
+    ],
 )
 def test_pending_replicas_are_rolled_back_and_no_others(before, now, kept):
     pool = a_pool(**({"plan": PlanId("plan")} | now))
@@ -63,6 +79,14 @@ def test_pending_replicas_are_rolled_back_and_no_others(before, now, kept):
     less = rollback(a_plan(decode=pool.wanted), seen(*([before] if before else [])), seen(pool))
 
     assert (less.replicas["decode"] if less else None) == kept
+
+
+def test_number_before_the_first_of_superseding_plans_is_kept():
+    first = a_pool(wanted=3, ready=1, plan=PlanId("first"), before=1)
+    second = a_pool(wanted=5, ready=1, plan=PlanId("second"), before=first.before_a_write(5))
+
+    assert (second.before, second.before_a_write(5), second.before_a_write(6)) == (1, 1, 1)
+    assert a_pool(wanted=3, ready=3, plan=PlanId("first"), before=1).before_a_write(5) == 3
 
 
 def test_only_forbidden_part_is_rolled_back_early():

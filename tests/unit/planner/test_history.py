@@ -91,6 +91,30 @@ def test_half_an_hour_later_nothing_is_left_of_a_miss() -> None:
     assert not world.attainment.overspent
 
 
+@pytest.mark.parametrize(("late", "unspent"), [(0.02, True), (0.03, False)])
+def test_budget_is_unspent_until_half_of_it_is_late(late: float, unspent: bool) -> None:
+    world = Minutes()
+    prompt = counts((0.01, 100))
+    world.run(25, 0.0, tpot=prompt)
+    assert world.attainment.unspent
+    world.run(1, late, tpot=prompt)
+    assert world.attainment.unspent == unspent
+    world.run(25, late, tpot=prompt)
+    world.run(1, 0.0, tpot=prompt)
+    assert world.attainment.unspent == unspent, "the last half hour counts, too"
+
+
+def test_budget_without_enough_measured_requests_is_not_unspent() -> None:
+    world = Minutes()
+    world.run(5, 0.0)
+    assert not world.attainment.unspent, "no TPOT was measured"
+    few = Minutes()
+    few.run(5 / 60, 0.0, each=19, tpot=counts((0.01, 19)))
+    assert not few.attainment.unspent
+    few.run(5 / 60, 0.0, each=19, tpot=counts((0.01, 19)))
+    assert few.attainment.unspent
+
+
 @pytest.mark.parametrize(("seconds_", "expected"), [(0.0001, 0.0), (EDGES[8], 4.0), (EDGES[9], 10.0), (1e9, 10.0)])
 def test_values_within_a_duration_are_counted_by_bucket(seconds_: float, expected: float) -> None:
     durations = counts((EDGES[8], 4), (EDGES[9], 6))

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 from msgspec import structs
+from prometheus_client import CollectorRegistry, generate_latest
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.duration_counts import EDGES, bucket_of
@@ -27,6 +28,8 @@ from fleet.planner.records import PlanHistory, PlanState
 from fleet.planner.settings import FolderTarget, LoadRuleSettings, PlannerMode, PlannerSettings, RouterDemandSettings
 from fleet.sim.kernel import Kernel
 from fleet.sim.virtual_loop import VirtualLoop
+from operators.chart.metric_catalogue import PLANNER
+from tests.support.metric_pages import differences
 from tests.support.waiting import pace, until
 
 DECODE, PREFILL = PoolName("decode"), PoolName("prefill")
@@ -110,7 +113,7 @@ class Pools:
                     wanted=count,
                     ready=min(pool.ready, count),
                     plan=plan.id,
-                    before=pool.wanted,
+                    before=pool.before_a_write(count),
                     version=f"{int(pool.version) + 1}",
                 )
 
@@ -249,6 +252,28 @@ def test_higher_need_supersedes_and_lower_need_waits():
 
     assert [replicas for _, replicas in world.pools.applied] == [{DECODE: 3}, {DECODE: 5}]
     assert world.states() == [PlanState.SUPERSEDED, PlanState.SETTLED]
+
+
+def test_superseding_plan_rolls_earlier_pending_replicas_back():
+    world = World(decode=1, prefill=1)
+    world.pools.start = None
+    world.rule.replicas = {DECODE: 1, PREFILL: 3}
+
+    def higher():
+        world.rule.replicas = {DECODE: 2, PREFILL: 3}
+
+    def hold():
+        world.rule.reason = DecisionReason.NO_SIGNAL
+
+    played(world, (2.5, higher), (2, hold), (60, nothing))
+
+    assert [replicas for _, replicas in world.pools.applied] == [
+        {PREFILL: 3},
+        {DECODE: 2, PREFILL: 3},
+        {DECODE: 1, PREFILL: 1},
+    ]
+    assert world.states() == [PlanState.SUPERSEDED, PlanState.ROLLED_BACK]
+    assert world.history.latest(1)[0].before == {DECODE: 1, PREFILL: 1}
 
 
 def test_replicas_that_do_not_come_are_rolled_back():
@@ -511,6 +536,9 @@ def test_prediction_is_scored_against_what_happened():
     metrics = {}
 
     def scrape():
+        registry = CollectorRegistry()
+        registry.register(PlannerMetrics(world.loop))
+        assert differences(generate_latest(registry).decode(), PLANNER) == []
         for family in PlannerMetrics(world.loop).collect():
             metrics.update({(each.name, *each.labels.values()): each.value for each in family.samples})
 
@@ -521,9 +549,9 @@ def test_prediction_is_scored_against_what_happened():
     assert score.ttft_error == pytest.approx((score.ttft_seconds - 0.2) / score.ttft_seconds)
     assert score.attainment == 1.0
     assert world.loop.errors == {"ttft": pytest.approx(score.ttft_error)}
-    assert metrics["fleet_planner_prediction_error", "ttft"] == pytest.approx(score.ttft_error)
-    assert ("fleet_planner_prediction_error", "tpot") not in metrics
-    assert metrics["fleet_planner_decision", "rate"] == 3.0
+    assert metrics["fleet_planner_prediction_error", "m", "ttft"] == pytest.approx(score.ttft_error)
+    assert ("fleet_planner_prediction_error", "m", "tpot") not in metrics
+    assert metrics["fleet_planner_decision", "m", "rate"] == 3.0
 
 
 def test_cost_of_overflow_is_scored_beside_that_of_replicas():

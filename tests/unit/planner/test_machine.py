@@ -110,6 +110,28 @@ def test_nothing_shrinks_while_too_many_requests_are_late() -> None:
     assert world.wanted["decode"] < before
 
 
+@pytest.mark.parametrize(
+    ("late", "refused", "load", "grows"),
+    [(0, 0, 1.05, False), (4, 0, 1.05, True), (0, 4, 1.05, True), (None, 0, 1.05, True), (0, 0, 1.25, True)],
+    ids=["hardly_any_late", "many_late", "many_refused", "unmeasured", "far_too_few"],
+)
+def test_growth_waits_while_hardly_any_request_is_late(
+    late: int | None, refused: int, load: float, grows: bool
+) -> None:
+    measured: dict[str, object] = {}
+    if late is not None:
+        for name, prompt, missed in (("ttft", 0.12, 2.0), ("tpot", 0.02, 0.1)):
+            found = [0] * (len(EDGES) + 1)
+            found[bucket_of(prompt)], found[bucket_of(missed)] = 100 - late, late
+            measured[name] = tuple(found)
+    world = World(machine(), POOLS, {"prefill": 8, "decode": 4})
+    most = CAPACITY.highest_rate(POOLS[0], LOAD, GOALS, 4)
+    world.run(1800, 0.9 * most, **measured)
+    assert world.wanted["decode"] == 4
+    world.run(600, load * most, refused=refused, **measured)
+    assert (world.wanted["decode"] > 4) == grows
+
+
 def test_large_pool_loses_at_most_half_in_one_step() -> None:
     world = World(machine(), POOLS, {"prefill": 1, "decode": 1})
     world.run(1800, 400.0)

@@ -36,6 +36,7 @@ class PoolState:
 
     why: PoolGapReason | None = None
     plan: PlanId = NO_PLAN
+    before: int | None = None
     pinned: str = ""
     stuck: bool = False
     """New replicas find no room."""
@@ -70,6 +71,7 @@ class PoolState:
             ready=self.ready,
             draining=len(self.draining),
             plan=self.plan,
+            before=self.before,
             pinned=self.pinned,
             why=self.why or waits or busy,
         )
@@ -139,6 +141,7 @@ class World:
             PlanRecord(plan=plan, reason=decision.reason, before=self.observation, deadline=self.now + PLAN_SECONDS)
         )
         for name, count in plan.replicas.items():
+            self.pools[name].before = self.pools[name].seen.before_a_write(count)
             self.pools[name].plan = plan.id
             if count != self.pools[name].wanted:
                 self.pools[name].want(count, self.now)

@@ -74,7 +74,7 @@ def test_recording_has_no_content_and_no_secrets(tmp_path):
         tenant_secret=secret,
         tenants_redis=f"redis://:{secret}@host/0",
         tenants={"acme": TenantSettings(weight=3.0, api_key_sha256=("ab" * 32,))},
-        openai_workers=(OpenAiWorkerSettings(worker_id="far", url="http://far:1", model="far", api_key=secret),),
+        openai_workers=(OpenAiWorkerSettings(worker_id="far", url="https://far:1", model="far", api_key=secret),),
     )
     prompt = token_bytes([987_654_321] * 40)
     recorder, machine = a_flight(path, settings=settings)

@@ -185,6 +185,7 @@ def test_every_setting_is_recorded_or_without_effect():
         "prompt_secret",
         "tenants_redis",
         "access_log",
+        "access_records",
         "record",
         "record_mib",
         "connect_timeout_seconds",

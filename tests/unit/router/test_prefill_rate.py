@@ -8,8 +8,12 @@ from fleet.core.errors import Reason
 from fleet.core.ids import WorkerId
 from fleet.core.requests import Finish, Sampling
 from fleet.core.roles import Role
+from fleet.core.work import KvStored
 from fleet.router.attempts import EVIDENCE, PrefillRate
-from tests.support.builders import an_arrival
+from fleet.router.machine import OTHER_WORKERS_TRIED
+from fleet.router.messages import KvChanged
+from kvstore.block import chain
+from tests.support.builders import BLOCK_TOKENS, a_prompt, an_arrival
 from tests.support.router.machine_driver import Dispatch, Reject, RouterMachineDriver, the
 
 GREEDY = Sampling(temperature=0.0, max_tokens=2)
@@ -110,6 +114,21 @@ def test_prefill_queue_wait_past_deadline_rejects():
 
     assert "deadline" in the(Reject, router.ask(1000, deadline=Nanos(router.now + 2 * SECOND))).message
     assert not router.ask(1000, deadline=Nanos(router.now + 20 * SECOND))
+
+
+def test_full_prefill_queues_give_way_to_a_worker_without_one():
+    """More workers have cached the prompt than are passed over one by one, and all of them have prompts to compute."""
+    router = Lane(workers=OTHER_WORKERS_TRIED + 3, max_queue_seconds=1.0)
+    busy = [WorkerId(f"d{number}") for number in range(OTHER_WORKERS_TRIED + 2)]
+    prompt = a_prompt(110 * BLOCK_TOKENS)
+    for worker_id in busy:
+        stored = KvStored(tuple(chain(prompt, BLOCK_TOKENS)))
+        router.send(KvChanged(worker_id=worker_id, events=(stored,)))
+        router.ask(2000, pin=worker_id)
+
+    sent = the(Dispatch, router.send(an_arrival(request_id="late", tokens=prompt, sampling=GREEDY)))
+
+    assert sent.worker_id == f"d{len(busy)}"
 
 
 def test_request_without_prefill_wait_is_not_rejected():

@@ -8,12 +8,18 @@ from msgspec import structs
 from fleet.core.errors import Reason
 from fleet.core.ids import Incarnation, ModelName, RequestId, StoreId, WorkerId
 from fleet.core.requests import (
+    MAX_VECTOR_NUMBERS,
+    NUMBER_BYTES,
     AnswerParsers,
     CallDelta,
     Finish,
     KvOrigin,
     KvReport,
     Logprobs,
+    PairForm,
+    Pooling,
+    PoolingModel,
+    PoolingTask,
     Sampling,
     Source,
     ToolChoice,
@@ -24,6 +30,7 @@ from fleet.core.work import (
     Draining,
     Goodbye,
     Handoff,
+    KeepTrace,
     KvCleared,
     KvEvents,
     KvRemoved,
@@ -33,6 +40,7 @@ from fleet.core.work import (
     ParsedDelta,
     ParsingTask,
     Progress,
+    PulledBlocks,
     Rejected,
     RouterHello,
     Start,
@@ -51,16 +59,21 @@ from fleet.wire.worker import (
 )
 from kvstore.block import TOKEN_BYTES, HashAlgorithm
 from kvstore.layouts.fingerprint import Fingerprint
+from kvstore.protocol.versions import ProtocolRange
+from kvstore.tracing.context import TraceContext
 from tests.support.builders import a_start
 from tests.unit.wire.structured_outputs import FORMS
 
 U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
 POSITIVE = st.integers(1, 2**32 - 1)
 I32 = st.integers(-(2**31), 2**31 - 1)
 FLOAT = st.floats(width=32, allow_nan=False)
+NAMED = st.characters(codec="ascii", min_codepoint=33, max_codepoint=126)
 NAME = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 IDS = st.lists(U32, max_size=4).map(tuple)
+protocols = st.builds(ProtocolRange, lowest=st.just(1), highest=POSITIVE, product=st.text(NAMED, max_size=20))
 HASHES = st.lists(st.binary(min_size=16, max_size=16), max_size=3).map(tuple)
 
 samplings = st.builds(
@@ -119,6 +132,20 @@ parsing_tasks = st.builds(
     stop=st.lists(TEXT, max_size=2).map(tuple),
     earlier_calls=U32,
 )
+traces = st.builds(
+    TraceContext,
+    trace_id=st.binary(min_size=16, max_size=16),
+    parent_id=st.binary(min_size=8, max_size=8),
+    sampled=st.booleans(),
+    state=st.sampled_from(["", "a=1", "a=1,b@c=2"]),
+)
+poolings = st.builds(
+    Pooling,
+    task=st.sampled_from(PoolingTask),
+    dimensions=U32,
+    activation=st.none() | st.booleans(),
+    first_tokens=U32,
+)
 starts = st.builds(
     Start,
     request_id=NAME.map(RequestId),
@@ -133,17 +160,29 @@ starts = st.builds(
     session=TEXT,
     adapter=TEXT,
     parsing=st.none() | parsing_tasks,
+    trace=st.none() | traces,
+    pooling=st.none() | poolings,
+    images=st.lists(st.binary(max_size=9), max_size=2).map(tuple),
 ).map(lambda start: structs.replace(start, generated_tokens=max(0, len(start.tokens) // TOKEN_BYTES - 1)))
-router_messages = starts | st.builds(Cancel, request_id=NAME.map(RequestId)) | st.builds(RouterHello, router_id=NAME)
+router_messages = (
+    starts
+    | st.builds(Cancel, request_id=NAME.map(RequestId))
+    | st.builds(RouterHello, router_id=NAME, protocols=protocols)
+    | st.builds(KeepTrace, trace_id=st.binary(max_size=20))
+)
 
 origins = st.builds(
     KvOrigin, source=st.sampled_from(Source), origin=TEXT, blocks=st.integers(0, 1000), bytes=st.integers(0, 2**64 - 1)
 )
 reports = st.builds(
-    lambda origins, cached: KvReport(
-        prompt_blocks=sum(one.blocks for one in origins), origins=tuple(origins), cached_tokens=cached
+    lambda origins, cached, images: KvReport(
+        prompt_blocks=sum(one.blocks for one in origins),
+        origins=tuple(origins),
+        cached_tokens=cached,
+        image_tokens=images,
     ),
     st.lists(origins, max_size=4),
+    U32,
     U32,
 )
 logprobs = st.lists(st.tuples(U32, FLOAT), max_size=3).flatmap(
@@ -178,17 +217,24 @@ finished = st.builds(
     handoff=st.none() | handoffs,
     prompt_logprobs=st.lists(logprobs, max_size=2).map(tuple),
     parsed=st.none() | parsed_deltas,
+    vector=st.lists(st.binary(min_size=4, max_size=4), max_size=3).map(b"".join),
 )
 kv_events = st.builds(KvStored, HASHES) | st.builds(KvRemoved, HASHES) | st.builds(KvCleared)
 worker_messages = (
     st.builds(Step, progress=st.lists(running | finished, max_size=4).map(tuple))
     | st.builds(KvEvents, sequence=st.integers(0, 2**64 - 1), events=st.lists(kv_events, max_size=3).map(tuple))
     | st.builds(
-        LoadReport, running=U32, waiting=U32, kv_blocks_used=U32, adapters=st.lists(TEXT, max_size=2).map(tuple)
+        LoadReport,
+        running=U32,
+        waiting=U32,
+        kv_blocks_used=U32,
+        adapters=st.lists(TEXT, max_size=2).map(tuple),
+        pulled=st.builds(PulledBlocks, verified=U64, corrupt=U64, unverified=U64),
     )
     | st.builds(Rejected, request_id=NAME.map(RequestId), reason=st.sampled_from(Reason), message=TEXT, field=TEXT)
     | st.builds(
         WorkerDescription,
+        protocols=protocols,
         worker_id=NAME.map(WorkerId),
         incarnation=NAME.map(Incarnation),
         model=NAME.map(ModelName),
@@ -213,9 +259,10 @@ worker_messages = (
         sampling_fields=st.lists(TEXT, max_size=2).map(tuple),
         continued_fields=st.lists(TEXT, max_size=2).map(tuple),
         parsers=st.none() | st.builds(AnswerParsers, tool_calls=TEXT, reasoning=TEXT, in_engine=st.booleans()),
+        pooling=st.none() | st.builds(PoolingModel, task=st.sampled_from(PoolingTask), pairs=st.sampled_from(PairForm)),
     )
     | st.just(Draining())
-    | st.builds(Goodbye, reason=st.text())
+    | st.builds(Goodbye, reason=st.text(), protocols=st.none() | protocols)
 )
 
 
@@ -245,6 +292,22 @@ def a_wire_start(**changes) -> pb.Start:
 
 def test_the_wire_start_of_these_tests_is_sound():
     assert isinstance(decode_router_message(pb.RouterMessage(start=a_wire_start())), Start)
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [pb.Trace(), pb.Trace(trace_id=b"t" * 16), pb.Trace(trace_id=b"t" * 15, parent_id=b"p" * 8)],
+)
+def test_malformed_trace_is_ignored_and_the_attempt_started(trace):
+    start = decode_router_message(pb.RouterMessage(start=a_wire_start(trace=trace)))
+    assert isinstance(start, Start)
+    assert start.trace is None
+
+
+def test_malformed_state_of_a_trace_is_dropped():
+    trace = pb.Trace(trace_id=b"t" * 16, parent_id=b"p" * 8, state="\0")
+    start = decode_router_message(pb.RouterMessage(start=a_wire_start(trace=trace)))
+    assert start.trace == TraceContext(trace_id=b"t" * 16, parent_id=b"p" * 8)
 
 
 @pytest.mark.parametrize(
@@ -296,11 +359,20 @@ def a_wire_description(**changes) -> pb.Description:
     return pb.Description(worker_id="w", incarnation="1", model="m", role="both", **sizes, **changes)
 
 
+def a_wire_vector(vector: bytes) -> pb.WorkerMessage:
+    return pb.WorkerMessage(step=pb.Step(progress=[pb.Progress(request_id="r", finish="stop", vector=vector)]))
+
+
 @pytest.mark.parametrize(
     ("message", "field"),
     [
         (pb.WorkerMessage(step=pb.Step(progress=[pb.Progress()])), "step.progress.request_id"),
-        (pb.WorkerMessage(step=pb.Step(progress=[pb.Progress(request_id="r", finish="?")])), "step.progress.finish"),
+        (a_wire_vector(b"12345"), "step.progress.vector"),
+        (a_wire_vector(bytes((MAX_VECTOR_NUMBERS + 1) * NUMBER_BYTES)), "step.progress.vector"),
+        (
+            pb.WorkerMessage(description=a_wire_description(pooling=pb.PoolingModel(task="paint", pairs="none"))),
+            "description.pooling.task",
+        ),
         (
             pb.WorkerMessage(
                 step=pb.Step(
@@ -320,7 +392,6 @@ def a_wire_description(**changes) -> pb.Description:
             "kv_events.stored.hashes",
         ),
         (pb.WorkerMessage(kv_events=pb.KvEvents(events=[pb.KvEvent()])), "kv_events.events"),
-        (pb.WorkerMessage(rejected=pb.Rejected(request_id="r", reason="mood")), "rejected.reason"),
         (pb.WorkerMessage(description=pb.Description(worker_id="w", incarnation="1")), "description.model"),
         (pb.WorkerMessage(description=a_wire_description(adapters=[pb.Adapter()])), "description.adapters.name"),
         (

@@ -5,7 +5,16 @@ import pytest
 
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName
-from fleet.core.requests import STATE_FIELDS, AnyObject, Sampling, state_fields
+from fleet.core.requests import (
+    IMAGES,
+    STATE_FIELDS,
+    AnyObject,
+    Pooling,
+    PoolingModel,
+    PoolingTask,
+    Sampling,
+    state_fields,
+)
 from fleet.core.roles import KvPath, Phase, Role
 from fleet.core.work import LoraAdapter
 from kvstore.layouts.fingerprint import Fingerprint, describe
@@ -144,3 +153,47 @@ def test_continuation_with_state_is_no_prefill_work():
 )
 def test_fields_with_state_are_those_with_an_effect(sampling, fields):
     assert state_fields(sampling) == fields
+
+
+EMBEDS = msgspec.structs.replace(FACTS, pooling=PoolingModel(task=PoolingTask.EMBED))
+EMBED, CLASSIFY = Pooling(task=PoolingTask.EMBED), Pooling(task=PoolingTask.CLASSIFY)
+
+
+@pytest.mark.parametrize(
+    ("start", "facts", "field"),
+    [
+        (a_start(), EMBEDS, "pooling"),
+        (a_start(pooling=EMBED), FACTS, "pooling"),
+        (a_start(pooling=CLASSIFY), EMBEDS, "pooling.task"),
+        (a_start(pooling=EMBED, phase=Phase.PREFILL), EMBEDS, "phase"),
+        (a_start(pooling=Pooling(task=PoolingTask.EMBED, first_tokens=11)), EMBEDS, "pooling.first_tokens"),
+        (a_start(pooling=EMBED, tokens=257), EMBEDS, "tokens"),
+    ],
+)
+def test_attempt_of_another_task_is_refused_by_field(start, facts, field):
+    rejected = refusal(start, Role.BOTH, facts)
+
+    assert rejected is not None
+    assert rejected.field == field
+
+
+def test_prompt_for_a_vector_may_fill_the_context():
+    assert refusal(a_start(pooling=EMBED, tokens=256), Role.BOTH, EMBEDS) is None
+
+
+SEES = msgspec.structs.replace(FACTS, sampling_fields=(IMAGES,))
+
+
+@pytest.mark.parametrize(
+    ("start", "facts", "field"),
+    [
+        (a_start(images=(b"x",)), FACTS, "images"),
+        (a_start(images=(b"x",), phase=Phase.PREFILL, kv_path=KvPath.STORE), SEES, "images"),
+        (a_start(images=(b"x",)), SEES, None),
+        (a_start(), FACTS, None),
+    ],
+)
+def test_images_need_a_model_for_them_and_one_worker(start, facts, field):
+    rejected = refusal(start, Role.BOTH, facts)
+
+    assert (None if rejected is None else rejected.field) == field

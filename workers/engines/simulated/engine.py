@@ -1,4 +1,4 @@
-"""Simulated engine: its loop, and its implementation of the engine port.
+"""Simulated engine: the loop that runs its steps, and the methods of the engine port.
 
 A request passes these stages: `submit` -> waiting -> admission, with a place in the batch and blocks -> load from the store or
 the prefill engine -> prefill -> decode -> end. One loop drives the batch in real time. Loads and publications are separate
@@ -21,8 +21,10 @@ from fleet.core.errors import Reason
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import TOKEN_BYTES, Finish, Source
 from fleet.core.roles import KvPath, Phase
-from fleet.core.work import Handoff, KvEvent, LoadReport, Progress, Rejected, Start
+from fleet.core.system_clock import SystemClock
+from fleet.core.work import AttemptTimes, Handoff, KvEvent, LoadReport, Progress, Rejected, Start
 from kvstore.block import BlockHash
+from kvstore.tracing.context import call_trace
 from workers.acceptance import field_beyond_vocabulary
 from workers.engines.debugger import is_traced
 from workers.engines.simulated.batch import Batch, StepOutcome
@@ -39,14 +41,14 @@ from workers.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-OUTPUTS = 64  # most outputs that are queued for the consumer; the engine waits when the queue is full
+OUTPUTS = 64  # maximum number of outputs that are queued for the consumer; the engine waits when the queue is full
 HANG_SECONDS = 0.05  # seconds between two checks of a hung engine whether the file of the fault still exists
-CATCH_UP_SECONDS = 0.02  # largest delay that later steps make up for; timers have a resolution of a millisecond
+CATCH_UP_SECONDS = 0.02  # maximum delay that later steps make up for; timers have a resolution of a millisecond
 NO_WORKER = WorkerId("")  # placeholder, which the server replaces by the worker's id
 
 
 class SimulatedEngine:
-    """Implements `workers.ports.Engine`; made by `workers.engines.simulated.launch`."""
+    """Runs requests with the simulated model, behind the engine port; made by `workers.engines.simulated.launch`."""
 
     def __init__(
         self,
@@ -82,22 +84,23 @@ class SimulatedEngine:
         self.memory = self.batch.memory
         lease = Nanos(simulated.direct_lease_ms * MILLISECOND)
         self.lending = BlockLending(self.batch.blocks, lease, on_end=self._wake.set)
-        # Room for all requests, so that no load waits for another one before its deadline.
+        # One connection for each request, so that no load has to wait for another one and then exceed its deadline.
         self._transfers = asyncio.Semaphore(facts.max_running)
         self._adapters_loading: dict[str, asyncio.Event] = {}
         self._ended: list[Progress | Rejected] = []  # outputs of requests that ended since the last step
         self._outputs: asyncio.Queue[EngineOutput | EngineDied] = asyncio.Queue(OUTPUTS)
         self._cache_changed = asyncio.Event()
         self._due = 0.0  # time at which the last step ended by the latency model
-        self._steps = 0  # number of steps that have begun
+        self._steps = 0  # number of steps that the engine has begun
         self._step_tokens = 0  # number of tokens of the latest step
-        self._waits = True  # True if the loop waits for work or for blocks
+        self._waits = True  # True while the loop waits for requests or for blocks
+        self._unscheduled: set[RequestId] = set()  # traced attempts that wait for their first step
 
-    # The port.
+    # The methods of the engine port.
 
     @property
     def facts(self) -> EngineFacts:
-        """Return the engine's description, which includes the store once its node has answered."""
+        """Return the engine's description. It names the store once the store node has answered."""
         if self.store is not None and self.store.store_id != self._facts.store_id:
             self._facts = facts_with_store(self._facts, self._kv_paths, self.store.store_id)
         return self._facts
@@ -117,9 +120,12 @@ class SimulatedEngine:
             self._reject(start, Reason.TOO_LARGE, "tokens", fault)
             return
         self.batch.add(sequence)
+        if start.trace is not None:
+            self._unscheduled.add(start.request_id)
         self._wake.set()
 
     def cancel(self, request_id: RequestId) -> None:
+        self._unscheduled.discard(request_id)
         if self.batch.remove(request_id) is not None:
             self._ended.append(Progress(request_id=request_id, finish=Finish.CANCELLED))
             self._wake.set()
@@ -148,14 +154,14 @@ class SimulatedEngine:
         return is_traced([os.getpid()])
 
     def kill(self) -> None:
-        """Do nothing, because the engine has no process of its own, and its task ends with the context."""
+        """Do nothing: the engine has no processes to kill, and its task ends when its context is left."""
 
     @property
     def lent(self) -> int:
         return self.lending.leases
 
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
-        """Implement `workers.ports.BlockSaver`."""
+        """Write the given blocks to the store, as `workers.ports.BlockSaver.save` demands; return their number."""
         if self.store is None:
             return 0
         blocks = {name: bytes(found[0]) for name in names if (found := self.memory.find([name]))}
@@ -165,10 +171,10 @@ class SimulatedEngine:
         """Assert the invariants of the batch and the memory."""
         self.batch.check()
 
-    # The loop.
+    # The loop that runs the steps.
 
     async def run(self) -> None:
-        """Run steps until cancelled; a failure is raised in the reader of `outputs`."""
+        """Run steps until cancelled. If a step fails, the reader of `outputs` gets the exception."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self.store is not None:
@@ -189,6 +195,9 @@ class SimulatedEngine:
             for sequence in self.batch.take_loads():
                 tasks.create_task(self._fetch(sequence), name=f"fetch {sequence.start.request_id}")
             if plan is not None:
+                if self._unscheduled:
+                    for attempt, _ in plan.chunks:
+                        self._note_scheduled(self.batch.sequences[attempt.job.attempt_id])
                 self._steps += 1
                 self._step_tokens = plan.prompt_tokens + plan.decodes
                 await self._hang()
@@ -209,6 +218,12 @@ class SimulatedEngine:
                 self._waits = False
                 self._due = clock.time()
 
+    def _note_scheduled(self, sequence: Running) -> None:
+        """Note the time at which the engine begins with an attempt, if the attempt is traced."""
+        if sequence.start.request_id in self._unscheduled:
+            self._unscheduled.discard(sequence.start.request_id)
+            sequence.times = AttemptTimes(scheduled=SystemClock.now())
+
     async def _hang(self) -> None:
         """Make no progress while the file of the fault exists."""
         if not self._settings.hang_file:
@@ -218,18 +233,30 @@ class SimulatedEngine:
             await asyncio.sleep(HANG_SECONDS)
 
     async def _wait_for_step(self, seconds: float) -> None:
-        """Wait for a step's duration, minus the delay of earlier steps."""
+        """Wait for the duration of a step, but shorter if the steps before it took too long."""
         clock = asyncio.get_running_loop()
         self._due = max(self._due, clock.time() - CATCH_UP_SECONDS) + seconds / self._settings.speedup
         await asyncio.sleep(max(0.0, self._due - clock.time()))
 
     def _conclude(self, advanced: StepOutcome, tasks: asyncio.TaskGroup) -> None:
-        """Output a step's result for one request, and end the request if that was its last token."""
+        """Report what a step has done for one request, and end the request if it has its last token."""
         sequence, sampled = advanced.sequence, advanced.sampled
         self._offer(advanced)
         if sampled is None:
             return
         request_id = sequence.start.request_id
+        if (pooling := sequence.start.pooling) is not None:
+            vector = self._shape.model.vector(sequence.start.tokens, pooling, self._settings.vector_size)
+            self._ended.append(
+                Progress(
+                    request_id=request_id,
+                    finish=Finish.STOP,
+                    kv=sequence.report(),
+                    times=sequence.times,
+                    vector=vector,
+                )
+            )
+            return
         if sequence.start.phase is Phase.PREFILL:
             last = Progress(
                 request_id=request_id,
@@ -237,6 +264,7 @@ class SimulatedEngine:
                 logprobs=sampled.logprobs,
                 finish=sampled.finish,
                 kv=sequence.report(),
+                times=sequence.times,
             )
             tasks.create_task(self._hand_off(sequence, last), name=f"hand off {request_id}")
             return
@@ -248,10 +276,11 @@ class SimulatedEngine:
                 finish=sampled.finish,
                 kv=sequence.report() if sampled.finish is not None or sequence.generated == 1 else None,
                 prompt_logprobs=sequence.prompt_logprobs() if sequence.generated == 1 else (),
+                times=sequence.times,
             )
         )
 
-    # Loads and publications of blocks.
+    # The loads and publications of blocks.
 
     def _loads(self, sequence: Running) -> bool:
         """Return whether a sequence waits for a LoRA adapter, or may have blocks in the store or in another engine."""
@@ -259,7 +288,10 @@ class SimulatedEngine:
         return bool(start.adapter) or self.store is not None or _is_direct(start.handoff)
 
     async def _fetch(self, sequence: Running) -> None:
-        """Fetch the prompt's blocks that the store or the prefill engine has; missing blocks are computed."""
+        """Load the LoRA adapter, and fetch the prompt's blocks that the store or the prefill engine has.
+
+        The others are computed.
+        """
         if sequence.start.adapter:
             await self._load_adapter(sequence.start.adapter, first=sequence.loads_adapter)
         async with self._transfers:
@@ -267,9 +299,10 @@ class SimulatedEngine:
 
     async def _fetch_blocks(self, sequence: Running) -> None:
         start = sequence.start
+        self._note_scheduled(sequence)
         names = sequence.reusable_names[len(sequence.blocks) :]
         clock = asyncio.get_running_loop()
-        began = clock.time()
+        began, transfer_began = clock.time(), SystemClock.now()
         blocks: list[bytes] = []
         tiers: dict[str, int] = {}
         source, origin = Source.STORE, ""
@@ -279,16 +312,23 @@ class SimulatedEngine:
             blocks = await self._borrow(start.handoff, names, deadline)
         elif self.store is not None:
             origin = self.store.store_id or ""
-            loaded = await self.store.load(names, deadline)
+            loaded = await self.store.load(names, deadline, call_trace(start.trace))
             blocks, tiers = loaded.blocks, loaded.tiers
         if blocks:  # waits, so that the transfer takes at least the time of the latency model
             modelled = self._settings.latency.transfer_ms(sum(map(len, blocks))) / 1000 / self._settings.speedup
             await asyncio.sleep(max(0.0, began + modelled - clock.time()))
+        if (times := sequence.times) is not None and names:
+            sequence.times = msgspec.structs.replace(
+                times, transfer_began=transfer_began, transfer_ended=SystemClock.now()
+            )
         if self.batch.accept(sequence, blocks, source, origin, tiers):
             self._wake.set()
 
     async def _load_adapter(self, name: str, *, first: bool) -> None:
-        """Wait for the time that loading an adapter takes; later requests wait for the same load."""
+        """Wait until a LoRA adapter is loaded.
+
+        If other requests need the same adapter meanwhile, they wait for the same load.
+        """
         if first:
             loading = self._adapters_loading[name] = asyncio.Event()
             await asyncio.sleep(self._settings.adapter_load_ms / 1000 / self._settings.speedup)
@@ -309,7 +349,7 @@ class SimulatedEngine:
         return await borrow(params, names, block_bytes=self._shape.model.block_bytes, deadline=deadline)
 
     async def _hand_off(self, sequence: Running, last: Progress) -> None:
-        """Put the prompt's blocks where the decode side finds them, then end the prefill."""
+        """Put the prompt's blocks where the decode worker can fetch them, then end the prefill."""
         start = sequence.start
         assert start.kv_path is not None, "the worker refuses prefill work without a path"
         match start.kv_path:
@@ -339,11 +379,12 @@ class SimulatedEngine:
     async def _publish(self, sequence: Running, blocks: Mapping[BlockHash, bytes]) -> None:
         if self.store is None:
             return
-        published = await self.store.publish(blocks, Nanos(self._settings.publish_timeout_ms * MILLISECOND))
+        within = Nanos(self._settings.publish_timeout_ms * MILLISECOND)
+        published = await self.store.publish(blocks, within, call_trace(sequence.start.trace))
         log.debug("blocks published", extra={"request": sequence.start.request_id, "blocks": published})
 
     def _offer(self, advanced: StepOutcome) -> None:
-        """Write new blocks to the store in the background, except those of a handoff through the store."""
+        """Write new full blocks to the store in the background, except those that `_hand_off` writes anyway."""
         start = advanced.sequence.start
         if self.store is None or (start.phase is Phase.PREFILL and start.kv_path is KvPath.STORE):
             return
@@ -351,7 +392,7 @@ class SimulatedEngine:
             self.store.offer(name, bytes(advanced.sequence.blocks[name]))
 
     def _fault(self, start: Start) -> tuple[str, str] | None:
-        """Return the field and the fault of an attempt that this engine cannot run."""
+        """Return the invalid field of an attempt and the reason; None if this engine can run the attempt."""
         if start.adapter and start.adapter not in self._shape.adapters:
             return "adapter", f"this engine does not have {start.adapter!r}"
         if start.request_id in self.batch.sequences:
@@ -368,7 +409,12 @@ class SimulatedEngine:
         highest = int(np.frombuffer(start.tokens, dtype="<u4").max())
         if highest >= self._shape.model.vocab_size:
             return "tokens", f"{highest} is not in the vocabulary of {self._shape.model.vocab_size}"
-        if len(start.tokens) // TOKEN_BYTES >= self._facts.max_model_len:
+        if start.pooling is not None and start.pooling.dimensions > self._settings.vector_size:
+            return (
+                "pooling.dimensions",
+                f"{start.pooling.dimensions} is more than the model's {self._settings.vector_size}",
+            )
+        if start.pooling is None and len(start.tokens) // TOKEN_BYTES >= self._facts.max_model_len:
             return "tokens", f"leave no room for an answer within {self._facts.max_model_len} tokens"
         return None
 

@@ -1,8 +1,8 @@
 """Simulated engine, start: an engine without a model, with the timing of a latency model and exact KV.
 
-It has the parts of a real engine (continuous batching, chunked prefill, a block budget, a prefix cache with events, two
-KV paths), and needs no other software. Its tokens depend on every byte of KV (`workers.engines.simulated.model`), so
-each end-to-end test with it also proves that KV was moved correctly.
+The engine has the parts of a real one (continuous batching, chunked prefill, a limited number of blocks, a prefix cache
+with KV events, two KV paths), and needs no other software. Its tokens depend on every byte of KV
+(`workers.engines.simulated.model`), so each end-to-end test with this engine also proves that KV was moved correctly.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fleet.core.errors import ConfigurationRefused
-from fleet.core.requests import ENGINE_FIELDS, STATE_FIELDS
+from fleet.core.requests import ENGINE_FIELDS, STATE_FIELDS, PairForm, PoolingModel, PoolingTask
 from fleet.core.roles import KvPath
 from fleet.core.work import LoraAdapter
 from kvstore.layouts.fingerprint import describe
@@ -28,11 +28,12 @@ from workers.engines.simulated.model import SimulatedModel
 from workers.engines.simulated.scripts import ScriptWriter
 from workers.engines.simulated.store import SimulatedStore
 from workers.ports import EngineFacts
-from workers.settings import WorkerSettings
+from workers.settings import POOLING_TASKS, WorkerSettings
 
 NAME = "simulated 1"
 
-LAYERS, KV_HEADS = 2, 4  # sizes of the model: enough for 4 ranks and for different layouts
+# Sizes of the model: enough heads for 4 ranks, and enough layers and heads for the layouts to differ.
+LAYERS, KV_HEADS = 2, 4
 
 
 class ModelConfig(Struct, frozen=True):
@@ -78,6 +79,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
             adapter_slots=settings.adapter_slots if settings.adapters else 0,
             keeps_forms=writer is not None,
             parsers=parsers,
+            pooling=_pooling_model(settings),
         )
         engine = SimulatedEngine(settings, facts, model, layout, store=store, writer=writer)
         if KvPath.DIRECT in settings.kv_paths:
@@ -88,7 +90,7 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[SimulatedEngine
 
 @contextlib.asynccontextmanager
 async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
-    """Run a rank that does not lead. It computes nothing, because the leader keeps the blocks of all ranks.
+    """Run a rank that does not lead. It computes nothing, because the first rank has all blocks.
 
     Raises:
         ConfigurationRefused: config.json of the model folder cannot be used.
@@ -98,7 +100,11 @@ async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
 
 
 def namespace_of(settings: WorkerSettings, model: SimulatedModel) -> KvNamespace:
-    """Return the namespace, which must be equal for two simulated engines to share blocks; the seed stands for the weights."""
+    """Return the namespace of the engine's blocks.
+
+    Two simulated engines share blocks only if their namespaces are equal. The seed takes the place of the weights'
+    revision.
+    """
     return KvNamespace(
         model=settings.model,
         revision=f"seed {model.seed}, vocabulary {model.vocab_size}",
@@ -109,6 +115,13 @@ def namespace_of(settings: WorkerSettings, model: SimulatedModel) -> KvNamespace
         head_dim=settings.simulated.bytes_per_token // (LAYERS * KV_HEADS),
         block_bytes=model.block_bytes,
     )
+
+
+def _pooling_model(settings: WorkerSettings) -> PoolingModel | None:
+    if settings.task not in POOLING_TASKS:
+        return None
+    task = PoolingTask(settings.task)
+    return PoolingModel(task=task, pairs=PairForm.SEPARATED if task is PoolingTask.CLASSIFY else PairForm.NONE)
 
 
 def _layout(settings: WorkerSettings) -> EngineLayout:
@@ -152,6 +165,6 @@ async def _running(engine: SimulatedEngine) -> AsyncIterator[None]:
             finally:
                 loop.cancel()
     except ExceptionGroup as group:
-        # There is only the exception of the context's body, because the loop catches its own.
+        # The group holds only the exception of the context's body, because the loop catches its own exceptions.
         (error,) = group.exceptions
         raise error from error.__cause__

@@ -6,12 +6,13 @@ Rules:
    block i really has in memory), and D(-1) is a constant. A block therefore depends on everything before it, as with
    attention. The bytes are ordered by layer, head, token and element; `workers.engines.simulated.layout` places them.
 2. The next token is f(H(weights ‖ D of the last full block ‖ tokens after it ‖ the sampling parameters)) mod
-   vocabulary. One wrong, missing or swapped block anywhere in the context therefore changes the answer. All tokens have
-   the logit 1, which `logit_bias` and penalties change; tokens that are not allowed, or that would complete a forbidden
-   sequence, are never sampled. It does not matter which engine sampled the earlier tokens, so any engine continues any
-   answer exactly.
-3. Expansion is numpy's Philox with the digest as its key, whose raw stream is fixed by its specification (Salmon et
-   al. 2011). Digests are XXH3-128, because a block has to cost microseconds and no adversary is expected.
+   vocabulary. One wrong, missing or swapped block anywhere in the context therefore changes the answer. Every token has
+   the logit 1, changed only by `logit_bias` and penalties; tokens that are not allowed, or that would complete a
+   forbidden sequence, are never sampled. It does not matter which engine sampled the earlier tokens, so any engine
+   continues any answer exactly.
+3. Expansion is numpy's Philox with the digest as its key, whose random numbers are fixed by its specification (Salmon
+   et al. 2011), so every machine computes the same bytes. Digests are XXH3-128, because a block has to cost
+   microseconds and no adversary is expected.
 """
 
 import struct
@@ -22,7 +23,7 @@ import xxhash
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from fleet.core.requests import Logprobs, Sampling, TokenBytes
+from fleet.core.requests import Logprobs, Pooling, PoolingTask, Sampling, TokenBytes, Vector
 
 Digest = bytes
 """Digest of all KV bytes up to the end of a block; it has 16 bytes."""
@@ -36,11 +37,11 @@ class SampledToken(Struct, frozen=True):
     """One sampled token."""
 
     token: int
-    ends: bool  # True if the token is an end of sequence
+    ends: bool  # True if the token ends the sequence
 
 
 class SimulatedModel(Struct, frozen=True, kw_only=True):
-    """Computes KV bytes and tokens; its parameters stand for the weights and the vocabulary."""
+    """Computes KV bytes and tokens. The parameters below stand for the weights and the vocabulary of a real model."""
 
     seed: int
     vocab_size: int
@@ -50,11 +51,14 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
 
     @property
     def beginning(self) -> Digest:
-        """Digest before the first block."""
+        """The digest from which the first block is computed."""
         return _BEGINNING
 
     def beginning_with(self, adapter: str) -> Digest:
-        """Return the digest before the first block with a LoRA adapter, from its identity; all later digests differ too."""
+        """Return the digest from which the first block is computed with a LoRA adapter.
+
+        The adapter changes all later digests.
+        """
         return xxhash.xxh3_128_digest(_BEGINNING + adapter.encode())
 
     def compute(self, before: Digest, tokens: bytes | bytearray) -> bytes:
@@ -63,7 +67,7 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         return np.random.Philox(key=key).random_raw(self.block_bytes // _WORD_BYTES).tobytes()
 
     def read(self, before: Digest, block: bytes | memoryview) -> Digest:
-        """Return the digest after a block, from the bytes that the block really has."""
+        """Return the digest after a block; `content` holds the bytes that the block really has in memory."""
         state = xxhash.xxh3_128(before)
         state.update(block)
         return state.digest()
@@ -78,10 +82,10 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         forbidden: Collection[int] = (),
         shifts: NDArray[np.float64] | None = None,
     ) -> SampledToken:
-        """Sample the token after the blocks of `before` and the tokens of `tail`, which fill no block yet; never a forbidden one.
+        """Sample the next token after a context: the full blocks of the digest `before`, then the tokens of `tail`.
 
-        The same arguments give the same token: sampling parameters and the seed decide, and there is no other state.
-        `shifts` comes from `penalty_shifts`.
+        A token of `forbidden` is never sampled. The same arguments always give the same token. `shifts` is the result
+        of `penalty_shifts`.
         """
         material = b"".join((b"token", before, tail, b"/", _shape(sampling)))
         drawn = xxhash.xxh3_128_intdigest(material, seed=self.seed)
@@ -96,7 +100,7 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         return SampledToken(token, ends=False)
 
     def penalty_shifts(self, sampling: Sampling, prompt: TokenBytes, answer: TokenBytes) -> NDArray[np.float64] | None:
-        """Return the number that the penalties add to each token's logit of 1, as vLLM computes it; None without penalties.
+        """Return how much the penalties change each token's logit, by vLLM's formula; None if there are no penalties.
 
         Args:
             sampling: The parameters.
@@ -138,11 +142,23 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
             weights *= allowed
         weights[list(forbidden)] = 0.0
         sums = np.cumsum(weights)
-        if sums[-1] == 0:  # no token is left, so all tokens are allowed again
+        if sums[-1] == 0:  # all tokens are forbidden, so the sampler allows all of them again
             sums = np.cumsum(np.ones(self.vocab_size))
         drawn = ((chance ^ choice) / 2**64) * sums[-1]
         token = min(int(np.searchsorted(sums, drawn, side="right")), self.vocab_size - 1)
         return SampledToken(token, ends=may_end and token in ends)
+
+    def vector(self, tokens: TokenBytes, pooling: Pooling, size: int) -> Vector:
+        """Return the vector of a prompt, which depends only on its tokens and on the weights.
+
+        An embedding is a unit vector with the demanded number of dimensions; each prompt has a random direction of its
+        own. A classification is one number from 0 to 1, such as the score of a pair of texts.
+        """
+        generator = np.random.Generator(np.random.Philox(key=xxhash.xxh3_128_intdigest(tokens, seed=self.seed)))
+        if pooling.task is PoolingTask.CLASSIFY:
+            return np.asarray([generator.random()], "<f4").tobytes()
+        numbers = generator.standard_normal(size)[: pooling.dimensions or size]
+        return (numbers / np.linalg.norm(numbers)).astype("<f4").tobytes()
 
     def logprobs(self, token: int, alternatives: int) -> Logprobs:
         """Return invented but well-formed log probabilities: each alternative is half as likely as the one before it."""
@@ -152,7 +168,7 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
 
 
 def _shape(sampling: Sampling) -> bytes:
-    """Return the sampling parameters as bytes; empty if sampling is greedy."""
+    """Return the sampling parameters that influence a token, as bytes; empty if sampling is greedy."""
     if sampling.temperature == 0:
         return b""
     return _SHAPE.pack(

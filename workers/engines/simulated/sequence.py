@@ -19,7 +19,7 @@ from fleet.core.requests import (
     state_fields,
 )
 from fleet.core.roles import Phase
-from fleet.core.work import Start
+from fleet.core.work import AttemptTimes, Start
 from kvstore import block
 from kvstore.block import BlockHash
 from workers.engines.simulated.layout import EngineLayout
@@ -28,14 +28,14 @@ from workers.engines.simulated.scripts import Script, ScriptWriter
 
 
 class SequenceContext(Struct, frozen=True, kw_only=True):
-    """The properties of an engine that its sequences need."""
+    """Holds the parts and properties of an engine that all its sequences use."""
 
     model: SimulatedModel
     layout: EngineLayout
     block_tokens: int
     max_model_len: int
     adapters: Mapping[str, str] = {}  # identities of the LoRA adapters, by name
-    writer: ScriptWriter | None = None  # None: the engine writes only random text
+    writer: ScriptWriter | None = None  # writes scripted answers; None: all answers are random text
 
     def beginning(self, adapter: str) -> Digest:
         return self.model.beginning_with(self.adapters[adapter]) if adapter else self.model.beginning
@@ -48,13 +48,13 @@ class SequenceSample(Struct, frozen=True, kw_only=True):
 
 
 class Sequence:
-    """A request with its tokens and the bytes of its blocks. KV exists for the first `computed` tokens."""
+    """Holds one request with its tokens and the bytes of its blocks. KV exists for the first `computed` tokens."""
 
     def __init__(self, start: Start, shape: SequenceContext) -> None:
-        """Begin an attempt.
+        """Begin with the tokens of an attempt and without blocks.
 
         Raises:
-            ValueError: The answer must have a form that the engine does not support.
+            ValueError: The request demands a structured output that the engine does not support.
         """
         self.start = start
         self.prompt_tokens = len(start.tokens) // TOKEN_BYTES
@@ -62,8 +62,9 @@ class Sequence:
         self.blocks: dict[BlockHash, bytearray] = {}  # full blocks that are computed or fetched, in order
         self.fetched: tuple[KvOrigin, ...] = ()  # origins of the blocks that were fetched
         self.generated = 0  # number of generated tokens
-        self.has_slot = False  # True while the sequence has the slot of its LoRA adapter
+        self.has_slot = False  # True while a LoRA slot is reserved for the sequence
         self.loads_adapter = False  # True if the LoRA adapter has to be loaded first
+        self.times: AttemptTimes | None = None  # None unless the attempt is traced
         self._hits: int | None = None
         self._tokens = bytearray(start.tokens)
         self._digest: Digest = shape.beginning(start.adapter)
@@ -71,16 +72,18 @@ class Sequence:
         self._block_bytes = shape.block_tokens * TOKEN_BYTES
         self._script = None if shape.writer is None else shape.writer.write(start)
         self._keeps_state = bool(state_fields(start.sampling))
-        # Where the answer begins in the bytes of the tokens.
+        # Position of the answer's first byte in the bytes of the tokens.
         self._answer_at = len(start.tokens) - start.generated_tokens * TOKEN_BYTES
         self.prompt_names = block.chain(start.tokens, shape.block_tokens, salt=start.salt)
 
-    # Sizes.
+    # The sizes of the request.
     @property
     def answer_tokens(self) -> int:
-        """Most tokens that the sequence can generate."""
+        """The maximum number of tokens that the sequence can generate."""
         if self.start.phase is Phase.PREFILL:
             return 1
+        if self.start.pooling is not None:
+            return 1  # the scheduler ends the request after one token; the vector itself takes none
         return min(self.start.sampling.max_tokens, self._shape.max_model_len - self.prompt_tokens)
 
     @property
@@ -96,21 +99,21 @@ class Sequence:
 
     @property
     def most_blocks(self) -> int:
-        """Most blocks that the scheduler takes for the sequence."""
+        """The maximum number of blocks that the request can need, for its prompt and the longest possible answer."""
         return block.blocks_for(self.prompt_tokens + self.answer_tokens, self._shape.block_tokens)
 
     @property
     def reusable_names(self) -> list[BlockHash]:
-        """Names of the prompt's blocks that need not be computed if they are found.
+        """Names of the prompt's blocks that the sequence can take from a cache, the store or another engine.
 
-        These are all full blocks, but at least one token has to be computed, because computing it gives the first new
-        token (as in vLLM).
+        They are all full blocks. If they contain the whole prompt, the last one is left out, because the engine has to
+        compute at least one prompt token to get the first new token (as in vLLM).
         """
         return self.prompt_names[: (self.prompt_tokens - 1) // self._shape.block_tokens]
 
-    # Progress.
+    # The progress of the request.
     def begin(self, cached: Many[bytearray]) -> None:
-        """Start with the first blocks of the prompt, which were found in the cache."""
+        """Start with the leading blocks of the prompt that were found in the engine's own cache."""
         if self._hits is None:
             self._hits = len(cached)
         for name, content in zip(self.prompt_names, cached, strict=False):
@@ -126,9 +129,10 @@ class Sequence:
 
         Args:
             contents: The bytes of the blocks.
-            source: The kind of place from which they were fetched.
+            source: Whether they came from the store or directly from another engine.
             origin: The worker or store node that gave them.
-            tiers: The number of blocks by tier of the store; empty: no tiers.
+            tiers: The number of blocks by the store's tier that they came from; empty if they did not come from the
+                store.
         """
         for content in contents:
             self._complete(self.reusable_names[len(self.blocks)], bytearray(content))
@@ -141,7 +145,7 @@ class Sequence:
             )
 
     def compute(self, num_tokens: int) -> list[BlockHash]:
-        """Compute KV of the next tokens; return the names of the blocks that became full."""
+        """Compute the KV of the next tokens; return the names of the blocks that have become full."""
         assert self.computed + num_tokens <= len(self._tokens) // TOKEN_BYTES
         self.computed += num_tokens
         filled = []
@@ -150,7 +154,7 @@ class Sequence:
         return filled
 
     def sample(self) -> SequenceSample:
-        """Sample the next token and append it; KV must exist for all tokens so far."""
+        """Sample the next token and append it; the KV of all earlier tokens must exist."""
         sampling = self.start.sampling
         assert self.computed == len(self._tokens) // TOKEN_BYTES
         may_end = not sampling.ignore_eos and self.generated >= sampling.min_tokens
@@ -184,7 +188,7 @@ class Sequence:
         return SequenceSample(token=drawn.token, logprobs=logprobs, finish=finish)
 
     def prompt_logprobs(self) -> tuple[Logprobs, ...]:
-        """Return log probabilities of each prompt token except the first; empty if the client did not ask for them."""
+        """Return log probabilities of each prompt token except the first; empty if the client did not request them."""
         if (wanted := self.start.sampling.prompt_logprobs) is None:
             return ()
         ids = np.frombuffer(self.start.tokens, "<u4")[1:].tolist()
@@ -193,7 +197,7 @@ class Sequence:
     def _scripted(self, script: Script, drawn: SampledToken) -> tuple[SampledToken, bool]:
         """Return the next token, and whether the script ends the answer with it.
 
-        The token is that of the script, or the drawn one after the script's end.
+        Within the script, the token is the script's. After its end, the token is the one that the model has sampled.
         """
         position = self.start.generated_tokens + self.generated
         if position >= len(script.tokens):
@@ -217,7 +221,7 @@ class Sequence:
         )
 
     def _fill(self) -> BlockHash:
-        """Compute the bytes of the next full block."""
+        """Compute the bytes of the next block, all of whose tokens are known."""
         shape = self._shape
         position = len(self.blocks)
         tokens = self._tokens[position * self._block_bytes : (position + 1) * self._block_bytes]
@@ -230,12 +234,12 @@ class Sequence:
         return name
 
     def _complete(self, name: BlockHash, content: bytearray) -> None:
-        """Add a block to the context; the bytes that it really has decide about the later blocks and tokens."""
+        """Add a full block; all later blocks and tokens depend on the bytes that the block really has in memory."""
         self.blocks[name] = content
         self._digest = self._shape.model.read(self._digest, self._shape.layout.values(content))
 
 
 def _forbidden(answer: TokenBytes, sampling: Sampling) -> set[int]:
-    """Return the tokens that would complete a forbidden sequence within an answer."""
+    """Return the tokens that must not come next because they would complete a forbidden sequence of the request."""
     ids = np.frombuffer(answer, "<u4").tolist()
     return {last for *lead, last in sampling.bad_tokens if not lead or ids[-len(lead) :] == lead}

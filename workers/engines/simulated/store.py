@@ -1,11 +1,12 @@
-"""Store client of the simulated engine: blocking calls in threads of their own.
+"""Store access of the simulated engine: makes the blocking calls of a store client in separate threads.
 
 Rules:
 
 1. Threads never access the engine's memory: loads arrive in separate buffers, and writes get copies. A store that hangs
    therefore occupies a buffer, and never a block that another request needs.
-2. Every wait has a deadline. A failure only means blocks that were not loaded or not kept, and a count.
-3. If the node does not answer at the start, the client joins it later, in its own thread. Until then every call is a miss.
+2. Every wait has a deadline. After a failure, the blocks are computed or not kept, and the failure is counted.
+3. If the node does not answer at the start, the client joins it later, in its own thread. Until then the store provides
+   no blocks and takes none.
 4. At most `MAX_WAITING` blocks wait for a background write. Further blocks are dropped and counted, because a store is only
    a cache.
 5. The engine passes and gets blocks in its own layout. The threads convert loaded blocks after their verification, and
@@ -33,27 +34,28 @@ from kvstore.security.credentials import Credentials
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 1024  # most blocks that wait for a background write
-BATCH = 64  # most blocks of one background write
-LEASE_SECONDS = 10.0  # duration of a read lease, longer than the deadline of any load
-CONNECT_SECONDS = 3.0  # longest wait for a node that starts together with the engine; a later node is joined later
-THREADS = 4  # most loads and writes at a time; each mostly waits for the store
+MAX_WAITING = 1024  # maximum number of blocks that wait for a background write
+BATCH = 64  # maximum number of blocks of one background write
+LEASE_SECONDS = 10.0  # duration of a read lease; every load ends before that
+# Maximum wait at the start of the engine for a node that is starting too; a later node is joined in the background.
+CONNECT_SECONDS = 3.0
+THREADS = 4  # maximum number of loads and writes at the same time; each of them mostly waits for the store
 
 T = TypeVar("T")
 
 
 class Loaded(Struct, frozen=True):
-    """Result of a load."""
+    """Holds the blocks that a load has brought."""
 
     blocks: list[bytes] = []
-    tiers: dict[str, int] = {}  # number of blocks by tier of the node
+    tiers: dict[str, int] = {}  # number of loaded blocks, by the node's tier that they came from
 
 
 class SimulatedStore:
-    """Loads and publishes blocks; `run` writes offered blocks."""
+    """Loads blocks from a store node and writes blocks to it; `run` writes the blocks that `offer` has queued."""
 
     def __init__(self, client: StoreClient, conversion: Conversion, threads: ThreadPoolExecutor) -> None:
-        self.dropped = 0  # number of offered blocks that were not written
+        self.dropped = 0  # number of blocks given to `offer` that were not written
         self._client = client
         self._conversion = conversion
         self._threads = threads
@@ -67,7 +69,7 @@ class SimulatedStore:
 
     @classmethod
     async def open(cls, address: str, kv: Fingerprint, credentials: Credentials) -> Self:
-        """Join a store node now or later, for an engine with blocks like `kv`.
+        """Join a store node, now or as soon as it answers, for an engine with blocks like `kv`.
 
         Raises:
             LayoutMismatch: The node has blocks of this model that differ from `kv`; the error names the field.
@@ -84,26 +86,31 @@ class SimulatedStore:
             raise
         return cls(client, conversion, threads)
 
-    async def load(self, names: Sequence[BlockHash], deadline: Nanos) -> Loaded:
-        """Load the longest prefix of `names` that the store has and that arrives within `deadline` from now."""
+    async def load(self, names: Sequence[BlockHash], deadline: Nanos, trace: bytes = b"") -> Loaded:
+        """Load the longest prefix of `names` that the store has and that arrives within `deadline` from now.
+
+        `trace` is the trace context of the request, which the node gets with the call
+        (`kvstore.tracing.context.call_trace`).
+        """
         if not names:
             return Loaded()
-        max_wait_seconds = deadline / SECOND / 2  # the other half of the time is left for reading the blocks
-        return await self._in_thread(lambda: self._load(names, max_wait_seconds), deadline, otherwise=Loaded())
+        # Half of the time for the promotion, so that the other half is left for reading the blocks.
+        max_wait_seconds = deadline / SECOND / 2
+        return await self._in_thread(lambda: self._load(names, max_wait_seconds, trace), deadline, otherwise=Loaded())
 
-    async def publish(self, blocks: Mapping[BlockHash, bytes], deadline: Nanos) -> int:
+    async def publish(self, blocks: Mapping[BlockHash, bytes], deadline: Nanos, trace: bytes = b"") -> int:
         """Write blocks now; return the number of blocks that the store did not have before."""
         if not blocks:
             return 0
         held = list(blocks.values())
         return await self._in_thread(
-            lambda: self._client.write(list(blocks), lambda index: self._conversion.write(held[index])),
+            lambda: self._client.write(list(blocks), lambda index: self._conversion.write(held[index]), trace=trace),
             deadline,
             otherwise=0,
         )
 
     def offer(self, name: BlockHash, content: bytes) -> None:
-        """Write a block in the background."""
+        """Queue a block that `run` writes in the background."""
         if len(self._waiting) >= MAX_WAITING:
             self.dropped += 1
             return
@@ -120,17 +127,19 @@ class SimulatedStore:
             await self.publish(batch, deadline)
 
     def close(self) -> None:
-        """Close without waiting for threads that hang, because they use no memory of the engine."""
+        """End without waiting for calls that hang; they use no memory of the engine, so they can do no harm."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
-    def _load(self, names: Sequence[BlockHash], max_wait_seconds: float) -> Loaded:
-        match = self._client.match_and_wait(names, lease_seconds=LEASE_SECONDS, max_wait_seconds=max_wait_seconds)
+    def _load(self, names: Sequence[BlockHash], max_wait_seconds: float, trace: bytes) -> Loaded:
+        match = self._client.match_and_wait(
+            names, lease_seconds=LEASE_SECONDS, max_wait_seconds=max_wait_seconds, trace=trace
+        )
         if not len(match):
             return Loaded()
         buffers = [bytearray(self._conversion.stored_bytes) for _ in range(len(match))]
         whole = self._client.read(match, range(len(match)), buffers)
-        # In another thread, because the load need not wait for it.
+        # In another thread, so that the load does not wait for this call.
         self._threads.submit(self._client.release, match.lease_id)
         blocks = [
             self._conversion.read(buffer).tobytes()

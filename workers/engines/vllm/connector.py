@@ -1,16 +1,16 @@
 """KV connector: Fleet's plug-in inside vLLM, which moves blocks from and to the KV store.
 
-vLLM loads it by its module path.
+vLLM imports this module by its path.
 
-vLLM makes several connectors, each in a process of its own: one beside the scheduler, which decides
+vLLM makes several connectors in different processes: one beside the scheduler, which decides
 (`workers.engines.vllm.store_planner`), and one beside the model on each rank, which moves bytes
-(`workers.engines.vllm.blocks.block_mover`). This module only translates between these and vLLM's hooks. Loads are
-asynchronous in vLLM's sense: a request whose blocks are being loaded waits while others go on, and its blocks enter
-the engine's prefix cache only when they were verified.
+(`workers.engines.vllm.blocks.block_mover`). This module only translates between these two modules and vLLM's hooks.
+Loads are asynchronous in vLLM's sense: a request whose blocks are being loaded waits while others go on, and its blocks
+enter the engine's prefix cache only when they were verified.
 
-vLLM reports a load to the scheduler side as ended when every rank has ended it, and a block as bad as soon as one
-rank has reported it. It merges what the ranks report in one step. Ranks that end a load in different steps are merged
-here (`_AllRanks`).
+vLLM reports a load to the scheduler side as ended when every rank has ended it, and a block as bad as soon as one rank
+has reported it. vLLM merges only the reports of the same step. If ranks end a load in different steps, this module
+merges their reports (`_AllRanks`).
 
 The connector also runs without a store. It counts where the blocks of a prompt came from, and counts the engine's steps
 for the watchdog (`workers.engines.vllm.step_counter`). It also ends vLLM's processes when the worker process has ended,
@@ -67,14 +67,15 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 CALL_SECONDS = {
-    # Short, because every request of the engine waits for a match, which usually takes 0.5 ms.
+    # The deadline is short, because every request of the engine waits for a match, which usually takes 0.5 ms.
     KVConnectorRole.SCHEDULER: 0.25,
     KVConnectorRole.WORKER: 1.0,
 }
-# Longest wait of a start for the store node, which the worker has just reached; later it is joined in the background.
+# Maximum wait at the start for the store node; if it does not answer, it is joined later in the background.
 STORE_SECONDS = 2.0
-ORPHAN_GRACE_SECONDS = 5.0  # time between SIGTERM and SIGKILL for processes without a worker
-REMEMBERED_PER_BLOCK = 4  # number of offered blocks whose names are remembered, per block of the engine's capacity
+ORPHAN_GRACE_SECONDS = 5.0  # time between SIGTERM and SIGKILL for a vLLM process whose worker process has ended
+# Names of offered blocks that are remembered, for each block that fits into the engine's memory.
+REMEMBERED_PER_BLOCK = 4
 
 
 class KvConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,9 +83,9 @@ class KvConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     revision: str
-    store: str  # address of the store node; empty: no store, the connector only counts
+    store: str  # address of the store node; empty: there is no store, and the connector only counts blocks and steps
     store_credentials: Credentials
-    scratch: str  # folder of the engine's sockets, which is removed here if the worker process cannot
+    scratch: str  # folder of the engine's sockets; the connector removes it if the worker process was killed
 
     def namespace(self, config: "VllmConfig") -> KvNamespace:
         return namespace_of(config, model=self.model, revision=self.revision)
@@ -105,13 +106,13 @@ class StepResults(KVConnectorWorkerMetadata):  # type: ignore[misc]  # see above
 
 
 class _AllRanks:
-    """Merges the ranks' reports on the same loads, which may end in different steps."""
+    """Merges the reports of the ranks about the same loads, which may end in different steps on different ranks."""
 
     def __init__(self) -> None:
         self._good: dict[str, int] = {}
 
     def told(self, good: Mapping[str, int]) -> None:
-        """Add a report of one rank, or a merged report of several ranks."""
+        """Add the report of one rank, or of several ranks together."""
         self._good = _worst(self._good, good)
 
     def ended(self, request_ids: Collection[str]) -> dict[str, int]:
@@ -120,7 +121,7 @@ class _AllRanks:
 
 
 class _ClientStore:
-    """Implements `workers.engines.vllm.store_planner.PlannerStore` with a store client."""
+    """Gives the store planner access to the store, by a store client."""
 
     def __init__(self, client: StoreClient):
         self.client = client
@@ -162,6 +163,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             vllm_continuation.install_in_scheduler()
         else:
             vllm_continuation.install_in_batches(vllm_config)
+            vllm_launch.loaded_mark(Path(settings.scratch)).touch()
         self.mover: BlockMover | None = None
         self._starts_early = False
         self._failed_blocks: set[int] = set()
@@ -190,9 +192,10 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # False: vLLM need not keep the blocks, because a block that is not saved is only a later miss
+        # VLLM may free the blocks at once, because a block that is not saved only has to be computed again later.
+        return False
 
-    # vLLM calls the following hooks beside its scheduler.
+    # vLLM calls the following hooks in the process of its scheduler.
     def on_new_request(self, request: "Request") -> None:
         assert self._planner is not None
         vllm_continuation.replay(request)
@@ -246,10 +249,13 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        return self.request_finished(request, block_ids[0] if block_ids else [])
 
     def _correct_stats(self, request_ids: Iterable[str]) -> None:
-        """Correct the statistics of a request's first output, because vLLM counts blocks that are being loaded as cached."""
+        """Correct the statistics that vLLM sends with a request's first output.
+
+        vLLM counts blocks as cached while they are being loaded, even if they do not arrive.
+        """
         assert self._planner is not None
         block_tokens = self._namespace.block_tokens
         for request, counts in self._planner.counts(request_ids):
@@ -257,10 +263,10 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
                 local = counts.engine * block_tokens
                 cached = min(local + (counts.store + counts.direct) * block_tokens, request.num_prompt_tokens)
                 stats.set(request.num_prompt_tokens, local, cached - local)
-                # `workers.engines.vllm.requests.counts_at_start` reads this.
+                # `workers.engines.vllm.requests.counts_at_start` reads this number.
                 stats.num_external_cached_tokens = cached - local if counts.direct else 0
 
-    # vLLM calls the following hooks beside its model, on each rank.
+    # vLLM calls the following hooks in the process of the model, on each rank.
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         if self.client is None:
             return
@@ -281,7 +287,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._starts_early = on_host
 
     def _join_ranks(self, client: StoreClient, seat: RankPosition) -> LeaderRank | FollowerRank | None:
-        """Return this rank's end of the channels between the ranks; vLLM lets all ranks register at the same time."""
+        """Return this rank's end of the channels between the ranks. vLLM calls this on all ranks at the same time."""
         if seat.ranks == 1:
             return None
         if not seat.leads:
@@ -291,9 +297,9 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return leader
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin a step, and on host memory its loads too, so that they run beside the forward pass.
+        """Begin a step. If KV is in host memory, also begin the step's loads, so that they run during the forward pass.
 
-        vLLM calls `start_load_kv` when the forward pass was launched, which on a CPU means that it has ended.
+        vLLM calls `start_load_kv` after it has launched the forward pass. On a CPU the pass has then already ended.
         """
         super().bind_connector_metadata(connector_metadata)
         if self.mover is not None and self._starts_early:
@@ -304,7 +310,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self.mover.start(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        pass  # nothing to wait for: a request is scheduled only after all of its blocks have arrived (ADR 0011)
+        pass  # nothing to wait for: vLLM schedules a request only after all of its blocks have arrived (ADR 0011)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
@@ -316,7 +322,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self.mover.save(self._orders())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the loads that have ended; the results of the next two hooks belong to them."""
+        """Return the requests whose loads have ended. The next two hooks return more about the same loads."""
         if self.mover is None:
             return None, None
         ended = self.mover.collect(idle=self._orders().idle)
@@ -355,20 +361,23 @@ def _worst(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
 
 
 def _is_beyond_tokens(request: "Request") -> bool:
-    """Return whether the request's blocks depend on inputs that their names do not cover; such blocks are not stored.
+    """Return whether the request's blocks depend on inputs that their hashes do not cover; such blocks are not stored.
 
-    The salt covers an adapter (ADR 13), and workers refuse an adapter without a salt. Names could also cover images
-    (rule 4 of `kvstore.block`), but the connector does not support such requests yet.
+    LoRA adapters are covered by the salt (ADR 13), and workers refuse an adapter without a salt. Hashes could also
+    cover images (rule 4 of `kvstore.block`), but the connector does not support such requests yet. Requests for vectors
+    store no blocks either, because encoders have no KV cache.
     """
+    if request.pooling_params is not None:
+        return True
     nameless_adapter = request.lora_request is not None and not request.cache_salt
     return bool(request.mm_features) or nameless_adapter or request.prompt_embeds is not None
 
 
 def _end_with_parent(scratch: str) -> None:
-    """End this process when the worker process has ended; vLLM's other processes end with this one."""
+    """End this process when the worker process has ended; the other processes of vLLM end when this one does."""
     parent = multiprocessing.parent_process()
     if parent is None:
-        return  # there is no parent to watch, because the engine runs in the worker process itself
+        return  # the engine runs in the worker process itself, so there is no parent to watch
     parent.join()
     shutil.rmtree(scratch, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)

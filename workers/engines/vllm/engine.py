@@ -1,4 +1,4 @@
-"""vLLM engine: the `Engine` port over vLLM's `AsyncLLM`, embedded in the worker's process. It only translates.
+"""vLLM engine: the `Engine` port over vLLM's `AsyncLLM`, embedded in the worker's process.
 
 vLLM runs its scheduler and its model in processes of their own and starts them by spawning, so a program that calls
 `open_engine` needs the `if __name__ == "__main__"` guard.
@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,9 @@ from fleet.backends.kv_events.translator import KvEventTranslator
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused, Reason
 from fleet.core.ids import RequestId, StoreId
-from fleet.core.requests import ENGINE_FIELDS, TOKEN_BYTES, AnswerParsers, Finish, KvReport
+from fleet.core.requests import ENGINE_FIELDS, IMAGES, AnswerParsers, Finish, KvReport
 from fleet.core.roles import KvPath, Phase
-from fleet.core.work import KvEvent, LoadReport, Progress, Rejected, Start
+from fleet.core.work import KvEvent, LoadReport, Progress, PulledBlocks, Rejected, Start
 from kvstore.block import HashAlgorithm, blocks_for
 from kvstore.client.store_client import StoreClient
 from kvstore.errors import StoreError
@@ -37,21 +37,28 @@ from workers.acceptance import field_beyond_vocabulary, refusal
 from workers.engines.debugger import is_traced
 from workers.engines.novel_work import NovelWork
 from workers.engines.parser_names import parsers_for
+from workers.engines.vllm import images as vllm_images
 from workers.engines.vllm import launch as vllm_launch
 from workers.engines.vllm import parallelism as vllm_spread
+from workers.engines.vllm import pooling as vllm_pooling
 from workers.engines.vllm import requests as vllm_requests
 from workers.engines.vllm.answer_parser import VllmAnswerParser, VllmAnswerParsers, check_names
+from workers.engines.vllm.blocks.pull_counts import PullReader, pull_file
 from workers.engines.vllm.headless_rank import open_rank
+from workers.engines.vllm.images import ImagePrompts, ImageRefused, PreparationCancelled
 from workers.engines.vllm.launch import available
 from workers.engines.vllm.lora import AdapterFiles, LoadedAdapters, adapters_of, lora_request
 from workers.engines.vllm.namespace import namespace_of, weights_revision
 from workers.engines.vllm.step_counter import StepReader, step_file
 from workers.engines.vllm.store_planner import PromptBlockCounts
 from workers.ports import Engine, EngineDied, EngineFacts, EngineOutput, Pulse, facts_with_store
-from workers.settings import WorkerSettings
+from workers.settings import POOLING_TASKS, WorkerSettings
+from workers.start_phase import StartPhase, note_phase
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.config import VllmConfig
+    from vllm.inputs import MultiModalInput, TokensInput
     from vllm.outputs import RequestOutput
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -61,15 +68,16 @@ __all__ = ["available", "open_engine", "open_rank"]
 
 log = logging.getLogger(__name__)
 
-STORE_SECONDS = 10.0  # longest wait of a start for the KV store node, which may be starting as well
-INLINE_CHARACTERS = 4096  # longest tools as text that are parsed in the event loop; longer ones are parsed in a thread
-# Seconds between two checks of an idle engine; a dead engine with work in flight is noticed at once.
+STORE_SECONDS = 10.0  # maximum wait of a start for the KV store node, which may be starting as well
+# Tools that are longer than this as text are parsed in a thread; shorter ones in the event loop.
+INLINE_CHARACTERS = 4096
+# Seconds between two checks of an idle engine; if an engine with requests dies, this is noticed at once.
 HEALTH_SECONDS = 0.5
 
 
 @asynccontextmanager
 async def open_engine(settings: WorkerSettings) -> AsyncIterator[Engine]:
-    """Run vLLM while the context is open; the start takes 15 to 30 s on CPUs.
+    """Run vLLM while the context is open. Entering the context takes 15 to 30 s on CPUs.
 
     Raises:
         ConfigurationRefused: vLLM cannot work with a setting, which the message names; nothing was started.
@@ -77,8 +85,12 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[Engine]:
     """
     vllm_launch.check(settings)
     scratch = Path(tempfile.mkdtemp(prefix="fleet-vllm-"))
-    try:
+    with ExitStack() as opened:
+        opened.callback(shutil.rmtree, scratch, ignore_errors=True)
         vllm_launch.prepare_environment(settings, scratch)
+        opened.enter_context(vllm_launch.side_channels(settings))
+        await asyncio.to_thread(_import_vllm)
+        settings = await asyncio.to_thread(vllm_pooling.with_task, settings, scratch)
         llm, facts, block_bytes, awaited, parsers = await _start(settings, scratch)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -92,21 +104,36 @@ async def open_engine(settings: WorkerSettings) -> AsyncIterator[Engine]:
                 await asyncio.to_thread(awaited.close)
             await asyncio.to_thread(_stop, llm)
             del llm, engine
-            gc.collect()  # runs the engine's finaliser now, because it would fail at the end of the interpreter
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+            gc.collect()  # runs vLLM's finaliser for the engine now, because it would fail when the interpreter ends
 
 
 async def _start(settings: WorkerSettings, scratch: Path) -> "Started":
-    await asyncio.to_thread(_import_vllm)
-    starting = asyncio.ensure_future(  # noqa: TID251 - the following lines wait for the task in every case
+    started = await _start_shielded(settings, scratch)
+    llm, facts, *_ = started
+    if facts.pooling is not None:
+        try:
+            vllm_pooling.check_tasks(facts.pooling, await llm.get_supported_tasks())
+        except BaseException:
+            await asyncio.to_thread(_stop, llm)
+            raise
+    return started
+
+
+async def _start_shielded(settings: WorkerSettings, scratch: Path) -> "Started":
+    starting = asyncio.ensure_future(  # noqa: TID251 - the following lines always wait for this task
         asyncio.to_thread(_start_blocking, settings, scratch)
     )
+    loaded = vllm_launch.loaded_mark(scratch)
     try:
+        while not starting.done() and not loaded.exists():
+            await asyncio.wait([starting], timeout=HEALTH_SECONDS)
+        if not starting.done():
+            note_phase(StartPhase.WARM_UP)
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        # vLLM cannot be interrupted while it starts, and must not stay behind. It gives up once its processes are killed. Otherwise
-        # it may take minutes, or for ever if a rank of a group is gone. Without processes it ends as soon as it has started.
+        # vLLM cannot be interrupted while it starts, and it must not stay behind. Its start fails soon after its
+        # processes are killed. Otherwise the start may take minutes, or for ever if a rank of a group is gone. If it
+        # has no processes, it is stopped as soon as it has started.
         while not starting.done():
             vllm_launch.end_processes()
             await asyncio.wait([starting], timeout=HEALTH_SECONDS)
@@ -119,7 +146,10 @@ async def _start(settings: WorkerSettings, scratch: Path) -> "Started":
 
 
 def _import_vllm() -> None:
-    """Import vLLM before the start, because it keeps tracebacks of its imports, and with them the objects of the callers."""
+    """Import vLLM at a place from which few objects are reachable.
+
+    vLLM keeps tracebacks of its imports for ever, and with them all objects of the callers.
+    """
     import vllm.v1.engine.async_llm  # noqa: F401, PLC0415 - the import takes seconds, and only this worker needs it
 
     vllm_launch.end_quickly()
@@ -130,12 +160,12 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
 
     revision = weights_revision(Path(settings.model_dir))
     check_names(settings)
-    names = parsers_for(settings, in_engine=True)
+    names = None if settings.task in POOLING_TASKS else parsers_for(settings, in_engine=True)
     config = _configure(settings, revision, scratch, names)
     if settings.store:
         vllm_launch.check_model(config)
     namespace = namespace_of(config, model=settings.model, revision=revision)
-    # Each replica of a head is in the memory of another rank.
+    # vLLM counts the replicas of a head as well, because each of them is in the memory of another rank.
     replicas = max(1, vllm_launch.ranks_of(settings) // max(namespace.kv_heads, 1))
     vllm_launch.check_cache(settings, namespace.block_bytes * replicas)
     store_id, awaited = meet_store(settings, namespace) if settings.store else (None, None)
@@ -157,19 +187,33 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
         model=settings.model,
         block_tokens=namespace.block_tokens,
         max_model_len=config.model_config.max_model_len,
-        kv_blocks=config.cache_config.num_gpu_blocks or 0,
+        kv_blocks=_kv_blocks(settings, config),
         max_running=config.scheduler_config.max_num_seqs * vllm_spread.engines(settings),
         fingerprint=namespace.fingerprint,
         kv_paths=settings.kv_paths,
         kv=describe(namespace, tp=1 if config.model_config.use_mla else config.parallel_config.tensor_parallel_size),
         keeps_forms=settings.vllm.keeps_forms,
-        sampling_fields=ENGINE_FIELDS,
+        sampling_fields=(*ENGINE_FIELDS, IMAGES) if vllm_images.takes_images(llm) else ENGINE_FIELDS,
         continued_fields=vllm_launch.continued_fields(settings, config),
         adapters=adapters_of(settings),
         adapter_slots=settings.adapter_slots if settings.adapters else 0,
         parsers=None if parsers is None else parsers.names,
+        pooling=vllm_pooling.pooling_model(settings, config.model_config),
     )
     return llm, facts_with_store(facts, settings.kv_paths, store_id), namespace.block_bytes, awaited, parsers
+
+
+def _kv_blocks(settings: WorkerSettings, config: "VllmConfig") -> int:
+    """Return the number of blocks that fit into the KV cache.
+
+    An engine for vectors gets at least the blocks of a full batch, because encoders have no KV cache that limits the
+    batch.
+    """
+    blocks = int(config.cache_config.num_gpu_blocks or 0)
+    if settings.task not in POOLING_TASKS:
+        return blocks
+    longest = blocks_for(config.model_config.max_model_len, settings.block_tokens) + 1
+    return max(blocks, longest * int(config.scheduler_config.max_num_seqs))
 
 
 def _answer_parsers(llm: "AsyncLLM", settings: WorkerSettings, names: AnswerParsers | None) -> VllmAnswerParsers | None:
@@ -180,7 +224,8 @@ def _answer_parsers(llm: "AsyncLLM", settings: WorkerSettings, names: AnswerPars
 
 
 def _stop(llm: "AsyncLLM") -> None:
-    if llm.output_handler is not None:  # cancelled, because it would report the end of the engine as a failure
+    # VLLM's task for outputs is cancelled first, because it would report the end of the engine as a failure.
+    if llm.output_handler is not None:
         llm.output_handler.get_loop().call_soon_threadsafe(llm.output_handler.cancel)
     llm.shutdown()
 
@@ -195,7 +240,7 @@ def _configure(settings: WorkerSettings, revision: str, scratch: Path, parsers: 
 
 
 def meet_store(settings: WorkerSettings, namespace: KvNamespace) -> "tuple[StoreId | None, StoreClient | None]":
-    """Return the store node's id, or a client that joins the node as soon as it answers.
+    """Return the store node's id. If it does not answer yet, return instead a client that joins it later.
 
     vLLM's own processes have other clients, which also join by themselves (`workers.engines.vllm.connector`).
 
@@ -222,26 +267,31 @@ def meet_store(settings: WorkerSettings, namespace: KvNamespace) -> "tuple[Store
 
 
 def _can_share(client: StoreClient, settings: WorkerSettings) -> bool:
-    """Return whether all ranks of this engine can write to the node that has answered."""
+    """Return whether all ranks of this engine can write blocks to this node, which may not support writes of shards."""
     return vllm_launch.ranks_of(settings) == 1 or client.writes_shards
 
 
 Started = tuple["AsyncLLM", EngineFacts, int, StoreClient | None, VllmAnswerParsers | None]
-"""vLLM, its facts, the bytes of a block, the client that joins a store node which did not answer (None: the node
-answered, or there is none), and the parsers of its answers."""
+"""A started vLLM, its facts, the bytes of a block, the client that waits for a store node that has not answered (None:
+the node has answered, or there is none), and the parsers of its answers (None: they are not parsed)."""
 
 
 class _InFlight:
-    """A request on which vLLM works."""
+    """Records a request that vLLM is working on."""
 
     def __init__(self, start: Start):
         self.start = start
+        # Sources of the prompt's blocks by vLLM's statistics; only for prompts with images, which Fleet's connector skips.
+        self.counts = PromptBlockCounts()
+        self.image_tokens = 0  # number of tokens by which images make the prompt longer than `start.tokens`
         self.generated = 0
         self.cancelled = False
+        # True once vLLM's engine gets the request; before, its images are decoded and its parser is opened.
+        self.given = False
 
 
 class VllmEngine:
-    """Implements `Engine` over a started `AsyncLLM`; made by `open_engine`."""
+    """Runs requests on a started `AsyncLLM`, behind the engine port; made by `open_engine`."""
 
     def __init__(
         self,
@@ -266,21 +316,24 @@ class VllmEngine:
         self._scratch = scratch
         self._tasks = tasks
         self._vocab_size = llm.model_config.get_vocab_size()
+        self._has_token_types = vllm_pooling.has_token_types(llm.model_config, llm.tokenizer)
         self._requests: dict[RequestId, _InFlight] = {}
-        self._step: list[Progress | Rejected] = []  # outputs of this iteration of the event loop
-        # Outputs for the server; bounded by the tokens that the requests in flight may generate.
+        self._step: list[Progress | Rejected] = []  # outputs that have arrived in this iteration of the event loop
+        # Outputs for the server. Their number is limited by the tokens that the running requests may generate.
         self._steps: deque[EngineOutput] = deque()
         self._arrived = asyncio.Event()
         self._dead: str | None = None
-        # Ends of the leases of handoffs, by the event loop's clock; bounded by the handoffs within one lease.
+        # The times at which the leases of handoffs end, by the event loop's clock.
         self.lent_until: deque[float] = deque()
         self._prefilled = _keep_prefill_stats(llm)
         self._novel = NovelWork()
+        self._image_prompts = ImagePrompts(llm)
         self._counters = _step_readers(scratch, vllm_spread.engines(settings))
+        self._pulls = _pull_readers(scratch, vllm_spread.engines(settings))
 
     @property
     def facts(self) -> EngineFacts:
-        """Return the engine's description, which includes the store once an awaited node has answered."""
+        """Return the engine's description. It names the store once the store node has answered."""
         if self._awaited is not None and self._awaited.joined:
             client, self._awaited = self._awaited, None
             if _can_share(client, self._settings):
@@ -318,7 +371,7 @@ class VllmEngine:
 
     async def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
         if not vllm_launch.tells_events(self._settings):
-            await asyncio.Event().wait()  # waits for ever, so routers believe that the cache is empty
+            await asyncio.Event().wait()  # waits for ever: without events, routers believe that the cache is empty
         books = KvEventTranslator(
             block_tokens=self._facts.block_tokens,
             algorithm=HashAlgorithm.SHA256_128,
@@ -337,9 +390,13 @@ class VllmEngine:
                     log.error("kv events unusable, routers believe that the cache is empty", extra={"alert": alert})
 
     def load(self) -> LoadReport:
-        """Return an estimated load report. At most a batch of requests counts as running; a shared block counts once for each request."""
+        """Return an estimated load report.
+
+        At most a full batch of requests counts as running. A block that several requests share counts once for each of
+        them.
+        """
         held = sum(
-            blocks_for(len(request.start.tokens) // TOKEN_BYTES + request.generated, self._facts.block_tokens)
+            blocks_for(request.start.num_tokens + request.image_tokens + request.generated, self._facts.block_tokens)
             for request in self._requests.values()
         )
         running = min(len(self._requests), self._facts.max_running)
@@ -348,6 +405,7 @@ class VllmEngine:
             waiting=len(self._requests) - running,
             kv_blocks_used=min(held, self._facts.kv_blocks),
             adapters=self._adapters.names,
+            pulled=sum((reader.counts() for reader in self._pulls), PulledBlocks()),
         )
 
     def pulses(self) -> Sequence[Pulse]:
@@ -368,32 +426,36 @@ class VllmEngine:
 
     @property
     def lent(self) -> int:
-        """Number of handoffs whose lease may not have ended; vLLM does not report that blocks were fetched."""
+        """Number of handoffs whose lease may not have ended.
+
+        A handoff counts until then, because vLLM does not report fetched blocks.
+        """
         now = asyncio.get_running_loop().time()
         while self.lent_until and self.lent_until[0] <= now:
             self.lent_until.popleft()
         return len(self.lent_until)
 
     async def watch(self) -> None:
-        """Notice an engine that dies while no request is in flight."""
+        """Check regularly whether the engine is alive, to notice an engine that dies while it has no requests."""
         while self._dead is None:
             await asyncio.sleep(HEALTH_SECONDS)
             if self._llm.errored:
                 self._die()
 
     def stop(self) -> None:
-        """Cancel the requests in flight; their tasks end by themselves."""
+        """Cancel the running requests; their tasks then end by themselves."""
         for request_id in list(self._requests):
             self.cancel(request_id)
 
     def _is_working(self, engine: int) -> bool:
-        """Return whether one of vLLM's engines has requests.
+        """Return whether the engine with this number has requests.
 
+        Requests that are only prepared here do not count, because the engine makes no step for them.
         If there are several engines, vLLM's client knows which engine has which request.
         """
         client = self._llm.engine_core
         if (held := getattr(client, "engine_inflight", None)) is None:
-            return bool(self._requests)
+            return any(each.given for each in self._requests.values())
         return bool(held[client.core_engines[engine]])
 
     def _unfit(self, start: Start) -> Rejected | None:
@@ -402,7 +464,7 @@ class VllmEngine:
         if start.request_id in self._requests:
             return _rejected(start, Reason.INVALID_ARGUMENT, "request_id", "is in use")
         if int(np.frombuffer(start.tokens, dtype="<u4").max()) >= self._vocab_size:
-            # Such a token would end the whole engine, not only the request.
+            # Such a token would not only fail its request, but end the whole engine.
             return _rejected(start, Reason.INVALID_ARGUMENT, "tokens", f"the vocabulary has {self._vocab_size} tokens")
         if (field := field_beyond_vocabulary(start.sampling, self._vocab_size)) is not None:
             fault = f"a token is not in the vocabulary of {self._vocab_size}"
@@ -412,7 +474,7 @@ class VllmEngine:
         return None
 
     async def _serve(self, request: _InFlight) -> None:
-        """Run one request to its end."""
+        """Run one request until it has ended."""
         from vllm.exceptions import VLLMClientError, VLLMError  # noqa: PLC0415 - vLLM is loaded already
         from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415
 
@@ -421,11 +483,14 @@ class VllmEngine:
             if request.cancelled:
                 self._tell(Progress(request_id=start.request_id, finish=Finish.CANCELLED))
                 return
-            await self._generate(request)
+            if start.pooling is None:
+                await self._generate(request)
+            else:
+                await self._pool(request)
         except EngineDeadError:
             self._die()
-        except (VLLMClientError, ValueError) as error:  # vLLM's two kinds of validation errors
-            # The router has checked all other sampling parameters.
+        except (VLLMClientError, ValueError) as error:  # vLLM raises two kinds of errors for invalid requests
+            # The router has checked all other sampling parameters, so the structured output must be the invalid one.
             self._tell(_rejected(start, Reason.INVALID_ARGUMENT, _form_field(start), str(error)))
         except VLLMError as error:
             log.exception("request failed in vllm", extra={"request": start.request_id})
@@ -436,8 +501,6 @@ class VllmEngine:
             self._prefilled.pop(start.request_id, None)
 
     async def _generate(self, request: _InFlight) -> None:
-        from vllm.inputs import tokens_input  # noqa: PLC0415 - vLLM is loaded already
-
         start = request.start
         try:
             parser = await self._open_parser(start)
@@ -445,15 +508,19 @@ class VllmEngine:
             self._tell(_rejected(start, Reason.INVALID_ARGUMENT, "chat.tools", f"vLLM refuses them: {error}"))
             return
         params = vllm_requests.sampling_params(start, vllm_requests.transfer_params(start), parser)
-        ids = vllm_requests.token_ids(start)
-        if replayed := vllm_requests.replayed_tokens(start):
-            ids = ids[:-replayed]  # the earlier tokens of the answer are in `params`
-        prompt = tokens_input(ids, cache_salt=start.salt.hex() or None)
+        prompt: TokensInput | MultiModalInput | None
+        if start.images:
+            prompt = await self._prompt_with_images(request, params)
+            if prompt is None:
+                return
+        else:
+            prompt = vllm_requests.prompt_of(start)
         adapter = lora_request(start.adapter, self._settings)
         loads = adapter is not None and start.adapter not in self._adapters.names
         self._novel.begun(start.request_id, start.sampling, loads=loads)
         if adapter is not None:
             self._adapters.use(start.adapter)
+        request.given = True
         async for output in self._llm.generate(
             prompt,
             params,
@@ -468,8 +535,49 @@ class VllmEngine:
                 told = _parsed(told, parser, start)
             self._tell(told)
 
+    async def _prompt_with_images(self, request: _InFlight, params: "SamplingParams") -> "MultiModalInput | None":
+        """Return the prompt of a request with images; None if the request has ended, because it was refused or cancelled."""
+        start = request.start
+        try:
+            prompt = await self._image_prompts.prompt_of(start, lambda: request.cancelled)
+            request.image_tokens = vllm_images.fit_answer(start, prompt, params, self._facts.max_model_len)
+            if not request.cancelled:
+                return prompt
+        except ImageRefused as refused:
+            self._tell(_rejected(start, Reason.INVALID_ARGUMENT, "chat.messages", str(refused)))
+            return None
+        except PreparationCancelled:
+            pass
+        except Exception:  # supervisor: libraries raise anything, such as a device without memory; other requests go on
+            log.exception("images not prepared", extra={"request": start.request_id})
+            self._tell(_rejected(start, Reason.INTERNAL, "", "the worker could not prepare the images"))
+            return None
+        # vLLM did not have the request when it was told to abort it.
+        self._tell(Progress(request_id=start.request_id, finish=Finish.CANCELLED))
+        return None
+
+    async def _pool(self, request: _InFlight) -> None:
+        """Compute the vector of one prompt."""
+        from vllm.inputs import tokens_input  # noqa: PLC0415 - vLLM is loaded already
+
+        start = request.start
+        params = vllm_pooling.pooling_params(start, token_types=self._has_token_types)
+        prompt = tokens_input(vllm_requests.token_ids(start))
+        request.given = True
+        async for output in self._llm.encode(prompt, params, start.request_id, priority=-start.priority):
+            if request.cancelled:
+                self._tell(Progress(request_id=start.request_id, finish=Finish.CANCELLED))
+                return
+            try:
+                vector = vllm_pooling.vector_of(output)
+            except ValueError as error:
+                self._tell(_rejected(start, Reason.INTERNAL, "", str(error)))
+                return
+            report = self._report(request, PromptBlockCounts(engine=0, store=0, direct=0))
+            self._tell(Progress(request_id=start.request_id, finish=Finish.STOP, kv=report, vector=vector))
+
     async def _open_parser(self, start: Start) -> VllmAnswerParser | None:
-        """Return the parser of an attempt's answer; None if the answer is not parsed."""
+        """Return a new parser for the answer of an attempt; None if its answer is not parsed."""
         if (task := start.parsing) is None or self._parsers is None:
             return None
         if len(task.tools) + 32 * start.generated_tokens <= INLINE_CHARACTERS:
@@ -479,7 +587,7 @@ class VllmEngine:
     def _progress(self, request: _InFlight, output: "RequestOutput") -> Progress | Rejected:
         start = request.start
         (completion,) = output.outputs
-        stats = self._prefilled.pop(start.request_id, None)  # the statistics exist when the first tokens arrive
+        stats = self._prefilled.pop(start.request_id, None)  # vLLM has the statistics when the first tokens arrive
         if self._novel:
             self._novel.brought(start.request_id)
         request.generated += len(completion.token_ids)
@@ -489,7 +597,7 @@ class VllmEngine:
                 token_ids=tuple(completion.token_ids),
                 logprobs=vllm_requests.logprobs_of(completion, start.sampling.logprobs),
                 prompt_logprobs=vllm_requests.prompt_logprobs_of(output, start),
-                kv=None if stats is None else self._report_at_start(start, stats),
+                kv=None if stats is None else self._report_at_start(request, stats),
             )
         finish = vllm_requests.FINISHES.get(completion.finish_reason)
         if finish is None and start.sampling.form is not None and not (request.generated or start.generated_tokens):
@@ -507,24 +615,30 @@ class VllmEngine:
             logprobs=vllm_requests.logprobs_of(completion, start.sampling.logprobs),
             prompt_logprobs=vllm_requests.prompt_logprobs_of(output, start),
             finish=finish,
-            kv=self._report(start, vllm_requests.counts_at_end(output)),
+            kv=self._report(request, vllm_requests.counts_at_end(output)),
             handoff=vllm_requests.handoff_of(start, output, self._facts) if start.phase is Phase.PREFILL else None,
         )
 
-    def _report_at_start(self, start: Start, stats: "PrefillStats") -> KvReport:
-        return self._report(start, vllm_requests.counts_at_start(start, stats, self._facts.block_tokens))
+    def _report_at_start(self, request: _InFlight, stats: "PrefillStats") -> KvReport:
+        counts = vllm_requests.counts_at_start(request.start, stats, self._facts.block_tokens)
+        if request.start.images:
+            request.counts = counts  # Fleet's connector does not count for such requests
+        return self._report(request, counts)
 
-    def _report(self, start: Start, counts: PromptBlockCounts) -> KvReport:
-        return vllm_requests.report_of(start, counts, self._facts, self._block_bytes)
+    def _report(self, request: _InFlight, counts: PromptBlockCounts) -> KvReport:
+        if request.start.images:
+            counts = request.counts
+        return vllm_requests.report_of(request.start, counts, self._facts, self._block_bytes, request.image_tokens)
 
     async def _abort(self, request_id: RequestId) -> None:
-        """Abort a request; vLLM responds with a last output, which ends the request's task."""
+        """Abort a request in vLLM; vLLM then sends a last output, by which the request's task ends."""
         await self._llm.abort(request_id)
 
     def _tell(self, item: Progress | Rejected) -> None:
-        """Add an output to this step.
+        """Add an output to the outputs of the current step.
 
-        vLLM wakes all requests of a step in one iteration of the event loop; the next iteration sends their outputs.
+        vLLM wakes the tasks of all requests of a step in the same iteration of the event loop. In the next iteration,
+        all their outputs go to the server together.
         """
         if not self._step:
             asyncio.get_running_loop().call_soon(self._end_step)
@@ -542,7 +656,7 @@ class VllmEngine:
 
 
 def _parsed(progress: Progress, parser: VllmAnswerParser, start: Start) -> Progress:
-    """Add the parsed form of a step's tokens to the progress. Tokens after a stop string are dropped."""
+    """Return the progress with the parsed parts of its tokens, and without the tokens after a stop string."""
     if parser.stopped or progress.finish is Finish.CANCELLED:
         return progress
     ends = progress.finish is not None and not (start.phase is Phase.PREFILL and progress.finish is Finish.LENGTH)
@@ -553,7 +667,10 @@ def _parsed(progress: Progress, parser: VllmAnswerParser, start: Start) -> Progr
 
 
 def _step_readers(scratch: Path, engines: int) -> dict[int, StepReader]:
-    """Return the step counters by engine number, except those of engines on other nodes, which count there."""
+    """Return the step counters by engine number.
+
+    Engines on other nodes are left out, because their counters are files on those nodes.
+    """
     readers = {}
     for engine in range(engines):
         with suppress(OSError):
@@ -563,11 +680,21 @@ def _step_readers(scratch: Path, engines: int) -> dict[int, StepReader]:
     return readers
 
 
-def _keep_prefill_stats(llm: "AsyncLLM") -> "dict[str, PrefillStats]":
-    """Return a dict to which each request's prefill statistics are added before its first new token is delivered.
+def _pull_readers(scratch: Path, engines: int) -> list[PullReader]:
+    """Return the readers of the pull counts; there are none if the engine does not check the blocks that it pulls."""
+    readers = []
+    for engine in range(engines):
+        with suppress(OSError):
+            readers.append(PullReader(pull_file(scratch, engine)))
+    return readers
 
-    vLLM's engine sends them with the first output of a request, and its output processor keeps only a sum. Tracebacks
-    may keep the processor alive longer than the engine, so it must not refer to the engine.
+
+def _keep_prefill_stats(llm: "AsyncLLM") -> "dict[str, PrefillStats]":
+    """Return a dict that gets each request's prefill statistics before the request's first new token is delivered.
+
+    vLLM's engine sends the statistics with the first output of a request, but its output processor keeps only a sum of
+    them. Tracebacks may keep the processor alive longer than the engine, so the processor must have no reference to the
+    engine.
     """
     prefilled: dict[str, PrefillStats] = {}
     processor = llm.output_processor
@@ -584,7 +711,9 @@ def _keep_prefill_stats(llm: "AsyncLLM") -> "dict[str, PrefillStats]":
 
 
 def _form_field(start: Start) -> str:
-    """Return the field to blame if vLLM refuses an attempt only when it compiles the structured output."""
+    """Return the field of an attempt that is probably invalid, for errors that vLLM raises without naming a field."""
+    if start.pooling is not None:
+        return "pooling.dimensions" if start.pooling.dimensions else "pooling"
     if start.parsing is not None and start.parsing.tools:
         return "chat.tools"
     return "sampling" if start.sampling.form is None else "sampling.form"

@@ -1,10 +1,10 @@
-"""Headless rank: this node's part of a vLLM engine that another node leads.
+"""Headless rank: runs this node's part of a vLLM engine whose first rank is on another node.
 
 vLLM spreads an engine in two ways (0.32, multiprocessing executor). Ranks of one model on several nodes follow the
 first node's scheduler (tensor and pipeline parallelism). Or whole engines run beside each other, and the first node's
-client gives them requests (data parallelism, which distributes the experts with `enable_expert_parallel`). In both cases
-the other nodes run vLLM's headless mode. Here it runs in a separate process, because it blocks, and because it has to end
-when the leader has ended, which vLLM itself does not notice.
+client gives them requests (data parallelism, which distributes the experts with `enable_expert_parallel`). In both
+cases the other nodes run vLLM's headless mode. This module runs the headless mode in a separate process, because the
+mode blocks, and because vLLM does not notice when the leader has ended: then the process is ended from outside.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from workers.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
-STOP_SECONDS = 10.0  # time in which vLLM's processes have to end by themselves; then they are killed
+STOP_SECONDS = 10.0  # time in which vLLM's processes may end by themselves before they are killed
 
 
 @asynccontextmanager
@@ -46,8 +46,10 @@ async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
     """
     vllm_launch.check(settings)
     scratch = Path(tempfile.mkdtemp(prefix="fleet-vllm-"))
-    try:
+    with ExitStack() as opened:
+        opened.callback(shutil.rmtree, scratch, ignore_errors=True)
         vllm_launch.prepare_environment(settings, scratch)
+        opened.enter_context(vllm_launch.side_channels(settings))
         process = multiprocessing.get_context("spawn").Process(target=_main, args=(settings, scratch), name="vllm-rank")
         process.start()
         try:
@@ -57,12 +59,10 @@ async def open_rank(settings: WorkerSettings) -> AsyncIterator[None]:
                 watch.cancel()
         finally:
             await asyncio.to_thread(_stop, process)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 async def _watch(process: BaseProcess) -> None:
-    """Wait until the process ends.
+    """Wait until vLLM's process has ended.
 
     Raises:
         EngineDied: The process has ended.
@@ -85,14 +85,14 @@ def _stop(process: BaseProcess) -> None:
         log.warning("vllm does not end, killing it")
         process.kill()
         process.join()
-    for each in family:  # kills ranks that did not react, for example because they are stopped
+    for each in family:  # kills ranks that did not end, for example because they are stopped
         with suppress(psutil.NoSuchProcess):
             each.kill()
     process.close()
 
 
 def _main(settings: WorkerSettings, scratch: Path) -> None:
-    """Run vLLM's own headless mode in this process, with the leader's arguments except the rank."""
+    """Run vLLM's headless mode in this process, with the arguments of the leader's engine and the rank of this node."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from vllm.entrypoints.cli.serve import run_headless  # noqa: PLC0415 - the import takes seconds, and only this process needs it
 
@@ -103,7 +103,7 @@ def _main(settings: WorkerSettings, scratch: Path) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when the worker process was killed, because vLLM does not notice that."""
+    """End this process when the worker process was killed; vLLM itself would not notice it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

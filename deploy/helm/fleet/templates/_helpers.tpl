@@ -170,10 +170,15 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- /* The time before the SIGTERM, and some to close. */}}
 {{- $_ := set $own "drain_timeout_ms" (mul 1000 (sub (int .Values.routers.terminationSeconds) 10)) -}}
+{{- /* Monitoring reads the health port, which NetworkPolicies guard; the port for clients asks for a key as soon as tenants have one. */}}
+{{- if not (dig "metrics_access" dict .Values.routers.settings) }}{{- $_ := set $own "metrics_access" (dict "ask_on_health" false) }}{{ end -}}
 {{- if not (hasKey .Values.routers.settings "connection_seconds") }}{{- $_ := set $own "connection_seconds" 4 }}{{ end -}}
 {{- with .Values.routers.tls.secret -}}
 {{- $files := dict "certificate" "/etc/fleet/client-tls/tls.crt" "key" "/etc/fleet/client-tls/tls.key" -}}
 {{- with $.Values.routers.tls.clientAuthority }}{{- $_ := set $files "client_authority" (printf "/etc/fleet/client-tls/%s" .) }}{{ end -}}
+{{- if and $.Values.routers.tls.health $.Values.routers.tls.clientAuthority }}{{- fail "routers.tls.health: probes of Kubernetes show no certificate; leave it out, or clientAuthority" }}{{ end -}}
+{{- if $.Values.routers.tls.health }}{{- $_ := set $files "health" true }}{{ end -}}
+{{- if $.Values.routers.tls.endpointPicker }}{{- $_ := set $files "endpoint_picker" true }}{{ end -}}
 {{- $_ := set $own "tls" $files -}}
 {{- end -}}
 {{- if .Values.routers.kserve }}{{- $_ := set $own "kserve_listen" "0.0.0.0:8001" }}{{ end -}}
@@ -196,6 +201,11 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- $_ := set $own "discovery" (include "fleet.core.discovery" . | fromJson) -}}
 {{- end -}}
 {{- mergeOverwrite (deepCopy .Values.routers.settings) $own | toPrettyJson -}}
+{{- end -}}
+
+{{/* The scheme of the routers' port for health and metrics. */}}
+{{- define "fleet.healthScheme" -}}
+{{- if and .Values.routers.tls.secret .Values.routers.tls.health -}}HTTPS{{- else -}}HTTP{{- end -}}
 {{- end -}}
 
 {{/* Where workers are found, as routers are told it. */}}
@@ -235,6 +245,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- $_ := set $own "namespaces" (ternary (list .Release.Namespace) list (eq .Values.operator.scope "Namespace")) -}}
 {{- $name := printf "%s-operator" (include "fleet.fullname" .) -}}
 {{- $_ := set $own "lease" (dict "name" $name "namespace" .Release.Namespace "owner" $name) -}}
+{{- if not (dig "metrics_access" dict .Values.operator.settings) }}{{- $_ := set $own "metrics_access" (dict "open" true) }}{{ end -}}
 {{- mergeOverwrite (deepCopy .Values.operator.settings) $own | toPrettyJson -}}
 {{- end -}}
 
@@ -299,6 +310,7 @@ subjects:
 {{- $_ := set $own "control_listen" "0.0.0.0:50053" -}}
 {{- $_ := set $own "control_credentials" (dict "secret_file" "/etc/fleet/control/secret") -}}
 {{- end -}}
+{{- if not (dig "metrics_access" dict .Values.planner.settings) }}{{- $_ := set $own "metrics_access" (dict "open" true) }}{{ end -}}
 {{- mergeOverwrite (deepCopy .Values.planner.settings) $own | toPrettyJson -}}
 {{- end -}}
 
@@ -348,6 +360,9 @@ subjects:
 {{- range .Values.routers.secrets }}{{ $secret = append $secret .setting }}{{ end -}}
 {{- if or $settings.tenants_redis (has "tenants_redis" $secret) -}}
 {{- $ports = append $ports (include "fleet.portOf" (list $settings.tenants_redis "6379")) -}}
+{{- end -}}
+{{- with dig "tracing" "endpoint" "" $settings -}}
+{{- $ports = append $ports (include "fleet.portOf" (list . (ternary "443" "80" (hasPrefix "https://" .)))) -}}
 {{- end -}}
 {{- $found := list -}}
 {{- range $ports | uniq | sortAlpha }}{{ if . }}{{ $found = append $found (int .) }}{{ end }}{{ end -}}

@@ -4,16 +4,18 @@ A translation turns a body into the body of a chat, which is then read, checked 
 no feature to generation.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fleet.core.clock import Nanos
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import Delta, Finished
+from fleet.frontend.images.files import ImageFile, remote_images
 from fleet.frontend.openai.requests import OpenAiRequest, read_chat
+from fleet.frontend.openai.translated.answer_events import AnswerEvents
 from fleet.net.http.errors import ErrorForm
 from fleet.net.http.exchange import sse_event
 
@@ -33,7 +35,7 @@ class AnswerWriter(Protocol):
         ...
 
     def whole(self, finished: Finished) -> bytes:
-        """Return the answer as one object. Before, `chunk` was called with each part, and its events were dropped."""
+        """Return the answer as one object. The caller has passed each part of the answer to `chunk` before."""
         ...
 
 
@@ -44,6 +46,7 @@ class AnswerStart(Struct, frozen=True, kw_only=True):
     model: ModelName
     prompt_tokens: int
     created: int
+    events: AnswerEvents  # counts the events of the answer
 
 
 class TranslatedRequest(Struct, frozen=True, kw_only=True):
@@ -65,15 +68,25 @@ class TranslatedApi(Struct, frozen=True, kw_only=True):
 
 
 def read_translated_chat(
-    chat: Json, request_id: RequestId, now: Nanos, headers: Headers | None = None
+    chat: Json, request_id: RequestId, now: Nanos, headers: Headers | None = None, images: Sequence[ImageFile] = ()
 ) -> OpenAiRequest:
     """Read the body of a chat to which a request was translated; fields with the value None are left out.
+
+    Args:
+        chat: The body.
+        request_id: Id for a body without one.
+        now: Instant of arrival.
+        headers: The request's headers if there are hints among them; otherwise None.
+        images: The images of the request before its translation, whose fields errors about images at URLs name.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, with the field's name in chats.
     """
     given = {name: value for name, value in chat.items() if value is not None}
-    return read_chat(msgspec.json.encode(given), request_id, now, headers)
+    read = read_chat(msgspec.json.encode(given), request_id, now, headers)
+    if read.request.remote_images:
+        read = structs.replace(read, request=structs.replace(read.request, remote_images=remote_images(images)))
+    return read
 
 
 def named_event(event: Json) -> bytes:

@@ -3,7 +3,7 @@
 Rules:
 
 1. Fields that would change the answer and are not supported are rejected by name; unknown fields are ignored.
-2. A result of a tool becomes a message of its own, before the other content of its turn.
+2. A tool's result becomes a separate message, before the other content of the message that contains it.
 3. `cache_control` has no effect, because every prefix is cached. `cache_read_input_tokens` counts the cached tokens, and
    `input_tokens` the other ones. A stream has the right counts only in its last events.
 4. A client can turn thinking off. If it turns thinking on, the model thinks as it would anyway, and the budget is ignored.
@@ -19,6 +19,7 @@ from fleet.core.clock import Nanos
 from fleet.core.errors import invalid
 from fleet.core.ids import RequestId
 from fleet.core.requests import Delta, Finish, Finished, Usage
+from fleet.frontend.images.files import ImageFile, image_part
 from fleet.frontend.openai.bodies import FleetOptions
 from fleet.frontend.openai.requests import decode_body
 from fleet.frontend.openai.translated.api import (
@@ -42,6 +43,13 @@ from fleet.frontend.openai.translated.blocks import (
 from fleet.net.http.errors import ANTHROPIC_ERRORS
 
 
+class ImageSource(Struct, frozen=True, kw_only=True):
+    type: str
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+
+
 class ContentBlock(Struct, frozen=True, kw_only=True):
     """A content block of a message; `type` determines which of the other fields are used."""
 
@@ -53,6 +61,7 @@ class ContentBlock(Struct, frozen=True, kw_only=True):
     input: dict[str, Any] | None = None
     tool_use_id: str = ""
     content: "str | list[ContentBlock] | None" = None
+    source: ImageSource | None = None
 
 
 class TurnBody(Struct, frozen=True, kw_only=True):
@@ -125,11 +134,13 @@ def read_messages(
     """Read the body of ``POST /v1/messages``.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it or as chats name it.
+        RequestRejected: INVALID_ARGUMENT. The error names the field as in the Messages API, or as in the Chat
+            Completions API if only the translated request was found invalid.
     """
     body = decode_body(_MESSAGES, content)
+    images: list[ImageFile] = []
     chat = read_translated_chat(
-        _prompt(body)
+        _prompt(body, images)
         | {
             "max_tokens": body.max_tokens,
             "stream": body.stream,
@@ -142,6 +153,7 @@ def read_messages(
         request_id,
         now,
         headers,
+        images,
     )
     return TranslatedRequest(chat=chat, writer=AnthropicWriter)
 
@@ -152,13 +164,17 @@ def read_count_tokens(
     """Read the body of ``POST /v1/messages/count_tokens``; nothing is generated.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it or as chats name it.
+        RequestRejected: INVALID_ARGUMENT. The error names the field as in the Messages API, or as in the Chat
+            Completions API if only the translated request was found invalid.
     """
     body = decode_body(_COUNT, content)
-    return TranslatedRequest(chat=read_translated_chat(_prompt(body), request_id, now, headers), writer=AnthropicWriter)
+    images: list[ImageFile] = []
+    chat = read_translated_chat(_prompt(body, images), request_id, now, headers, images)
+    return TranslatedRequest(chat=chat, writer=AnthropicWriter)
 
 
 NAMES = {
+    "tool_choice.function.name": "tool_choice.name",
     "reasoning_effort": "output_config.effort",
     "response_format.json_schema.schema": "output_config.format.schema",
 }
@@ -169,8 +185,8 @@ COUNT_TOKENS_API = TranslatedApi(read=read_count_tokens, errors=ANTHROPIC_ERRORS
 # Translation of requests
 
 
-def _prompt(body: CountTokensBody) -> Json:
-    """Return the chat's fields that determine its prompt."""
+def _prompt(body: CountTokensBody, images: list[ImageFile]) -> Json:
+    """Return the chat's fields that determine its prompt. The images of the body are appended to `images`."""
     for field in UNSUPPORTED:
         if getattr(body, field):
             raise invalid(field, "is not supported")
@@ -178,7 +194,7 @@ def _prompt(body: CountTokensBody) -> Json:
     if body.system:
         messages.append({"role": "system", "content": _text("system", body.system)})
     for index, turn in enumerate(body.messages):
-        messages += _turn(f"messages[{index}]", turn)
+        messages += _turn(f"messages[{index}]", turn, images)
     config = body.output_config or OutputConfig()
     return {
         "model": body.model,
@@ -212,6 +228,8 @@ def _format(wanted: OutputFormat | None) -> Json | None:
 def _tool(index: int, tool: MessageToolBody) -> Json:
     if tool.type not in (None, "custom") or tool.input_schema is None:
         raise invalid(f"tools[{index}]", "must be of type custom, with an input_schema; no tool runs at the server")
+    if not tool.name:
+        raise invalid(f"tools[{index}].name", "must not be empty")
     function: Json = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
@@ -235,14 +253,15 @@ def _tool_choice(choice: MessageToolChoice | None) -> Json:
             raise invalid("tool_choice", "must be of type auto, any, none, or tool with a name")
 
 
-def _turn(field: str, turn: TurnBody) -> Iterator[Json]:
-    """Yield the chat's messages for one message of this API (rule 2)."""
+def _turn(field: str, turn: TurnBody, images: list[ImageFile]) -> Iterator[Json]:
+    """Yield the chat's messages for one message of this API (rule 2). Its images are appended to `images`."""
     if turn.role not in ("user", "assistant", "system"):
         raise invalid(f"{field}.role", "must be user, assistant or system")
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
         return
     texts: list[str] = []
+    parts: list[Json] = []  # texts and images of a user
     calls: list[Json] = []
     thoughts: list[str] = []
     for position, block in enumerate(turn.content):
@@ -250,7 +269,12 @@ def _turn(field: str, turn: TurnBody) -> Iterator[Json]:
         match block.type, turn.role:
             case "text", _:
                 texts.append(_text_of(where, block))
+                parts.append({"type": "text", "text": texts[-1]})
+            case "image", "user":
+                parts.append(_image(where, block, images))
             case "tool_use", "assistant":
+                if not block.name:
+                    raise invalid(f"{where}.name", "is missing")
                 arguments = msgspec.json.encode(block.input or {}).decode()
                 function = {"name": block.name, "arguments": arguments}
                 calls.append({"id": block.id, "type": "function", "function": function})
@@ -260,7 +284,7 @@ def _turn(field: str, turn: TurnBody) -> Iterator[Json]:
             case "thinking", "assistant":
                 thoughts.append(block.thinking or "")
             case "redacted_thinking", "assistant":
-                pass  # encrypted for Anthropic's servers
+                pass  # skipped: thinking that only Anthropic's servers can decrypt
             case kind, role:
                 raise invalid(where, f"of type {kind!r} is not supported in a message of role {role}")
     if turn.role == "assistant":
@@ -270,8 +294,20 @@ def _turn(field: str, turn: TurnBody) -> Iterator[Json]:
         if thoughts:
             message["reasoning_content"] = "".join(thoughts)
         yield message
+    elif len(parts) > len(texts):  # there are images
+        yield {"role": turn.role, "content": parts}
     elif texts:
         yield {"role": turn.role, "content": "".join(texts)}
+
+
+def _image(field: str, block: ContentBlock, images: list[ImageFile]) -> Json:
+    match block.source:
+        case ImageSource(type="base64", media_type=kind, data=data):
+            return image_part(f"data:{kind};base64,{data}", f"{field}.source", images)
+        case ImageSource(type="url", url=url):
+            return image_part(url, f"{field}.source.url", images)
+        case _:
+            raise invalid(f"{field}.source", "must be of type base64 or url; files are not kept here")
 
 
 def _text(field: str, content: str | list[ContentBlock]) -> str:
@@ -282,7 +318,7 @@ def _text(field: str, content: str | list[ContentBlock]) -> str:
 
 def _text_of(field: str, block: ContentBlock) -> str:
     if block.type != "text" or block.text is None:
-        raise invalid(field, f"of type {block.type!r} is not supported; only text is")
+        raise invalid(field, f"of type {block.type!r} is not supported; only text is, and images of users")
     return block.text
 
 
@@ -301,6 +337,7 @@ class AnthropicWriter:
 
     def __init__(self, start: AnswerStart) -> None:
         self._start = start
+        self._sent = start.events
         self._blocks = AnswerBlocks()
         self._began = False
 
@@ -310,7 +347,7 @@ class AnthropicWriter:
     def last_chunks(self, finished: Finished) -> bytes:
         ends = self._events(self._blocks.finish(finished.text))
         reason: Json = {"type": "message_delta", "delta": _stop(finished), "usage": _usage(finished.usage)}
-        return ends + named_event(reason) + named_event({"type": "message_stop"})
+        return ends + self._event(reason) + self._event({"type": "message_stop"})
 
     def whole(self, finished: Finished) -> bytes:
         for _ in self._blocks.finish(finished.text):
@@ -319,12 +356,31 @@ class AnthropicWriter:
         return msgspec.json.encode(self._message(content, _usage(finished.usage)) | _stop(finished))
 
     def _events(self, changes: Iterable[BlockChange]) -> bytes:
-        events = b"".join([named_event(_event(change)) for change in changes])
-        if not events or self._began:
-            return events
-        self._began = True
-        usage = {"input_tokens": self._start.prompt_tokens, "output_tokens": 0}
-        return named_event({"type": "message_start", "message": self._message([], usage)}) + events
+        return b"".join([self._changed(change) for change in changes])
+
+    def _changed(self, change: BlockChange) -> bytes:
+        begin = b""
+        if not self._began:
+            self._began = True
+            usage = {"input_tokens": self._start.prompt_tokens, "output_tokens": 0}
+            begin = self._event({"type": "message_start", "message": self._message([], usage)})
+        index = change.block.index
+        match change:
+            case BlockBegun(block):
+                start = {"type": "content_block_start", "index": index, "content_block": _empty_block(block)}
+                return begin + self._event(start)
+            case BlockGrown(block, piece):
+                if not (part := self._sent.new_part(piece)):
+                    return begin
+                kind, field = _DELTAS[block.kind]
+                grown = {"type": "content_block_delta", "index": index, "delta": {"type": kind, field: part}}
+                return begin + self._sent.id_line() + named_event(grown)
+            case BlockEnded():
+                return begin + self._event({"type": "content_block_stop", "index": index})
+
+    def _event(self, event: Json) -> bytes:
+        """Return an event that is no piece of text; empty if the client has it."""
+        return self._sent.id_line() + named_event(event) if self._sent.is_new() else b""
 
     def _message(self, content: list[Json], usage: Json) -> Json:
         return {
@@ -339,18 +395,6 @@ class AnthropicWriter:
         }
 
 
-def _event(change: BlockChange) -> Json:
-    index = change.block.index
-    match change:
-        case BlockBegun(block):
-            return {"type": "content_block_start", "index": index, "content_block": _empty_block(block)}
-        case BlockGrown(block, piece):
-            kind, field = _DELTAS[block.kind]
-            return {"type": "content_block_delta", "index": index, "delta": {"type": kind, field: piece}}
-        case BlockEnded():
-            return {"type": "content_block_stop", "index": index}
-
-
 def _empty_block(block: AnswerBlock) -> Json:
     match block.kind:
         case BlockKind.TEXT:
@@ -362,7 +406,10 @@ def _empty_block(block: AnswerBlock) -> Json:
 
 
 def _whole_block(block: AnswerBlock) -> Json:
-    """Return a complete block. If the answer ended within a call's arguments, they are no JSON, and the input stays empty."""
+    """Return a complete block.
+
+    If the answer ended within the arguments of a call, they are no valid JSON and left out.
+    """
     empty = _empty_block(block)
     match block.kind:
         case BlockKind.TEXT:

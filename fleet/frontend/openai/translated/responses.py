@@ -18,6 +18,7 @@ from fleet.core.clock import Nanos
 from fleet.core.errors import invalid
 from fleet.core.ids import RequestId
 from fleet.core.requests import Delta, Finish, Finished, Usage
+from fleet.frontend.images.files import ImageFile, image_part
 from fleet.frontend.openai.bodies import ACCEPTED_VALUES as CHAT_ACCEPTED_VALUES
 from fleet.frontend.openai.bodies import FleetOptions, unsupported
 from fleet.frontend.openai.requests import decode_body
@@ -46,6 +47,7 @@ class ItemPart(Struct, frozen=True, kw_only=True):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None  # with the type input_image
 
 
 class InputItem(Struct, frozen=True, kw_only=True):
@@ -110,7 +112,7 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
     user: str | None = None
     fleet: FleetOptions | None = None
-    # Not supported: a value that `ACCEPTED_VALUES` does not list is rejected.
+    # Fields that are not supported: a value that `ACCEPTED_VALUES` does not list is rejected.
     previous_response_id: Any = None
     conversation: Any = None
     background: Any = None
@@ -154,7 +156,8 @@ def read_responses(
     """Read the body of ``POST /v1/responses``.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT, with the field as the client wrote it or as chats name it.
+        RequestRejected: INVALID_ARGUMENT. The error names the field as in the Responses API, or as in the Chat
+            Completions API if only the translated request was found invalid.
     """
     body = decode_body(_BODY, content)
     for field, accepted in ACCEPTED_VALUES.items():
@@ -164,10 +167,11 @@ def read_responses(
     if body.text is not None and body.text.verbosity not in (None, *VERBOSITIES):
         raise unsupported("text.verbosity", VERBOSITIES)
     reasoning = body.reasoning or ReasoningOptions()
+    images: list[ImageFile] = []
     chat = read_translated_chat(
         {
             "model": body.model,
-            "messages": _messages(body),
+            "messages": _messages(body, images),
             "stream": body.stream,
             "max_completion_tokens": body.max_output_tokens,
             "temperature": body.temperature,
@@ -182,6 +186,7 @@ def read_responses(
         request_id,
         now,
         headers,
+        images,
     )
     return TranslatedRequest(chat=chat, writer=lambda start: ResponseWriter(start, body))
 
@@ -194,6 +199,7 @@ RESPONSES_API = TranslatedApi(
         "messages": "input",
         "response_format.json_schema.schema": "text.format.schema",
         "reasoning_effort": "reasoning.effort",
+        "tool_choice.function.name": "tool_choice.name",
     },
 )
 
@@ -201,7 +207,8 @@ RESPONSES_API = TranslatedApi(
 # Translation of requests
 
 
-def _messages(body: ResponsesBody) -> list[Json]:
+def _messages(body: ResponsesBody, images: list[ImageFile]) -> list[Json]:
+    """Return the chat's messages. The images of the body are appended to `images`."""
     messages: list[Json] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -220,7 +227,7 @@ def _messages(body: ResponsesBody) -> list[Json]:
         turn = None
         match item.type:
             case "message" if item.role in ("user", "system", "developer"):
-                messages.append({"role": item.role, "content": _text(f"{where}.content", item.content)})
+                messages.append({"role": item.role, "content": _content(f"{where}.content", item.content, images)})
             case "message":
                 raise invalid(f"{where}.role", "must be user, assistant, system or developer")
             case "function_call_output":
@@ -242,10 +249,28 @@ def _extend(turn: Json, where: str, item: InputItem) -> None:
             if thoughts:
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + thoughts
         case "function_call":
+            if not item.name:
+                raise invalid(f"{where}.name", "is missing")
             function = {"name": item.name, "arguments": item.arguments}
             turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
         case _:
             turn["content"] += _text(f"{where}.content", item.content)
+
+
+def _content(field: str, content: str | list[ItemPart] | None, images: list[ImageFile]) -> str | list[Json]:
+    """Return the content of a message to the model: its text, or its parts if there are images among them."""
+    if not isinstance(content, list) or all(part.type != "input_image" for part in content):
+        return _text(field, content)
+    parts = []
+    for index, part in enumerate(content):
+        where = f"{field}[{index}]"
+        if part.type != "input_image":
+            parts.append({"type": "text", "text": _text_of(where, part)})
+        elif part.image_url is None:
+            raise invalid(where, "has no image_url; files are not kept here")
+        else:
+            parts.append(image_part(part.image_url, f"{where}.image_url", images))
+    return parts
 
 
 def _text(field: str, content: str | list[ItemPart] | None) -> str:
@@ -253,13 +278,14 @@ def _text(field: str, content: str | list[ItemPart] | None) -> str:
         raise invalid(field, "must be a text or a list of parts")
     if isinstance(content, str):
         return content
-    texts = []
-    for index, part in enumerate(content):
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in ("input_text", "output_text", "text", "refusal") or text is None:
-            raise invalid(f"{field}[{index}]", f"of type {part.type!r} is not supported; only text is")
-        texts.append(text)
-    return "".join(texts)
+    return "".join([_text_of(f"{field}[{index}]", part) for index, part in enumerate(content)])
+
+
+def _text_of(field: str, part: ItemPart) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in ("input_text", "output_text", "text", "refusal") or text is None:
+        raise invalid(field, f"of type {part.type!r} is not supported here; only text is, and input_image of users")
+    return text
 
 
 def _tool(index: int, tool: ResponseToolBody) -> Json:
@@ -279,7 +305,7 @@ def _tool(index: int, tool: ResponseToolBody) -> Json:
 
 def _tool_choice(choice: str | ResponseToolChoice | None) -> str | Json | None:
     match choice:
-        case None | str():
+        case None | "none" | "auto" | "required":
             return choice
         case ResponseToolChoice(type="function", name=str(name)):
             return {"type": "function", "function": {"name": name}}
@@ -314,8 +340,9 @@ class ResponseWriter:
     def __init__(self, start: AnswerStart, body: ResponsesBody) -> None:
         self._start = start
         self._body = body
+        self._sent = start.events
         self._blocks = AnswerBlocks()
-        self._events = 0
+        self._began = False
 
     def chunk(self, delta: Delta) -> bytes:
         return self._written(self._blocks.add(delta))
@@ -331,20 +358,24 @@ class ResponseWriter:
         return msgspec.json.encode(self._complete(finished))
 
     def _written(self, changes: Iterable[BlockChange]) -> bytes:
-        events = [self._event(event) for change in changes for event in self._changed(change)]
-        if not events:
-            return b""
-        return b"".join(events)
+        return b"".join([self._event(event) for change in changes for event in self._changed(change)])
 
     def _event(self, event: Json) -> bytes:
+        """Return an event, after those that begin the answer if it is the first one; empty if the client has it."""
         begin = b""
-        if not self._events:
-            self._events = 1
+        if not self._began:
+            self._began = True
             started = self._response("in_progress", (), None)
             begin = self._event({"type": "response.created", "response": started})
             begin += self._event({"type": "response.in_progress", "response": started})
-        self._events += 1
-        return begin + named_event(event | {"sequence_number": self._events - 2})
+        sent = self._sent
+        if "delta" in event:
+            if not (part := sent.new_part(event["delta"])):
+                return begin
+            event["delta"] = part
+        elif not sent.is_new():
+            return begin
+        return begin + sent.id_line() + named_event(event | {"sequence_number": sent.sent - 1})
 
     def _changed(self, change: BlockChange) -> list[Json]:
         block = change.block

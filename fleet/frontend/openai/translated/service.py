@@ -8,9 +8,10 @@ from functools import partial
 from http import HTTPStatus
 
 import msgspec
+from msgspec import structs
 
 from fleet.core.clock import Clock
-from fleet.core.errors import RequestRejected, draining_rejection, invalid
+from fleet.core.errors import RequestRejected, draining_rejection
 from fleet.core.ids import RequestId
 from fleet.core.requests import Admitted, Delta, Finished, GenerateRequest, ModelCard, TokenPrompt
 from fleet.core.system_clock import unix_seconds
@@ -19,6 +20,7 @@ from fleet.frontend.openai.answers import rate_limit_headers
 from fleet.frontend.openai.bodies import HINT_HEADER_NAMES
 from fleet.frontend.openai.relayed_paths import COUNT_TOKENS, MESSAGES, RESPONSES
 from fleet.frontend.openai.requests import authorization_of, new_request_id
+from fleet.frontend.openai.translated.answer_events import AnswerEvents
 from fleet.frontend.openai.translated.api import AnswerStart, AnswerWriter, TranslatedApi, TranslatedRequest
 from fleet.frontend.openai.translated.messages import COUNT_TOKENS_API, MESSAGES_API
 from fleet.frontend.openai.translated.responses import RESPONSES_API
@@ -80,33 +82,39 @@ class TranslatedFrontend:
             hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
             asked = api.read(exchange.request.body, request_id, self._clock.now(), hinted)
             names = asked.chat.names
-            if asked.chat.request.resumable:
-                raise invalid("resumable", "is for /v1/chat/completions and /v1/completions")
+            if (tracing := self._generation.tracing) is not None:
+                traced = structs.replace(asked.chat.request, trace=tracing.read(headers))
+                asked = structs.replace(asked, chat=structs.replace(asked.chat, request=traced))
             if asked.chat.stream:
                 await self._stream(exchange, asked)
             else:
                 await self._collect(exchange, asked)
         except RequestRejected as refused:
+            if refused.field.startswith("chat.messages["):
+                # The chat has other messages than the request: the system prompt and results of tools are some of their own.
+                names = {**names, refused.field: names["chat.messages"]}
             renamed = rename_field(rename_field(refused, names), api.names)
-            send_rejection(exchange, renamed, ("x-request-id", request_id), form=api.errors)
+            send_rejection(exchange, renamed, *id_headers(exchange, request_id), form=api.errors)
 
     async def _stream(self, exchange: Exchange, asked: TranslatedRequest) -> None:
         request = asked.chat.request
         headers: tuple[tuple[str, str], ...] = (
             ("cache-control", "no-cache"),
-            ("x-accel-buffering", "no"),  # otherwise nginx holds events back
-            ("x-request-id", request.id),
+            ("x-accel-buffering", "no"),  # without this header, nginx would buffer the events
             ("date", formatdate(unix_seconds(), usegmt=True)),
         )
+        written = AnswerEvents(asked.chat.seen)
         async with aclosing(self._generation.generate(request, authorization_of(exchange.request.headers))) as events:
             writer: AnswerWriter | None = None
             async for item in events:
                 match item:
                     case Admitted():
-                        writer = asked.writer(_start(item))
-                        headers += rate_limit_headers(item.allowance)
+                        written.follow(item)
+                        writer = asked.writer(_start(item, written))
+                        headers += (*id_headers(exchange, item.request_id), *rate_limit_headers(item.allowance))
                     case Delta():
                         assert writer is not None
+                        written.follow(item)
                         if chunk := writer.chunk(item):
                             exchange.send(chunk, content_type=EVENT_STREAM, headers=headers)
                             await exchange.drained()
@@ -116,13 +124,13 @@ class TranslatedFrontend:
 
     async def _collect(self, exchange: Exchange, asked: TranslatedRequest) -> None:
         request = asked.chat.request
-        headers: tuple[tuple[str, str], ...] = (("x-request-id", request.id),)
+        headers = id_headers(exchange, request.id)
         async with aclosing(self._generation.generate(request, authorization_of(exchange.request.headers))) as events:
             writer: AnswerWriter | None = None
             async for item in events:
                 match item:
                     case Admitted():
-                        writer = asked.writer(_start(item))
+                        writer = asked.writer(_start(item, AnswerEvents()))
                         headers += rate_limit_headers(item.allowance)
                     case Delta():
                         assert writer is not None
@@ -167,6 +175,12 @@ class TranslatedFrontend:
         return card, memoryview(tokens).cast("I").tolist()
 
 
+def id_headers(exchange: Exchange, request_id: RequestId) -> tuple[tuple[str, str], ...]:
+    """Return the headers with the id of a request. Anthropic's clients read `request-id`, all others `x-request-id`."""
+    names = ("x-request-id", "request-id") if exchange.request.path.startswith("/v1/messages") else ("x-request-id",)
+    return tuple((name, request_id) for name in names)
+
+
 FIELD_NAMES = {"text": "prompt", "token_ids": "tokens", "chat.messages": "messages", "chat.tools": "tools"}
 
 
@@ -174,10 +188,11 @@ def _reject(exchange: Exchange, refused: RequestRejected, form: ErrorForm | None
     send_rejection(exchange, rename_field(refused, FIELD_NAMES), form=form)
 
 
-def _start(admitted: Admitted) -> AnswerStart:
+def _start(admitted: Admitted, written: AnswerEvents) -> AnswerStart:
     return AnswerStart(
-        request_id=admitted.request_id,
+        request_id=admitted.resumes or admitted.request_id,
         model=admitted.model,
         prompt_tokens=admitted.prompt_tokens,
-        created=unix_seconds(),
+        created=admitted.began or unix_seconds(),
+        events=written,
     )

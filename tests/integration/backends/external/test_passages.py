@@ -223,9 +223,9 @@ async def test_errors_of_the_server_are_its_own():
 async def test_unknown_paths_are_as_the_server_says():
     server = ApiServer()
     async with a_world(server) as (_, session):
-        async with session.get("/version") as unknown, session.get("/v1/version") as known:
+        async with session.get("/versions") as unknown, session.get("/v1/versions") as known:
             assert (unknown.status, known.status) == (404, 200)
-        assert [seen.target for seen in server.seen] == ["/v1/version"]
+        assert [seen.target for seen in server.seen] == ["/v1/versions"]
 
 
 async def test_client_without_chunks_gets_the_plain_content():
@@ -303,8 +303,12 @@ async def test_keys_and_request_limits_hold_for_passages():
         assert not any(seen.headers.keys() & {"authorization", "x-api-key"} for seen in server.seen)
         assert world.tenants.usage()["a"].requests == 2
         counted = generate_latest(world.registry).decode()
-    for outcome, times in (("served", 2), ("unauthenticated", 1), ("rate_limited", 1)):
-        assert f'fleet_relayed_passages_total{{outcome="{outcome}"}} {times}.0' in counted
+    for outcome, model, times in (
+        ("served", MODEL, 2),
+        ("unauthenticated", "unknown", 1),
+        ("rate_limited", "unknown", 1),
+    ):
+        assert f'fleet_relayed_passages_total{{model="{model}",outcome="{outcome}"}} {times}.0' in counted
 
 
 async def test_key_of_the_server_replaces_that_of_the_client():
@@ -336,7 +340,11 @@ async def test_websocket_passes_messages_both_ways_until_it_ends():
             assert (ended.type, ended.data, ended.extra) == (aiohttp.WSMsgType.CLOSE, 4001, "as asked")
         await until(lambda: server.sockets == 0)
         assert server.seen[0].target == f"/v1/realtime?model={MODEL}"
-        await until(lambda: b'passages_total{outcome="served"} 1.0' in generate_latest(world.registry))
+        await until(
+            lambda: (
+                f'passages_total{{model="{MODEL}",outcome="served"}} 1.0'.encode() in generate_latest(world.registry)
+            )
+        )
 
 
 async def test_departed_websocket_client_frees_the_server():
@@ -414,7 +422,12 @@ async def test_server_that_stops_in_its_answer_ends_the_connection():
         async with session.get("/v1/files/f/content") as answer:
             with pytest.raises(aiohttp.ClientPayloadError):
                 await answer.read()
-        await until(lambda: b'passages_total{outcome="worker_lost"} 1.0' in generate_latest(world.registry))
+        await until(
+            lambda: (
+                f'passages_total{{model="{MODEL}",outcome="worker_lost"}} 1.0'.encode()
+                in generate_latest(world.registry)
+            )
+        )
 
 
 async def test_silent_server_is_given_up():
@@ -462,7 +475,12 @@ async def test_upload_that_breaks_off_never_looks_whole_to_the_server():
                 b"POST /v1/files HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\nx\r\n"
             )
             assert (await peer.answer())[0] == 400
-        await until(lambda: b'passages_total{outcome="invalid_argument"}' in generate_latest(world.registry))
+        await until(
+            lambda: (
+                f'passages_total{{model="{MODEL}",outcome="invalid_argument"}}'.encode()
+                in generate_latest(world.registry)
+            )
+        )
         assert server.seen == []
 
 

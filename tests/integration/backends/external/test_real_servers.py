@@ -130,12 +130,15 @@ async def test_departed_client_stops_the_server(folder, servers, name):
                 break
         assert world.router.status().counters.cancelled == 1
 
-        began = loop.time()  # transformers becomes free for the next request; vLLM reports its load
+        began = loop.time()
         await client.completions.create(prompt="and then", **GREEDY)
-        assert loop.time() - began < 400 * a_token + 5
+        if name == "transformers":  # it serves one request after another
+            assert loop.time() - began < 400 * a_token + 5
         if name == "vllm":
 
             async def idle() -> bool:
+                # vLLM updates its gauges only in a step, so one that still counts the aborted request needs another.
+                await client.completions.create(prompt="and then", **{**GREEDY, "max_tokens": 1})
                 return not await asyncio.to_thread(vllm_metric, servers[name], "num_requests_running")
 
             await until_answered(idle, 20)

@@ -226,6 +226,44 @@ async def test_answer_carries_the_request_id(server):
         assert answer.headers["x-fleet-request-id"] != request_id
 
 
+async def test_client_may_name_a_relayed_request(server):
+    headers = {"x-request-id": "mine-1"}
+    async with a_relay(server) as world, an_openai_client(world) as client:
+        for _ in range(2):  # the name is free again after the first
+            answer = await client.completions.with_raw_response.create(model=MODEL, prompt="say", extra_headers=headers)
+            assert answer.headers["x-fleet-request-id"] == "mine-1"
+        assert world.router.explain(RequestId("mine-1")).placements[0].decode == "w0"
+
+        unusable = {"x-request-id": "no spaces"}
+        answer = await client.completions.with_raw_response.create(model=MODEL, prompt="say", extra_headers=unusable)
+        assert answer.headers["x-fleet-request-id"] not in {"no spaces", "mine-1"}
+
+
+async def test_name_of_a_running_relayed_request_is_not_given_twice(server):
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def waits(exchange: ServerExchange) -> None:
+        begun.set()
+        await may_end.wait()
+        await exchange.respond(200, b"{}")
+
+    headers = {"x-request-id": "mine-1"}
+    server.play = waits
+    async with a_relay(server) as world, an_openai_client(world) as client, asyncio.TaskGroup() as tasks:
+
+        async def ask():
+            return await client.completions.with_raw_response.create(model=MODEL, prompt="say", extra_headers=headers)
+
+        first = tasks.create_task(ask())
+        await begun.wait()
+        second = tasks.create_task(ask())
+        await until(lambda: len(server.seen) == 2)
+        may_end.set()
+        names = {(await each).headers["x-fleet-request-id"] for each in (first, second)}
+    assert len(names) == 2
+    assert "mine-1" in names
+
+
 # Connections
 
 

@@ -152,6 +152,14 @@ async def end_early_with_an_event(exchange: ServerExchange, seen: asyncio.Event)
     await exchange.send(chunk(b"data: " + token("b") + b"\n\n") + b"0\r\n\r\n")
 
 
+async def end_early_with_the_words_of_an_end(exchange: ServerExchange, seen: asyncio.Event) -> None:
+    await exchange.begin_events()
+    await exchange.event(token("a"))
+    await seen.wait()
+    text = token('\ndata: [DONE]\n\n {"type": "message_stop"} "response.completed"')
+    await exchange.send(chunk(b"data: " + text + b"\n\n") + b"0\r\n\r\n")
+
+
 async def without_chunks(exchange: ServerExchange, seen: asyncio.Event) -> None:
     """Answer without a length and close the connection, like HTTP/1.0."""
     await exchange.send(b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
@@ -160,7 +168,17 @@ async def without_chunks(exchange: ServerExchange, seen: asyncio.Event) -> None:
     exchange.writer.close()
 
 
-@pytest.mark.parametrize("play", [cut_by_reset, cut_by_close, end_early, end_early_with_an_event, without_chunks])
+@pytest.mark.parametrize(
+    "play",
+    [
+        cut_by_reset,
+        cut_by_close,
+        end_early,
+        end_early_with_an_event,
+        end_early_with_the_words_of_an_end,
+        without_chunks,
+    ],
+)
 async def test_cut_stream_names_its_server_and_a_retry_hint(server, play):
     seen = asyncio.Event()
     async with a_relay(server) as world, raw_http_client(world) as peer:
@@ -173,7 +191,7 @@ async def test_cut_stream_names_its_server_and_a_retry_hint(server, play):
         rest = await peer.rest()
 
         assert token("a") in rest
-        assert b"[DONE]" not in rest
+        assert b"\ndata: [DONE]" not in rest
         error = json.loads(rest.rpartition(b"data: ")[2].partition(b"\n\n")[0])["error"]
         assert error["code"] == "worker_lost"
         assert "w0" in error["message"]
@@ -554,7 +572,7 @@ async def test_body_that_is_no_json_is_left_to_the_server(server):
 
     server.play = judge
     async with a_relay(server) as world, raw_http_client(world) as peer:
-        await peer.send(post("/v1/embeddings", b"no json", "content-type: text/plain"))
+        await peer.send(post("/v1/custom", b"no json", "content-type: text/plain"))
         status, _, content = await peer.answer()
 
         assert (status, content) == (415, b"no json")

@@ -15,7 +15,10 @@ import pytest
 import zmq
 
 from fleet.core.ids import RequestId
+from fleet.core.system_clock import SystemClock
 from fleet.frontend.text.codec import load_codec
+from fleet.recording.access_records import AccessRecordFile
+from fleet.recording.rotated_file import RotatedFile
 from tests.support.backends.openai_servers import (
     CHAT,
     COMPLETIONS,
@@ -76,7 +79,9 @@ async def test_long_prompt_is_read_in_a_thread_and_placed(server, model_dir):
         await peer.send(post(COMPLETIONS, {**STREAMING_REQUEST, "prompt": "the quick brown fox " * 50_000}))
         peer.writer.close()
         await world.settled()
-        assert world.registry.get_sample_value("fleet_relayed_requests_total", {"outcome": "served"}) == 5
+        assert (
+            world.registry.get_sample_value("fleet_relayed_requests_total", {"model": MODEL, "outcome": "served"}) == 5
+        )
 
 
 @pytest.mark.parametrize(
@@ -177,8 +182,28 @@ async def test_metrics_count_what_was_relayed(server):
         with suppress(openai.NotFoundError):
             await client.completions.create(model="other", prompt="say")
         await world.settled()
-        assert world.registry.get_sample_value("fleet_relayed_requests_total", {"outcome": "served"}) == 1
-        assert world.registry.get_sample_value("fleet_relayed_ttft_seconds_count") == 1
+        assert (
+            world.registry.get_sample_value("fleet_relayed_requests_total", {"model": MODEL, "outcome": "served"}) == 1
+        )
+        assert world.registry.get_sample_value("fleet_relayed_ttft_seconds_count", {"model": MODEL}) == 1
+
+
+async def test_relayed_requests_have_access_records(server, tmp_path):
+    file = RotatedFile(tmp_path / "a", most_bytes=1 << 30, kept=1, field="records", clock=SystemClock())
+    with file:
+        records = AccessRecordFile(file, content=True)
+        async with a_relay(server, records=records) as world, an_openai_client(world) as client:
+            await client.completions.create(model=MODEL, prompt="a private prompt")
+            with suppress(ValueError):  # the server answers no embedding
+                await client.embeddings.create(model=MODEL, input="a private text")
+            await world.settled()
+    served, embedded = [json.loads(line) for line in (tmp_path / "a").read_text().splitlines()]
+    assert (served["outcome"], served["model"], served["external"]) == ("relayed", MODEL, True)
+    assert (served["operation"], embedded["operation"]) == ("text_completion", "embeddings")
+    assert [each["worker"] for each in served["placements"]] == ["w0"]
+    assert 0 < served["ttft_seconds"] <= served["duration_seconds"]
+    assert served["prompt_tokens"] is None
+    assert "private" not in (tmp_path / "a").read_text()
 
 
 async def test_reported_cache_is_known_by_token(servers, model_dir):

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from fleet.backends.workers.store_watch import GrpcStoreWatch
+from fleet.core.system_clock import SystemClock
+from fleet.membership.compatibility import IncompatiblePeers
 from fleet.router.messages import StoreChanged
 from fleet.router.settings.router import RouterSettings
 from kvstore.client.store_client import StoreClient
@@ -23,6 +25,7 @@ from kvstore.messages import BlockKey, BlockOutcome, FetchResult, Stats
 from kvstore.service.server import open_node
 from kvstore.service.settings import StoreSettings
 from kvstore.system_clock import MonotonicClock
+from operators.chart.metric_catalogue import STORE
 from tests.support.kvstore.builders import (
     BLOCK_BYTES,
     MachineDriver,
@@ -33,6 +36,7 @@ from tests.support.kvstore.builders import (
     a_short_folder,
     a_store_client,
 )
+from tests.support.metric_pages import differences
 from tests.support.servers.processes import a_free_port, a_redis_server
 from tests.support.waiting import eventually
 
@@ -348,7 +352,9 @@ class StoreWatcher:
     def __init__(self, address: str, tasks: asyncio.TaskGroup):
         self.held: dict[str, set[bytes]] = {}
         self._heard: asyncio.Queue[StoreChanged] = asyncio.Queue()
-        self.watching = tasks.create_task(GrpcStoreWatch(address, RouterSettings()).run(self._heard.put))
+        self.watching = tasks.create_task(
+            GrpcStoreWatch(address, RouterSettings(), IncompatiblePeers(SystemClock())).run(self._heard.put)
+        )
 
     async def until(self, **held: list[bytes]) -> None:
         expected = {tier: set(names) for tier, names in held.items()}
@@ -421,7 +427,9 @@ def test_metrics_are_reported_per_tier(tmp_path):
         client.release(client.match(a_chain(5), lease_seconds=1).lease_id)
         client.match(a_chain(5, "b"), lease_seconds=1)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-            lines = answer.read().decode().splitlines()
+            page = answer.read().decode()
+    assert differences(page, STORE) == []
+    lines = page.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert float(values['kvstore_tier_hits_total{tier="cpu"}']) == 3
     assert float(values['kvstore_tier_misses_total{tier="cpu"}']) == 2 + 5

@@ -14,6 +14,7 @@ import pytest
 
 from fleet.core.requests import Source
 from fleet.core.roles import KvPath, Phase, Role
+from fleet.core.work import PulledBlocks
 from fleet.local.tiny_model import build_tiny_model
 from kvstore.block import blocks_for, chain
 from tests.support.kvstore.builders import NodeProcess, a_node, a_store_client
@@ -28,7 +29,9 @@ from tests.support.workers.engine_driver import (
     run_disaggregated,
     without_tiers,
 )
+from tests.support.workers.engine_memory import LentMemory
 from tests.support.workers.vllm_engines import VllmEngines, hosted, tiny_namespace, vllm_worker
+from workers.engines.vllm.blocks.handoff_checksums import CHECKSUMS
 from workers.engines.vllm.launch import direct_available
 
 pytestmark = [
@@ -147,3 +150,124 @@ def test_store_blocks_after_a_failed_pull_are_reported_as_store(pair, node, mode
     assert tokens == pair.run(decode.do(an_attempt(prompt, 6, salt=b"f" * 32)))[0]
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.DIRECT)) == (6, 0)
     assert reported_early_and_late(decode.told[start.request_id], without_tiers(end.kv), end.kv)
+
+
+BLOCKS = 7  # of a prompt of 200 tokens; the last one is not full
+
+
+def pulled_by(engine) -> PulledBlocks:
+    return engine.engine.load().pulled
+
+
+def since(before: PulledBlocks, after: PulledBlocks) -> tuple[int, int, int]:
+    """Return how many blocks were verified, corrupt and unverified between two counts."""
+    return (
+        after.verified - before.verified,
+        after.corrupt - before.corrupt,
+        after.unverified - before.unverified,
+    )
+
+
+def hand_over(pair, change, prompt):
+    """Hand a prompt over, and change the handoff or the lent memory on the way.
+
+    Return the tokens, the tokens of one engine, the KV report of the decode side, and what its check has counted.
+    """
+    prefill, decode = pair.engines
+    before = pulled_by(decode)
+
+    async def run():
+        moved, _, end = await run_disaggregated(
+            prefill, decode, prompt, 40, KvPath.DIRECT, between=change, pass_first_token=False
+        )
+        alone, _ = await decode.do(an_attempt(prompt, 40, salt=b"x" * 32))
+        return moved, alone, end.kv
+
+    moved, alone, report = pair.run(run())
+    return moved, alone, report, since(before, pulled_by(decode))
+
+
+def params_of(handoff) -> dict:
+    return json.loads(handoff.params)
+
+
+def with_params(handoff, params: dict):
+    return msgspec.structs.replace(handoff, params=json.dumps(params).encode())
+
+
+def test_pulled_blocks_are_verified(pair):
+    moved, alone, report, counted = hand_over(pair, lambda handoff: handoff, fresh_prompt(200))
+
+    assert moved == alone
+    assert blocks_from(report, Source.DIRECT) == BLOCKS
+    assert counted == (BLOCKS, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("position", "layer", "byte"), [(0, 0, 0), (3, 2, 12_345), (BLOCKS - 1, 3, 3)], ids=["first", "middle", "last"]
+)
+def test_flipped_bit_of_a_lent_block_changes_no_token(pair, position, layer, byte):
+    def damage(handoff):
+        LentMemory(params_of(handoff)).flip(position, layer=layer, first=byte)
+        return handoff
+
+    moved, alone, report, counted = hand_over(pair, damage, fresh_prompt(200))
+
+    assert moved == alone
+    assert counted == (BLOCKS - 1, 1, 0)
+    assert blocks_from(report, Source.DIRECT) == position
+    assert blocks_from(report, Source.DIRECT) + blocks_from(report, Source.COMPUTED) == BLOCKS
+
+
+def test_blocks_in_wrong_order_change_no_token(pair):
+    def swap(handoff):
+        params = params_of(handoff)
+        (ids,) = params["remote_block_ids"]
+        ids[1], ids[4] = ids[4], ids[1]
+        return with_params(handoff, params)
+
+    moved, alone, report, counted = hand_over(pair, swap, fresh_prompt(200))
+
+    assert moved == alone
+    assert counted == (BLOCKS - 2, 2, 0)
+    assert blocks_from(report, Source.DIRECT) == 1
+
+
+def test_handoff_of_the_previous_version_is_pulled_unverified(pair):
+    def forget(handoff):
+        params = params_of(handoff)
+        del params[CHECKSUMS]
+        return with_params(handoff, params)
+
+    moved, alone, report, counted = hand_over(pair, forget, fresh_prompt(200))
+
+    assert moved == alone
+    assert blocks_from(report, Source.DIRECT) == BLOCKS
+    assert counted == (0, 0, BLOCKS)
+
+
+def test_damage_without_checksums_does_change_the_tokens(pair):
+    """Show that the damage in the tests above is not harmless."""
+
+    def damage_unnoticed(handoff):
+        params = params_of(handoff)
+        memory = LentMemory(params)
+        for layer in range(memory.layers):
+            memory.flip(3, layer=layer, first=3, step=4)  # the exponents of all numbers
+        del params[CHECKSUMS]
+        return with_params(handoff, params)
+
+    moved, alone, _, counted = hand_over(pair, damage_unnoticed, fresh_prompt(200))
+
+    assert counted == (0, 0, BLOCKS)
+    assert moved != alone
+
+
+def test_only_pulled_blocks_of_a_longer_prompt_are_verified(pair):
+    prompt = fresh_prompt(100)
+    hand_over(pair, lambda handoff: handoff, prompt)
+
+    moved, alone, report, counted = hand_over(pair, lambda handoff: handoff, prompt + fresh_prompt(100))
+
+    assert moved == alone
+    assert counted == (blocks_from(report, Source.DIRECT), 0, 0) == (4, 0, 0)

@@ -13,7 +13,7 @@ from tests.contract.workers.engine_contract import (
     steps_are_shown_while_the_engine_works,
     steps_of,
 )
-from tests.support.fleet_processes import alive
+from tests.support.fleet_processes import alive, command_of
 from tests.support.waiting import eventually, pace, until_still
 from tests.support.workers.engine_driver import EngineDriver, an_attempt, fresh_prompt
 from tests.support.workers.vllm_engines import VllmEngines, hosted, vllm_worker
@@ -76,8 +76,7 @@ async def steps_when_stopped(one: EngineDriver, rank: psutil.Process) -> tuple[i
 
 def test_stopped_rank_stops_the_steps_and_can_be_killed(ranks):
     family = vllm_launch.family()
-    rank = family[-1]
-    assert len(family) >= 3, "vLLM's engine core and a process of each rank"
+    [rank] = [process for process in family if command_of(process)[:1] == ["VLLM::Worker_TP1"]]
 
     still, later = ranks.run(steps_when_stopped(ranks.engines[0], rank))
 

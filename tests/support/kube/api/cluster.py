@@ -87,7 +87,16 @@ class ObjectStore:
 
     # Writing.
 
-    def create(self, resource: ServedResource, namespace: str, body: Json, options: Options) -> Written:
+    def create(
+        self,
+        resource: ServedResource,
+        namespace: str,
+        body: Json,
+        options: Options,
+        *,
+        claims: ownership.Claims | None = None,
+    ) -> Written:
+        """Create an object. `claims` are the owners of its fields; None: the sender owns all of them."""
         item = _decoded(resource, body)
         metadata = item["metadata"]
         self._check_namespace(resource, namespace, metadata)
@@ -111,10 +120,10 @@ class ObjectStore:
         warnings = self._admit(resource, item, None, options)
         if self.storage.get(resource.place, _key(resource, namespace, metadata["name"])) is not None:
             raise errors.already_exists(*resource.place, metadata["name"])
-        manager = Manager(options.manager, "Update", resource.api_version)
-        ownership.write_claims(
-            metadata, ownership.claims_after_write({}, manager, {}, item, resource.shape, ages.now())
-        )
+        if claims is None:
+            manager = Manager(options.manager, "Update", resource.api_version)
+            claims = ownership.claims_after_write({}, manager, {}, item, resource.shape, ages.now())
+        ownership.write_claims(metadata, claims)
         return Written(self._keep(resource, namespace, item, options), created=True, warnings=warnings)
 
     def replace(self, resource: ServedResource, namespace: str, name: str, body: Json, options: Options) -> Written:
@@ -188,10 +197,8 @@ class ObjectStore:
             )  # any version passes, since no object exists that it could differ from
             _, claims = ownership.apply(None, applied, manager, resource.shape, ages.now(), force=options.force)
             typed_patches.check_conversion(applied, resource)
-            made = self.create(resource, namespace, applied, msgspec.structs.replace(options, dry_run=True))
-            item = clone(made.item)
-            ownership.write_claims(item["metadata"], claims)
-            return Written(self._keep(resource, namespace, item, options), created=True)
+            made = self.create(resource, namespace, applied, options, claims=claims)
+            return Written(made.item, created=True)
         live = as_version(live, resource)
         merged, claims = ownership.apply(live, applied, manager, resource.shape, ages.now(), force=options.force)
         typed_patches.check_conversion(merged, resource)

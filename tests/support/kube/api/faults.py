@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["status", "deny", "expire", "cut", "delay", "hold", "drop"]
+Kind = Literal["status", "deny", "forbid", "expire", "cut", "delay", "hold", "drop"]
 
 
 class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -18,6 +18,8 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
       a conflict:
       many of them are a conflict storm.
     - `deny`: a ValidatingAdmissionPolicy refuses the write, with `message`.
+    - `forbid`: the sender lacks the right to do this. After a restart, the server says so to everybody until it has
+      read the roles.
     - `expire`: a watch gets an ERROR event with code 410 after `events` events, and ends.
     - `cut`: a watch, or the body of any other answer, breaks off in the middle: a watch after `events` events.
     - `drop`: the request is carried out, but its answer never comes: the connection closes.

@@ -294,15 +294,13 @@ def _tree(fields: Fields) -> Object:
     root: Object = {}
     for path in sorted(fields):
         node = root
-        for element in path:
-            node = node.setdefault(element, {})
-        node["."] = {}
-
-    def tidy(node: Object) -> Object:
-        children = {name: tidy(each) for name, each in node.items() if name != "."}
-        return ({".": {}} if "." in node and children else {}) | children
-
-    return {name: tidy(each) for name, each in root.items() if name != "."}
+        for length, element in enumerate(path):
+            if element not in node:
+                if not node and path[:length] in fields:
+                    node["."] = {}
+                node[element] = {}
+            node = node[element]
+    return root
 
 
 def _paths(tree: Object, path: Path = ()) -> Iterator[Path]:

@@ -17,6 +17,7 @@ from fleet.router.latency_predictions import WorkerProfile
 from fleet.router.messages import WorkerJoined, WorkerStepped
 from fleet.router.observer import ObservedMachine
 from fleet.router.settings.router import ProfileSettings
+from fleet.sim.cluster.worker import MODEL
 from tests.support.builders import a_description
 from tests.support.sim.model_configs import LLAMA_8B
 from tests.support.sim.worlds import LinearStepTimes
@@ -38,10 +39,12 @@ def test_predictions_are_compared_with_measured_times():
     serve(plan, requests(80), machine)
     figures = dict(line.rsplit(" ", 1) for line in seen[400].splitlines() if not line.startswith("#"))
     for worker in ("both-0", "both-1", "both-2"):
-        assert float(figures[f'fleet_predictions_total{{of="ttft",worker="{worker}"}}']) > 5
-        assert float(figures[f'fleet_prediction_error{{of="ttft",worker="{worker}"}}']) < 0.3
-        assert float(figures[f'fleet_prediction_error{{of="itl",worker="{worker}"}}']) < 0.2
-        assert figures[f'fleet_worker_drifts_total{{of="itl",worker="{worker}"}}'] == "0.0"
+        assert float(figures[f'fleet_predictions_total{{model="{MODEL}",of="ttft",role="both",worker="{worker}"}}']) > 5
+        assert (
+            float(figures[f'fleet_prediction_error{{model="{MODEL}",of="ttft",role="both",worker="{worker}"}}']) < 0.3
+        )
+        assert float(figures[f'fleet_prediction_error{{model="{MODEL}",of="itl",role="both",worker="{worker}"}}']) < 0.2
+        assert figures[f'fleet_worker_drifts_total{{model="{MODEL}",of="itl",role="both",worker="{worker}"}}'] == "0.0"
 
 
 @pytest.fixture

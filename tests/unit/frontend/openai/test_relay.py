@@ -5,6 +5,7 @@ import pytest
 from fleet.core.clock import Nanos
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import RequestId
+from fleet.frontend.metrics.relay import RelayedRequests
 from fleet.frontend.openai.relay import RelayedRequest
 from fleet.net.http.exchange import Exchange, HttpHead, HttpRequest
 
@@ -63,7 +64,8 @@ class Relay:
 @pytest.mark.parametrize("at_event_boundary", [True, False])
 def test_error_event_follows_the_bytes_of_the_same_turn(at_event_boundary):
     line = Line()
-    relayed = RelayedRequest(Relay(), Exchange(line, REQUEST), RequestId("r"), Nanos(0), "")
+    counts = RelayedRequests("m", "chat")
+    relayed = RelayedRequest(Relay(), Exchange(line, REQUEST), RequestId("r"), Nanos(0), "", counts)
     relayed.begin(None, Flow(line, at_event_boundary=at_event_boundary))
 
     relayed.refuse(RequestRejected(Reason.DRAINING, "this router is going away"))

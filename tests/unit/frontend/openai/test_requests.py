@@ -1,6 +1,9 @@
+import base64
+import io
 import json
 
 import pytest
+from PIL import Image
 
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import Reason, RequestRejected, invalid
@@ -29,6 +32,16 @@ from tests.support.builders import token_bytes
 ID = RequestId("r1")
 NOW = Nanos(5 * SECOND)
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def an_image_file(color: str) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (3, 2), color).save(file, "PNG")
+    return file.getvalue()
+
+
+def an_image_url(file: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
 
 
 def completion(**fields: object):
@@ -97,6 +110,33 @@ def test_message_content_may_be_parts():
 
     assert prompt == ChatPrompt(
         (ChatMessage(role="system", content="be brief", name="Ada"), ChatMessage(role="user", content="ab"))
+    )
+
+
+def test_images_are_read_in_the_order_of_their_places():
+    one, other = (an_image_file(color) for color in ("red", "blue"))
+    messages = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": an_image_url(one)}]},
+        {"role": "assistant", "content": "Red."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "And"},
+                {"type": "image_url", "image_url": {"url": an_image_url(other), "detail": "low"}},
+                {"type": "text", "text": "this?"},
+            ],
+        },
+    ]
+
+    request = chat(messages=messages).request
+
+    assert request.images == (one, other)
+    assert request.prompt == ChatPrompt(
+        (
+            ChatMessage(role="user", content="", parts=(None,)),
+            ChatMessage(role="assistant", content="Red."),
+            ChatMessage(role="user", content="Andthis?", parts=("And", None, "this?")),
+        )
     )
 
 
@@ -385,7 +425,7 @@ REFUSED = [
     ({"response_format": {"type": "structural_tag"}}, "response_format"),
     ({"regex": "a", "ebnf": "b"}, "ebnf"),
     ({"suffix": "x"}, "suffix"),
-    ({"logit_bias": {"1": "x"}}, "logit_bias[...]"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"bad_words": "x"}, "bad_words"),
     ({"cache_salt": 1}, "cache_salt"),
@@ -472,6 +512,26 @@ def test_rejection_names_the_field_as_the_client_wrote_it(read, fields, field):
         (
             chat,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].image_url.url",
+        ),
+        (
+            chat,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].image_url.url",
+        ),
+        (
+            chat,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            "messages[0].content[0].image_url",
+        ),
+        (
+            chat,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            chat,
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
             "messages[0].content[0]",
         ),
     ],

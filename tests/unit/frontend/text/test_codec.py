@@ -246,6 +246,70 @@ def test_template_without_tools_rejects_tools_and_calls(codec):
     assert refused.value.field == "chat.messages[1].tool_calls"
 
 
+PARTS = (
+    "{% for m in messages %}{{ m.role }}:{% for part in m['content'] %}"
+    "{% if part.type == 'image' %}[image]{% else %}{{ part.text }}{% endif %}{% endfor %};{% endfor %}"
+)
+BOTH = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}" + PARTS + "{% endif %}{% endfor %}"
+)
+
+
+def test_images_are_rendered_where_they_stand(tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "chat_template.jinja").write_text(PARTS, encoding="utf-8")
+    conversation = [
+        ChatMessage(role="system", content="Be brief."),
+        ChatMessage(role="user", content="ab", parts=("a", None, "b", None)),
+    ]
+
+    tokens = load_codec(folder).render(conversation)
+
+    text = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(token_ids(tokens))
+    assert text == "system:Be brief.;user:a[image]b[image];"
+
+
+@pytest.mark.parametrize(("template", "text"), [(BOTH, "x"), (PARTS, "user:x;")])
+def test_template_gets_text_in_the_form_that_it_reads(template, text, tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+    tokens = load_codec(folder).render([ChatMessage(role="user", content="x")])
+
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).decode(token_ids(tokens)) == text
+
+
+def test_template_without_images_rejects_them(codec):
+    with pytest.raises(RequestRejected, match="does not support images") as refused:
+        codec.render([ChatMessage(role="user", content="", parts=(None,))])
+
+    assert refused.value.field == "chat.messages[0].content"
+
+
+@pytest.mark.parametrize(
+    ("fields", "ids"),
+    [({}, ()), ({"image_token_id": 7, "boi_token_index": 8}, (7, 8)), ({"image_token_index": -200}, ())],
+)
+def test_tokens_for_images_are_those_of_the_configuration(fields, ids, tmp_path):
+    folder = write_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {**config, **fields})
+
+    assert load_codec(folder).image_token_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("id2label", "names"),
+    [(None, {}), ({"0": "calm", "1": "angry"}, {0: "calm", 1: "angry"}), (["calm"], {}), ({"x": 1}, {})],
+)
+def test_names_of_classes_are_those_of_the_configuration(id2label, names, tmp_path):
+    folder = write_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {**config, "id2label": id2label})
+
+    assert load_codec(folder).class_names == names
+
+
 def test_template_cannot_leave_its_sandbox(tmp_path):
     folder = write_model(tmp_path)
     (folder / "chat_template.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}", encoding="utf-8")

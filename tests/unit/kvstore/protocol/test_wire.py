@@ -140,7 +140,7 @@ def test_statistics_survive_a_round_trip():
 
 def test_every_field_of_the_statistics_is_on_the_wire():
     for message, value, more in (
-        (pb.StatsResponse, Stats, {"store_id"}),
+        (pb.StatsResponse, Stats, {"store_id", "protocols"}),
         (pb.TierStats, TierStatus, set()),
         (pb.TenantStats, TenantStats, set()),
     ):

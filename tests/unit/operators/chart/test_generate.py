@@ -10,11 +10,7 @@ import yaml
 
 from operators.chart.dashboards import DASHBOARDS, Queries
 from operators.chart.generate import generated, main, rules, schema
-from operators.chart.metric_catalogue import (
-    operator_metric_descriptions,
-    router_metric_descriptions,
-    store_metric_descriptions,
-)
+from operators.chart.metric_catalogue import OPERATOR, ROUTER, STORE, by_name
 from operators.chart.values import OWNED, Values
 from operators.rbac import ACCESS, PLANNER_ACCESS
 
@@ -91,13 +87,13 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_s
 @pytest.mark.parametrize(
     ("name", "catalogue"),
     [
-        ("requests", router_metric_descriptions),
-        ("kv-store", store_metric_descriptions),
-        ("operator", operator_metric_descriptions),
+        ("requests", ROUTER),
+        ("kv-store", STORE),
+        ("operator", OPERATOR),
     ],
 )
 def test_dashboards_query_existing_metrics_and_labels(name, catalogue):
-    samples = {f"{each.name}{suffix}": each for each in catalogue().values() for suffix in SUFFIXES[each.kind]}
+    samples = {f"{each.name}{suffix}": each for each in catalogue for suffix in SUFFIXES[each.type]}
     made = DASHBOARDS[name]()
     targets = [target for panel in made["panels"] for target in panel.get("targets", ())]
     variables = [each["query"] for each in made["templating"]["list"]]
@@ -108,7 +104,7 @@ def test_dashboards_query_existing_metrics_and_labels(name, catalogue):
         assert all(each in samples for each in asked), text
         grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", text) for label in group.split(",")}
         for each in asked:
-            assert grouped <= samples[each].labels | {"le", "pod"}, text
+            assert grouped <= {*samples[each].labels} | {"le", "pod"}, text
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
@@ -136,10 +132,10 @@ OWN = {
 
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_values_that_every_router_reports_are_not_summed(name):
-    catalogue = router_metric_descriptions() | store_metric_descriptions() | operator_metric_descriptions()
+    catalogue = by_name([*ROUTER, *STORE, *OPERATOR])
     texts = [target["expr"] for panel in DASHBOARDS[name]()["panels"] for target in panel.get("targets", ())]
     asked = [(each.group(), text) for text in texts for each in NAMES.finditer(text)]
-    gauges = [(gauge, text) for gauge, text in asked if gauge in catalogue and catalogue[gauge].kind == "gauge"]
+    gauges = [(gauge, text) for gauge, text in asked if gauge in catalogue and catalogue[gauge].type == "gauge"]
 
     assert gauges
     for gauge, text in gauges:
@@ -149,7 +145,7 @@ def test_values_that_every_router_reports_are_not_summed(name):
 
 
 def test_query_for_unknown_metric_or_label_is_refused():
-    of = Queries(router_metric_descriptions())
+    of = Queries(ROUTER)
 
     with pytest.raises(LookupError, match="fleet_requets: there is no such counter"):
         of.rate("fleet_requets")

@@ -10,7 +10,8 @@ import pytest
 from fleet.config import load, parse_changes
 from fleet.net.kubernetes.kinds import OptionalKinds
 from fleet.router.settings.router import RouterSettings
-from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleSpec, WatchdogSpec
+from kvstore.tracing.settings import TracingSettings
+from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleSpec, TracingSpec, WatchdogSpec
 from operators.manifests.names import AVOIDED, GATE, GATED, INSTANCE, ROLE, TYPE, DesiredDeployment, GroupPlacement
 from operators.manifests.pods import Images, merged
 from operators.manifests.settings import PATIENCE_SECONDS, in_bytes
@@ -96,6 +97,88 @@ def test_deployment_watchdog_has_the_workers_defaults():
         own.floor_seconds,
         own.ceiling_seconds,
     )
+
+
+def test_all_processes_send_traces_to_the_same_collector():
+    told = {"endpoint": "http://collector:4318/v1/traces", "protocol": "http", "samplePercent": 5, "slowSeconds": 0}
+    found = manifests(a_deployment(SAMPLES[0], tracing=told, kvTransfer={"paths": ["store"]}))
+    expected = TracingSettings(endpoint=told["endpoint"], protocol="http", sample_ratio=0.05, slow_seconds=0)
+
+    configs = of_kind(found, "ConfigMap")
+    routers = [each for each in configs if each["metadata"]["labels"][ROLE] == "router"]
+    workers = [settings_of(each, WorkerSettings, worker_id="pod") for each in configs if each not in routers]
+    assert [settings_of(each, RouterSettings).tracing for each in routers] == [expected]
+    assert workers
+    assert all(each.tracing == each.embedded_store.tracing == expected for each in workers)
+
+
+def test_headers_and_authority_of_a_collector_come_from_secrets():
+    told = {"endpoint": "https://collector:65535", "headersSecret": "collector-key", "authoritySecret": "collector-tls"}
+    found = manifests(a_deployment(SAMPLES[0], tracing=told, kvTransfer={"paths": ["store"]}))
+
+    for each in of_kind(found, "ConfigMap"):
+        routes = each["metadata"]["labels"][ROLE] == "router"
+        tracing = (
+            settings_of(each, RouterSettings) if routes else settings_of(each, WorkerSettings, worker_id="pod")
+        ).tracing
+        files = (Path(tracing.headers_file), Path(tracing.certificate))
+        assert [file.name for file in files] == ["headers", "ca.crt"]
+    pods = [each["spec"]["template"]["spec"] for each in found if "template" in each.get("spec", ())]
+    assert len(pods) > 1
+    for pod in pods:
+        mounted = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        volumes = {volume["name"]: volume.get("secret") for volume in pod["volumes"]}
+        headers, authority = (volumes[mounted[str(file.parent)]] for file in files)
+        assert headers == {"secretName": "collector-key"}
+        assert authority == {"secretName": "collector-tls", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+
+
+@pytest.mark.parametrize("secret", ["", "metrics-tls"])
+def test_metrics_of_workers_are_open_to_holders_of_a_key(secret):
+    asked = {"keySha256": ["0" * 64], "tlsSecret": secret}
+    found = manifests(a_deployment(SAMPLES[0], workerMetrics=asked, kvTransfer={"paths": ["store"]}))
+
+    configs = [each for each in of_kind(found, "ConfigMap") if each["metadata"]["labels"][ROLE] != "router"]
+    assert configs
+    for each in configs:
+        worker = settings_of(each, WorkerSettings, worker_id="pod")
+        listens = {"metrics": worker.metrics_listen, "store-metrics": worker.embedded_store.metrics_listen}
+        for section in (worker, worker.embedded_store):
+            assert section.metrics_access.key_sha256 == ("0" * 64,)
+            assert bool(section.metrics_tls.certificate) == bool(secret)
+    for each in (each for each in found if "template" in each.get("spec", ())):
+        pod = each["spec"]["template"]["spec"]
+        main, routes = pod["containers"][0], each["metadata"]["labels"][ROLE] == "router"
+        ports = {port["name"]: f"0.0.0.0:{port['containerPort']}" for port in main["ports"]}
+        assert listens.items().isdisjoint(ports.items()) if routes else listens.items() <= ports.items()
+        folders = [mount["mountPath"] for mount in main["volumeMounts"]]
+        assert (str(Path(worker.metrics_tls.certificate).parent) in folders) == (bool(secret) and not routes)
+    [policy] = [
+        each["spec"] for each in of_kind(found, "NetworkPolicy") if each["metadata"]["name"].endswith("-workers")
+    ]
+    assert policy["ingress"][-1] == {"ports": [{"port": name, "protocol": "TCP"} for name in listens]}
+
+
+def test_metrics_of_workers_are_closed_without_a_key():
+    found = manifests(a_deployment(SAMPLES[0], kvTransfer={"paths": ["store"]}))
+    for each in of_kind(found, "ConfigMap"):
+        if each["metadata"]["labels"][ROLE] != "router":
+            worker = settings_of(each, WorkerSettings, worker_id="pod")
+            assert (worker.metrics_listen, worker.embedded_store.metrics_listen) == ("", "")
+    [policy] = [
+        each["spec"] for each in of_kind(found, "NetworkPolicy") if each["metadata"]["name"].endswith("-workers")
+    ]
+    assert all("from" in rule for rule in policy["ingress"])
+
+
+def test_deployment_tracing_has_the_processes_defaults():
+    asked, own = TracingSpec(), TracingSettings()
+
+    assert not own.is_on
+    assert asked.endpoint == own.endpoint
+    assert (asked.protocol.value, asked.sample_percent, asked.keep_errors) == (own.protocol, 1, own.keep_errors)
+    assert own.sample_ratio == asked.sample_percent / 100
+    assert (asked.slow_first_token_seconds, asked.slow_seconds) == (own.slow_first_token_seconds, own.slow_seconds)
 
 
 @pytest.mark.parametrize("secret", ["", "redis-password"])

@@ -4,7 +4,7 @@ import msgspec
 
 from fleet.config import parse_changes
 from fleet.net.grpc.port import LIVENESS
-from operators.manifests.pods import GOODBYE_SECONDS
+from operators.manifests.pods import PRE_STOP_SECONDS
 from operators.manifests.settings import CONNECTION_SECONDS
 from operators.manifests.shared import shared
 from operators.manifests.workloads import workers
@@ -131,5 +131,5 @@ def test_client_connections_end_before_the_routers_pod():
 
     [container] = router["spec"]["template"]["spec"]["containers"]
     assert settings["connection_seconds"] == CONNECTION_SECONDS
-    assert container["lifecycle"] == {"preStop": {"sleep": {"seconds": GOODBYE_SECONDS}}}
-    assert CONNECTION_SECONDS * 1.1 < GOODBYE_SECONDS, "the library adds up to a tenth"
+    assert container["lifecycle"] == {"preStop": {"sleep": {"seconds": PRE_STOP_SECONDS}}}
+    assert CONNECTION_SECONDS * 1.1 < PRE_STOP_SECONDS, "the library adds up to a tenth"

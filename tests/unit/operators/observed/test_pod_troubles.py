@@ -11,11 +11,12 @@ from fleet.net.kubernetes.views import (
     ObjectCondition,
     ObjectMetadata,
     Pod,
+    PodSchedulingGate,
     PodStatus,
     WorkloadResource,
     WorkloadStatus,
 )
-from operators.manifests.names import DOMAIN, GROUP_LABEL, ROLE
+from operators.manifests.names import DOMAIN, GATE, GROUP_LABEL, ROLE
 from operators.observed.pod_troubles import TroubleReason, troubles
 
 
@@ -96,6 +97,21 @@ def test_group_without_any_node_fits_no_domain():
     elsewhere = troubles(group, [], [], {"other": "rack"})
     placed = troubles([a_member(rank, full, **{DOMAIN: "rack=a"}) for rank in (0, 1)], [], [], {"wide": "rack"})
     assert {each.reason for each in (*half, *elsewhere, *placed)} == {TroubleReason.InsufficientCapacity}
+
+
+def test_pod_with_a_foreign_gate_names_it():
+    def gated(*gates):
+        made = a_pod()
+        gates = tuple(PodSchedulingGate(each) for each in gates)
+        return msgspec.structs.replace(made, spec=msgspec.structs.replace(made.spec, scheduling_gates=gates))
+
+    [found] = troubles([gated(GATE, "example.com/quota")], [], [], {})
+
+    assert (found.reason, found.message) == (
+        TroubleReason.SchedulingGated,
+        "waits for the scheduling gate example.com/quota",
+    )
+    assert troubles([gated(GATE)], [], [], {}) == (), "the operator's own is no trouble"
 
 
 def test_only_our_own_output_lines_are_repeated():

@@ -87,6 +87,7 @@ IMPOSSIBLE = [
         Reason.INVALID_ARGUMENT,
         "sampling.logit_bias",
     ),
+    (RejectionCause.NO_FIELD, {"needs": ("images",)}, [D], Reason.INVALID_ARGUMENT, "chat.messages"),
     (RejectionCause.SESSION_LOST, {"bound": WorkerId("gone"), "must_keep": True}, [D], Reason.WORKER_LOST, "session"),
 ]
 E = a_candidate("e")

@@ -14,7 +14,7 @@ from fleet.core.work import KvStored, LoraAdapter
 from fleet.router.messages import KvChanged, PeerLeft, RouterTicked, ThresholdsChanged, WorkerDraining, WorkerJoined
 from fleet.router.queueing import admission_queue as waiting_module
 from fleet.router.queueing.admission import MAX_FAILED_TRIES
-from fleet.router.queueing.admission_queue import EVIDENCE
+from fleet.router.state.departure_rate import EVIDENCE
 from fleet.router.tenants import TenantSettings
 from kvstore.block import chain
 from tests.support.builders import BLOCK_TOKENS, a_description, a_prompt, an_arrival

@@ -7,7 +7,8 @@ import pytest
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.ids import ModelName, RequestId
-from fleet.router.queueing.admission_queue import EVIDENCE, AdmissionQueue, QueuedRequest, queue_position
+from fleet.router.queueing.admission_queue import AdmissionQueue, QueuedRequest, queue_position
+from fleet.router.state.departure_rate import EVIDENCE
 
 MODEL = ModelName("tiny")
 NOBODY: dict[str, float] = {}

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 BODY_BYTES = 3 * 1024 * 1024  # as kube-apiserver limits it
 LOGGED_REQUESTS = 100_000
+FORBIDDEN = Fault(kind="forbid")
 HOLD_SECONDS = 600.0  # longest time that a fault holds a request back
 WATCH_SECONDS = 1800  # kube-apiserver ends watches after 30 to 60 minutes
 V2_PROTOBUF = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
@@ -190,9 +191,9 @@ class KubeHttpServer:
         entry = msgspec.to_builtins(seen) | {"at": time.monotonic(), "code": 0, "dry_run": "dryRun" in request.query}
         self._requests.append(entry)
         try:
-            if not permissions.allowed(self.cluster, seen):
+            fault = self.faults.strike(seen) if permissions.allowed(self.cluster, seen) else FORBIDDEN
+            if fault is not None and fault.kind == "forbid":
                 raise errors.forbidden(*resource.place, target.name, permissions.refusal(seen))
-            fault = self.faults.strike(seen)
             if fault is not None and fault.kind == "deny":
                 raise errors.denied(*resource.place, target.name, fault.message)
             if fault is not None:

@@ -55,10 +55,8 @@ class Rule(msgspec.Struct, frozen=True):
     message_expression: str
     reason: str
     field_path: str
-
-    @property
-    def of_changes(self) -> bool:
-        return bool(re.search(r"\boldSelf\b", self.text))
+    of_changes: bool
+    """True if the rule names `oldSelf`."""
 
 
 @functools.cache
@@ -80,6 +78,11 @@ def compiled(text: str) -> cel.Expression:
         raise BadRule(str(error)) from error
 
 
+@functools.lru_cache(maxsize=4096)
+def _names_old_value(text: str) -> bool:
+    return bool(re.search(r"\boldSelf\b", text))
+
+
 def rules_of(node: Object) -> list[Rule]:
     return [
         Rule(
@@ -88,6 +91,7 @@ def rules_of(node: Object) -> list[Rule]:
             message_expression=each.get("messageExpression", ""),
             reason=each.get("reason", "FieldValueInvalid"),
             field_path=each.get("fieldPath", ""),
+            of_changes=_names_old_value(each["rule"]),
         )
         for each in node.get("x-kubernetes-validations", ())
     ]
@@ -107,10 +111,10 @@ def broken_rules(value: Json, old: Json, shape: StructuralSchema, path: str = ""
     """
     if value is None:
         return
-    for rule in rules_of(shape.node):
-        if rule.of_changes and old is None:
-            continue
-        if (said := _judge(rule, value, old, shape)) is not None:
+    rules = [rule for rule in rules_of(shape.node) if old is not None or not rule.of_changes]
+    known = {"self": _escaped(value, shape), "oldSelf": _escaped(old, shape)} if rules else {}
+    for rule in rules:
+        if (said := _judge(rule, known)) is not None:
             yield ErrorCause(rule.reason, f"Invalid value: {said}", (path or "<nil>") + rule.field_path)
     if isinstance(value, dict):
         for name, each in value.items():
@@ -126,9 +130,8 @@ def broken_rules(value: Json, old: Json, shape: StructuralSchema, path: str = ""
             yield from broken_rules(each, before, shape.item, f"{path}[{index}]")
 
 
-def _judge(rule: Rule, value: Json, old: Json, shape: StructuralSchema) -> str | None:
-    """Return why the rule is broken, or None."""
-    known = {"self": _escaped(value, shape), "oldSelf": _escaped(old, shape)}
+def _judge(rule: Rule, known: Object) -> str | None:
+    """Return why the rule is broken for these values of its variables, or None."""
     outcome = compiled(rule.text).eval(data=known)
     if outcome.type() == cel.Type.ERROR:
         return f"{rule.text}: {outcome.value()}"
@@ -154,6 +157,7 @@ def _escaped(value: Json, shape: StructuralSchema | None) -> Json:
     return value
 
 
+@functools.lru_cache(maxsize=4096)
 def _name(name: str) -> str:
     if name in RESERVED:
         return f"__{name}__"

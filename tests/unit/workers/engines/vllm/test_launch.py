@@ -1,14 +1,18 @@
 """Refusals before vLLM starts, from the configuration that vLLM made of its arguments."""
 
+import contextlib
+import os
+import socket
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import ModelName, WorkerId
-from fleet.core.roles import Role
+from fleet.core.roles import KvPath, Role
 from workers.engines.vllm import launch as vllm_launch
 from workers.settings import VllmSettings, WorkerSettings
 
@@ -61,3 +65,51 @@ def test_invalid_number_of_ranks_is_refused_by_name(size):
     with pytest.raises(ConfigurationRefused, match=r"^vllm.extra_args.tensor_parallel_size: must be at least 1"):
         vllm_launch.ranks_of(settings)
     assert vllm_launch.ranks_of(msgspec.structs.replace(settings, vllm=VllmSettings())) == 1
+
+
+def a_direct_worker(**vllm: Any) -> WorkerSettings:
+    return WorkerSettings(
+        worker_id=WorkerId("w"),
+        role=Role.BOTH,
+        model=ModelName("m"),
+        kv_paths=(KvPath.DIRECT,),
+        vllm=VllmSettings(extra_args=vllm),
+    )
+
+
+@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_only_vllm_can_bind_the_ports_reserved_for_it(family, host, monkeypatch):
+    try:
+        socket.create_server((host, 0), family=family).close()
+    except OSError:
+        pytest.skip(f"this host has no {host}")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "1")  # so that it is put back
+    with vllm_launch.side_channels(a_direct_worker(data_parallel_size=3)):
+        first = int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+        for port in range(first, first + 3):
+            with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
+                other.bind((host, port))
+        for port in range(first, first + 3):
+            # The socket of vLLM's side channel
+            with zmq.Context() as context, context.socket(zmq.ROUTER) as channel:
+                channel.setsockopt(zmq.IPV6, family is socket.AF_INET6)
+                channel.bind(f"tcp://[{host}]:{port}" if family is socket.AF_INET6 else f"tcp://{host}:{port}")
+
+
+@pytest.mark.parametrize(("chosen", "verifies"), [("on", True), ("off", False), ("auto", vllm_launch.built_for_cpu())])
+def test_direct_checksums_follow_the_setting(chosen, verifies):
+    settings = msgspec.structs.replace(a_direct_worker(), vllm=VllmSettings(direct_checksums=chosen))
+
+    assert vllm_launch.verifies_pulls(settings) is verifies
+
+
+def test_workers_that_start_together_get_different_ports(monkeypatch):
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "1")
+    with contextlib.ExitStack() as started:
+        ports: list[int] = []
+        for _ in range(50):
+            started.enter_context(vllm_launch.side_channels(a_direct_worker(data_parallel_size=2)))
+            first = int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+            ports += [first, first + 1]
+
+        assert len(set(ports)) == 100

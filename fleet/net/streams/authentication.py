@@ -1,14 +1,16 @@
-"""Handshake of frame streams over TCP: TLS and proof of the secret, before a receiver sees the connection.
+"""Authentication of frame streams over TCP: a handshake with TLS and proof of the secret, before a receiver sees the connection.
+
+The peers agree on a protocol version afterwards (`kvstore.protocol.versions`).
 
 Rules:
 
 1. A listener has at most `MAX_UNPROVEN` unauthenticated connections at a time, each for at most `PROVE_SECONDS`. If
-   another one comes, the oldest connection of the host with the most of them is closed
+   there is one more, the oldest connection of the host with the most of them is closed
    (`kvstore.net.unproven_connections`). A connection no longer counts after it is authenticated.
 2. Only the handshake is read from unauthenticated connections, and its payloads have at most `MAX_HANDSHAKE_BYTES`.
 3. After the handshake the receiver gets the connection directly, so a proof costs nothing per message.
-4. A refused caller is logged, once a minute for each host and cause. It is also told the cause, if it takes part in the
-   handshake or knows the payload of rejections.
+4. A refused caller is logged, once a minute for each host and cause. It also receives the cause, if it takes part in
+   the handshake or knows the payload of rejections.
 """
 
 import asyncio
@@ -29,20 +31,20 @@ log = logging.getLogger(__name__)
 
 MAX_UNPROVEN = 32
 PROVE_SECONDS = 5.0
-# Longest TLS handshake of a caller; shorter than the caller's own deadline, so that it learns the cause.
+# Time limit for the TLS handshake of a caller; shorter than the caller's own deadline, so that it learns the cause.
 DIAL_TLS_SECONDS = 3.0
 OUT_OF_FILES_SECONDS = 0.1
-LOG_INTERVAL_SECONDS = 60.0  # least time between two warnings about one host and cause
-MAX_LOGGED_CAUSES = 64  # most pairs of host and cause whose last warning is remembered
+LOG_INTERVAL_SECONDS = 60.0  # minimum time between two warnings about one host and cause
+MAX_LOGGED_CAUSES = 64  # maximum number of pairs of host and cause whose last warning is remembered
 
 NEEDS_TLS = "this end speaks TLS: set the authority of its certificate in the credentials of your end"
 
 RejectionPayload = Callable[[str], bytes]
-"""A function that returns the payload by which a caller without handshake support learns why it is refused."""
+"""A function that returns the payload with the cause of a refusal, for a caller that takes part in no handshake."""
 
 
 class StreamAuthenticator:
-    """The listener's end of handshakes. Implements `kvstore.net.frames.ConnectionGuard`."""
+    """Runs the listener's side of all handshakes of one port. Implements `kvstore.net.frames.ConnectionGuard`."""
 
     def __init__(
         self, identity: StreamIdentity, kind: bytes, refusal: RejectionPayload, *, limit: int = FRAME_BYTES
@@ -50,10 +52,10 @@ class StreamAuthenticator:
         """Create the authenticator.
 
         Args:
-            identity: The identity of this end; it must require a handshake (`is_open` is False).
+            identity: The identity of this listener; it must require a handshake (`is_open` is False).
             kind: The kind of the streams, such as `fleet.net.streams.proof.TO_WORKERS`.
             refusal: Function that makes the payload for callers that do not take part in a handshake.
-            limit: Longest payload in bytes after the handshake.
+            limit: Maximum length of a payload in bytes after the handshake.
         """
         self._identity = identity
         self._kind = kind
@@ -90,7 +92,7 @@ class StreamAuthenticator:
         loop = asyncio.get_running_loop()
         try:
             accepted, address = listener.accept()
-        except OSError as error:  # raised usually because the caller has left meanwhile
+        except OSError as error:  # usually raised because the caller has disconnected meanwhile
             if error.errno in OUT_OF_FILES:
                 loop.remove_reader(listener)
                 loop.call_later(OUT_OF_FILES_SECONDS, self._resume_accepting, listener, made, accept)
@@ -173,10 +175,13 @@ class _UnprovenCaller:
         limit: int,
         on_proven: "Callable[[_UnprovenCaller], None]",
     ) -> None:
-        """Wait for the connection. `on_proven` is called after the proof; `StreamAuthenticator` has the other arguments."""
+        """Create the receiver of a connection.
+
+        `on_proven` is called after the proof; for the others, see `StreamAuthenticator`.
+        """
         self.started = False  # True if the event loop closes the socket; False if `end` has to close it
         self.proven = asyncio.Event()  # set after the proof or after a refusal
-        self.cause = ""  # why the peer was refused; empty if it was not
+        self.cause = ""  # why the caller was refused; empty if it was not refused
         self._verifier = ProofVerifier(identity, kind) if identity.key is not None else None
         self._refusal = refusal
         self._accept = accept
@@ -238,18 +243,19 @@ async def dial(
     limit: int = FRAME_BYTES,
     send_limit: int = SEND_BYTES,
 ) -> FrameConnection:
-    """Open a connection on which both ends have proven their identity. Callers set a deadline.
+    """Open a connection on which both peers have proven their identity. Callers set a deadline.
 
     Args:
         address: ``unix:/path``, where no proof is needed, or ``host:port``.
         accept: Called once with the connection after the handshake; it may send from then on.
-        identity: The identity of this end.
+        identity: The identity of this caller.
         kind: The kind of the stream.
-        limit: Longest received payload, see `kvstore.net.frames.connect`.
-        send_limit: Limit of unsent bytes, see there.
+        limit: Maximum length of a payload that may be received, as in `kvstore.net.frames.connect`.
+        send_limit: Maximum number of unsent bytes, as in `kvstore.net.frames.connect`.
 
     Raises:
-        OSError: The address cannot be reached, or one end has not proven its identity; the message says which and why.
+        OSError: The address cannot be reached, or one of the peers has not proven its identity; the message says which
+            and why.
         ValueError: The address is malformed.
     """
     if unix_path(address) or identity.is_open:
@@ -282,7 +288,7 @@ class _UnprovenListener:
 
     def __init__(self, identity: StreamIdentity, kind: bytes, accept: Accept, limit: int) -> None:
         self.proven = asyncio.Event()  # set after the proof or after a refusal
-        self.cause: Exception | None = None  # why the peer was refused; None if it was not
+        self.cause: Exception | None = None  # why the listener was refused; None if it was not refused
         self._prover = Prover(identity, kind) if identity.key is not None else None
         self._accept = accept
         self._limit = limit

@@ -1,19 +1,19 @@
-"""Served probes: requests for one token through the routers of a deployment over HTTP, as its clients send them.
+"""HTTP probes: sends requests for one token through the routers of a deployment, in the way of its clients.
 
 Rules:
 
-1. An answer counts if it is a completion of the model by the named worker, and for a pair if a prefill worker computed
-   the prompt.
-2. Every prompt begins with new random words, so that no cache has it, and is long enough to fill a block of most
-   engines.
-3. The deployment's status shows the HTTP status of a failure, and the text of a rejection by a router of Fleet. The text
-   of other answers is not shown, because it may contain anything. API keys are never shown.
+1. An answer counts if it is a completion by the worker that the probe names. If a prefill worker has to take part, the
+   answer must also show that a prefill worker has computed the prompt.
+2. Every prompt begins with new random characters, so that no cache contains it. It is long enough to fill at least one
+   block in most engines.
+3. The deployment's status shows the HTTP status of a failure, and the text of a rejection by a router of Fleet. The
+   texts of other servers are not shown, because they may contain anything. API keys are never shown.
 4. An API key is never sent to a Service, because everybody who may write Services or EndpointSlices could redirect the
-   request and read the key. So the request through the Service has no key. If the answer is 401, the request is sent
-   again with the key, to the IP address of a router's pod. Only the node of the pod can write that address.
-5. A probe has no higher priority. Priority only counts among requests of one tenant, and a tenant with few waiting
-   requests is admitted first anyway (`fleet.router.queueing.admission_queue`, rule 4). The probe states how long it can
-   wait, so that a router without room rejects it at once.
+   request and read the key. So the operator first sends the request to the Service without a key. If the answer is 401,
+   it sends the request with the key to the IP address of a router's pod, which only the node of the pod can set.
+5. A probe has the normal priority, because priority counts only among requests of one tenant, and a tenant with few
+   waiting requests is admitted first anyway (`fleet.router.queueing.admission_queue`, rule 4). The probe states a time
+   limit, so that a router that cannot place it in time rejects it.
 """
 
 import asyncio
@@ -34,18 +34,19 @@ from operators.manifests.names import HTTP, host_of
 from operators.probes.evidence import Probe, ProbeCompletion, ProbeFailure
 
 BUSY = frozenset({Reason.QUEUE_FULL, Reason.RATE_LIMITED})
-"""Reasons of a router without room, as opposed to a failure."""
+"""Reasons of a rejection that show only that a router is busy, and that do not count as failures."""
 
 PATIENCE = 0.9
-"""Share of the deadline, so that a router's late rejection still arrives in time."""
+"""Share of the time limit of a probe that the router gets as the request's own limit. So the router's rejection arrives
+before the prober gives up."""
 
 LONGEST_ANSWER = 64 << 10
 MOST_CHARACTERS = 200
 NO_SUCH_JSON = (msgspec.MsgspecError, RecursionError)
-"""RecursionError is for JSON that is nested a thousand times."""
+"""Errors that the decoder raises if an answer is not the expected JSON; deeply nested JSON raises RecursionError."""
 
 WORDS = " ".join(f"and then comes number {number}," for number in range(40))
-"""About 200 tokens."""
+"""Text of about 200 tokens that follows the random words in each prompt."""
 
 ELSEWHERE = frozenset({Source.DIRECT, Source.STORE})
 
@@ -90,17 +91,17 @@ class _Refusal(Struct, frozen=True):
 
 
 def router_address(host: str) -> str:
-    """Return the address of a router's pod by its IP address."""
+    """Return the host:port of a router's HTTP port for the IP address of its pod."""
     return f"[{host}]:{HTTP}" if ":" in host else f"{host}:{HTTP}"
 
 
 def service_address(namespace: str, service: str) -> str:
-    """Return a Service's address for pods of any namespace."""
+    """Return the host:port of a Service, with a host name that pods of any namespace can resolve."""
     return f"{host_of(service, namespace)}:{HTTP}"
 
 
-class ServedProbes:
-    """Implements `operators.probes.prober.ProbeSender`."""
+class HttpProbeSender:
+    """Sends probes over HTTP. Implements `operators.probes.prober.ProbeSender`."""
 
     def __init__(
         self,
@@ -112,10 +113,10 @@ class ServedProbes:
         """Create the sender.
 
         Args:
-            keys: API keys by `namespace/name` of deployments.
-            deadline_seconds: Limit of one probe.
-            service: Returns the address of a Service in a namespace.
-            router: Returns the address of a router by its pod's IP address.
+            keys: API key of each deployment that needs one, by the deployment's `namespace/name`.
+            deadline_seconds: Time limit of one probe in seconds.
+            service: Returns the host:port of a Service; its arguments are namespace and name.
+            router: Returns the host:port of a router for the IP address of its pod.
         """
         self._keys = keys
         self._deadline_seconds = deadline_seconds
@@ -123,7 +124,7 @@ class ServedProbes:
         self._router = router
 
     async def ask(self, probe: Probe) -> ProbeCompletion | ProbeFailure:
-        """Implement `operators.probes.prober.ProbeSender`."""
+        """Send a probe, and again with the API key if the routers demand one; return the result and raise no errors."""
         key = self._keys.get(f"{probe.namespace}/{probe.deployment}", "")
         try:
             async with asyncio.timeout(self._deadline_seconds):
@@ -137,7 +138,7 @@ class ServedProbes:
             return ProbeFailure(0, f"no answer within {self._deadline_seconds:g} s")
 
     async def _sent(self, probe: Probe, address: str, key: str) -> ProbeCompletion | ProbeFailure:
-        """Send one request on a new connection, so that it reaches the current pods; the caller has a deadline."""
+        """Send one request on a new connection, so that it reaches the present pods; the caller sets the time limit."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         content = msgspec.json.encode(_request(probe, self._deadline_seconds))
         try:
@@ -160,7 +161,10 @@ class ServedProbes:
 
 
 def _request(probe: Probe, seconds: float) -> dict[str, object]:
-    """Return the request. A pair needs two tokens, because the prefill worker computes the first one."""
+    """Return the body of a probe's HTTP request, as an object for JSON.
+
+    If a prefill worker takes part, two tokens are requested, because the prefill worker computes the first one.
+    """
     placement = {"placement": "disaggregated"} if probe.pair else {}
     return {
         "model": probe.model,
@@ -206,8 +210,9 @@ def _refusal(status: int, content: bytes, key: str) -> ProbeFailure:
     except NO_SUCH_JSON:
         return ProbeFailure(status, "the answer is not a router's error")
     if status == HTTPStatus.TOO_MANY_REQUESTS and error.code in BUSY:
-        return ProbeFailure(status, error.code, busy=True)  # without the text, whose waiting time always differs
-    # Unprintable characters may control a terminal.
+        # The router's message is left out. It contains a waiting time, so the status would change with each probe.
+        return ProbeFailure(status, error.code, busy=True)
+    # Unprintable characters are replaced, because they may control a terminal.
     text = " ".join("".join(each if each.isprintable() else " " for each in error.message).split())
     if key:
         text = text.replace(key, "(key)")

@@ -1,0 +1,71 @@
+"""Answer events: counts the events of one answer of a translated API, gives them ids, and leaves out those that a client has.
+
+Rules:
+
+1. An answer is a sequence of pieces of text (of reasoning, texts and tool calls) and of events between them. The events between
+   them follow from the answer alone. How the text is cut into pieces depends on the steps of the engine.
+2. So the id of an event says, besides the resume token and the number of tokens up to the event, how many events between pieces, how
+   many characters and how many pieces the client has with this event.
+3. A resumed answer is written again from its beginning (`Resume.from_start`). The events and characters of rule 2 are left out, so the
+   client gets exactly what it lacks, even if its stream was cut between two events of one step.
+"""
+
+from fleet.core.errors import invalid
+from fleet.core.requests import Admitted, Delta
+from fleet.frontend.openai.resumable_stream import LAST_EVENT_ID, LastEventId, SeenEvents
+
+
+class AnswerEvents:
+    """The events of one answer. Without resume tokens the events get no ids."""
+
+    def __init__(self, last: LastEventId | None = None) -> None:
+        """Start before the first event.
+
+        Args:
+            last: What the client of a resumed answer has; None if the answer is new.
+
+        Raises:
+            RequestRejected: INVALID_ARGUMENT; the id is of an event of another API.
+        """
+        if last is not None and last.seen is None:
+            raise invalid(LAST_EVENT_ID.decode(), "is the id of an event of another API")
+        seen = SeenEvents() if last is None or last.seen is None else last.seen
+        self._events, self._characters, self._pieces = seen.events, seen.characters, seen.pieces
+        self._events_to_skip, self._characters_to_skip = seen.events, seen.characters
+        self._token = ""
+        self._position = 0
+
+    def follow(self, part: Admitted | Delta) -> None:
+        """Count the tokens of the next part of the answer, and note a new resume token."""
+        self._token = part.resume_token or self._token
+        if isinstance(part, Delta):
+            self._position += len(part.token_ids)
+
+    def is_new(self) -> bool:
+        """Count an event between pieces, and return whether the client lacks it."""
+        if self._events_to_skip:
+            self._events_to_skip -= 1
+            return False
+        self._events += 1
+        return True
+
+    def new_part(self, piece: str) -> str:
+        """Count a piece of text, and return the part of it that the client lacks."""
+        known = min(self._characters_to_skip, len(piece))
+        self._characters_to_skip -= known
+        if part := piece[known:]:
+            self._characters += len(part)
+            self._pieces += 1
+        return part
+
+    @property
+    def sent(self) -> int:
+        """The number of events that the client has with the latest one."""
+        return self._events + self._pieces
+
+    def id_line(self) -> bytes:
+        """Return the line with the id of the latest event; empty if the client did not ask for ids."""
+        if not self._token:
+            return b""
+        counts = (self._position, self._events, self._characters, self._pieces)
+        return b"id: %b.%d.%d.%d.%d\n" % (self._token.encode(), *counts)

@@ -1,0 +1,324 @@
+"""APIs for vectors of Fleet's own workers: ``/v1/embeddings``, ``/v1/rerank``, ``/v1/score``, ``/classify`` and ``/pooling``.
+
+Rules:
+
+1. To the router, each prompt of an HTTP request is a request of its own, with the same key, deadline and limits. The
+   first one has the id of the HTTP request. If one fails, the others are cancelled, and the HTTP request fails with its error.
+2. At most `CONCURRENT` prompts of one HTTP request are on their way, so that a long list does not fill the admission queue.
+3. A model with the task classify reads each pair of texts as one prompt and gives its score. For a model with the task embed,
+   the score of a pair is the cosine of the angle between the embeddings of both texts. Each text is embedded once.
+"""
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from http import HTTPStatus
+
+import msgspec
+import numpy as np
+from msgspec import Struct, structs
+
+from fleet.core.clock import Clock, Nanos
+from fleet.core.errors import Reason, RequestRejected, draining_rejection, invalid
+from fleet.core.ids import ModelName, RequestId
+from fleet.core.requests import (
+    Admitted,
+    Delta,
+    Finished,
+    GenerateRequest,
+    ModelCard,
+    PairForm,
+    PoolingTask,
+    TextPrompt,
+    TokenPrompt,
+    Vector,
+)
+from fleet.core.system_clock import unix_seconds
+from fleet.core.validation import validate_task
+from fleet.frontend.generation import Generation
+from fleet.frontend.openai.answers import Json, rate_limit_headers
+from fleet.frontend.openai.bodies import HINT_HEADER_NAMES, OPENAI_FIELD_NAMES
+from fleet.frontend.openai.branches import first_error
+from fleet.frontend.openai.relayed_paths import CLASSIFY, EMBEDDINGS, POOLING, RERANK_PATHS, SCORE_PATHS
+from fleet.frontend.openai.requests import authorization_of, new_request_id, numbered_request_id
+from fleet.frontend.openai.vector_bodies import (
+    Headers,
+    InputsRequest,
+    ScoringRequest,
+    VectorRequest,
+    read_classify,
+    read_embeddings,
+    read_pooling,
+    read_rerank,
+    read_score,
+)
+from fleet.net.http.errors import send_http_error, send_rejection
+from fleet.net.http.exchange import Exchange
+from fleet.net.http.server import RouteHandler
+from fleet.net.status_codes import rename_field
+
+CONCURRENT = 64
+
+FIELD_NAMES = {**OPENAI_FIELD_NAMES, "pooling.dimensions": "dimensions", "pooling": "use_activation"}
+
+
+class PromptVector(Struct, frozen=True, kw_only=True):
+    """The vector that a worker has computed for one prompt."""
+
+    vector: Vector
+    admitted: Admitted
+    tokens: int  # number of tokens of the prompt
+
+    @property
+    def numbers(self) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
+        return np.frombuffer(self.vector, "<f4")
+
+
+class VectorFrontend:
+    """Serves the paths for vectors."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        clock: Clock,
+        is_draining: Callable[[], bool],
+        json_problem: Callable[[Mapping[bytes, bytes]], str | None],
+    ) -> None:
+        """Create the frontend.
+
+        Args:
+            generation: Serves the requests.
+            clock: Clock for deadlines.
+            is_draining: Returns whether no more requests are taken.
+            json_problem: Returns an error message if a request's headers declare a body that is not JSON; otherwise None.
+        """
+        self._generation = generation
+        self._clock = clock
+        self._is_draining = is_draining
+        self._json_problem = json_problem
+
+    @property
+    def routes(self) -> Mapping[str, Mapping[str, RouteHandler]]:
+        """The handlers of the HTTP port, by path and method."""
+        handlers = {EMBEDDINGS: self._embed, CLASSIFY: self._classify, POOLING: self._pool}
+        handlers |= dict.fromkeys(RERANK_PATHS, self._rerank)
+        return {
+            path: {"POST": handler} for path, handler in (handlers | dict.fromkeys(SCORE_PATHS, self._score)).items()
+        }
+
+    async def _embed(self, exchange: Exchange) -> None:
+        async with self._answering(exchange) as asked:
+            if asked is None:
+                return
+            request = read_embeddings(exchange.request.body, *asked)
+            found = await self._vectors_of(exchange, request, PoolingTask.EMBED)
+            write = _base64 if request.base64 else _floats
+            data = [
+                {"index": index, "object": "embedding", "embedding": write(each)} for index, each in enumerate(found)
+            ]
+            self._respond(exchange, found, {"object": "list", "data": data})
+
+    async def _classify(self, exchange: Exchange) -> None:
+        async with self._answering(exchange) as asked:
+            if asked is None:
+                return
+            request = read_classify(exchange.request.body, *asked)
+            found = await self._vectors_of(exchange, request, PoolingTask.CLASSIFY)
+            names = self._generation.class_names(found[0].admitted.model)
+            data = [_classified(index, each, names) for index, each in enumerate(found)]
+            self._respond(exchange, found, {"object": "list", "data": data})
+
+    async def _pool(self, exchange: Exchange) -> None:
+        async with self._answering(exchange) as asked:
+            if asked is None:
+                return
+            request = read_pooling(exchange.request.body, *asked)
+            card = self._card(exchange, request.shared)
+            task = PoolingTask.EMBED if card.pooling is None else card.pooling.task
+            if request.task not in ("", task) and card.pooling is not None:
+                raise invalid(
+                    "task", f"{request.task!r} is not the task of {card.name!r}, which is {task}; leave it out"
+                )
+            found = await self._vectors_of(exchange, request, task)
+            write = _base64 if request.base64 else _floats
+            data = [{"index": index, "object": "pooling", "data": write(each)} for index, each in enumerate(found)]
+            self._respond(exchange, found, {"object": "list", "data": data})
+
+    async def _vectors_of(self, exchange: Exchange, asked: InputsRequest, task: PoolingTask) -> Sequence[PromptVector]:
+        """Return the vectors of the inputs, in their order.
+
+        Raises:
+            RequestRejected: The model has another task, or an input failed.
+        """
+        requests = [asked.shared.prompted(prompt, task, dimensions=asked.dimensions) for prompt in asked.prompts]
+        validate_task(requests[0].pooling, self._card(exchange, asked.shared))
+        return await self._vectors(exchange, requests, "input")
+
+    async def _rerank(self, exchange: Exchange) -> None:
+        async with self._answering(exchange) as asked:
+            if asked is None:
+                return
+            request = read_rerank(exchange.request.body, *asked)
+            scores, found = await self._scores(exchange, request)
+            order = sorted(range(len(scores)), key=lambda index: -scores[index])
+            results: list[Json] = []
+            for index in order[: request.top or None]:
+                document = {"document": {"text": request.seconds[index]}} if request.returns_documents else {}
+                results.append({"index": index, **document, "relevance_score": scores[index]})
+            self._respond(exchange, found, {"results": results})
+
+    async def _score(self, exchange: Exchange) -> None:
+        async with self._answering(exchange) as asked:
+            if asked is None:
+                return
+            request = read_score(exchange.request.body, *asked)
+            scores, found = await self._scores(exchange, request)
+            data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+            self._respond(exchange, found, {"object": "list", "data": data})
+
+    @asynccontextmanager
+    async def _answering(self, exchange: Exchange) -> AsyncIterator[tuple[RequestId, Nanos, Headers | None] | None]:
+        """Yield what the reader of a body needs, or None if the request is answered already; a rejection becomes the answer."""
+        if self._is_draining():
+            raise draining_rejection()
+        headers = exchange.request.headers
+        if (problem := self._json_problem(headers)) is not None:
+            self._generation.metrics.unserved(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
+            send_http_error(exchange, HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem)
+            yield None
+            return
+        request_id = new_request_id(headers, self._generation.serves)
+        try:
+            yield request_id, self._clock.now(), None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
+        except RequestRejected as refused:
+            send_rejection(exchange, rename_field(refused, FIELD_NAMES), ("x-request-id", request_id))
+
+    def _card(self, exchange: Exchange, shared: VectorRequest) -> ModelCard:
+        authorization = authorization_of(exchange.request.headers)
+        return self._generation.card_of(shared.model, authorization, shared.options.tenant)
+
+    async def _scores(
+        self, exchange: Exchange, asked: ScoringRequest
+    ) -> tuple[Sequence[float], Sequence[PromptVector]]:
+        """Return the scores of the pairs, and the vectors from which they follow."""
+        card = self._card(exchange, asked.shared)
+        if card.pooling is not None and card.pooling.task is PoolingTask.CLASSIFY:
+            return await self._scores_of_pairs(exchange, asked, card)
+        texts = list(dict.fromkeys((*asked.firsts, *asked.seconds)))
+        requests = [asked.shared.prompted(TextPrompt(text), PoolingTask.EMBED) for text in texts]
+        validate_task(requests[0].pooling, card)
+        found = await self._vectors(exchange, requests, "")
+        by_text = dict(zip(texts, (each.numbers for each in found), strict=True))
+        firsts = asked.firsts * (len(asked.seconds) if len(asked.firsts) == 1 else 1)
+        return [_cosine(by_text[one], by_text[other]) for one, other in zip(firsts, asked.seconds, strict=True)], found
+
+    async def _scores_of_pairs(
+        self, exchange: Exchange, asked: ScoringRequest, card: ModelCard
+    ) -> tuple[Sequence[float], Sequence[PromptVector]]:
+        assert card.pooling is not None
+        if card.pooling.pairs is PairForm.NONE:
+            raise invalid(
+                "model", f"{card.name!r} scores no pairs: it has several classes, or needs a template of its own"
+            )
+        firsts = asked.firsts * (len(asked.seconds) if len(asked.firsts) == 1 else 1)
+        requests = []
+        for first, second in zip(firsts, asked.seconds, strict=True):
+            if card.pooling.pairs is PairForm.JOINED:
+                request = asked.shared.prompted(TextPrompt(first + second), PoolingTask.CLASSIFY)
+            else:
+                tokens, boundary = await self._generation.pair_tokens(ModelName(card.name), first, second)
+                request = asked.shared.prompted(TokenPrompt(tokens), PoolingTask.CLASSIFY, first_tokens=boundary)
+            requests.append(request)
+        found = await self._vectors(exchange, requests, "")
+        return [float(each.numbers[0]) for each in found], found
+
+    async def _vectors(
+        self, exchange: Exchange, requests: Sequence[GenerateRequest], field: str
+    ) -> Sequence[PromptVector]:
+        """Return the vectors of all prompts, in their order.
+
+        Args:
+            exchange: The exchange, with the client's key.
+            requests: The request of each prompt.
+            field: Name of the list of prompts in the body, for errors; empty: none.
+
+        Raises:
+            RequestRejected: A prompt failed, and the others have ended.
+        """
+        room = asyncio.Semaphore(CONCURRENT)
+        requests = [
+            structs.replace(each, id=numbered_request_id(each.id, number, self._generation.serves)) if number else each
+            for number, each in enumerate(requests)
+        ]
+        if (tracing := self._generation.tracing) is not None:
+            trace = tracing.read(exchange.request.headers)
+            requests = [structs.replace(each, trace=trace) for each in requests]
+        authorization = authorization_of(exchange.request.headers)
+
+        async def serve(number: int) -> PromptVector:
+            async with room:
+                try:
+                    return await self._vector(requests[number], authorization)
+                except RequestRejected as refused:
+                    named = field if len(requests) == 1 else f"{field}[{number}]"
+                    raise rename_field(refused, {"text": named, "token_ids": named} if field else {}) from refused
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(serve(number)) for number in range(len(requests))]
+        except ExceptionGroup as group:
+            raise first_error(group) from None
+        return [each.result() for each in running]
+
+    async def _vector(self, request: GenerateRequest, authorization: str) -> PromptVector:
+        admitted: Admitted | None = None
+        vector = b""
+        async with aclosing(self._generation.generate(request, authorization)) as events:
+            async for event in events:
+                match event:
+                    case Admitted():
+                        admitted = event
+                    case Delta():
+                        vector = event.vector
+                    case Finished(usage=usage):
+                        if admitted is None or not vector:
+                            raise RequestRejected(Reason.INTERNAL, "the worker ended without a vector")
+                        return PromptVector(vector=vector, admitted=admitted, tokens=usage.prompt_tokens)
+        raise AssertionError("a request ends with `Finished`")
+
+    def _respond(self, exchange: Exchange, found: Sequence[PromptVector], answer: Json) -> None:
+        admitted = found[0].admitted
+        tokens = sum(each.tokens for each in found)
+        content = {
+            "id": admitted.request_id,
+            "created": unix_seconds(),
+            "model": admitted.model,
+            **answer,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+        headers = (("x-request-id", admitted.request_id), *rate_limit_headers(found[-1].admitted.allowance))
+        exchange.respond(HTTPStatus.OK, msgspec.json.encode(content), headers=headers)
+
+
+def _classified(index: int, found: PromptVector, names: Mapping[int, str]) -> Json:
+    """Return the classes of one input as vLLM does; a class without a name has that of Hugging Face, as ``LABEL_0``."""
+    best = int(np.argmax(found.numbers))
+    label = names.get(best, f"LABEL_{best}")
+    return {"index": index, "label": label, "probs": _floats(found), "num_classes": len(found.numbers)}
+
+
+def _floats(found: PromptVector) -> list[float]:
+    return found.numbers.tolist()
+
+
+def _base64(found: PromptVector) -> str:
+    return base64.b64encode(found.vector).decode()
+
+
+def _cosine(
+    one: "np.ndarray[tuple[int], np.dtype[np.float32]]", other: "np.ndarray[tuple[int], np.dtype[np.float32]]"
+) -> float:
+    """Return the cosine of the angle between two vectors; 0 if one of them has no direction."""
+    lengths = float(np.linalg.norm(one)) * float(np.linalg.norm(other))
+    return float(np.dot(one, other)) / lengths if lengths else 0.0

@@ -1,0 +1,45 @@
+"""Block keys of prompts with images: the keys cover the images, so prompts with different images share no block after them.
+
+The keys are those of the tokens that the router has, with one placeholder for each image. An engine replaces a placeholder by
+several tokens. So only the blocks before the first image have the keys that workers report.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from hashlib import sha256
+
+import numpy as np
+
+from fleet.core.requests import TOKEN_BYTES, TokenBytes
+from fleet.router.kv_index.prefix_index import keys_of
+from kvstore.block import chain
+
+
+def image_keys(
+    tokens: TokenBytes, block_tokens: int, salt: bytes, images: Sequence[bytes], placeholders: Collection[int]
+) -> tuple[int, ...]:
+    """Return the block keys of a prompt with images.
+
+    Args:
+        tokens: The prompt, with a placeholder for each image.
+        block_tokens: Tokens of a block.
+        salt: Salt of the block hashes.
+        images: Content of the image files, in the order of their placeholders.
+        placeholders: The token ids of the model that may stand for an image. If the prompt has not one of them for each
+            image, the first block counts as the place of all images.
+    """
+    ids = np.frombuffer(tokens, "<u4")
+    (places,) = np.nonzero(np.isin(ids, list(placeholders)))
+    if len(places) != len(images):
+        places = np.zeros(len(images), dtype=np.intp)
+    return keys_of(chain(tokens, block_tokens, salt=salt, extras=_extras(places.tolist(), block_tokens, images)))
+
+
+def _extras(places: Sequence[int], block_tokens: int, images: Sequence[bytes]) -> Mapping[int, bytes]:
+    """Return the extra bytes of each block with an image (rule 4 of `kvstore.block`)."""
+    extras: dict[int, bytes] = {}
+    for place, image in zip(places, images, strict=True):
+        block, offset = divmod(place, block_tokens)
+        extras[block] = (
+            extras.get(block, b"") + offset.to_bytes(TOKEN_BYTES, "little", signed=True) + sha256(image).digest()
+        )
+    return extras

@@ -1,0 +1,86 @@
+"""Compatibility: the peers that were refused because they speak no common version of the protocol.
+
+`kvstore.protocol.versions` has the rules by which two processes agree on a version.
+"""
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+from fleet.core.clock import SECOND, Clock, Nanos
+
+REFUSED_FOR = Nanos(60 * SECOND)
+"""Time for which a refused peer is shown.
+
+Peers try again every few seconds, so the entry of a running peer is renewed.
+"""
+
+LOG_AGAIN_AFTER = REFUSED_FOR
+"""Pause between two log lines about one refused peer, which tries again every few seconds."""
+
+MOST_REFUSED = 1000  # maximum number of refused peers that are remembered; a further one replaces the oldest
+
+
+class Link(StrEnum):
+    """The kinds of connections on which two processes agree on a protocol version."""
+
+    WORKER = "worker"  # stream from a router to a worker
+    REGISTRY = "registry"  # registration of a worker at a registry
+    PEER = "peer"  # connection to another router
+    STORE = "store"  # watch of a store node
+
+
+class IncompatiblePeer(Struct, frozen=True, kw_only=True):
+    """A process that was refused, because it has no protocol version in common with this one."""
+
+    link: Link
+    name: str  # id or address of the peer
+    cause: str  # text with the version ranges of both processes, and with what to upgrade
+
+
+class _Refusals(Struct):
+    """The refusals of one peer."""
+
+    peer: IncompatiblePeer
+    at: Nanos  # instant of the latest refusal
+    logged: Nanos  # instant of the latest refusal that was to be logged
+    unlogged: int = 0  # number of refusals since then
+
+
+class IncompatiblePeers:
+    """Remembers the peers that this process refused, or that refused it: the latest `MOST_REFUSED` of them.
+
+    Those whose latest refusal is older than `REFUSED_FOR` are not shown, and are forgotten when somebody asks for the others.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._refused: dict[tuple[Link, str], _Refusals] = {}
+
+    def refused(self, link: Link, name: str, cause: str) -> int:
+        """Remember that the peer `name` was refused, and why.
+
+        Returns:
+            The number of refusals for one line of the log: this one, and those of this peer that were remembered but not logged,
+            whatever their causes. 0 if there is nothing to log, because a line with the same cause is younger than
+            `LOG_AGAIN_AFTER`.
+        """
+        now, peer = self._clock.now(), IncompatiblePeer(link=link, name=name, cause=cause)
+        before = self._refused.pop((link, name), None)
+        if len(self._refused) >= MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        if before is not None and before.peer == peer and now - before.logged < LOG_AGAIN_AFTER:
+            self._refused[link, name] = _Refusals(peer, now, before.logged, before.unlogged + 1)
+            return 0
+        self._refused[link, name] = _Refusals(peer, now, now)
+        return 1 if before is None else 1 + before.unlogged
+
+    def accepted(self, link: Link, name: str) -> None:
+        """Forget that the peer `name` was refused, because a common version was found now."""
+        self._refused.pop((link, name), None)
+
+    def present(self) -> tuple[IncompatiblePeer, ...]:
+        """Return the peers that were refused within `REFUSED_FOR`, in the order of their latest refusals."""
+        now = self._clock.now()
+        self._refused = {key: each for key, each in self._refused.items() if now - each.at < REFUSED_FOR}
+        return tuple(each.peer for each in self._refused.values())

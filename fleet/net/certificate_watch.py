@@ -1,0 +1,34 @@
+"""Certificates of a process of Fleet: reads the files that its settings name, and refuses those that cannot be used."""
+
+from collections.abc import Mapping
+
+from fleet.core.errors import ConfigurationRefused
+from kvstore.errors import BadCredentials
+from kvstore.security.certificates import CertificateFiles, CertificateWatch
+from kvstore.security.credentials import Credentials
+from kvstore.security.metrics_access import MetricsTls
+from kvstore.service.metrics_server import metrics_certificates
+
+
+def certificate_watch(sections: Mapping[str, Credentials], *further: CertificateFiles | None) -> CertificateWatch:
+    """Return the watch of the certificates in settings sections, by the name of the section, and of further files.
+
+    Raises:
+        ConfigurationRefused: A file cannot be used; the message names its field.
+    """
+    try:
+        return CertificateWatch.of(sections, [each for each in further if each is not None])
+    except BadCredentials as error:
+        raise ConfigurationRefused(str(error)) from error
+
+
+def metrics_port_certificates(tls: MetricsTls) -> CertificateFiles | None:
+    """Return the certificate of a port for metrics; None if the port has no TLS.
+
+    Raises:
+        ConfigurationRefused: A file cannot be used; the message names its field.
+    """
+    try:
+        return metrics_certificates(tls)
+    except BadCredentials as error:
+        raise ConfigurationRefused(str(error)) from error

@@ -1,0 +1,33 @@
+"""Port for the metrics of a planner or a worker, which serves in threads of its own."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from prometheus_client import CollectorRegistry
+
+from fleet.core.errors import ConfigurationRefused
+from kvstore.net.addresses import host_port
+from kvstore.security.certificates import CertificateFiles
+from kvstore.security.metrics_access import MetricsAccess, MetricsGuard
+from kvstore.service.metrics_server import MetricsServer
+
+
+@contextmanager
+def metrics_port(
+    listen: str, access: MetricsAccess, registry: CollectorRegistry, certificates: CertificateFiles | None = None
+) -> Iterator[str]:
+    """Serve /metrics in threads; yield the address, or nothing without one.
+
+    Raises:
+        ConfigurationRefused: The address is malformed or in use.
+    """
+    if not listen:
+        yield ""
+        return
+    try:
+        host, port = host_port(listen)
+        server = MetricsServer.open(host, port, registry, MetricsGuard.of(access, listen), certificates)
+    except (ValueError, OSError) as error:
+        raise ConfigurationRefused(f"metrics_listen: {listen}: {error}") from error
+    with closing(server):
+        yield f"{host}:{server.port}"

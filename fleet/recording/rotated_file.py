@@ -1,0 +1,165 @@
+"""Rotated file: appends lines to a file by a thread, and renames the file when it is full.
+
+Rules:
+
+1. Adding a line never waits for the disk: a thread writes the lines, ten times a second. If more than `MAX_BACKLOG_BYTES` wait to be
+   written, for example because the disk is full, new lines are dropped and counted. This is logged at most once a minute.
+2. A file that has reached its full size is renamed to `.1`, the earlier `.1` to `.2`, and so on. The number of files to keep is a setting.
+3. Several processes may append to one file. Before each write, a process checks whether another process, or a program such as logrotate,
+   has renamed the file. If so, it continues in the new file. The file is locked while it is renamed, so that only one process renames
+   it. Other processes do not wait for this process, because it may hang: they append to the full file until it is renamed.
+4. If the disk becomes full in the middle of a line, the rest of the line is written as soon as there is room.
+"""
+
+import fcntl
+import logging
+import os
+import stat
+import threading
+from collections import deque
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from fleet.core.clock import SECOND, Clock, Nanos
+from fleet.core.errors import ConfigurationRefused
+
+log = logging.getLogger(__name__)
+
+MAX_BACKLOG_BYTES = 64 << 20
+WRITE_INTERVAL_SECONDS = 0.1
+# time limit for the writer thread to write the remaining lines when the file is closed
+STOP_SECONDS = 5.0
+LOG_INTERVAL = Nanos(60 * SECOND)
+APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+
+
+class RotatedFile:
+    """Appends lines to a file. The object is a context manager; at the end of its block, the remaining lines are written."""
+
+    def __init__(self, path: Path, *, most_bytes: int, kept: int, field: str, clock: Clock) -> None:
+        """Open the file for appending, and start the thread.
+
+        Args:
+            path: The file; its folder must exist.
+            most_bytes: Size from which on the file is renamed.
+            kept: Number of renamed files that are kept.
+            field: The name of the settings field with the path, for error messages.
+            clock: The clock that measures the time between two log messages.
+
+        Raises:
+            ConfigurationRefused: The path is not a regular file, or cannot be written.
+        """
+        self._path = path
+        self._most_bytes = most_bytes
+        self._kept = kept
+        self._clock = clock
+        self._lines: deque[bytes] = deque()  # lines that the thread has not taken yet
+        self._rest = b""  # bytes that the thread has taken, but not written yet
+        self._added = 0  # number of bytes that were passed to the thread so far
+        self._done = 0  # number of bytes that the thread has written so far
+        self.lines = 0
+        """Number of lines that were passed to the thread so far."""
+
+        self.dropped = 0
+        """Number of lines that were dropped, because the disk is full or too slow."""
+
+        self._logged_at: Nanos | None = None
+        self._stop = threading.Event()
+        try:
+            if path.exists() and not path.is_file():  # for example a device, which rotation would rename
+                raise ConfigurationRefused(f"{field}: {path}: is not a regular file; name another")
+            self._file = os.open(path, APPENDING, 0o600)
+        except (OSError, ValueError) as error:  # ValueError is raised if the name contains NUL
+            raise ConfigurationRefused(f"{field}: {path}: {getattr(error, 'strerror', None) or error}") from error
+        self._thread = threading.Thread(target=self._write, name="rotated file", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(STOP_SECONDS)
+
+    def add(self, line: bytes) -> None:
+        """Append a line, which has to end with a line break. Drop the line if too many bytes wait."""
+        if self._added - self._done + len(line) > MAX_BACKLOG_BYTES:
+            self.dropped += 1
+            self._complain("the disk is too slow")
+            return
+        self.lines += 1
+        self._added += len(line)
+        self._lines.append(line)
+
+    def _complain(self, cause: str) -> None:
+        now = self._clock.now()
+        if self._logged_at is None or now - self._logged_at >= LOG_INTERVAL:
+            self._logged_at = now
+            log.warning("lines not written", extra={"path": str(self._path), "cause": cause, "dropped": self.dropped})
+
+    # The thread runs the following methods.
+
+    def _write(self) -> None:
+        stopped = False
+        while not stopped:
+            stopped = self._stop.wait(WRITE_INTERVAL_SECONDS)
+            try:
+                self._drain()
+            except OSError as error:
+                self._complain(error.strerror or str(error))
+        os.close(self._file)
+
+    def _drain(self) -> None:
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        self._rest += b"".join(lines)
+        if not self._rest:
+            return
+        self._follow()
+        while self._rest:
+            written = os.write(self._file, self._rest)
+            self._rest = self._rest[written:]
+            self._done += written
+        if os.fstat(self._file).st_size >= self._most_bytes:
+            self._rotate()
+
+    def _follow(self) -> None:
+        """If the open file was renamed or removed, open the file that is now at the path (rule 3)."""
+        if self._is_at_path():
+            return
+        file = os.open(self._path, APPENDING, 0o600)
+        os.close(self._file)
+        self._file = file
+
+    def _is_at_path(self) -> bool:
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return False
+        return stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.fstat(self._file))
+
+    def _rotate(self) -> None:
+        """Rename the full file and the earlier ones (rule 2), unless another process is doing it."""
+        full = self._file
+        try:
+            fcntl.flock(full, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        try:
+            if self._is_at_path():  # no other process has renamed it
+                self._shift()
+            self._follow()
+        finally:
+            if self._file == full:  # the new file could not be opened, so the full one was not closed
+                fcntl.flock(full, fcntl.LOCK_UN)
+
+    def _shift(self) -> None:
+        earlier = [self._path.with_name(f"{self._path.name}.{number}") for number in range(self._kept, 0, -1)]
+        for later, sooner in pairwise([*earlier, self._path]):
+            if sooner.exists():
+                sooner.replace(later)
+        if not self._kept:
+            self._path.unlink()

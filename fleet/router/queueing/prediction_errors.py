@@ -1,0 +1,41 @@
+"""Prediction errors: by how much first tokens came later than predicted, and the margin that follows for the next predictions.
+
+A predicted wait is a mean, so about half of all requests wait longer. If requests were admitted up to the limit by the mean alone, the queue of an
+overloaded router would stay at the limit, and half of the answers would come too late. So a prediction is compared with the limit together with a
+margin: the 98th percentile of the latest errors. What the prediction leaves out, such as the prefill of a request that waited in the
+queue, is a part of the error and so of the margin.
+"""
+
+from collections import deque
+from math import ceil
+
+from fleet.core.clock import SECOND, Nanos
+
+KEPT = 128  # latest errors
+ENOUGH = 8  # number of errors that are needed before there is a margin
+QUANTILE = 0.98
+FORGOTTEN_AFTER = 30 * SECOND
+"""Time after the latest error, after which all are forgotten. After a fault the margin may be so large that nothing may wait; nothing
+new would then be learnt."""
+
+
+class PredictionErrors:
+    """Keeps the latest errors of the predicted first tokens of one model."""
+
+    def __init__(self) -> None:
+        self._errors: deque[float] = deque(maxlen=KEPT)
+        self._margin = 0.0
+        self._noted_at = Nanos(0)
+
+    def note(self, seconds: float, now: Nanos) -> None:
+        """Record that a first token came so many seconds later than predicted; negative: earlier."""
+        if now - self._noted_at > FORGOTTEN_AFTER:
+            self._errors.clear()
+        self._noted_at = now
+        self._errors.append(seconds)
+        ordered = sorted(self._errors)
+        self._margin = max(0.0, ordered[ceil(QUANTILE * len(ordered)) - 1]) if len(ordered) >= ENOUGH else 0.0
+
+    def margin(self, now: Nanos) -> float:
+        """Return the seconds to add to a predicted wait before it is compared with a limit."""
+        return 0.0 if now - self._noted_at > FORGOTTEN_AFTER else self._margin

@@ -1,0 +1,42 @@
+"""Tracing of a process: opens the exporter of a router, a worker or a store node."""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
+
+from fleet.core.errors import ConfigurationRefused
+from kvstore.errors import StoreNotStarted
+from kvstore.tracing.exporter import TraceExporter, open_trace_exporter
+from kvstore.tracing.settings import TracingSettings
+from kvstore.tracing.spans import SpanIds
+
+DISTRIBUTION = "fleet-serving"
+
+
+@contextmanager
+def open_tracing(settings: TracingSettings, service: str, instance: str) -> Iterator[TraceExporter | None]:
+    """Open the exporter of this process. Return None if nothing is traced.
+
+    Args:
+        settings: The tracing settings of the process.
+        service: Name of the kind of process, such as ``fleet-router``.
+        instance: Name of this process.
+
+    Raises:
+        ConfigurationRefused: OpenTelemetry is not installed, or the certificate or the headers cannot be read.
+    """
+    if not settings.is_on:
+        yield None
+        return
+    with ExitStack() as opened:
+        try:
+            exporter = opened.enter_context(open_trace_exporter(settings, service, instance, version(DISTRIBUTION)))
+        except StoreNotStarted as error:
+            raise ConfigurationRefused(str(error)) from error
+        yield exporter
+
+
+def new_span_ids() -> SpanIds:
+    """Return a source of trace and span ids, which are different in every process."""
+    return SpanIds(secrets.randbits(128))

@@ -1,0 +1,71 @@
+"""Sampling: decides which requests are traced.
+
+Rules:
+
+1. At its arrival (head): the `traceparent` of a client decides if the settings follow clients, else `sample_ratio`. The ratio is compared
+   with the last 8 bytes of the trace id, as OpenTelemetry's TraceIdRatioBased does. So all services make the same decision for a trace.
+2. At its end (tail): a request that has failed or was slow is kept although it was not sampled. This is possible because this process has
+   noted all facts of the request, and workers keep their facts for a while.
+3. A request that was refused by a rule (`REFUSALS`) before its answer had begun is no failure. Clients can send any number of them, so they are kept only if they were
+   slow, and get only `REFUSED_SHARE` of the queue for the collector. So a flood of them displaces no trace of a failure.
+"""
+
+from enum import StrEnum
+
+from fleet.core.clock import SECOND, Nanos
+from fleet.core.errors import Reason
+from fleet.core.requests import Finish
+from kvstore.tracing.settings import TracingSettings
+
+REFUSALS = frozenset(
+    {
+        *(Reason.INVALID_ARGUMENT, Reason.MODEL_NOT_FOUND, Reason.REQUEST_NOT_FOUND, Reason.TOO_LARGE),
+        *(Reason.UNAUTHENTICATED, Reason.RATE_LIMITED, Reason.QUEUE_FULL, Reason.DRAINING, Reason.CANCELLED),
+    }
+)
+"""Reasons by which a request ends as its client or a rule of the router wants it: the cluster has not failed."""
+
+REFUSED_SHARE = 0.5  # share of the export queue that refused requests may fill, so that a flood leaves room
+
+
+class KeepReason(StrEnum):
+    """The reason why the spans of a request are exported."""
+
+    SAMPLED = "sampled"
+    ERROR = "error"
+    SLOW = "slow"
+
+
+def is_sampled(trace_id: bytes, ratio: float) -> bool:
+    """Return whether a trace with this id is sampled, if the share `ratio` of all traces is (rule 1)."""
+    return int.from_bytes(trace_id[8:]) < round(ratio * (1 << 64))
+
+
+def is_refusal(outcome: Finish | Reason | None, *, has_begun: bool) -> bool:
+    """Return whether a request was refused by a rule or cancelled, and has not failed (rule 3).
+
+    An answer that has begun is cut short by a refusal, such as that of a draining worker. Only its client may do so.
+    """
+    return outcome is Reason.CANCELLED if has_begun else outcome in REFUSALS
+
+
+def keep_at_end(
+    settings: TracingSettings, outcome: Finish | Reason | None, first_token_after: Nanos | None, ended_after: Nanos
+) -> KeepReason | None:
+    """Return why the trace of a request that was not sampled is kept; None if it is not kept (rules 2 and 3).
+
+    Args:
+        settings: The tracing settings, with the limits for slow requests.
+        outcome: How the request ended; None if an external server has answered.
+        first_token_after: Time from the request's arrival to its first token; None if there was no token.
+        ended_after: Time from the request's arrival to its end.
+    """
+    refused = is_refusal(outcome, has_begun=first_token_after is not None)
+    if settings.keep_errors and isinstance(outcome, Reason) and not refused:
+        return KeepReason.ERROR
+    waited = ended_after if first_token_after is None else first_token_after
+    if settings.slow_first_token_seconds and waited > settings.slow_first_token_seconds * SECOND:
+        return KeepReason.SLOW
+    if settings.slow_seconds and ended_after > settings.slow_seconds * SECOND:
+        return KeepReason.SLOW
+    return None

@@ -1,0 +1,97 @@
+"""Settings of tracing, which routers, workers and store nodes share."""
+
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from msgspec import Meta, Struct
+
+from kvstore.net.addresses import refuse_plain_key
+
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+
+
+class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Traces in the format of OpenTelemetry (OTLP). They need the extra `tracing`."""
+
+    endpoint: str = ""
+    """URL of the collector, such as ``http://127.0.0.1:4317`` for gRPC or ``http://127.0.0.1:4318/v1/traces`` for HTTP. With ``https``
+    the connection is encrypted. Empty: nothing is traced."""
+
+    protocol: Literal["grpc", "http"] = "grpc"
+    """OTLP over gRPC, or over HTTP with protobuf."""
+
+    headers: dict[str, str] = {}
+    """Headers of each export, such as a key of the collector."""
+
+    headers_file: str = ""
+    """File with further headers, such as a mounted Secret: a line ``name: value`` for each. It is read at the start, and repeats no header."""
+
+    insecure: bool = False
+    """Send `headers` over http to another host too. For networks that nobody else is on."""
+
+    certificate: str = ""
+    """File with the authority of a collector with ``https``; empty: the authorities that the machine trusts."""
+
+    sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.01
+    """Share of the requests without a `traceparent` that are traced. It follows from the trace id, so that all routers decide alike."""
+
+    follow_clients: bool = True
+    """True if the `traceparent` of a client says whether its request is sampled. If off, `sample_ratio` decides, and the client's trace id is kept."""
+
+    keep_errors: bool = True
+    """True if requests that fail are traced, sampled or not. Cancellations by clients are no failures, nor are refusals by a rule before
+    the answer has begun: `draining`, and HTTP 4xx except `kv_mismatch`."""
+
+    slow_first_token_seconds: Seconds = 10.0
+    """Requests whose first token takes longer are traced, sampled or not; 0: none. The default is the longest common goal."""
+
+    slow_seconds: Seconds = 60.0
+    """Requests that take longer altogether are traced, sampled or not; 0: none. Common answers of 500 tokens take up to half of that."""
+
+    baggage: tuple[Annotated[str, Meta(min_length=1, max_length=128)], ...] = ()
+    """Keys of the header `baggage` that become attributes of the request's span, such as ``session.id``; others are ignored."""
+
+    export_seconds: Annotated[float, Meta(ge=0.01, le=60)] = 1.0
+    """Pause between two exports. Each sends what has ended meanwhile."""
+
+    timeout_seconds: Annotated[float, Meta(ge=0.1, le=60)] = 5.0
+    """Time for one export, with its retries. What the collector has not taken by then is dropped and counted."""
+
+    most_waiting: Annotated[int, Meta(ge=1, le=1 << 20)] = 2048
+    """Ended requests (on workers: attempts) that may wait for the collector, each with a few KB; further ones are dropped and counted."""
+
+    def __post_init__(self) -> None:
+        if not self.endpoint:
+            return
+        parts = urlsplit(self.endpoint)
+        try:
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # the port is no number
+            usable = False
+        if not usable or parts.username or parts.query or parts.fragment:
+            raise ValueError(f"endpoint: {self.endpoint!r} must be http://host:port or https://host:port")
+        if self.protocol == "grpc" and parts.path not in ("", "/"):
+            raise ValueError(f"endpoint: {self.endpoint!r} has a path, which gRPC does not use; leave it out")
+        if self.certificate and parts.scheme != "https":
+            raise ValueError("certificate: is for https, and `endpoint` says http; change one of them")
+        names = set()
+        for name, value in self.headers.items():
+            if not is_header(name, value):
+                raise ValueError(f"headers: {name!r} and its value must be printable ASCII")
+            if name.lower() in names:
+                raise ValueError(
+                    f"headers: {name!r} is there twice, since case does not count; leave out one of the two"
+                )
+            names.add(name.lower())
+        if (self.headers or self.headers_file) and not self.insecure:
+            field = "headers" if self.headers else "headers_file"
+            refuse_plain_key("endpoint", self.endpoint, field, "insecure")
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.endpoint)
+
+
+def is_header(name: str, value: str) -> bool:
+    """Return whether a header can be sent: printable ASCII, and a name without spaces."""
+    return bool(name) and " " not in name and (name + value).isascii() and (name + value).isprintable()

@@ -1,0 +1,43 @@
+"""Task of a model: guesses it from the names of the architectures in its folder; in a worker, vLLM itself decides."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fleet.core.errors import ConfigurationRefused
+from workers.settings import ModelTask
+
+GENERATING = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
+CLASSIFYING = ("Classification", "ClassificationModel")
+EMBEDDING = ("ForTextEncoding", "EmbeddingModel", "Model")
+"""The architecture names of embedding models end so, as in vLLM."""
+
+SENTENCE_TRANSFORMERS = "modules.json"
+"""A model folder with this file holds an embedding model for vLLM, even if its architecture could generate tokens."""
+
+
+def task_of_folder(folder: Path) -> ModelTask:
+    """Return the task of the model in a folder.
+
+    Raises:
+        ConfigurationRefused: The folder's config.json cannot be read.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigurationRefused(f"{path}: is not a model's configuration: {error}") from error
+    return task_of_config(config if isinstance(config, dict) else {}, folder)
+
+
+def task_of_config(config: Mapping[str, Any], folder: Path) -> ModelTask:
+    """Return the task of the model whose config.json has this content."""
+    names = [str(each) for each in config.get("architectures") or ()]
+    if (folder / SENTENCE_TRANSFORMERS).exists():
+        return ModelTask.EMBED
+    if any(each.endswith(GENERATING) for each in names):
+        return ModelTask.GENERATE
+    if any(each.endswith(CLASSIFYING) for each in names):
+        return ModelTask.CLASSIFY
+    return ModelTask.EMBED if any(each.endswith(EMBEDDING) for each in names) else ModelTask.GENERATE

@@ -1,0 +1,41 @@
+"""Pull counts of a vLLM engine: how many blocks it has pulled from other engines, by the result of their check.
+
+The scheduler's process writes them into a file in the folder of the engine's sockets, and the worker's process reads
+them, like the step counter (`workers.engines.vllm.step_counter`).
+"""
+
+from pathlib import Path
+
+from fleet.core.work import PulledBlocks
+from workers.engines.vllm.step_counter import WORD_BYTES, mapped_words
+
+WORDS = 3  # the numbers of verified, corrupt and unverified blocks
+
+
+def pull_file(scratch: Path | str, engine: int) -> Path:
+    """Return the path of the counts of one of a worker's engines (data parallelism); engines are numbered from 0."""
+    return Path(scratch, f"pulls-{engine}")
+
+
+class PullCounter:
+    """Writes the counts, in the process of vLLM's scheduler."""
+
+    def __init__(self, file: Path) -> None:
+        file.write_bytes(bytes(WORDS * WORD_BYTES))
+        self._words = mapped_words(file, WORDS)
+
+    def add(self, counts: PulledBlocks) -> None:
+        self._words[0] += counts.verified
+        self._words[1] += counts.corrupt
+        self._words[2] += counts.unverified
+
+
+class PullReader:
+    """Reads the counts, in the worker's process."""
+
+    def __init__(self, file: Path) -> None:
+        """Map the file; raise OSError if it does not exist."""
+        self._words = mapped_words(file, WORDS)
+
+    def counts(self) -> PulledBlocks:
+        return PulledBlocks(verified=self._words[0], corrupt=self._words[1], unverified=self._words[2])

@@ -269,7 +269,8 @@ def _router(
                 name=each.metadata.name,
                 asked=each.spec.replicas,
                 replicas=each.status.replicas,
-                ready=each.status.ready_replicas if current else 0,
+                # The status and the pods come from two watches, and either may be behind the other.
+                ready=min(each.status.ready_replicas, len(ready)) if current else 0,
                 updated=each.status.updated_replicas if current else 0,
                 pods=_running(ready),
                 addresses=tuple(sorted(pod.status.pod_ip for pod in ready if pod.status.pod_ip)),

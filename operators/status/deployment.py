@@ -172,6 +172,8 @@ def _router(desired: DesiredDeployment, observed: ObservedState, replicas: int) 
         ready=there.ready,
         updated=there.updated,
         registered=there.ready,
+        # Pods that the Deployment no longer counts are about to leave. Probes wait until they are gone.
+        draining=max(0, len(there.pods) - there.replicas),
     )
 
 

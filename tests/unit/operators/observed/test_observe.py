@@ -21,6 +21,7 @@ from fleet.net.kubernetes.views import (
     PodStatus,
     WorkloadResource,
     WorkloadSpec,
+    WorkloadStatus,
 )
 from operators.api.disagg_deployment import DisaggDeploymentSpec
 from operators.manifests.names import GROUP_LABEL, INSTANCE, REVISION, ROLE, TYPE
@@ -254,6 +255,19 @@ def test_serving_pods_are_listed_with_their_restarts():
     assert found.children[0].serving == (RunningPod("a", uid="a"), RunningPod("b", 2, "b"))
     router = observed(msgspec.structs.replace(a_child(), metadata=without_revision("dd-router")), a_router("r1")).router
     assert router.pods == (RunningPod("r1", uid="r1"),)
+
+
+def test_routers_are_ready_when_status_and_pods_both_say_so():
+    routers = WorkloadResource(
+        metadata=without_revision("dd-router"),
+        spec=WorkloadSpec(replicas=2),
+        status=WorkloadStatus(replicas=2, ready_replicas=1, updated_replicas=2),
+    )
+
+    assert observed(routers).router.ready == 0
+    assert observed(routers, a_router("r1", ready=False)).router.ready == 0
+    assert observed(routers, a_router("r1")).router.ready == 1
+    assert observed(routers, a_router("r1"), a_router("r2")).router.ready == 1
 
 
 def test_routers_of_a_renamed_role_are_old():

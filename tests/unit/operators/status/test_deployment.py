@@ -298,6 +298,16 @@ def test_changed_routers_leave_a_proved_deployment_available():
     assert (ready(other), available(other)) == (("False", "ServedProbePending"), ("True", "Serving"))
 
 
+def test_probes_wait_until_router_pods_that_leave_are_gone():
+    observed = settled(desired_deployment())
+    two = msgspec.structs.replace(observed.router, pods=(RunningPod("router-0"), RunningPod("router-1")))
+
+    rolling = reconciled(observed, router=two)
+
+    assert (rolling.wanted, ready(rolling)) == (None, ("False", "RolesNotReady"))
+    assert reconciled(observed).wanted is not None
+
+
 def test_suspended_deployment_is_not_available_at_the_end():
     suspended = desired_deployment(suspend=True)
     observed = with_ready(settled(desired_deployment()), prefill=0, decode=0)

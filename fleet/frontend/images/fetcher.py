@@ -228,7 +228,7 @@ class ImageFetcher:
         except aiohttp.ClientConnectorCertificateError:  # This class is also a ValueError, so it must come first.
             raise invalid(field, "cannot be fetched: the certificate of the server is not valid") from None
         except ValueError:
-            raise invalid(field, "is not a valid URL, or redirects to such a one") from None
+            raise invalid(field, "is not a valid URL, or redirects to an invalid URL") from None
         except aiohttp.ClientConnectionError:
             raise invalid(field, "cannot be fetched: there is no connection, or it broke off") from None
         except (aiohttp.ClientError, OSError):

@@ -43,8 +43,8 @@ _MAX_HEAD = 256  # characters of a data URL before its data
 class ImageFile(NamedTuple):
     """An image of a request, as the client sent or named it."""
 
-    field: str  # path of its URL in the client's request, for errors
-    content: bytes  # of the file; empty if it has to be fetched
+    field: str  # path of the image's URL in the client's request, for error messages
+    content: bytes  # the bytes of the file; empty if it has to be fetched
     pixels: int  # width times height, as the header states them; 0 if it has to be fetched
     url: str = ""  # the http or https URL to fetch; empty: the client sent the image
 

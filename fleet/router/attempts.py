@@ -35,7 +35,8 @@ from fleet.router.queueing.admission_queue import OrderedRequests, queue_positio
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import Attempt, LiveRequest, attempt_id
 
-# after so many seconds of computing, the weight of a measurement has fallen to 1/e; 100,000 prompt tokens take about as long
+# Seconds of computing after which the weight of a measurement has fallen to 1/e. A worker computes about 100,000 prompt tokens in
+# this time.
 MEMORY_SECONDS = 20.0
 # Number of measured prompts from which on the rate is used; the first one may include a compilation in the engine.
 EVIDENCE = 3
@@ -290,7 +291,7 @@ class PrefillQueues:
         return self._tokens.get(worker_id, 0)
 
     def held_tokens(self, worker_id: WorkerId, priority: int) -> int:
-        """Return how many tokens the prompts with at least this priority have that wait for a worker.
+        """Return the sum of the tokens of all prompts that wait for a worker and have at least this priority.
 
         Prompts of every length count, because short prompts that arrive later overtake long ones. If only the prompts that are ahead now
         counted, the predicted wait of a long prompt would be too short.

@@ -6,7 +6,7 @@ Rules:
    knows most of the special ones. What it lacks, or what it learned only in later versions of Python, is listed here.
 2. An IPv6 address that stands for an IPv4 address is judged by that address: mapped addresses (RFC 4291, 2.5.5.2) and those of the
    well-known prefix of NAT64 (RFC 6052, 2.1). Tunnels (6to4, Teredo) and prefixes for local use are refused.
-3. Metadata services of clouds are at link-local or private addresses, with one exception, which is listed.
+3. Metadata services of clouds are at link-local or private addresses, except Azure's wire server, which is listed.
 4. The operator may allow networks that are not public.
 """
 
@@ -41,7 +41,7 @@ _NAT64 = IPv6Network("64:ff9b::/96")
 
 
 class AddressRule:
-    """Says which addresses may be connected to."""
+    """Decides which addresses the router may connect to."""
 
     def __init__(self, networks: Iterable[str] = ()) -> None:
         """Create the rule; `networks` are allowed although they are not public."""

@@ -225,10 +225,10 @@ class ImageFetcher:
                     if url.scheme == "https" and following.scheme == "http":
                         raise invalid(field, "redirects from https to http")
                     url = following.with_fragment(None)
-        except aiohttp.ClientConnectorCertificateError:  # before ValueError, which it is too
+        except aiohttp.ClientConnectorCertificateError:  # This class is also a ValueError, so it must come first.
             raise invalid(field, "cannot be fetched: the certificate of the server is not valid") from None
         except ValueError:
-            raise invalid(field, "is not a valid URL, or redirects to such a one") from None
+            raise invalid(field, "is not a valid URL, or redirects to an invalid URL") from None
         except aiohttp.ClientConnectionError:
             raise invalid(field, "cannot be fetched: there is no connection, or it broke off") from None
         except (aiohttp.ClientError, OSError):
@@ -331,7 +331,7 @@ class _NameLookups:
     def _ended(self, lookup: "asyncio.Future[Any]") -> None:
         self._running -= 1
         if not lookup.cancelled():
-            lookup.exception()  # marks it as seen if nobody waited
+            lookup.exception()  # Reading the exception keeps asyncio from logging it if no task waited for this lookup.
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -23,14 +23,15 @@ from fleet.core.errors import RequestRejected, invalid
 from fleet.core.requests import RemoteImage
 from fleet.core.validation import MAX_IMAGES, MAX_PIXELS, MAX_REQUEST_PIXELS
 
-MAX_SIDE = 16_384  # image processors of models scale by the longer side
+MAX_SIDE = 16_384  # Image processors of models scale an image by its longer side.
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
-MAX_SEGMENTS = 256  # of a JPEG before its size; a color profile takes a segment for each 64 KiB
+# Maximum number of segments of a JPEG before its size; a color profile takes a segment for each 64 KiB.
+MAX_SEGMENTS = 256
 
 _PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\x0dIHDR"
-_FILL = 0xFF  # may precede a marker any number of times; each counts as a segment
+_FILL = 0xFF  # This byte may precede a marker any number of times; each one counts as a segment.
 _SCAN, _END = 0xDA, 0xD9
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15, without DHT, JPG and DAC
 
@@ -42,8 +43,8 @@ _MAX_HEAD = 256  # characters of a data URL before its data
 class ImageFile(NamedTuple):
     """An image of a request, as the client sent or named it."""
 
-    field: str  # path of its URL in the client's request, for errors
-    content: bytes  # of the file; empty if it has to be fetched
+    field: str  # path of the image's URL in the client's request, for error messages
+    content: bytes  # the bytes of the file; empty if it has to be fetched
     pixels: int  # width times height, as the header states them; 0 if it has to be fetched
     url: str = ""  # the http or https URL to fetch; empty: the client sent the image
 

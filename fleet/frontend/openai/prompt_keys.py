@@ -35,7 +35,8 @@ from fleet.router.native.costs import block_keys
 from fleet.router.ports import TextCodec
 from kvstore.block import HashAlgorithm, adapter_salt, chain
 
-ALGORITHM = HashAlgorithm.XXH3_128  # any algorithm would do, because these hashes never leave the process
+# Any hash algorithm would be suitable, because these hashes never leave the process.
+ALGORITHM = HashAlgorithm.XXH3_128
 RUNS = 5  # how often the tokenizer's speed is measured; the fastest run counts
 # Maximum time for which tokenizing may block the event loop; longer prompts are tokenized in a thread.
 MAX_INLINE_TIME = 2 * MILLISECOND
@@ -246,7 +247,7 @@ class PromptReader:
 def _samples() -> Iterator[str]:
     """Yield texts of about 6 KiB.
 
-    Their words hardly repeat: a tokenizer caches words, so repeated words would seem too fast.
+    The words of these texts hardly repeat. A tokenizer caches words, so it would seem too fast with repeated words.
     """
     for run in range(RUNS):
         numbers = range(256 * run, 256 * (run + 1))

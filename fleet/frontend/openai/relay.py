@@ -358,7 +358,7 @@ class Relay:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._threads = threads
-        for reader in readers.values():  # export the usual series with 0 before the first request
+        for reader in readers.values():  # Export the usual series with value 0 before the first request.
             metrics.begin(reader.model, OPERATION_CHAT)
             metrics.begin(reader.model, COMPLETION)
         # Running exchanges of usage with peer routers, for tenants near a shared rate limit.
@@ -589,7 +589,7 @@ class Relay:
         return reader
 
     def _submit(self, relayed: RelayedRequest, body: RelayTextBody | RelayRawBody, read: KeyedPrompt) -> None:
-        """Give the request to the router, which places it and has it sent.
+        """Submit the request to the router, which places it and lets the backend send it.
 
         Raises:
             RequestRejected: A rate limit is reached, the object ``fleet`` is invalid, or the router drains.
@@ -678,7 +678,7 @@ class Relay:
 
 
 class _FinishedTask:
-    """Stands for a request that was rejected at once, because the HTTP server needs a task for each request."""
+    """Represents a request that was rejected at once, because the HTTP server needs a task for each request."""
 
     def cancel(self) -> None:
         """Do nothing."""

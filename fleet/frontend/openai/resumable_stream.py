@@ -33,9 +33,9 @@ NAMES: Mapping[str, str] = {"resume.token": "last-event-id", "resume.token_ids":
 class SeenEvents(Struct, frozen=True):
     """The events of a translated API that a client has (`fleet.frontend.openai.translated.answer_events`)."""
 
-    events: int = 0  # events that are no pieces of text
-    characters: int = 0  # characters of all pieces of text
-    pieces: int = 0
+    events: int = 0  # number of events that are not pieces of text
+    characters: int = 0  # number of characters in all pieces of text
+    pieces: int = 0  # number of pieces of text
 
 
 class LastEventId(Struct, frozen=True):
@@ -43,7 +43,7 @@ class LastEventId(Struct, frozen=True):
 
     resume: Resume
     last_events: int = 0  # number of the answer's last events that the client already has
-    seen: SeenEvents | None = None  # only of a translated API
+    seen: SeenEvents | None = None  # None: the API is not a translated one
 
 
 def read_last_event_id(headers: Mapping[bytes, bytes]) -> LastEventId | None:

@@ -113,7 +113,7 @@ class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"router_endpoint: {self.router_endpoint!r} must be ip:port; gateways look up no names")
         if self.router_endpoint and self.lease is not None:
             raise ValueError(
-                "lease: any router may be asked where requests go to router_endpoint; leave out one of the two"
+                "lease: with router_endpoint any router may answer gateways, so no Lease is needed; leave out one of the two"
             )
 
     @property

@@ -512,7 +512,8 @@ class WorkerTable:
         # Marks of the prompts that peer routers have announced and that are not finished.
         self.peer_prompts = RadixTree()
         self._bits = 0  # bits that belong to a worker, in all three radix trees
-        self._peer_reservations: Sequence[Mapping[WorkerId, ReservationTotals]] = ()  # of each peer router, by worker
+        # The reservations of each peer router, by worker.
+        self._peer_reservations: Sequence[Mapping[WorkerId, ReservationTotals]] = ()
         self._arrange()
 
     def take_bit(self) -> int:

@@ -91,7 +91,8 @@ class TranslatedFrontend:
                 await self._collect(exchange, asked)
         except RequestRejected as refused:
             if refused.field.startswith("chat.messages["):
-                # The chat has other messages than the request: the system prompt and results of tools are some of their own.
+                # The messages of the chat have other numbers than those of the request, because the system prompt and results of tools
+                # become messages. So the error names the whole list.
                 names = {**names, refused.field: names["chat.messages"]}
             renamed = rename_field(rename_field(refused, names), api.names)
             send_rejection(exchange, renamed, *id_headers(exchange, request_id), form=api.errors)

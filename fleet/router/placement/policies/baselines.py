@@ -53,7 +53,7 @@ class LeastLoaded(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class BoundedRing:
     """Picker by consistent hashing with bounded loads (V. Mirrokni, M. Thorup, M. Zadimoghaddam, SODA 2018).
 
-    From the place of the key on the ring it goes clockwise, and takes the first worker with fewer than `ceil(load_factor · (requests + 1) /
+    The picker goes clockwise from the place of the key on the ring, and takes the first worker with fewer than `ceil(load_factor · (requests + 1) /
     workers)` requests. The key is the session; without a session, the prompt's first block; without a full block, a random number.
     """
 
@@ -114,7 +114,7 @@ class SessionFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Sticky(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Policy that leaves a session on its worker while that has room. A new session goes to the worker with the fewest requests."""
+    """Policy that leaves a session on its worker while this worker has room. A new session goes to the worker with the fewest requests."""
 
     def policy(self) -> Pipeline:
         return Pipeline("sticky", filters=[SessionFilter()], scorers=[("requests", 1.0, RequestsScorer())])

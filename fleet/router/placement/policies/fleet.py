@@ -79,9 +79,10 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Cost of a request on a worker besides its blocks: its share of each decode step."""
 
     decode_weight: float = 0.3
-    """Cost of a block that live requests hold, in blocks of prefill. It is read once a step, which for an answer of some
-    hundred tokens takes a tenth to a third of computing it. With Dynamo's weight of 1, a held chain counts against its
-    worker for as much as finding it there is worth, so shared prefixes are torn apart."""
+    """Cost of a block that live requests hold, in blocks of prefill. Each decode step reads the block once. For an answer of
+    some hundred tokens, these reads together take a tenth to a third of the time of computing the block. With Dynamo's weight
+    of 1, a held chain raises the cost of its worker by as much as a hit on this chain lowers it. So requests with a shared
+    prefix would be spread over several workers."""
 
     spread: float = 2.0
     """How fast a hit loses its worth on a full batch: with 2, it has lost all of it when half a batch waits."""
@@ -95,7 +96,8 @@ class FleetCost(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     as long as people wait for them to begin, but a short answer is late after a single long prompt (ADR 17)."""
 
     session_blocks: float = 1.0
-    """Preference for the worker of a session's last request: small, because its blocks are known one by one."""
+    """Preference for the worker of a session's last request, in blocks of prefill. It is small, because the credit for the cached
+    blocks of the session already prefers this worker."""
 
     def costs(self, request: PlacementRequest, candidates: Candidates, phase: Phase, /) -> Floats:
         columns = candidates.columns

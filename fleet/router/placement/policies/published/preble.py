@@ -1,7 +1,7 @@
 """Preble's E2 scheduling (V. Srivatsa, Z. He, R. Abhyankar, D. Li, Y. Zhang, "Preble", ICLR 2025, section 3.2, algorithms 1 and 2).
 
-    exploit, where more of the prompt is cached than is not:  of the workers with the longest match, the one of least cost
-    explore, elsewhere:                                       of all workers, the one of least cost
+    exploit, if more than half of the prompt is cached:  the cheapest of the workers with the longest match
+    explore, otherwise:                                  the cheapest of all workers
 
     cost    = load + evicted + prefill, in seconds of that worker
     load    = over the requests that it got in the last `window_seconds`: prefill(uncached part) + decode(answer)
@@ -14,7 +14,7 @@ Then follow the paper's two adjustments of an exploiting choice, in its order:
    exploit it go to the least loaded one, which computes the prefix and holds it from then on. It begins after 50 requests for each worker.
 2. Copies. Otherwise, if the queue of a prefix at its worker has doubled (its mean over the later half of the window is twice
    the mean over the earlier half), the least loaded worker without the prefix gets a copy: this request computes it. From then on requests
-   with that prefix go to the cheapest of its workers, also where another one has a longer match. This ends when the copy has had
+   with that prefix go to the cheapest of its workers, even if another worker has a longer match. This ends when the copy has had
    no request for a window.
 
 The paper has a third rule, which is checked before exploring. If decoding is more than `decode_share` of a worker's load, the worker has
@@ -25,14 +25,14 @@ The window, `imbalance`, the 50 requests and the halves are those of the code (W
 
 The interface of policies lacks some of the rule's inputs. They are replaced as follows:
 
-- First tokens: the code measures queues by their times, but no policy hears of a request after its placement. Instead the
-  uncomputed prompt tokens reserved on the worker count, with the request's own, at the time of placement. Prefill times are proportional
-  to tokens, so these double when queueing does.
+- First tokens: the code measures the queueing times of requests, but a policy gets no information about a request after its placement. So the
+  prompt tokens that are reserved on the worker and not computed yet are counted instead, together with those of the request, at the time
+  of placement. Prefill times are proportional to tokens, so the number of tokens doubles when the queueing time doubles.
 - Lengths of answers: the paper takes a worker's mean. Here an answer counts with its longest length, as in the code at first.
 - The tree of prompts: the key of the first block and the leading blocks of each worker are known. So the worker "with the longest node"
   is the one with the longest match, and a subtree is all prompts with one first block, split between its copies request by request.
 - Times: the paper fits them offline. Here they are seconds for each token, and `quadratic_seconds` for attention.
-- Pairs: the decode worker is charged with the prompt's time as well, because it is chosen as if it did everything.
+- Pairs: the cost of the decode worker also contains the prompt's time, because it is chosen as if it also computed the prompt.
 
 The order of requests inside a worker (section 3.3) is outside a router's control.
 """

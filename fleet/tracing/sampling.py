@@ -47,7 +47,7 @@ def is_sampled(trace_id: bytes, ratio: float) -> bool:
 def is_refusal(outcome: Finish | Reason | None, *, has_begun: bool) -> bool:
     """Return whether a request was refused by a rule or cancelled, and has not failed (rule 3).
 
-    An answer that has begun is cut short by a refusal, such as that of a draining worker. Only its client may do so.
+    If an answer has begun, only its client may end it early. If a rule, such as a drain, ends it, it has failed.
     """
     return outcome is Reason.CANCELLED if has_begun else outcome in REFUSALS
 

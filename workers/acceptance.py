@@ -83,9 +83,11 @@ def _unfit_prompt(start: Start, facts: EngineFacts) -> Rejected | None:
     if start.images and IMAGES not in facts.sampling_fields:
         return _invalid(start, "images", f"this worker's engine ({facts.name}) takes none")
     if start.images and start.phase is not Phase.AGGREGATED:
-        return _invalid(start, "images", f"need one worker for all, and this is {start.phase} work")
+        return _invalid(start, "images", f"need one worker for prompt and answer, and this is {start.phase} work")
     if start.sampling.prompt_logprobs is not None and start.phase is not Phase.AGGREGATED:
-        return _invalid(start, "sampling.prompt_logprobs", f"needs one worker for all, and this is {start.phase} work")
+        return _invalid(
+            start, "sampling.prompt_logprobs", f"needs one worker for prompt and answer, and this is {start.phase} work"
+        )
     prompt = len(start.tokens) // TOKEN_BYTES
     answer = 1 if start.phase is Phase.PREFILL else start.sampling.max_tokens
     if start.pooling is not None:
@@ -127,7 +129,7 @@ def _unfit_continuation(start: Start, facts: EngineFacts) -> Rejected | None:
         return _invalid(start, "generated_tokens", "must leave at least one token of the prompt")
     fields = state_fields(start.sampling)
     if fields and start.phase is not Phase.AGGREGATED:
-        return _invalid(start, "generated_tokens", f"with sampling.{fields[0]} needs one worker for all")
+        return _invalid(start, "generated_tokens", f"with sampling.{fields[0]} needs one worker for prompt and answer")
     if missing := [field for field in fields if field not in facts.continued_fields]:
         message = (
             f"generated_tokens: this worker's engine ({facts.name}) cannot continue an answer with"

@@ -17,9 +17,9 @@ class ConnectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     max_connections: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096
     """The largest number of open connections; each costs about 20 KiB and a file descriptor. When the port is full, a
-    newcomer displaces a connection that waits: first one that has owed its next bytes for a second, then the one
-    that has waited longest. A connection whose request is being served is never displaced. A newcomer without a slot
-    is refused: over HTTP with 503 and Retry-After."""
+    new connection displaces one that waits: first one whose client has not sent its next bytes for a second, then the
+    one that has waited longest. A connection whose request is being served is never displaced. A new connection that
+    displaces no other is refused: over HTTP with 503 and Retry-After."""
 
     address_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """The part of `max_connections` that one client address (for IPv6, one /64 network) may use. An address at its
@@ -41,7 +41,10 @@ class ConnectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ClientTlsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """TLS of the ports for clients: HTTP, gRPC and KServe, and health and endpoint picker if wanted. The files are read again when they change."""
+    """TLS of the ports for clients: HTTP, gRPC and KServe, and on request the health port and the endpoint picker.
+
+    The files are read again when they change.
+    """
 
     certificate: str = ""
     """PEM file of the router's certificate, and of the certificates between it and its authority. Empty: the ports do not
@@ -54,21 +57,21 @@ class ClientTlsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """PEM file of the certificates that must have signed the clients' certificates (mTLS). Empty: clients need none."""
 
     health: bool = False
-    """`health_listen` speaks TLS as well. Off, because probes of a load balancer or of Kubernetes usually use plain HTTP there. With
-    `client_authority` probes need a certificate, which those of Kubernetes do not have."""
+    """`health_listen` speaks TLS as well. Off, because probes of a load balancer or of Kubernetes usually use plain HTTP
+    there. With `client_authority`, probes need a certificate, and probes of Kubernetes have none."""
 
     endpoint_picker: bool = False
-    """The endpoint picker speaks TLS as well, as gateways expect that call pickers over TLS. With `client_authority` gateways need a
-    certificate."""
+    """The endpoint picker speaks TLS as well, for gateways that call pickers over TLS. With `client_authority`,
+    gateways need a certificate."""
 
     renewal_check_seconds: Annotated[float, Meta(ge=0.1, le=86_400)] = 10.0
-    """The time between two looks at the files. A renewed certificate serves new connections, and open ones go on. Files
-    that cannot be used are logged, and the certificate in use stays. Kubernetes shows a renewed secret to a pod after
-    about a minute, so ten seconds add little."""
+    """The time between two checks whether the files have changed. New connections then use the renewed certificate, and
+    open ones go on. If the files cannot be used, this is logged, and the old certificate stays in use. Kubernetes
+    writes a renewed secret into a pod after about a minute, so ten seconds add little."""
 
     expiry_warning_days: Annotated[float, Meta(ge=0, le=3650)] = 14.0
-    """A certificate that ends within this time is logged as a warning, once a day. Renewals usually come 30 days before
-    the end, so two weeks mean that one has failed."""
+    """A warning is logged once a day if the certificate ends within this time. Certificates are usually renewed 30 days
+    before their end, so two weeks mean that a renewal has failed."""
 
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):

@@ -1,8 +1,9 @@
-"""Request facts: what is noted of a traced request while it runs, and the spans that are made of it at the end.
+"""Request facts: the data that a router notes of a traced request while it runs, and the spans that it makes of them.
 
-The spans of a request: one for the request itself, and below it "queue", "placement" with the reason and the costs of the candidates, and
-"attempt …" for each attempt on a worker. An attempt has a link to the attempt before it: `handoff` from a decode to its prefill, `retry`
-from a second try to the first one, and `migration` from the rest of an answer to the attempt that had begun the answer.
+A request has one span of its own. Below it are the spans "queue", "placement" with the reason and the costs of the
+candidates, and "attempt …" for each attempt on a worker. An attempt has a link to the attempt before it: `handoff` from
+a decode to its prefill, `retry` from a second try to the first one, and `migration` from the rest of an answer to the
+attempt that had begun the answer.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,8 +2,9 @@
 
 Rules:
 
-1. The machine knows nothing of traces. The observer of this module sees the machine's events and commands (`fleet.router.observer`), and
-   notes facts. Spans are made of the facts in the exporter's thread, and only if the trace is kept (`fleet.tracing.sampling`).
+1. The machine knows nothing of traces. The observer of this module sees the machine's events and commands
+   (`fleet.router.observer`), and notes facts. Spans are made of the facts in the exporter's thread, and only if the
+   trace is kept (`fleet.tracing.sampling`).
 2. When an attempt is sent to a worker, `TracedWorkers` adds the trace id and the id of the attempt's span.
 3. If a trace was not sampled but is kept at the end of the request, all workers of the request get the command to
    export their spans of it.
@@ -235,8 +236,8 @@ class RequestTraces:
     def _note_placement(self, facts: RequestFacts, now: Nanos) -> bool:
         """Record the latest decision for a request. Return False if it was recorded before.
 
-        After the arrival, a decision is recorded only at a dispatch. So a request that waited first in the admission queue and then in a
-        prefill queue has one queue span for both waits.
+        After the arrival, a decision is recorded only at a dispatch. So a request that waited first in the admission
+        queue and then in a prefill queue has one queue span for both waits.
         """
         decision = self.machine.decision(facts.request.id)
         if decision is None or (facts.placements and facts.placements[-1].decision is decision):

@@ -2,12 +2,15 @@
 
 Rules:
 
-1. At its arrival (head): the `traceparent` of a client decides if the settings follow clients, else `sample_ratio`. The ratio is compared
-   with the last 8 bytes of the trace id, as OpenTelemetry's TraceIdRatioBased does. So all services make the same decision for a trace.
-2. At its end (tail): a request that has failed or was slow is kept although it was not sampled. This is possible because this process has
-   noted all facts of the request, and workers keep their facts for a while.
-3. A request that was refused by a rule (`REFUSALS`) before its answer had begun is no failure. Clients can send any number of them, so they are kept only if they were
-   slow, and get only `REFUSED_SHARE` of the queue for the collector. So a flood of them displaces no trace of a failure.
+1. Head sampling, at the arrival of a request: the `traceparent` of the client decides if the settings follow clients.
+   Otherwise `sample_ratio` decides. It is compared with the last 8 bytes of the trace id, as OpenTelemetry's
+   TraceIdRatioBased does. So all services make the same decision for a trace.
+2. Tail sampling, at the end of a request: the trace of a request that has failed or was slow is kept although it was
+   not sampled. This is possible because this process has noted all facts of the request, and because workers keep
+   their facts for a while.
+3. A request that was refused by a rule (`REFUSALS`) before its answer had begun has not failed. Clients can send any
+   number of such requests. Their traces are therefore kept only if they were slow, and get only `REFUSED_SHARE` of the
+   queue for the collector. So a flood of them displaces no trace of a failure.
 """
 
 from enum import StrEnum
@@ -44,7 +47,7 @@ def is_sampled(trace_id: bytes, ratio: float) -> bool:
 def is_refusal(outcome: Finish | Reason | None, *, has_begun: bool) -> bool:
     """Return whether a request was refused by a rule or cancelled, and has not failed (rule 3).
 
-    An answer that has begun is cut short by a refusal, such as that of a draining worker. Only its client may do so.
+    If an answer has begun, only its client may end it early. If a rule, such as a drain, ends it, it has failed.
     """
     return outcome is Reason.CANCELLED if has_begun else outcome in REFUSALS
 

@@ -104,7 +104,7 @@ class Recommendation(Resource, frozen=True):
     """Replicas that the last decision wants."""
 
     reason: Annotated[str, Meta(max_length=1024)] = ""
-    """Why, by the reasons of `fleet plan`."""
+    """Reason of the recommendation, as in `fleet plan`."""
 
 
 class MadePlan(Resource, frozen=True):
@@ -120,10 +120,10 @@ class MadePlan(Resource, frozen=True):
     """Roles with their replicas before and after."""
 
     reason: Annotated[str, Meta(max_length=32)] = ""
-    """Why it was made, as one word for programs."""
+    """Reason of the plan, as one word for programs."""
 
     detail: Annotated[str, Meta(max_length=1024)] = ""
-    """Why it ended as it did."""
+    """Reason of the plan's outcome, as a text for people."""
 
 
 class ServingPlanStatus(Resource, frozen=True):

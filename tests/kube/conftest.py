@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need a Kubernetes API: ours, or the one whose address is in FLEET_TEST_KUBE_API."""
+"""Fixtures of tests that need a Kubernetes API: that of the server for tests, or of the one in FLEET_TEST_KUBE_API."""
 
 import importlib.util
 import os
@@ -12,13 +12,13 @@ NEEDED = ("aiohttp", "cel_expr_python", "kubernetes_validate", "lupa")
 
 
 def pytest_ignore_collect() -> bool | None:
-    """Skip this folder where the packages that `make kube-test` installs are missing."""
+    """Skip this folder if the packages that `make kube-test` installs are missing."""
     return True if any(importlib.util.find_spec(each) is None for each in NEEDED) else None
 
 
 @pytest.fixture(scope="session")
 def address():
-    """Return the address of an API server; `kubectl proxy` gives one of a real server that needs no credentials."""
+    """Return the address of an API server. For a real server, `kubectl proxy` has an address without credentials."""
     from tests.support.kube.api.running import OTHER_SERVER, an_api_server
 
     if given := os.environ.get(OTHER_SERVER):
@@ -36,7 +36,7 @@ def api(address):
 
 @pytest.fixture
 def namespace(api):
-    """Create a namespace of the test's own."""
+    """Create a namespace that no other test uses."""
     name = f"fleet-test-{uuid.uuid4().hex[:10]}"
     api.post("/api/v1/namespaces", {"metadata": {"name": name}}).expect(201)
     yield name
@@ -45,7 +45,7 @@ def namespace(api):
 
 @pytest.fixture(scope="session")
 def operated():
-    """Run a server with our kinds, a client of it, and simulated nodes, for tests of the operator."""
+    """Run an API server with Fleet's kinds, and simulated nodes beside it, for tests of the operator."""
     from tests.support.kube.api.running import an_api_server
     from tests.support.kube.nodes import Nodes
     from tests.support.kube.operator import install
@@ -58,16 +58,16 @@ def operated():
 
 @pytest.fixture
 def nodes(operated):
-    """Return the nodes in their initial state, whatever an earlier test has changed."""
+    """Return the simulated nodes, after a reset of the changes that earlier tests have made."""
     operated[2].reset()
     return operated[2]
 
 
 @pytest.fixture
 def asked(operated, nodes, tmp_path, monkeypatch):
-    """Create a namespace of the test's own, and remove the faults that the test ordered afterwards.
+    """Create a namespace for one test; after the test, remove the faults that it has ordered.
 
-    Statuses are written faster than in production.
+    The operator writes statuses faster than in production.
     """
     from operators.status import rate_limiter as pace
     from tests.support.kube.operator import AskedRouters

@@ -144,7 +144,7 @@ def a_handoff(
 
 
 def a_kv_report(num_tokens: int = 10, *, cached_blocks: int = 0, source: Source = Source.ENGINE) -> KvReport:
-    """Build the report of a prompt of which `cached_blocks` came from `source`."""
+    """Build the KV report of a prompt, `cached_blocks` of whose blocks came from `source`."""
     blocks = blocks_for(num_tokens, BLOCK_TOKENS)
     origins = [KvOrigin(source=Source.COMPUTED, blocks=blocks - cached_blocks)]
     if cached_blocks:

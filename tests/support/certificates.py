@@ -1,4 +1,4 @@
-"""Certificate authority and certificates for tests, made on the spot."""
+"""Certificate authority for tests: makes certificates while a test runs."""
 
 import datetime as dt
 import ipaddress
@@ -12,7 +12,7 @@ from cryptography.x509.oid import NameOID
 
 
 class Authority:
-    """Certificate authority that signs for 127.0.0.1 and keeps all files in one folder."""
+    """Signs certificates for 127.0.0.1, and keeps all files in one folder."""
 
     def __init__(self, folder: Path, name: str):
         self._folder = folder
@@ -30,7 +30,7 @@ class Authority:
             name: Name of the certificate and of its files.
             hours: Start and end of its validity, relative to now.
             hosts: DNS names besides 127.0.0.1.
-            rsa_key: Make an RSA key, with which ciphers without forward secrecy are possible.
+            rsa_key: True: make an RSA key, with which ciphers without forward secrecy are possible.
         """
         key = rsa.generate_private_key(65537, 2048) if rsa_key else ec.generate_private_key(ec.SECP256R1())
         certificate = self._sign(

@@ -1,4 +1,4 @@
-"""Counts the calls of functions in `fleet`, for tests of what a request or a token costs."""
+"""Counted calls: counts the calls of functions in `fleet`, for tests that limit the work for a request or a token."""
 
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ OURS = f"{Path(fleet.__file__).parent}/"
 
 
 class CountedCalls:
-    """The calls of one thread by function."""
+    """Holds the number of calls on one thread, by function."""
 
     def __init__(self) -> None:
         self.by_function: dict[CodeType, int] = {}
@@ -23,7 +23,7 @@ class CountedCalls:
 
     @property
     def files(self) -> set[str]:
-        """The files with a called function, by their paths in `fleet`."""
+        """The files of the called functions, by their paths in `fleet`."""
         return {file_of(function) for function in self.by_function}
 
 

@@ -1,10 +1,10 @@
 """Dependency audit: compares every pinned version with the known vulnerabilities: ``python -m tests.support.dependency_audit``.
 
-pip-audit asks an advisory service. It passes if the service knows none of the packages, so this module asks first about a release that
-is known to be vulnerable (`CANARY`), and afterwards checks that there is an answer for each package.
+pip-audit queries an advisory service. It passes even if the service knows none of the packages. Therefore this module
+first queries a release that is known to be vulnerable (`CANARY`), and then checks that each package has an answer.
 
-Exit status: 0: every pinned version was audited, and has no vulnerability besides those in `ACCEPTED`; 1: there is one;
-3: the versions were not audited, or not all of them.
+Exit status: 0: every pinned version was audited, and has no vulnerabilities except those in `ACCEPTED`; 1: there are
+others; 3: at least one version was not audited.
 """
 
 import argparse
@@ -38,11 +38,11 @@ CLEAN, VULNERABLE, NOT_AUDITED = 0, 1, 3
 
 
 class AuditFailed(Exception):
-    """The advisory service did not answer, or not for every package."""
+    """Raised if the advisory service did not answer for every package."""
 
 
 class Vulnerability(Struct, frozen=True, kw_only=True):
-    """One vulnerability of a pinned version."""
+    """Describes one vulnerability of a pinned version."""
 
     package: str
     version: str
@@ -68,7 +68,7 @@ def audit(pins: Iterable[str], service: str, osv_url: str) -> list[Vulnerability
     """Return the vulnerabilities of pinned versions.
 
     Raises:
-        AuditFailed: The service did not answer, or not for every package.
+        AuditFailed: The service did not answer for every package.
     """
     with tempfile.TemporaryDirectory(prefix="fleet-audit-") as folder:
         requirements = Path(folder) / "pins.txt"

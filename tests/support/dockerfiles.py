@@ -1,7 +1,8 @@
-"""Reader of Dockerfiles, and a runner of their steps without a container runtime.
+"""Dockerfiles: reads them, and runs their steps without a container runtime.
 
-The runner sees this machine's root through an overlay in place of the base image: what a step writes is the layer. What a stage copies from
-another one, and does not touch afterwards, is mounted read-only instead, because a worker's packages are gigabytes in memory.
+An overlay on this machine's root takes the place of the base image; the files that a step writes are its layer. A
+folder that a stage copies from another stage, and does not change afterwards, is mounted read-only instead of copied,
+because the packages of a worker would take gigabytes of memory.
 """
 
 import fnmatch
@@ -39,7 +40,7 @@ mount -t overlay base -o lowerdir={environment},upperdir={folder}/{name}/base-up
 
 
 class PythonBase(msgspec.Struct, frozen=True):
-    """A virtual environment that stands for the packages of a base image, at /opt/base in all stages."""
+    """Names a virtual environment that stands for the packages of a base image; all stages have it at /opt/base."""
 
     environment: Path
     prepare: str
@@ -47,14 +48,14 @@ class PythonBase(msgspec.Struct, frozen=True):
 
 
 class Instruction(msgspec.Struct, frozen=True):
-    """One instruction of a Dockerfile."""
+    """Holds one instruction of a Dockerfile."""
 
     name: str
     text: str
 
 
 def instructions(path: Path) -> Iterator[Instruction]:
-    """Yield the instructions without comments, with continued lines joined."""
+    """Yield the instructions of a Dockerfile, without comments; joined if they continue over several lines."""
     lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
         name, _, text = line.partition(" ")
@@ -62,7 +63,7 @@ def instructions(path: Path) -> Iterator[Instruction]:
 
 
 def stages(path: Path) -> list[tuple[str, list[Instruction]]]:
-    """Return name and instructions of each stage, without what comes before the first."""
+    """Return the name and the instructions of each stage; instructions before the first stage are left out."""
     found: list[tuple[str, list[Instruction]]] = []
     for each in instructions(path):
         if each.name == "FROM":
@@ -74,7 +75,7 @@ def stages(path: Path) -> list[tuple[str, list[Instruction]]]:
 
 
 def ignored(path: str) -> bool:
-    """Return whether .dockerignore leaves a file out; the last matching line counts."""
+    """Return whether .dockerignore leaves a file out; if several lines match, the last one decides."""
     out = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.removeprefix("!")
@@ -88,14 +89,14 @@ def ignored(path: str) -> bool:
 
 
 def run_steps(path: Path, folder: Path, last: str, seconds: float, base: PythonBase | None = None) -> str:
-    """Run all steps of a Dockerfile, then a command in its last stage as its user, and return what that prints.
+    """Run all steps of a Dockerfile, then a command as the user of the last stage; return the command's output.
 
     Args:
         path: The Dockerfile.
-        folder: An empty folder, on which the layers are mounted in memory for as long as the steps run.
-        last: The command; `{command}` in it stands for what a container of the image runs.
-        seconds: Time limit of everything.
-        base: The packages of the base image; None: those of this machine.
+        folder: An empty folder; while the steps run, the layers are mounted there, in memory.
+        last: The command; `{command}` in it stands for the command that a container of the image runs.
+        seconds: Time limit for all steps and the command together.
+        base: The packages of the base image; None: the packages of this machine.
 
     Raises:
         AssertionError: A step failed; the message ends with its output.
@@ -113,7 +114,7 @@ def run_steps(path: Path, folder: Path, last: str, seconds: float, base: PythonB
 
 
 def _copy_context(path: Path, context: Path) -> None:
-    """Copy what the Dockerfile copies, as .dockerignore lets it through."""
+    """Copy the files that the Dockerfile copies, except those that .dockerignore leaves out."""
 
     def left_out(_folder: str, names: list[str]) -> list[str]:
         return [name for name in names if name == "__pycache__" or name.endswith(".so")]
@@ -132,7 +133,7 @@ def _copy_context(path: Path, context: Path) -> None:
 
 
 def _stage(name: str, steps: list[Instruction], folder: Path, context: Path, last: str, base: PythonBase | None) -> str:
-    """Return the shell commands of one stage; `last`: a command for its end."""
+    """Return the shell commands of one stage, which end with the command `last`."""
     lines, workdir, variables, user = [], "/", {"PATH": "$PATH"}, "0:0"
     process: dict[str, list[str]] = {}
     if base is not None:
@@ -180,6 +181,6 @@ def _in_root(command: str, workdir: str, variables: dict[str, str], user: str) -
 
 
 def sizes_in_megabytes() -> dict[str, int]:
-    """Return the size budget of each image beyond its base."""
+    """Return the size limit of each image in MB, without its base image, by the name of the image."""
     found = re.findall(r"^([\w-]+) = (\d+)", (ROOT / "deploy" / "images" / "budgets.toml").read_text(), re.MULTILINE)
     return {name: int(size) for name, size in found}

@@ -1,8 +1,9 @@
-"""Fenced blocks of the README and the documents, and what each page's source says about testing them.
+"""Blocks of the README and the documents, with the comments in the source of a page that say how a block is tested.
 
 Rules:
 
-1. A block is a test. A comment on the line before its fence, `<!-- docs-test: CLAUSE; CLAUSE -->`, says how it is tested.
+1. Each fenced block is a test. A comment on the line before it, `<!-- docs-test: CLAUSE; CLAUSE -->`, says how it is
+   tested.
 2. Commands and Python need no comment: they run in the order of the page (`shell_session`). YAML needs none either: the tests of
    Kubernetes apply it. Every other block has a comment.
 3. A block that no test can run has `skip, REASON`, with one of `SKIP_REASONS`.
@@ -55,7 +56,7 @@ _FENCE = re.compile(r"^```(?P<language>\S*)$")
 
 
 class Block(NamedTuple):
-    """A fenced block, or a step that only the source of its page shows."""
+    """Holds a fenced block, or a step without a block, which only the source of its page shows."""
 
     page: Path
     line: int
@@ -129,7 +130,7 @@ def complaint(block: Block) -> str:
 
 
 EVERYWHERE = frozenset({"machine.py", "server.py", "ports.py", "messages.py"})
-"""File names that pages use for the part of that name in any folder."""
+"""File names by which pages mean the files of this name in several folders."""
 
 _PATH = re.compile(r"(?![./])[\w.*-]+(/[\w.*-]+)*/?")
 _FILE = re.compile(r"\w+\.(py|md|toml|proto|c)")
@@ -138,8 +139,8 @@ _FILE = re.compile(r"\w+\.(py|md|toml|proto|c)")
 def missing_paths(page: Path) -> list[str]:
     """Return the paths in backquotes and in links that a page names and the repository does not have.
 
-    A path may begin at the root, or at a folder of a path that the same table row or paragraph has named before. `NAME` stands for a
-    name that the reader chooses, so only the folder before it has to exist, and `*` for any folders.
+    A path may begin at the root, or at a folder of a path that the same table row or paragraph has named before. `NAME`
+    stands for a name that the reader chooses, so only the folder before it has to exist. `*` stands for any name.
     """
     missing = []
     folders: set[Path] = set()
@@ -174,7 +175,7 @@ def _found(name: str, folders: set[Path]) -> Path | None:
 
 @cache
 def _tracked() -> frozenset[Path]:
-    """Return the files of the repository and their folders."""
+    """Return the paths of all files of the repository that git tracks, and of their folders."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     files = [Path(name) for name in listed.split("\0") if name and (ROOT / name).exists()]
     return frozenset({*files, *(folder for file in files for folder in file.parents)})

@@ -1,4 +1,4 @@
-"""The command `fleet` in its own processes: single services and whole clusters of `fleet up`."""
+"""Fleet processes: runs the command `fleet` in separate processes, as single services or as a cluster of `fleet up`."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.support.shared_memory import segments_of
 from tests.support.waiting import eventually
 
 FLEET = (sys.executable, "-m", "fleet.cli.main")
-READY_SECONDS = 120.0  # about five on an idle machine; test machines are busy
+READY_SECONDS = 120.0  # a start takes about five seconds on an idle machine, but test machines are busy
 
 
 def run_fleet(*arguments: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
@@ -42,11 +42,12 @@ def start_service(
         file: File for the settings.
         options: Further options of the command.
         within: A command that prepares the process and then runs the service in its place, such as `prlimit`.
-        started: Further arguments of `subprocess.Popen`. A `preexec_fn` is refused: Python then forks with gRPC's handlers
-            for fork, and in a test process whose threads call gRPC one child of ten dies of SIGSEGV or SIGABRT.
+        started: Further arguments of `subprocess.Popen`. A `preexec_fn` is refused, because Python then forks with
+            gRPC's handlers for fork. In a test process whose threads call gRPC, one child of ten then dies of SIGSEGV
+            or SIGABRT.
 
     Returns:
-        The process and the addresses that it announced; no addresses if it ended before.
+        The process and the addresses that it announced; no addresses if it ended before it announced them.
     """
     assert "preexec_fn" not in started, "use `within`"
     file.write_text(json.dumps(settings))
@@ -60,7 +61,7 @@ def start_service(
 
 
 class LocalClusterProcess:
-    """A running `fleet up`."""
+    """Represents a running `fleet up`."""
 
     def __init__(self, process: subprocess.Popen[bytes], endpoints: dict[str, Any]):
         self.process = process
@@ -74,7 +75,7 @@ class LocalClusterProcess:
         return [process.pid for process in psutil.Process(self.process.pid).children(recursive=True)]
 
     def segments(self) -> set[str]:
-        """Return the names in /dev/shm that its processes have mapped."""
+        """Return the names of the segments in /dev/shm that the processes of the cluster have mapped."""
         return set().union(*map(segments_of, self.pids()))
 
     def pid_of(self, name: str) -> int:
@@ -101,7 +102,7 @@ def fleet_up(
     ports: Iterable[str] = ("--http-port", "0", "--grpc-port", "0"),
     ready_seconds: float = READY_SECONDS,
 ) -> Iterator[LocalClusterProcess]:
-    """Run a cluster; its log and its ready file are in that folder."""
+    """Run a cluster while the context is open; its log and its ready file are in `folder`."""
     ready, log = folder / "ready.json", folder / "up.log"
     command = [*FLEET, "up", "--engine", engine, *ports, "--ready-file", str(ready), *options]
     with log.open("w") as output:
@@ -117,7 +118,7 @@ def fleet_up(
 
 
 def alive(pids: Iterable[int]) -> list[int]:
-    """Return the running processes; a zombie does not run."""
+    """Return the ids of those processes that still run; a zombie does not count as running."""
     return [pid for pid in pids if _runs(pid)]
 
 
@@ -135,7 +136,7 @@ def routers_of(parent: int) -> list[int]:
 
 
 def workers_seen(client: Client) -> set[str]:
-    """Return the ids of the workers that a router knows."""
+    """Return the ids of the workers that the client's router knows."""
     return {worker.worker_id for pool in client.status().pools for worker in pool.workers}
 
 

@@ -1,4 +1,4 @@
-"""Shared-memory segments in /dev/shm that processes use or have left."""
+"""Shared-memory segments in /dev/shm: finds those that processes use, and those that no process uses any more."""
 
 from pathlib import Path
 
@@ -8,18 +8,18 @@ FOLDER = Path("/dev/shm")
 
 
 def abandoned_segments() -> set[str]:
-    """Return the names in /dev/shm that no living process has mapped, so that nobody will remove them."""
+    """Return the names of segments that no living process has mapped, so that no process will remove them."""
     names = {path.name for path in FOLDER.iterdir()}
     return names - _mapped()
 
 
 def remaining_of(segments: set[str]) -> set[str]:
-    """Return the segments that still exist."""
+    """Return those of these segments that still exist."""
     return segments & {path.name for path in FOLDER.iterdir()}
 
 
 def segments_of(pid: int) -> set[str]:
-    """Return the names in /dev/shm that a process has mapped."""
+    """Return the names of the segments that a process has mapped."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""Runs the commands of a page in one shell, in a folder of their own, with free ports in place of the page's ports."""
+"""Shell session: runs the commands of a document in one shell and one folder, with free ports instead of its ports."""
 
 import os
 import re
@@ -19,14 +19,14 @@ from tests.support.documents import ROOT, Block
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
 
-COMMAND_SECONDS = 300.0  # the longest takes 20 on an idle machine
+COMMAND_SECONDS = 300.0  # the longest command takes 20 seconds on an idle machine
 END_SECONDS = 60.0
 
 HTTP, GRPC = "127.0.0.1:8000", "127.0.0.1:50051"
 ADDRESS = re.compile(r"\b(?:127\.0\.0\.1|10\.0\.0\.\d+):\d+")
 
 RUNNERS = frozenset({"bash", "make"})
-"""Programs that end when what they have started has ended."""
+"""Names of programs that end by themselves when the programs that they have started have ended."""
 
 SETUP = """
 set -m -e -o pipefail
@@ -42,7 +42,7 @@ case "$*" in
 esac
 exec {python} -m fleet.cli.main "$@" $ports
 """
-"""The command `fleet`, with this session's ports wherever the command would use the default ones."""
+"""Script in place of the command `fleet`; it uses the ports of this session instead of the default ports."""
 
 PYTHON = """#!/bin/bash
 exec {python} "$@"
@@ -50,19 +50,19 @@ exec {python} "$@"
 
 
 class CommandFailed(AssertionError):
-    """A block of a page ended with an error, or did not end in time."""
+    """Raised if a block of a page ended with an error, or did not end in time."""
 
 
 class ShellSession:
-    """A shell whose working folder looks like the root of the repository, without what git ignores."""
+    """Runs a shell in a folder with links to the files and folders at the root of the repository."""
 
     def __init__(self, replaced: Mapping[str, str], programs: Mapping[str, Path] | None = None, **environment: str):
         """Prepare a session.
 
         Args:
-            replaced: Regular expressions and what replaces them in commands; FOLDER stands for the session's folder.
-            programs: Programs that commands may call, besides those of the machine.
-            environment: Further variables.
+            replaced: Replacements in commands, by regular expression; FOLDER stands for the session's folder.
+            programs: Further programs that commands may call, by name.
+            environment: Further environment variables.
         """
         self._replaced = replaced
         self._programs = programs or {}
@@ -111,7 +111,7 @@ class ShellSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End what still runs, as Ctrl-C does, and remove the folder."""
+        """End the processes that still run in the folder, as Ctrl-C does, and remove the folder."""
         found = (each for each in psutil.process_iter(["name", "ppid"]) if _temporary_folder(each) == str(self.folder))
         running = {each.pid: each for each in found if each.info["name"] not in RUNNERS}
         for each in running.values():
@@ -128,7 +128,7 @@ class ShellSession:
             assert not stubborn, f"these did not end after Ctrl-C: {stubborn}"
 
     def local(self, text: str) -> str:
-        """Return a block's text with free ports and folders of this session."""
+        """Return a text with the ports and folders of this session in place of those of the page."""
         for there, here in self._replaced.items():
             text = re.sub(there, here.replace("FOLDER", str(self.folder)), text)
         text = re.sub(r"(--\w+-port) (\d+)", lambda found: f"{found[1]} {self._port(f'127.0.0.1:{found[2]}')}", text)
@@ -136,10 +136,10 @@ class ShellSession:
         return re.sub(r"\bREQUEST\b", self.request_id or "REQUEST", text)
 
     def run(self, block: Block) -> None:
-        """Write the file that a block is, or run its commands.
+        """Write the file that the block contains, or run the block's commands.
 
         Raises:
-            CommandFailed: A command ended with an error or not in time; with its output.
+            CommandFailed: A command ended with an error, or did not end in time; the message has its output.
         """
         text = self.local(block.text)
         if "file" in block.clauses:

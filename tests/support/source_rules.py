@@ -1,4 +1,4 @@
-"""Source rules: what `make check` demands of files beyond what ruff and import-linter check.
+"""Source rules: checks of `make check` that ruff and import-linter do not make.
 
 Rules:
 
@@ -11,8 +11,8 @@ Rules:
 6. Tests, and the scripts in their strings, wait by the helpers of `tests/support/waiting.py` and never sleep themselves (`MAY_SLEEP`).
 7. No byte from a connection or a file becomes code: the product uses none of `RUNS_CODE` and `PICKLING_METHODS`.
    ruff's security rules refuse some of them only.
-8. The product makes metrics only of definitions (`kvstore.metric_definitions`), of which docs/metrics.md is made too: it imports no class
-   of prometheus_client that makes a metric (`MAKES_METRICS`).
+8. The product makes metrics only from definitions (`kvstore.metric_definitions`), because docs/metrics.md is made from
+   them too. So it imports no class of prometheus_client that makes a metric (`MAKES_METRICS`).
 """
 
 import ast
@@ -33,7 +33,7 @@ SAME_PORT = frozenset({"Captured", "_Captured"})
 """Class names that several modules share, because the classes implement one port."""
 
 PUBLIC = frozenset({"_asdict", "_fields", "_make", "_replace", "_exit", "_request_id"})
-"""Names with an underscore that their libraries document: of named tuples, `os` and `openai`."""
+"""Names with an underscore that are documented: those of named tuples, and of the libraries `os` and `openai`."""
 
 SLEEP = re.compile(r"\bsleep\(")
 MAY_SLEEP = {
@@ -41,7 +41,7 @@ MAY_SLEEP = {
     Path("tests/unit/sim/test_virtual_loop.py"): "it tests that sleeping takes virtual time",
     Path("tests/integration/local/misbehaving_child.py"): "a program that has to be slow and to hang",
 }
-"""Files of tests that call `sleep`, and why."""
+"""Files of tests that may call `sleep`, each with the reason."""
 
 RUNS_CODE = frozenset({
     "eval", "exec", "builtins.eval", "builtins.exec", "pickle", "_pickle", "cPickle", "cloudpickle", "dill", "jsonpickle", "joblib", "marshal", "shelve",
@@ -52,7 +52,7 @@ RUNS_CODE = frozenset({
 """Modules and functions that run, or may run, code that their input names. A process pool pickles between processes of one program only."""
 
 PICKLING_METHODS = frozenset({"recv_pyobj", "send_pyobj", "recv_serialized", "send_serialized"})
-"""Methods of pyzmq's sockets that pickle, or that call what they are given on the bytes."""
+"""Methods of pyzmq's sockets that unpickle bytes, or that call a given function on them."""
 
 MAKES_METRICS = frozenset({
     "Counter", "Gauge", "Histogram", "Summary", "Info", "Enum", "CounterMetricFamily", "GaugeMetricFamily", "HistogramMetricFamily",
@@ -67,7 +67,7 @@ Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def source_files() -> list[Path]:
-    """Return the files of the repository with code in them, without generated ones."""
+    """Return the Python and C files of the repository, except generated ones."""
     listed = subprocess.run(["git", "ls-files", "-z", *CODE], capture_output=True, text=True, check=True).stdout
     files = [Path(name) for name in listed.split("\0") if name.endswith((".py", ".c"))]
     return [file for file in files if file.exists() and not file.stem.endswith(("_pb2", "_pb2_grpc"))]
@@ -150,7 +150,7 @@ def _undefined_metrics(file: Path, tree: ast.Module) -> Iterator[str]:
 
 
 def _running_code(file: Path, tree: ast.Module) -> Iterator[str]:
-    """Yield one line for each use of something that makes code of its input (rule 7)."""
+    """Yield one line for each use of a function or method that may run code from its input (rule 7)."""
     modules: dict[str, str] = {}  # full names by the names under which the module imports them
     used: list[tuple[int, str]] = []
     for node in ast.walk(tree):
@@ -203,7 +203,7 @@ def _private_name(node: ast.AST) -> str:
 
 
 def main() -> int:
-    """Print what is wrong, and return the exit status."""
+    """Print the complaints, and return the exit status."""
     wrong = list(complaints(source_files()))
     for line in wrong:
         print(line)

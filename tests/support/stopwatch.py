@@ -1,4 +1,4 @@
-"""Stopwatch that counts the time that this process really got, for deadlines on busy machines."""
+"""Stopwatch for deadlines on busy machines: it counts only time in which this process could run."""
 
 import threading
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ TICK_SECONDS = 0.02
 def at_most(seconds: float) -> Iterator[None]:
     """Fail if the body takes longer than `seconds`.
 
-    It counts short sleeps instead of the clock. Where the machine stands still, the count does too, but a call that
-    waits for an answer is counted in full.
+    The time is measured by short sleeps that a thread counts. While the machine does not run this process, the count
+    does not grow. While the body waits for an answer, it does.
     """
     through = threading.Event()
     ticks = 0

@@ -1,4 +1,4 @@
-"""A cluster of real processes that speak TLS on every port that can, with certificates that tests renew."""
+"""TLS cluster: real processes that use TLS on every port that supports it, with certificates that tests renew."""
 
 import re
 import shutil
@@ -26,11 +26,12 @@ def an_address() -> str:
 
 
 class TlsCluster:
-    """Two routers, a prefill and a decode worker, a store node and a planner.
+    """Runs two routers, a prefill worker, a decode worker, a store node and a planner.
 
     Attributes:
-        ports: The address and the application protocol of each port with TLS, by name; the protocol is empty for frames.
-        plain: The ports of `ports` whose callers need no certificate.
+        ports: The address and the application protocol of each port with TLS, by name; for ports with frames, the
+            protocol is empty.
+        plain: Names of those ports whose callers need no certificate.
     """
 
     def __init__(self, folder: Path, model_dir: Path) -> None:
@@ -68,7 +69,7 @@ class TlsCluster:
         }
 
     def trust(self, *authorities: Authority) -> None:
-        """Write the authorities that all ends trust from now on."""
+        """Write the file with the certificate authorities that all processes and clients trust from now on."""
         self._replace(self.authority, "".join(Path(each.file).read_text() for each in authorities))
 
     def renew(self, generation: str, authority: Authority) -> None:
@@ -84,7 +85,7 @@ class TlsCluster:
         unfinished.replace(path)
 
     def own(self, part: str) -> dict[str, str]:
-        """Return the fields of the certificate of a process."""
+        """Return the settings fields `certificate` and `key` of a process."""
         return {name: f"{self.folder}/{part}.{name}" for name in ("certificate", "key")}
 
     def credentials(self, part: str) -> dict[str, str]:
@@ -193,7 +194,7 @@ class TlsCluster:
         assert endpoints, self.log(part)
 
     def restart_peer(self) -> None:
-        """End the second router, and start it again with the files as they are now."""
+        """End the second router, and start it again with the current files."""
         self.processes["peer"].kill()
         self.processes["peer"].wait(60)
         self._start("router", "peer", self._router_settings("peer", self.peer, self.router))
@@ -210,7 +211,7 @@ class TlsCluster:
     def shake_hands(
         self, port: str, *options: str, client: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[bytes]:
-        """Connect to a port by `openssl s_client`, with a client's certificate, and verify the certificate there."""
+        """Connect to a port by `openssl s_client`, with a client's certificate, and verify the port's certificate."""
         address, protocol = self.ports[port]
         shown = client if client is not None else self.client
         command = ["openssl", "s_client", "-connect", address, "-CAfile", str(self.authority), "-verify_return_error"]
@@ -222,7 +223,7 @@ class TlsCluster:
         return subprocess.run([*command, *options], input=b"", capture_output=True, timeout=60, check=False)
 
     def name_at(self, port: str) -> str:
-        """Return the name in the certificate that a port shows now; empty if there is no handshake."""
+        """Return the name in the certificate that a port shows now; empty if the handshake fails."""
         found = SUBJECT.search(self.shake_hands(port).stdout)
         return found.group(1).decode() if found else ""
 

@@ -1,4 +1,4 @@
-"""A cluster whose processes all trace: a router, workers with simulated engines, and a store node."""
+"""Traced cluster: a router, workers with simulated engines, and a store node, all with tracing switched on."""
 
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ BLOCK_TOKENS = 16
 
 
 class TracedCluster:
-    """The processes of a cluster with tracing settings of its own."""
+    """Runs the processes of a cluster with these tracing settings."""
 
     def __init__(self, folder: Path, model_dir: Path, tracing: Mapping[str, Any], **router: Any) -> None:
         self.folder = folder

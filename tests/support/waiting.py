@@ -1,4 +1,4 @@
-"""Waiting in tests: for a condition, for turns of the event loop, and for time where its length is what is tested.
+"""Waiting in tests: for a condition, for turns of the event loop, and for time if its length is an input of the test.
 
 No other module of the tests sleeps (`tests/support/source_rules.py` checks this). A test waits in one of four ways:
 
@@ -23,7 +23,7 @@ Complaint = Callable[[], object]
 
 
 class NotMet(AssertionError):
-    """A condition was not met in time."""
+    """Raised if a condition was not met in time."""
 
 
 def _not_met() -> str:
@@ -56,9 +56,9 @@ async def until(
     """Wait until `look` returns a true value and return it; other tasks run meanwhile.
 
     Args:
-        look: See `eventually`.
-        seconds: See `eventually`.
-        otherwise: See `eventually`.
+        look: As for `eventually`.
+        seconds: As for `eventually`.
+        otherwise: As for `eventually`.
         between_seconds: Pause between two looks; 0 to look in every round of the event loop.
     """
     ends = time.monotonic() + seconds
@@ -86,7 +86,7 @@ async def until_answered(
 
 
 async def until_still(progress: Callable[[], object], seconds: float = 0.5) -> None:
-    """Wait until `progress` has returned the same value for so long, as something that has to stop does."""
+    """Wait until `progress` has returned the same value for the time `seconds`, because its subject has to stop."""
     ends = time.monotonic() + SECONDS
     value, since = progress(), time.monotonic()
     while time.monotonic() - since < seconds:
@@ -101,9 +101,9 @@ async def stays(look: Callable[[], object], seconds: float, because: str) -> Non
     """Check again and again that `look` returns a true value, for a time in which a wrong product would change it.
 
     Args:
-        look: Returns what has to stay true.
-        seconds: How long to look.
-        because: Why nothing that can be waited for comes afterwards, or which limits of the product pass meanwhile.
+        look: Returns the condition that has to stay true.
+        seconds: Duration of the checks.
+        because: The reason why no later event can be waited for, or the limits of the product that pass meanwhile.
     """
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
@@ -113,9 +113,9 @@ async def stays(look: Callable[[], object], seconds: float, because: str) -> Non
 
 
 async def turns(count: int = 1) -> None:
-    """Let the event loop run so many rounds, in which every task that waits for nothing makes a step.
+    """Let the event loop run `count` rounds; in each of them, every task that waits for nothing makes a step.
 
-    What one socket of this process has sent to another one is read after two rounds.
+    Bytes that one socket of this process has sent to another one are read after two rounds.
     """
     for _ in range(count):
         await asyncio.sleep(0)
@@ -125,21 +125,21 @@ async def pace(seconds: float, because: str) -> None:
     """Let time pass whose length is an input: the delay of a slow peer, the period of a load, a drawn moment.
 
     Args:
-        seconds: How long.
-        because: What this time is. It must not be the time that the product needs for something.
+        seconds: The length of the time.
+        because: The meaning of this time. It must not be a time that the product needs.
     """
     assert because
     await asyncio.sleep(seconds)
 
 
 def pace_thread(seconds: float, because: str) -> None:
-    """Let time pass in a thread, or in a test without event loop. See `pace`."""
+    """Let time pass as `pace` does, in a thread or in a test without an event loop."""
     assert because
     time.sleep(seconds)
 
 
 def thread_stacks() -> str:
-    """Return what all threads of this process do now, for the message of a wait that was too long."""
+    """Return the stacks of all threads of this process, for the error message of a wait that was too long."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)

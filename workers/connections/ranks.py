@@ -336,7 +336,7 @@ async def _begun(
         if isinstance(word, RankRefused) and not word.again:
             raise ConfigurationRefused(word.why)
         if isinstance(word, RankRefused):
-            raise _Gone(f"sends it away: {word.why}")
+            raise _Gone(f"refuses this rank: {word.why}")
         _say(writer, RankAlive())
 
 

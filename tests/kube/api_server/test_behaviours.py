@@ -1,6 +1,7 @@
-"""The 44 behaviours of kube-apiserver 1.36.2 that an operator depends on, one test each.
+"""Recorded behaviour of the API server: one test for each of 44 behaviours of kube-apiserver 1.36.2.
 
-They were recorded from a real server. With FLEET_TEST_KUBE_API they run against another one, unchanged.
+An operator depends on these behaviours. They were recorded from a real server. The same tests run against another
+server if FLEET_TEST_KUBE_API names its address.
 """
 
 import os
@@ -400,7 +401,7 @@ def test_an_unknown_resource_is_404(api, namespace):
 
 
 def test_watch_sends_events_since_a_version(api, widgets):
-    """A watch as short as this one may end without a bookmark."""
+    """The test expects no bookmark, because a watch as short as this one may end without it."""
     start = api.get(widgets).expect(200)["metadata"]["resourceVersion"]
     api.post(widgets, a_widget()).expect(201)
     api.patch(f"{widgets}/a", "merge", {"spec": {"replicas": 2}}).expect(200)

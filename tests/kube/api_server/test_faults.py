@@ -1,4 +1,4 @@
-"""The faults that tests can order, and how a client sees each; they run only on our own server."""
+"""Faults of the API server for tests: the effect of each fault on a client. Other servers have no faults."""
 
 import threading
 
@@ -41,7 +41,7 @@ def now(api) -> str:
     return api.get(PATH).expect(200)["metadata"]["resourceVersion"]
 
 
-def test_too_many_requests_says_when_to_come_back(server, api):
+def test_answer_429_has_the_retry_time(server, api):
     server.order_fault("status", verb="create", resource="configmaps", code=429, retry_after_seconds=1)
 
     answer = api.post(PATH, a_config())
@@ -52,7 +52,7 @@ def test_too_many_requests_says_when_to_come_back(server, api):
     api.post(PATH, a_config()).expect(201)
 
 
-def test_everybody_is_refused_as_after_a_restart(server, api):
+def test_forbid_fault_refuses_every_sender(server, api):
     server.order_fault("forbid", times=2)
 
     listed = api.get(PATH).refused(403, "Forbidden")
@@ -72,7 +72,7 @@ def test_internal_error_occurs_as_often_as_ordered(server, api):
     assert [api.get(f"{PATH}/a").code for _ in range(5)] == [200, 500, 500, 200, 200]
 
 
-def test_a_conflict_storm_passes(server, api):
+def test_conflict_storm_ends_after_the_ordered_conflicts(server, api):
     made = api.post(PATH, a_config()).expect(201)
     server.order_fault("status", verb="update", code=409, times=3)
 
@@ -142,7 +142,7 @@ def test_an_answer_that_is_cut_in_half_is_an_error_of_the_client(server, api):
         api.get(PATH)
 
 
-def test_former_leaders_writes_come_late(server, api):
+def test_held_writes_of_a_former_leader_arrive_late(server, api):
     api.post(PATH, a_config()).expect(201)
     held = server.order_fault("hold", user="first", times=-1)
     answers = []
@@ -173,7 +173,7 @@ def test_fault_needs_all_its_conditions(server, api):
     assert api.get(PATH).code == 200
 
 
-def test_requests_are_logged_with_who_asked_for_what(server, api):
+def test_request_log_has_verb_object_code_and_agent(server, api):
     server.forget_requests()
     api.post(PATH, a_config()).expect(201)
     api.get(f"{PATH}/missing")

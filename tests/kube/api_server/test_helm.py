@@ -1,4 +1,4 @@
-"""Both Helms against the API server: install, upgrade, rollback and uninstall of a small chart with a custom kind."""
+"""Helm 3 and Helm 4 on the API server: install, upgrade, rollback and uninstall of a small chart with a custom kind."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def kubeconfig(address, namespace, tmp_path) -> Path:
 
 
 class CommandLine:
-    """Helm 3 as a command, which is how users run it."""
+    """Runs Helm 3 as a command, as users do."""
 
     def __init__(self, kubeconfig: Path, home: Path):
         self._helm = Command(helm_3(tools_folder()), kubeconfig, home)
@@ -95,7 +95,7 @@ class CommandLine:
 
 
 class Library:
-    """Helm 4 as a library; it applies on the server's side."""
+    """Calls Helm 4 as a library; it uses server-side apply."""
 
     def __init__(self, kubeconfig: Path, namespace: str):
         self._config = helm_4(tools_folder()).Config(kubeconfig_path=kubeconfig, namespace=namespace)

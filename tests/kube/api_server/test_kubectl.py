@@ -73,7 +73,7 @@ def test_get_prints_the_columns_of_built_in_and_custom_kinds(kube, defined, api,
     kube("apply", "-f", "-", stdin=as_input(a_deployment(replicas=2), a_widget(replicas=3)))
 
     def cells():
-        """Return the cells by the object's status, which a controller-manager writes, if there is one."""
+        """Return the expected cells, made from the object's status; only a controller-manager fills the status."""
         status = api.get(f"/apis/apps/v1/namespaces/{namespace}/deployments/web").expect(200).get("status", {})
         ready, updated, available = (status.get(f"{name}Replicas", 0) for name in ("ready", "updated", "available"))
         return ["web", f"{ready}/2", str(updated), str(available)]
@@ -86,7 +86,7 @@ def test_get_prints_the_columns_of_built_in_and_custom_kinds(kube, defined, api,
     assert row.split()[:3] == ["a", "tiny", "3"]
 
 
-def test_kubectl_get_shows_changes_as_they_come(kube):
+def test_kubectl_get_watch_shows_changes_as_they_happen(kube):
     kube("apply", "-f", "-", stdin=as_input(a_deployment()))
     with kube.running("get", "deployments", "--watch") as watching:
         seen = read_until(watching, "/1 ")
@@ -140,7 +140,7 @@ def test_set_image_and_label_and_annotate(kube):
     assert changed["metadata"]["annotations"]["why"] == "because"
 
 
-def test_explain_reads_the_schema_of_both(kube, defined):
+def test_explain_reads_schemas_of_built_in_and_custom_kinds(kube, defined):
     assert "Number of desired pods" in kube("explain", "deployment.spec.replicas")
     assert "model" in kube("explain", "widget.spec")
 
@@ -154,7 +154,7 @@ def test_delete_waits_until_it_is_gone(kube, defined):
 
 
 def test_wait_sees_a_condition(kube, api, namespace):
-    """The kind is one whose conditions no controller of Kubernetes writes."""
+    """The test uses a kind whose conditions no controller of Kubernetes writes."""
     service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "web"}, "spec": {"ports": [{"port": 80}]}}
     kube("apply", "-f", "-", stdin=as_input(service))
     said = {

@@ -1,4 +1,4 @@
-"""Tests on a server that FLEET_TEST_KUBE_API names: here one with controllers and nodes, as a real one has them."""
+"""Tests on the server that FLEET_TEST_KUBE_API names; here it has controllers and nodes, as a real cluster has them."""
 
 import os
 import re
@@ -13,11 +13,11 @@ from tests.support.kube.nodes import Nodes
 
 ROOT = Path(__file__).parents[3]
 FILES = ("api_server", "chart/test_crds.py", "chart/test_release.py", "operator/test_manifests.py")
-"""Tests that run on another server, beside those of faults, which do not."""
+"""Tests that run on another server, together with tests of faults, which have to be skipped there."""
 
 
 @pytest.mark.timeout(400)  # most of the tests of this folder run again
-def test_tests_pass_beside_controllers_and_those_of_faults_skip():
+def test_tests_pass_with_controllers_and_fault_tests_skip():
     nodes = Nodes()
     with an_api_server(with_controllers=True, beside=nodes.run) as server:
         command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider"]

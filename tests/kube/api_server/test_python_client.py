@@ -30,7 +30,7 @@ async def connection(server, tmp_path):
         yield connection
 
 
-async def test_typed_objects_come_back_as_they_went(connection):
+async def test_typed_client_lists_the_created_object(connection):
     apps = client.AppsV1Api(connection)
 
     made = await apps.create_namespaced_deployment("default", a_deployment(replicas=2))

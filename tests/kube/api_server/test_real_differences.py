@@ -1,6 +1,6 @@
-"""Behaviours in which this server once differed from kube-apiserver 1.36.2 (see README.md of tests/kube).
+"""Earlier differences: behaviours in which the API server for tests once differed from kube-apiserver 1.36.2.
 
-They run unchanged on the server that FLEET_TEST_KUBE_API names.
+README.md of tests/kube lists them. The same tests run on the server that FLEET_TEST_KUBE_API names.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from tests.support.kube.widgets import DEFINITION, a_deployment, a_widget
 from tests.support.waiting import eventually
 
 GROUP = "differences.fleet.dev"
-"""The group of a kind of this file's own."""
+"""The API group of the custom kind that these tests define."""
 
 APPS = "apps/v1, Kind=Deployment"
 MAIN = '.spec.template.spec.containers[name="main"]'

@@ -1,6 +1,6 @@
-"""Behaviour of the API server beyond the recorded ones, after Kubernetes' documentation.
+"""Documented behaviour of the API server that was not recorded from a real server.
 
-Runs only on our own server.
+The tests run only on the API server for tests.
 """
 
 import threading
@@ -75,7 +75,7 @@ def test_orphan_policy_keeps_dependents(api):
     assert not api.get(f"{CORE}/configmaps/child").expect(200)["metadata"].get("ownerReferences")
 
 
-def test_in_the_foreground_the_owner_goes_last(api):
+def test_foreground_deletion_removes_the_owner_last(api):
     owner = api.post(DEPLOYMENTS, a_deployment()).expect(201)
     child = a_config("child", owned_by(owner, blockOwnerDeletion=True))
     child["metadata"]["finalizers"] = ["fleet.dev/hold"]
@@ -101,7 +101,7 @@ def test_a_deleted_namespace_is_emptied_and_takes_nothing_new(api):
     eventually(lambda: api.get("/api/v1/namespaces/gone").code == 404)
 
 
-def test_a_pod_that_runs_somewhere_is_given_time(api):
+def test_deleted_pod_on_a_node_gets_its_grace_period(api):
     api.post(f"{CORE}/pods", a_pod(nodeName="node")).expect(201)
 
     marked = api.delete(f"{CORE}/pods/p", gracePeriodSeconds=7).expect(200)
@@ -242,7 +242,7 @@ def test_unlisted_item_is_removed_and_its_default_returns(api):
     assert changed["spec"]["replicas"] == 1
 
 
-def test_status_is_applied_apart(api):
+def test_apply_of_status_has_an_owner_of_its_own(api):
     api.post(DEFINITIONS, DEFINITION).expect(201)
     api.apply(f"{WIDGETS}/a", a_widget(), "one").expect(201)
     status = {"apiVersion": API, "kind": "Widget", "metadata": {"name": "a"}, "status": {"phase": "Ready"}}
@@ -293,7 +293,7 @@ def test_a_dry_run_leaves_no_trace(api):
     assert api.get(f"{DEPLOYMENTS}/web").code == 404
 
 
-def test_a_chunked_list_shows_one_moment(api):
+def test_chunked_list_shows_a_single_revision(api):
     for name in "abc":
         api.post(f"{CORE}/configmaps", a_config(name)).expect(201)
     first = api.get(f"{CORE}/configmaps", limit=1).expect(200)
@@ -365,7 +365,7 @@ def test_an_account_may_do_what_its_roles_say(server, api):
         ([1, 2], 400, "no ConfigMap"),
     ],
 )
-def test_bad_objects_are_refused_with_what_is_wrong(api, item, code, words):
+def test_bad_objects_are_refused_with_the_cause(api, item, code, words):
     answer = api.post(f"{CORE}/configmaps", item)
 
     assert words in answer.expect(code)["message"]

@@ -1,8 +1,7 @@
-"""Behaviour that the operator relies on and nobody has recorded from a real server.
+"""Unrecorded behaviour of the API server: the operator relies on it, but it was not recorded from a real server.
 
-It is known from the server's source or from reports. Like the 44 behaviours, these tests run unchanged against the
-server that
-FLEET_TEST_KUBE_API names; on a server that answers otherwise the operator makes nothing, or takes over foreign objects.
+It is known from the server's source or from reports. The same tests run against the server that FLEET_TEST_KUBE_API
+names. On a server that behaves differently, the operator would create nothing, or take over objects of others.
 """
 
 import pytest
@@ -21,12 +20,12 @@ CHILDREN = {
         {"policyTypes": ["Egress"]},
     ),
 }
-"""Some kinds that the operator makes: path, specification, and what another specification would change."""
+"""Some kinds that the operator makes: path, specification, and the fields that another specification would change."""
 
 
 @pytest.fixture(params=CHILDREN)
 def child(request, namespace):
-    """Return path, manifest, and another manifest of the same name."""
+    """Return the path of an object, its manifest, and another manifest of the same name."""
     group, plural, spec, change = CHILDREN[request.param]
     made = {
         "apiVersion": group.removeprefix("/apis/").removeprefix("/api/"),
@@ -64,7 +63,7 @@ def test_apply_with_impossible_version_changes_no_object(api, child):
 
 
 def test_apply_with_uid_creates_nothing(api, child):
-    """Kubernetes' own `TestCreateOnApplyFailsWithUID` says so."""
+    """Kubernetes tests this in its own `TestCreateOnApplyFailsWithUID`."""
     path, ours, _ = child
     named = naming(ours, uid="88e00824-7f0e-11e8-94a1-c8d3ffb15800")
 
@@ -75,7 +74,7 @@ def test_apply_with_uid_creates_nothing(api, child):
 
 
 def test_scheduling_gates_of_a_pod_can_only_be_removed(api, namespace):
-    """Kubernetes' documentation of pod scheduling readiness says so."""
+    """Kubernetes documents this under pod scheduling readiness."""
     pods = f"/api/v1/namespaces/{namespace}/pods"
     gates = [{"name": "example.com/other"}, {"name": "fleet-serving.io/group"}]
     container = {"name": "main", "image": "registry.test/none:1"}

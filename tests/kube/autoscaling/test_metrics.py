@@ -26,7 +26,7 @@ SAMPLE = yaml.safe_load((DEPLOY / "samples" / "h100-llama-70b.yaml").read_text()
 
 
 class RouterMetrics:
-    """The page of one router with metrics of workers, which the test sets."""
+    """Serves the metrics page of one router; the test sets the metrics of its workers."""
 
     def __init__(self):
         registry, known = CollectorRegistry(), by_name(ROUTER)
@@ -41,12 +41,12 @@ class RouterMetrics:
         return f"127.0.0.1:{self._server.server_port}"
 
     def report(self, metric, role, values):
-        """Report the metric of each worker, and nothing of others."""
+        """Report the metric of these workers only."""
         self._gauges[metric].clear()
         self.report_too(metric, role, values)
 
     def report_too(self, metric, role, values):
-        """Report the metric of further workers."""
+        """Report the metric of these workers too."""
         for worker, value in values.items():
             self._gauges[metric].labels(worker=worker, role=role, model=MODEL).set(value)
 
@@ -57,7 +57,7 @@ class RouterMetrics:
 
 
 def namespaced(namespace):
-    """Return what a PodMonitor does to samples: it adds the namespace of the scraped pod."""
+    """Return the scrape setting that adds a pod's namespace to its samples, as a PodMonitor does."""
     return [{"target_label": "namespace", "replacement": namespace}]
 
 
@@ -69,7 +69,7 @@ def routers():
 
 @pytest.fixture
 def scraped(routers, asked):
-    """Return the adapter's rules over a Prometheus that scrapes both routers."""
+    """Run a Prometheus server that scrapes both routers; yield the rules of the adapter on it."""
     with a_prometheus_server([each.target for each in routers], namespaced(asked.namespace)) as server:
         yield AdapterRules(RULES, server.url)
 
@@ -83,14 +83,14 @@ def workers_of(asked, role):
     [("decode", RUNNING, (40, 40), 6, 1), ("prefill", TOKENS, (20_000, 12_768), 4, 1)],
 )
 async def test_hpa_scales_a_role_by_the_metric_of_its_workers(asked, scraped, routers, role, metric, each, busy, idle):
-    """Both routers report 40 running requests of each worker, and each of them some of the tokens that wait for it."""
+    """Both routers report 40 running requests for each worker, and each router reports some of its waiting tokens."""
     name = f"llama-70b-{role}"
     hpa = asked.api.post(asked.path("horizontalpodautoscalers", "", "autoscaling/v2"), HPAS[name]).expect(201)
     with a_custom_metrics_api(scraped, asked.api) as url:
         autoscaler = Autoscaler(asked.api, url)
 
         async def settles_at(values, replicas):
-            """Report the values of all workers until the autoscaler and the operator have come to rest."""
+            """Report the values of all workers until the autoscaler and the operator change nothing more."""
 
             def step():
                 for router, value in zip(routers, values, strict=True):

@@ -1,4 +1,4 @@
-"""The rendered chart: equal by both Helms, valid for every supported version of Kubernetes, from checked values."""
+"""Rendered chart: it is the same by Helm 3 and Helm 4, and valid for all supported versions of Kubernetes."""
 
 import re
 import shutil
@@ -44,7 +44,7 @@ from tests.unit.operators.manifests.test_manifests import a_deployment as operat
 
 FLEETS_PODS = {"app.kubernetes.io/part-of": "fleet"}
 FOREIGN = {"Certificate"}
-"""Kinds that are not Kubernetes' own."""
+"""Kinds that Kubernetes itself does not define, so no published schema has them."""
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -569,7 +569,7 @@ def test_extra_peers_are_added_and_known_peers_narrowed():
     assert [rule["to"] for rule in found["operator"][:2]] == [peers["dns"], peers["apiServer"]]
 
 
-def test_images_come_by_tag_or_digest():
+def test_images_are_named_by_tag_or_digest():
     found = by_name(rendered("everything"))
     router = found["Deployment", "fleet-llm-routers"]["spec"]["template"]["spec"]
     operator = found["Deployment", "fleet-llm-operator"]["spec"]["template"]["spec"]
@@ -631,7 +631,7 @@ def test_crds_are_the_operators_and_kept_if_configured():
         ("everything", "ClusterRole", "planner", PLANNER_ACCESS),
     ],
 )
-def test_roles_are_what_the_code_needs(name, kind, component, access):
+def test_chart_roles_equal_the_rights_that_the_code_needs(name, kind, component, access):
     found = [
         each
         for each in rendered(name)
@@ -757,7 +757,7 @@ def test_documented_values_are_accepted(number):
 
 
 def test_documented_manifests_are_accepted():
-    """`test_crds` covers manifests of Fleet's own kinds."""
+    """This test covers the kinds of Kubernetes; `test_crds` covers Fleet's own kinds."""
     shown = [each for each in shown_manifests() if not is_ours(each)]
 
     assert {each["kind"] for each in shown} == {"HorizontalPodAutoscaler", "Pod"}
@@ -798,10 +798,10 @@ def test_values_that_contradict_each_other_are_refused_by_name(values, said):
 
 @pytest.mark.parametrize("name", ["default", "everything"])
 def test_rendered_chart_equals_the_reviewed_one(name):
-    """Definitions, dashboards and the rights of operator and planner are left out, since other tests check them.
+    """Custom kinds, dashboards and the rights of operator and planner are left out, because other tests check them.
 
-    After a change of the templates, review the difference, then run `python -m tests.kube.chart.test_chart` and commit
-    the output.
+    If you have changed the templates, review the difference, run `python -m tests.kube.chart.test_chart`, and commit
+    its output.
     """
     assert (GOLDEN / f"chart-{name}.yaml").read_text() == reviewed(name)
 

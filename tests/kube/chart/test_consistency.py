@@ -1,4 +1,4 @@
-"""`fleet kube render` refuses every DisaggDeployment that an API server refuses, in the same words."""
+"""Consistency check: `fleet kube render` refuses each DisaggDeployment that an API server refuses, by the same text."""
 
 import pytest
 import yaml

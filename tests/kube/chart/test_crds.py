@@ -1,4 +1,4 @@
-"""Our custom kinds on an API server: accepted objects, their defaults, and a sample that each rule refuses."""
+"""Fleet's custom kinds on an API server: accepted objects, defaults, and for each rule a sample that it refuses."""
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ from tests.support.kube.tools import Command, kubectl, tools_folder
 from tests.support.waiting import eventually
 
 API = f"{GROUP}/{VERSION}"
-MOST_BYTES = 100_000  # of a definition; clients cannot apply 262,144
+MOST_BYTES = 100_000  # size limit of a definition; clients cannot apply an object of 262,144 bytes
 LEAST_FIELDS = {"DisaggDeployment": 86, "RoleScaler": 21, "ServingPlan": 46, "ServingRequest": 53}
 YAML_BOOLEANS = {"y", "n", "yes", "no", "on", "off"}
 

@@ -1,6 +1,7 @@
-"""Tests that run the kubectl, Helm and `fleet` commands of the documents against the API server, with an operator and simulated nodes.
+"""Documented commands for Kubernetes: runs the kubectl, Helm and `fleet` commands of the documents on the API server.
 
-tests/support/documents.py has the rules for the blocks of a page, and tests/integration/repository/test_documents.py runs all other commands.
+An operator and simulated nodes run beside it. tests/support/documents.py has the rules for the blocks of a page, and
+tests/integration/repository/test_documents.py runs all other commands.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ async def test_cluster_commands_of_page_run_in_their_order(page, shown, tmp_path
                 await asyncio.to_thread(session.run, block)
                 if "helm install" in block.text:
                     await running.enter_async_context(an_operator(shown))
-                if block in installed:  # a reader of another page has installed Fleet long before
+                if block in installed:  # readers of other pages have installed Fleet earlier
                     await until(lambda: shown.ready("llama-70b"))
 
     assert shown.api.get(f"/apis/{GROUP}/{VERSION}").code == (404 if page == INSTALL else 200), (

@@ -1,4 +1,4 @@
-"""Our custom kinds accept, by schema and by rule, what `fleet kube import` makes of other projects' deployments."""
+"""Imports: the API server accepts the deployments that `fleet kube import` makes from those of other projects."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The chart as a package: what Artifact Hub and a reader of it see, example values, presets and notes."""
+"""Chart package: its description for Artifact Hub and its readers, example values, presets and notes."""
 
 import asyncio
 import base64
@@ -35,7 +35,7 @@ from tests.support.kube.tools import Command, helm_3, tools_folder
 from tests.support.waiting import until
 
 SAMPLES = {"h100": "h100-llama-70b", "b200": "b200-deepseek-moe", "mi300x": "mi300x-llama-70b"}
-"""Sample that each example's values are for."""
+"""The sample for which each file of example values is meant."""
 
 EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
 
@@ -191,7 +191,7 @@ def notes(values):
     return next(text for path, text in rendered.items() if path.endswith("NOTES.txt"))
 
 
-def test_notes_say_the_next_command():
+def test_notes_contain_the_next_command():
     said = notes({})
 
     assert "kubectl -n serving apply -f deploy/samples/cpu.yaml" in said

@@ -1,4 +1,4 @@
-"""Runs the commands of the rendered chart's pods: router, probes, the chart's test, etcd and Redis."""
+"""Commands of the rendered chart's pods as processes: router, probes, the chart's Helm test, etcd and Redis."""
 
 import contextlib
 import hashlib
@@ -47,7 +47,7 @@ def container(found) -> Document:
 
 @pytest.fixture
 def mounted(found, tmp_path) -> Path:
-    """Return the files that would be under /etc/fleet."""
+    """Return the files that a pod would have under /etc/fleet."""
     tenants = {"alice": {"api_key_sha256": [hashlib.sha256(b"open sesame").hexdigest()]}}
     contents = {
         "settings/settings.json": found["ConfigMap", "fleet-routers"]["data"]["settings.json"],
@@ -64,7 +64,7 @@ def mounted(found, tmp_path) -> Path:
 
 @pytest.fixture
 def endpoints(container, mounted):
-    """Return the endpoints of a router that runs as its pod says, but on free ports."""
+    """Run a router by the command of its pod, but on free ports; return its endpoints."""
     free = [f"--set={port}=127.0.0.1:0" for port in PORTS]
     free += [f"--set={end}_credentials.secret_file={mounted}/control/secret" for end in ("control", "replicas")]
     words = [*container["command"][1:], *container["args"], *free]
@@ -82,7 +82,7 @@ def endpoints(container, mounted):
             assert router.wait(60) == 0
 
 
-def test_a_router_runs_as_its_pod_says(found, container, endpoints):
+def test_router_runs_by_the_command_of_its_pod(found, container, endpoints):
     assert {port["name"] for port in container["ports"]} == {*endpoints, "peers"}
     probes = {probe: container[probe]["httpGet"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")}
     with httpx.Client(base_url=f"http://{endpoints['http']}", trust_env=False, timeout=60) as client:

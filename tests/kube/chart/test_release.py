@@ -1,4 +1,4 @@
-"""Installs, upgrades, rolls back, tests and uninstalls the chart with both Helms while users have objects."""
+"""Releases of the chart: install, upgrade, rollback, test and uninstall by both Helms, while users have objects."""
 
 import asyncio
 import concurrent.futures
@@ -33,7 +33,7 @@ SAMPLE = Path(__file__).parents[3] / "deploy" / "samples" / "h100-llama-70b.yaml
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Return a server of this module's own, with controllers that remove orphaned objects; or the real one."""
+    """Return an API server for this module, with controllers that remove orphaned objects; or the real server."""
     if given := os.environ.get(OTHER_SERVER):
         yield RunningApiServer(given)
         return
@@ -56,7 +56,7 @@ def _forget_definitions(api: Api) -> None:
 
 
 class Third:
-    """Helm 3 as a command, which is how users run it."""
+    """Runs Helm 3 as a command, as users do."""
 
     def __init__(self, kubeconfig: Path, home: Path):
         self._helm = Command(helm_3(tools_folder()), kubeconfig, home)
@@ -78,7 +78,7 @@ class Third:
 
 
 class Fourth:
-    """Helm 4 as a library; it applies on the server's side."""
+    """Calls Helm 4 as a library; it uses server-side apply."""
 
     def __init__(self, kubeconfig: Path, namespace: str):
         self._config = helm_4(tools_folder()).Config(kubeconfig_path=kubeconfig, namespace=namespace)
@@ -106,7 +106,7 @@ def helm(request, cluster, namespace, tmp_path):
 
 
 def everything(api, namespace) -> set[str]:
-    """Return the paths of all objects that a release could have made, in the namespace and in the whole cluster."""
+    """Return the paths of all objects that a release could have made, in its namespace or for the whole cluster."""
     found = set()
     groups = api.get("/apis").expect(200)["groups"]
     for root in ["/api/v1", *(f"/apis/{group['preferredVersion']['groupVersion']}" for group in groups)]:
@@ -125,7 +125,7 @@ def a_deployment() -> dict[str, Any]:
 
 
 def served(api) -> None:
-    """Wait until clients find the kinds."""
+    """Wait until the API server serves Fleet's kinds."""
     eventually(lambda: all(api.get(f"/apis/{GROUP}/{VERSION}/{kind.plural}").code == 200 for kind in KINDS))
 
 
@@ -195,9 +195,9 @@ def test_kept_crds_keep_deployments_for_a_new_release(helm, api, namespace):
 
 
 def test_objects_survive_upgrade_and_downgrade(helm, api, namespace, tmp_path):
-    """Upgrade from N-1 while a DisaggDeployment runs.
+    """The release is upgraded from an older chart and downgraded again while a DisaggDeployment runs.
 
-    The older chart lacks a field and an object, and has an object that the newer one lacks.
+    The older chart lacks a field and an object, and has an object that the newer chart lacks.
     """
     older = an_older_chart(tmp_path)
     helm.install(older, {})
@@ -262,7 +262,7 @@ def known(api, field: str) -> bool:
 
 
 def a_child_of(api, namespace: str, owner: dict[str, Any]) -> dict[str, Any]:
-    """Make a child as the operator does."""
+    """Make a child object of a deployment, as the operator does."""
     labels = {"app.kubernetes.io/instance": "llama-70b", f"{GROUP}/role": "decode"}
     reference = {key: owner[key] for key in ("apiVersion", "kind")} | {
         key: owner["metadata"][key] for key in ("name", "uid")
@@ -297,7 +297,7 @@ def test_helm_test_waits_for_the_answer(helm, api, namespace):
     eventually(lambda: api.get(path).code == 404)
 
 
-def test_a_test_that_fails_fails_the_command(helm, api, namespace):
+def test_failing_helm_test_fails_the_command(helm, api, namespace):
     helm.install(CHART, {})
     path = f"/api/v1/namespaces/{namespace}/pods/fleet-test"
 
@@ -373,7 +373,7 @@ def verbs_of(cluster: RunningApiServer, user: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.skipif(OTHER_SERVER in os.environ, reason="tokens that say who they are: our server's alone")
-async def test_charts_rights_let_workers_and_routers_meet(cluster, api, namespace, tmp_path):
+async def test_chart_rights_let_routers_find_workers(cluster, api, namespace, tmp_path):
     release = Third(cluster.kubeconfig(tmp_path, namespace=namespace), tmp_path)
     await asyncio.to_thread(release.install, CHART, {"discovery": {"source": "Kubernetes"}, "crds": {"keep": False}})
 
@@ -386,7 +386,7 @@ async def test_charts_rights_let_workers_and_routers_meet(cluster, api, namespac
 
     async with directory("workers", service="decode", lease_seconds=10) as workers, directory("routers") as routers:
         await workers.register(WorkerId("decode-0"), Incarnation("first"), "10.0.0.1:50060")
-        await workers.register(WorkerId("decode-0"), Incarnation("first"), "10.0.0.1:50060")  # renews
+        await workers.register(WorkerId("decode-0"), Incarnation("first"), "10.0.0.1:50060")  # renews the Lease
         async with contextlib.aclosing(routers.readings()) as readings, asyncio.timeout(60):
             listed = await anext(readings)
             assert [each.record.worker_id for each in listed.all] == ["decode-0"]
@@ -407,7 +407,7 @@ async def test_charts_rights_let_workers_and_routers_meet(cluster, api, namespac
     await asyncio.to_thread(release.uninstall)
 
 
-def test_two_releases_in_one_namespace_do_not_meet(cluster, api, namespace, tmp_path):
+def test_two_releases_in_one_namespace_share_no_deployment(cluster, api, namespace, tmp_path):
     kubeconfig = cluster.kubeconfig(tmp_path, namespace=namespace)
     helm = Command(helm_3(tools_folder()), kubeconfig, tmp_path)
     helm("install", "blue", str(CHART))

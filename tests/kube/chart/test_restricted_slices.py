@@ -1,4 +1,4 @@
-"""A value of the chart lets those that write EndpointSlices restrict them, as OpenShift demands, and nobody else."""
+"""Restricted EndpointSlices: a chart value gives this right, which OpenShift demands, only to those who write them."""
 
 from tests.support.kube.charts import documents, helm_3_render
 
@@ -15,7 +15,7 @@ WORD = {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices/restric
 
 
 def writers(values):
-    """Return the roles that may create EndpointSlices, and those of them that may create restricted ones."""
+    """Return the roles that may create EndpointSlices, and the roles among them that may create restricted ones."""
     roles = [each for each in documents(helm_3_render(values)) if each["kind"] in ("Role", "ClusterRole")]
     writing = {
         each["metadata"]["name"]

@@ -1,4 +1,4 @@
-"""Conditions as people use them: `kubectl wait`, printed columns, and events of the leader election."""
+"""Conditions in use: `kubectl wait`, printed columns, and the Kubernetes events of the leader election."""
 
 import asyncio
 
@@ -65,7 +65,7 @@ async def test_kubectl_waits_for_each_condition_of_each_kind(asked, kube):
 
 
 async def test_wait_for_available_ends_before_ready(asked, kube, nodes):
-    """One of two workers finds no node, so that the deployment serves but is not Ready."""
+    """One of two workers gets no node, so the deployment serves requests, but is not Ready."""
     async with an_operator(asked):
         asked.apply(a_deployment({"name": "all", "type": "aggregated"})).expect(201)
         await until(asked.ready)

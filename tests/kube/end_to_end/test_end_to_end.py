@@ -1,7 +1,7 @@
-"""From an empty cluster to an empty cluster, with a model that real processes serve.
+"""End-to-end test: from an empty cluster to an empty cluster, with a model that real processes serve.
 
-Helm installs the chart, the deployment is scaled and rolled out under load, the release is upgraded, and everything is
-removed.
+Helm installs the chart. The deployment is scaled and updated under load, and the release is upgraded. At the end, all
+objects are removed.
 """
 
 import re
@@ -59,7 +59,7 @@ def cluster(server, tmp_path, model_dir):
 
 
 class Load:
-    """Sends requests in turn from several threads, half over gRPC and half over HTTP, and remembers failures."""
+    """Sends requests from several threads, half of them over gRPC and half over HTTP, and records failures."""
 
     def __init__(self, grpc: str, http: str, threads: int = 8) -> None:
         self.answered = 0
@@ -110,12 +110,12 @@ class Load:
 
 
 def revision(worker_id: str) -> str:
-    """Return the revision of the deployment from a pod's name, `tiny-ROLE-REVISION-...`."""
+    """Return the revision in the name of a pod, `tiny-ROLE-REVISION-...`."""
     return worker_id.split("-")[2]
 
 
 def a_deployment(model_dir: Path) -> dict:
-    """Return the sample for CPUs, with the engine that needs nothing."""
+    """Return the sample for CPUs, with the simulated engine."""
     deployment = yaml.safe_load(SAMPLE.read_text())
     spec = deployment["spec"]
     spec["engine"] = "simulated"
@@ -124,7 +124,7 @@ def a_deployment(model_dir: Path) -> dict:
     for role in spec["roles"]:
         role.pop("podTemplate", None)
         if role["type"] != "router":
-            # Real engines have an address that others reach by themselves.
+            # Real engines choose an address that others can reach; the simulated engine gets it from its settings.
             reached = {"name": "main", "args": ["--set=simulated.direct_listen=$(POD_IP):50062"]}
             role["podTemplate"] = {"spec": {"containers": [reached]}}
         if role["type"] == "prefill":
@@ -133,7 +133,7 @@ def a_deployment(model_dir: Path) -> dict:
 
 
 def that_fails(deployment: dict) -> dict:
-    """Return the same model with one aggregated worker, whose engine has room for only the shortest prompt."""
+    """Return a deployment of the same model with one aggregated worker, whose engine takes only very short prompts."""
     deployment["metadata"]["name"] = "broken"
     full = {"name": "main", "args": ["--set=simulated.kv_blocks=1"]}
     role = {"name": "all", "type": "aggregated", "podTemplate": {"spec": {"containers": [full]}}}

@@ -1,4 +1,4 @@
-"""The one-node cluster on this machine runs pods as real processes behind real addresses."""
+"""One-node cluster on this machine: it runs pods as real processes with real addresses."""
 
 import textwrap
 

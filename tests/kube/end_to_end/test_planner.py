@@ -1,4 +1,7 @@
-"""A ServingPlan on a cluster of real processes: pools follow the load, `kubectl scale` pins one, and a killed planner's plan is finished."""
+"""ServingPlan on a cluster of real processes: pools follow the load, and `kubectl scale` pins a pool.
+
+If a planner is killed, the next one finishes its plan.
+"""
 
 import threading
 from pathlib import Path
@@ -75,7 +78,7 @@ def a_deployment(model_dir: Path) -> dict:
 
 
 class RisingLoad:
-    """Keeps a number of requests running, which may be changed, and remembers failures."""
+    """Keeps a number of requests running, which a test may change, and records failures."""
 
     MOST = 12
 
@@ -112,7 +115,7 @@ class RisingLoad:
 
 
 class PlannedCluster:
-    """State of the cluster, as the test reads it from the API server."""
+    """Reads the state of the cluster from the API server."""
 
     def __init__(self, api: Api) -> None:
         self.api = api
@@ -169,7 +172,7 @@ def test_planner_follows_load_pins_and_kills(tmp_path, model_dir):
             load.running = 1
             eventually(lambda: seen.workers() == 1, SECONDS)
 
-            # A person's number pins the pool, until it is given back.
+            # A number of replicas that a person sets pins the pool, until the person releases it.
             kube("scale", "rolescaler/tiny-workers", "--replicas=2")
             eventually(lambda: seen.holds("Pinned"), SECONDS)
             assert "has set it to 2" in seen.said("Pinned")["message"]
@@ -180,7 +183,7 @@ def test_planner_follows_load_pins_and_kills(tmp_path, model_dir):
             assert run_fleet("scale", "--release", "workers", *place).returncode == 0
             eventually(lambda: seen.holds("Pinned", "False"), SECONDS)
 
-            # Its plan is under way: the leader is killed, and its pod goes with it.
+            # The leader is killed while its plan is under way, and its pod is removed.
             eventually(lambda: seen.wanted() == 3 and seen.said("Settled").get("reason") == "PlanUnderWay", SECONDS)
             leader, plan = seen.plan()["planner"], seen.plan()["plans"][0]["id"]
             cluster.kill_pod(leader)

@@ -1,4 +1,4 @@
-"""Router pods on a cluster of real processes: they know each other, and their certificate for clients is renewed."""
+"""Router pods on a cluster of real processes: they are peers of each other, and their certificate is renewed."""
 
 import base64
 import ssl
@@ -48,7 +48,7 @@ def api(server):
 
 
 class Installed:
-    """A release of the chart, and the commands of its user."""
+    """Installs a release of the chart, and runs commands as its user would."""
 
     def __init__(self, server, folder: Path, values: dict) -> None:
         config = server.kubeconfig(folder, token="admin")
@@ -93,7 +93,7 @@ def asking_pod(name: str, secret: str, *words: str) -> dict:
 
 
 def explanation(api, cluster, name: str, secret: str, address: str, request_id: str) -> str:
-    """Return what the router at an address says about a request, or its error."""
+    """Return the explanation of a request from the router at an address, or the router's error."""
     words = ("explain", request_id, "--control-address", f"{address}:50052")
     api.post(f"{CORE}/pods", asking_pod(name, secret, *words)).expect(201)
     phases = {"Succeeded", "Failed"}
@@ -132,7 +132,7 @@ def test_router_pods_of_a_deployment_know_each_other(server, cluster, api, tmp_p
     names = [each["metadata"]["name"] for each in api.get(f"{CORE}/secrets").expect(200)["items"]]
     [secret] = [each for each in names if each.startswith("tiny-control-")]
     said = [explanation(api, cluster, f"ask-{at}", secret, address, asked) for at, address in enumerate(found.values())]
-    # Only one of them has placed the request. The other one has asked it.
+    # Only one router has placed the request. The other router has got the explanation from it.
     assert [each.partition(":")[0] for each in said] == ["Succeeded", "Succeeded"], said
 
     release.kube("delete", "pod", next(iter(found)))
@@ -186,7 +186,7 @@ def test_renewed_certificate_serves_without_a_restart(server, cluster, api, tmp_
     address = cluster.way_to("fleet-routers", 8000)
 
     def verdict(authority: Authority) -> str:
-        """Return how a client that knows this authority fares; the way to a Service may not know its pods yet."""
+        """Return the outcome of a request with this authority; the proxy of the Service may not know its pods yet."""
         context = ssl.create_default_context(cafile=authority.file)
         try:
             answer = httpx.get(f"https://{address}/openapi.json", verify=context, trust_env=False)

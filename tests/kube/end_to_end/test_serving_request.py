@@ -24,9 +24,9 @@ SECONDS = 30
 
 
 async def test_a_generated_deployment_serves_as_it_is(tmp_path, model_dir):
-    """The deployment is not edited.
+    """The deployment serves without an edit.
 
-    The request asks for the engine that computes nothing, as it may for any part of a pod.
+    The request has a pod template that selects the simulated engine, as it may set any part of a pod.
     """
     instead = {"name": "main", "args": ["--set=engine=simulated"]}
     request = a_request(
@@ -46,7 +46,7 @@ async def test_a_generated_deployment_serves_as_it_is(tmp_path, model_dir):
         requests = Requests(asked)
         async with an_operator(asked):
             requests.apply(request).expect(201)
-            # This operator is no pod, so it cannot ask routers; workers themselves report when a router knows them.
+            # This operator does not run in a pod, so it cannot call routers. Workers are ready if a router knows them.
             await until(lambda: len(found := ready(asked)) == 3 and all(found.values()), SECONDS)
 
             answer = await asyncio.to_thread(one_answer, cluster.way_to("please-router", 50051))

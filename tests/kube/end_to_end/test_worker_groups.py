@@ -1,4 +1,4 @@
-"""A replica of two nodes in a cluster of real processes: it becomes ready, answers, ends and recovers as a whole."""
+"""Worker group of two nodes in a cluster of real processes: it becomes ready, answers, ends and recovers as a whole."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""The conformance suite for endpoint pickers: Fleet's picker passes, and each fault of a wrong picker is found by its case."""
+"""Conformance suite for endpoint pickers: Fleet's picker passes, and each fault of a picker fails the right case."""
 
 import asyncio
 import itertools
@@ -70,7 +70,7 @@ async def test_absent_picker_fails_every_case_and_hangs_none():
 
 
 class RoundRobinPicker:
-    """A picker that names the endpoints of its pool in turn, with a fault on request."""
+    """Implements a picker that names the endpoints of its pool in turn, and that has one fault on request."""
 
     def __init__(self, fault="", capacity=40):
         self.fault = fault

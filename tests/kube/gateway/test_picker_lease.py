@@ -1,6 +1,6 @@
-"""Several endpoint pickers behind one InferencePool, of which one is asked at a time.
+"""Several endpoint pickers behind one InferencePool: gateways use only one of them at a time, the leader.
 
-They are processes of real routers with the commands and roles that the chart gives them.
+The pickers are processes of real routers, with the commands and roles of the chart.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ PLURALS = {
 
 
 class Installed:
-    """The objects of the installed chart, without a kubelet."""
+    """Reads the objects of the installed chart; there is no kubelet."""
 
     def __init__(self, server, api, folder, url: str) -> None:
         lease = {"duration_seconds": LEASE_SECONDS}
@@ -67,7 +67,7 @@ class Installed:
                 api.post(PLURALS[kind], each).expect(201)
 
     def command(self, name: str, address: str) -> list[str]:
-        """Return the command of a router's pod, but with free ports."""
+        """Return the command of a router's pod, with free ports."""
         (container,) = self.objects["Deployment", "fleet-routers"]["spec"]["template"]["spec"]["containers"]
         words = [*container["command"][1:], *container["args"]]
         words = [word.replace("$(POD_NAME)", name).replace("$(POD_IP)", address) for word in words]
@@ -78,13 +78,13 @@ class Installed:
         return [*words, *free, f"--set=endpoint_picker.lease.kubeconfig={config}"]
 
     async def leader(self) -> str:
-        """Return the pod that gateways are sent to."""
+        """Return the name of the pod to which gateways send their calls."""
         found = await asyncio.to_thread(self.api.get, SLICE)
         return found.body["endpoints"][0]["addresses"][0] if found.code == 200 else ""
 
 
 class Picker:
-    """A router's process."""
+    """Runs the process of one router with an endpoint picker."""
 
     def __init__(self, installed: Installed, name: str, address: str) -> None:
         self.installed, self.name, self.ip = installed, name, address
@@ -247,7 +247,7 @@ async def _follows(candidate) -> bool:
 
 
 async def test_processes_of_one_router_lead_together(tmp_path):
-    """The processes tell each other their bookings and are one picker, with one identity."""
+    """The processes exchange their reservations, and act as one picker with one identity."""
     clock = ManualClock()
 
     def written_by(year: int) -> datetime:

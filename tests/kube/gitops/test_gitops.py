@@ -1,4 +1,4 @@
-"""GitOps: another server-side-apply manager owns the specification, autoscalers own replicas, and tools read the health."""
+"""GitOps: another server-side-apply manager owns the specification, autoscalers own replicas, tools read the health."""
 
 import pytest
 import yaml
@@ -34,7 +34,7 @@ def managers(item, field, *path):
 
 
 class Git:
-    """A controller that applies manifests from Git without force, as Argo CD and Flux do."""
+    """Applies manifests without force, as Argo CD and Flux apply those from Git."""
 
     def __init__(self, asked):
         self._asked = asked
@@ -134,7 +134,7 @@ async def test_replicas_of_a_static_role_belong_to_git(asked):
 
 
 class Health:
-    """The verdicts of Argo CD and of Flux about objects, by the expressions in deploy/gitops."""
+    """Evaluates the health of objects as Argo CD and Flux do, by the expressions in deploy/gitops."""
 
     def __init__(self):
         self._lua = document("argocd/health.yaml")["data"]
@@ -145,7 +145,7 @@ class Health:
         }
 
     def argo(self, item):
-        """Return the status, as Argo CD's interpreter gives it: Lua 5.1 with its basic functions."""
+        """Return the health status as in Argo CD, whose interpreter is Lua 5.1 with the basic functions."""
         script = self._lua[f"resource.customizations.health.fleet-serving.io_{item['kind']}"]
         runtime = lua51.LuaRuntime(register_eval=False, register_builtins=False)
         check = runtime.eval(f"function(obj)\n{script}\nend")

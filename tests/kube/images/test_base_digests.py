@@ -1,4 +1,7 @@
-"""`make images PIN=1` against a registry that the tests serve: tokens, busy moments, silence, and the build by digest afterwards."""
+"""Digests of base images: `make images PIN=1` with a registry for tests, and builds that use the pinned digests.
+
+The registry demands tokens, is busy, or does not answer, as a test orders.
+"""
 
 import contextlib
 import hashlib
@@ -26,7 +29,7 @@ echo "$@" >> {log}
 
 
 class Registry(http.server.ThreadingHTTPServer):
-    """A registry with every image, and with the faults that a test orders."""
+    """Serves every image, with the faults that a test orders."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -35,11 +38,11 @@ class Registry(http.server.ThreadingHTTPServer):
         """If set, clients need this token."""
 
         self.refusals = []
-        """Statuses with which the next requests for manifests are answered; 0: with nothing at all."""
+        """Statuses of the answers to the next requests for manifests; 0: the registry does not answer."""
 
         self.headers = {"Docker-Content-Digest": DIGEST}
         self.released = threading.Event()
-        """Set at the end, so that no answer is held any longer."""
+        """Set at the end of a test, so that no request waits any longer."""
 
     @property
     def url(self):
@@ -94,7 +97,7 @@ def registry():
 
 @pytest.fixture
 def build(registry, tmp_path):
-    """Return a function that runs build.py beside the registry, with a container runtime that only notes its commands."""
+    """Return a function that runs build.py with the registry and a container runtime that only logs its commands."""
     runtime, log = tmp_path / "runtime", tmp_path / "log"
     runtime.write_text(RUNTIME.format(log=log))
     runtime.chmod(0o755)
@@ -155,7 +158,7 @@ def test_anonymous_token_is_fetched_when_the_registry_wants_one(registry, build,
 
 
 @pytest.mark.parametrize("refusals", [[429, 429], [503], [200]])
-def test_busy_registry_is_asked_again(registry, build, tmp_path, refusals):
+def test_busy_registry_gets_the_request_again(registry, build, tmp_path, refusals):
     registry.refusals = refusals
 
     done, _ = build("router", "--pin")
@@ -175,7 +178,7 @@ def test_busy_registry_is_asked_again(registry, build, tmp_path, refusals):
     ],
     ids=lambda each: str(each[0]) if isinstance(each, list) else "",
 )
-def test_registry_that_gives_no_digest_leaves_the_lock_alone(registry, build, tmp_path, refusals, words):
+def test_registry_without_digest_changes_no_lock_file(registry, build, tmp_path, refusals, words):
     registry.refusals = refusals
     (tmp_path / "bases.lock").write_text("before\t1\n")
 
@@ -187,7 +190,7 @@ def test_registry_that_gives_no_digest_leaves_the_lock_alone(registry, build, tm
     assert (tmp_path / "bases.lock").read_text() == "before\t1\n"
 
 
-def test_digest_is_computed_if_the_registry_does_not_say_it(registry, build, tmp_path):
+def test_digest_is_computed_if_the_registry_omits_it(registry, build, tmp_path):
     registry.headers = {}
 
     build("router", "--pin")

@@ -23,7 +23,7 @@ TOOLS = {"pytest", "mypy", "ruff", "hypothesis", "moto", "schemathesis"}
 
 NAMES = "ls /opt/fleet/lib/python3*/site-packages"
 STARTED = "id -u && pwd && {command} > /tmp/help && head -n 1 /tmp/help && fleet --version"
-"""The user, the working folder, the first line of what a container prints that is told nothing, and the version."""
+"""Command that prints the user, the working folder, the first line of the image's default output, and the version."""
 
 AS_STARTED = ["65532", "/tmp", "usage: fleet [-h] [--version] COMMAND ..."]
 
@@ -63,11 +63,11 @@ python3 -m pip freeze --all > /opt/base/before.txt
 du -sm /opt/base | cut -f1 > /opt/base/size.txt
 rm /tmp/unneeded.txt
 """
-"""Commands that leave of an environment only what vLLM needs, and note what that is."""
+"""Commands that remove all packages except those that vLLM needs, and write the remaining ones to a file."""
 
 
 def test_gpu_worker_keeps_the_packages_of_vllms_image(tmp_path):
-    """Vllm's own image is not here. Its packages are those that vLLM needs in this environment, with torch for CPUs."""
+    """The packages that vLLM needs here, with torch for CPUs, take the place of the packages in vLLM's image."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")
     script = (ROOT / "deploy" / "images" / "unneeded_packages.py").read_text()
@@ -93,7 +93,7 @@ def test_gpu_worker_keeps_the_packages_of_vllms_image(tmp_path):
 
 
 def test_both_gpu_images_have_the_same_steps():
-    """The steps of one of them are run; the other has no NIXL, and another base and name."""
+    """Another test runs the steps of one image. The other image has no NIXL, another base image and another name."""
     cuda, rocm = (
         [
             [(each.name, each.text.replace(",nixl", "")) for each in steps if each.name != "LABEL"]
@@ -106,6 +106,6 @@ def test_both_gpu_images_have_the_same_steps():
 
 
 def _lines(printed: str, single: int) -> list[str]:
-    """Return the first lines, and all further ones together."""
+    """Return the first lines of the output, and all further lines as one text."""
     *first, rest = printed.split("\n", single)
     return [*first, rest]

@@ -1,4 +1,4 @@
-"""Kubernetes as a directory of workers, by Leases and by the EndpointSlices of a Service."""
+"""Kubernetes as a directory of workers: Leases, and the EndpointSlices of a Service."""
 
 import asyncio
 import base64
@@ -85,7 +85,7 @@ class KubernetesWorld:
             await until_answered(are_equal)
 
     def endpoints(self) -> set[str]:
-        """Return the addresses that clients of the Service are sent to."""
+        """Return the addresses to which the Service sends its clients."""
         slices = self.api.get(SLICES, labelSelector=f"kubernetes.io/service-name={self.service}").expect(200)["items"]
         return {
             f"{address}:{port['port']}"
@@ -114,7 +114,7 @@ def api(server):
 
 
 def pytest_generate_tests(metafunc):
-    """Run tests of the whole contract with and without EndpointSlices, and tests of one of them once."""
+    """Run the tests of the contract suite with and without EndpointSlices, and the other tests once."""
     if "a_world" in metafunc.fixturenames:
         everywhere = metafunc.function.__module__ == discovery_promises.__name__
         metafunc.parametrize("a_world", ["leases", "slices"] if everywhere else ["leases"], indirect=True)
@@ -128,7 +128,7 @@ async def a_world(request, server, api, tmp_path):
     await world.way.close()
 
 
-async def test_a_lease_says_who_holds_it_and_for_how_long(a_world, api):
+async def test_lease_names_its_holder_and_its_duration(a_world, api):
     async with a_world.open(labels={"fleet-serving.io/role": "decode"}) as worker:
         await worker.register(WORKER, OLD, ADDRESS)
         await worker.register(WORKER, OLD, ADDRESS)
@@ -303,7 +303,7 @@ async def test_unknown_api_server_refuses_the_settings(server, tmp_path, fields,
 
 
 async def held(server, number):
-    """Wait until this fault holds a request back."""
+    """Wait until this fault holds a request."""
 
     async def has_struck() -> bool:
         return (await asyncio.to_thread(server.faults))[str(number)]["struck"]

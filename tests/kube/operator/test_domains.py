@@ -1,4 +1,4 @@
-"""Groups of pods without LeaderWorkerSet: the operator gives each a domain with room, and says when none has any."""
+"""Worker groups without LeaderWorkerSet: the operator gives each a domain with room, or reports that none has room."""
 
 from datetime import UTC, datetime
 
@@ -38,7 +38,7 @@ def a_node(name, domain, gpus):
 
 @pytest.fixture
 def machines(asked):
-    """Create nodes in domains: of `half` only one node is free, `free` has two free nodes."""
+    """Create nodes in domains: in `half` only one node is free, and `free` has two free nodes."""
     made = []
 
     def create(*nodes):
@@ -86,7 +86,7 @@ async def test_two_groups_do_not_get_the_same_room(asked, machines):
     assert places(asked) == ["w1", "w2", "x1", "x2"]
 
 
-async def test_no_domain_with_room_is_said_and_holds_nothing(asked, machines, monkeypatch):
+async def test_lack_of_room_is_reported_and_places_no_pod(asked, machines, monkeypatch):
     monkeypatch.setattr(loop, "TROUBLE_RECHECK", loop.SECOND // 2)
     machines(*HALF, a_node("w1", "whole", 2))
     async with an_operator(asked) as operator:
@@ -105,7 +105,7 @@ async def test_no_domain_with_room_is_said_and_holds_nothing(asked, machines, mo
 
 
 class WithoutNodes:
-    """An API server that does not let the operator read nodes, as with a namespaced Role."""
+    """Wraps a cluster whose API server does not let the operator read nodes, as with a Role of one namespace."""
 
     def __init__(self, connected):
         self._cluster = connected
@@ -120,7 +120,7 @@ class WithoutNodes:
 
 
 class WithoutGates(WithoutNodes):
-    """One that does not know scheduling gates either."""
+    """Wraps a cluster that also has no scheduling gates."""
 
     async def served(self):
         return msgspec.structs.replace(await self._cluster.served(), scheduling_gates=False)
@@ -134,7 +134,7 @@ def impatient(monkeypatch):
 
 
 def gates(asked):
-    """Return the gates of each group's pods."""
+    """Return the scheduling gates of the pods of each worker group."""
     return {
         name: [each["name"] for each in pod["spec"].get("schedulingGates") or ()]
         for name, pod in asked.children("pods", "v1").items()
@@ -158,7 +158,7 @@ async def test_without_the_right_to_read_nodes_full_nodes_are_avoided(asked, mac
 
 
 def opened(asked):
-    """Return the deployments of which a group's pods have no gate any more."""
+    """Return the deployments that have a worker group whose pods have no scheduling gate any more."""
     return {name.partition("-")[0] for name, each in gates(asked).items() if not each}
 
 
@@ -178,7 +178,7 @@ async def test_gated_groups_pass_the_scheduler_one_at_a_time(asked, machines, no
     assert places(asked) == ["w1", "w2", "x1", "x2"]
 
 
-async def test_group_that_fits_nowhere_says_so_and_lets_others_pass(asked, machines, impatient):
+async def test_group_that_fits_nowhere_is_reported_and_blocks_no_other(asked, machines, impatient):
     machines(*FREE)
     small = WIDE | {"gpus": {"perReplica": 2}, "parallelism": {"tensor": 2}}
     large = WIDE | {"gpus": {"perReplica": 8}, "parallelism": {"tensor": 8}}

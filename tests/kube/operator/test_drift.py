@@ -1,4 +1,4 @@
-"""Children that others edit, orphan or delete: they are put back at once, and an event says so."""
+"""Drift: the operator restores child objects that others edit, orphan or delete, and records an event."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def events(asked, reason):
 
 
 def set_image(asked, name, image):
-    """Do what `kubectl set image` does: a strategic merge patch by another field manager."""
+    """Change an image as `kubectl set image` does: by a strategic merge patch of another field manager."""
     patch = {"spec": {"template": {"spec": {"containers": [{"name": "main", "image": image}]}}}}
     path = asked.path("deployments", name, "apps/v1")
     return asked.api.patch(path, "strategic", patch, fieldManager="kubectl-set").expect(200)
@@ -81,7 +81,7 @@ async def test_removed_field_is_put_back(asked):
 
 
 async def test_added_field_is_applied_against_once(asked):
-    """A field that the operator has no value for stays, and does not make it write again and again."""
+    """A field that the operator does not set stays, and the operator does not write again and again because of it."""
     async with an_operator(asked) as operator:
         asked.apply(a_deployment(ROLE)).expect(201)
         await until(lambda: asked.ready() and not operator.waiting())
@@ -140,7 +140,7 @@ async def test_orphans_with_our_labels_are_adopted(asked):
 
 
 async def test_copies_of_our_objects_are_left_alone(asked):
-    """A copy under another name has our labels and no owner, but it is not ours."""
+    """A copy under another name has Fleet's labels and no owner, but the operator did not make it."""
     async with an_operator(asked) as operator:
         asked.apply(a_deployment(ROLE)).expect(201)
         await until(lambda: asked.ready() and not operator.waiting())

@@ -1,4 +1,4 @@
-"""The operator reaches the same end state whatever is lost, refused, late or killed on the way."""
+"""Faults of the operator's API calls: it reaches the same end state if calls fail or come late, or if it is killed."""
 
 import asyncio
 import contextlib
@@ -28,11 +28,14 @@ KINDS = (
 
 
 class Killed(BaseException):
-    """Ends an operator as a kill would; it is no Exception, so that no supervisor survives it."""
+    """Raised to end an operator like a kill. It is no `Exception`, so no supervisor catches it."""
 
 
 class Mortal:
-    """A cluster whose operator is killed before its second write; the first may be done without being answered."""
+    """Wraps a cluster so that the operator is killed at its second write.
+
+    Unless `answered`, it is killed at its first write instead, after the write was done and before its answer.
+    """
 
     def __init__(self, connected, answered):
         self._cluster = connected
@@ -45,7 +48,7 @@ class Mortal:
             return call
 
         async def write(kind, *arguments):
-            # A new leader renews its Lease and records an event of it, whatever there is to do.
+            # A new leader always renews its Lease and records an event about it, so these writes do not count.
             if kind == kinds.LEASE or (kind == kinds.EVENT and arguments[-1]["regarding"]["kind"] == kinds.LEASE.name):
                 return await call(kind, *arguments)
             if self.writes:
@@ -60,7 +63,7 @@ class Mortal:
 
 
 def end_state(asked):
-    """Return digest and replicas of every child."""
+    """Return the digest and the replicas of every child object."""
     return {
         (kind, name): (
             each["metadata"]["annotations"][DIGEST],
@@ -72,7 +75,7 @@ def end_state(asked):
     }
 
 
-async def test_killed_at_every_write_it_ends_at_the_same(asked):
+async def test_operator_killed_at_each_write_reaches_same_state(asked):
     role = {"name": "chat", "type": "aggregated", "scaling": {"mode": "External"}}
     other = {"image": "another:2", "routing": {"policy": "round_robin"}}
     async with an_operator(asked):
@@ -101,9 +104,9 @@ async def test_killed_at_every_write_it_ends_at_the_same(asked):
 
 
 async def lives(asked, deaths):
-    """Run an operator until it writes nothing more, and return whether that succeeded.
+    """Run an operator until nothing is left to do; return True if it had nothing to write.
 
-    Otherwise it has written once and was killed; every second time its write was done without being answered.
+    Otherwise the operator writes once and is killed; in every second call, before it gets the answer to its write.
     """
     mortal = []
 
@@ -134,7 +137,7 @@ async def lives(asked, deaths):
     ],
     ids=["500", "429", "conflicts", "lost-answers", "half-answers", "410", "cut-watches", "lists-and-watches-refused"],
 )
-async def test_a_fault_delays_and_changes_nothing(asked, faults):
+async def test_faults_do_not_change_the_end_state(asked, faults):
     for kind, conditions in faults:
         asked.server.order_fault(kind, user="fleet-operator/first", **conditions)
     async with an_operator(asked):
@@ -148,7 +151,7 @@ async def test_a_fault_delays_and_changes_nothing(asked, faults):
 
 
 async def test_missing_right_for_secrets_is_in_each_status(asked):
-    """An operator that is upgraded without its Role leaves what runs, and goes on once it may read its Secret."""
+    """An operator that is upgraded without its Role changes no running pods. It goes on once it may read its Secret."""
     lacking = [True]
 
     class WithoutSecrets:
@@ -199,7 +202,7 @@ async def test_expired_watch_version_causes_a_new_list(asked, monkeypatch):
 
 
 async def test_late_writes_of_a_former_leader_change_nothing(asked):
-    """The former leader's scaling is held back until the next leader has scaled otherwise."""
+    """The server holds the write of the former leader until the next leader has written another number of replicas."""
     role = {"name": "all", "type": "aggregated", "replicas": 2}
     async with an_operator(asked, identity="second") as second:
         asked.apply(a_deployment(role)).expect(201)
@@ -219,7 +222,7 @@ async def test_late_writes_of_a_former_leader_change_nothing(asked):
             asked.server.remove_fault(late)
 
             def code():
-                """Return the code of its last write; 0 while it is not answered."""
+                """Return the status code of the former leader's last write; 0 while it has no answer."""
                 sent = [
                     each
                     for each in asked.server.requests()
@@ -235,7 +238,7 @@ async def test_late_writes_of_a_former_leader_change_nothing(asked):
 
 
 class Deaf:
-    """A cluster whose watches of some kinds report nothing, so that the operator has to ask for what there is."""
+    """Wraps a cluster whose lists and watches of some kinds are empty, so the operator has to read single objects."""
 
     def __init__(self, connected, of):
         self._cluster = connected
@@ -311,7 +314,7 @@ async def test_unknown_foreign_objects_are_left_and_reported(asked):
 
 
 async def test_created_but_unseen_object_is_not_written_twice(asked):
-    """The creation was the previous operator's, or its answer was lost."""
+    """The previous operator has created the object, or the answer to the creation was lost."""
 
     def versions():
         return {
@@ -360,7 +363,7 @@ async def test_field_missing_in_a_later_manifest_is_removed(asked):
         assert managers == {("fleet-operator", "Apply")}, kind
 
 
-async def test_ten_megabytes_of_events_leave_no_memory_behind(asked, nodes):
+async def test_ten_megabytes_of_events_take_no_memory(asked, nodes):
     """Pods and Leases are written again without a change, as kubelets and workers do all the time."""
     async with an_operator(asked) as operator:
         asked.apply(a_deployment()).expect(201)
@@ -397,7 +400,7 @@ async def test_reconcile_continues_after_the_lease_is_renewed(asked, monkeypatch
     leads = [True]
 
     class Lapsing:
-        """The Lease expires at the third write, and is renewed before anybody has noticed."""
+        """Wraps a cluster in which the Lease expires at the third write, and is renewed 0.2 s later."""
 
         def __init__(self, connected):
             self._cluster = connected

@@ -1,4 +1,4 @@
-"""The operators' leader Lease under wrong clocks, and what keeps running when the last operator is gone."""
+"""Leader Lease of the operators: its owner, wrong clocks, and deployments that serve without an operator."""
 
 import time
 from datetime import timedelta
@@ -27,7 +27,7 @@ def lease(asked):
 
 @pytest.fixture
 def owner(asked):
-    """Return the operator's own Deployment, which runs nothing here."""
+    """Create the operator's own Deployment, which has no pods here, and return it."""
     labels = {"app.kubernetes.io/component": "operator"}
     spec = {
         "replicas": 0,
@@ -39,7 +39,7 @@ def owner(asked):
     )
 
 
-async def test_lease_goes_with_the_operators_deployment(asked, owner):
+async def test_lease_is_removed_with_the_operators_deployment(asked, owner):
     async with an_operator(asked, owner=OWNER) as operator:
         await until(operator.leader.leads)
         [reference] = lease(asked).expect(200)["metadata"]["ownerReferences"]
@@ -80,7 +80,7 @@ async def test_older_operators_lease_gets_the_owner(asked, owner):
 
 
 class Forbidding:
-    """A cluster that does not allow the operator to read Deployments."""
+    """Wraps a cluster that does not allow the operator to read Deployments."""
 
     def __init__(self, connected):
         self._cluster = connected
@@ -105,7 +105,7 @@ async def test_missing_right_to_read_owner_stops_nobody(asked, owner, caplog):
 
 @pytest.mark.parametrize("hours", [-1, 1], ids=["behind", "ahead"])
 async def test_wrong_clock_does_not_affect_the_election(asked, hours):
-    """Both the leader's clock and the candidate's are wrong: `renewTime` is written by one and read by the other."""
+    """The leader, which writes `renewTime`, has a wrong clock; the candidate that reads it has the right one."""
 
     def off():
         return utc_now() + timedelta(hours=hours)
@@ -130,7 +130,7 @@ async def test_wrong_clock_does_not_affect_the_election(asked, hours):
 
 
 def a_workers_lease(asked, pod, hours):
-    """Return a Lease that holds for a second, of a worker whose clock is wrong by that much."""
+    """Return a Lease of one second, of a worker whose clock is wrong by this time."""
     labels = {key: pod["metadata"]["labels"][key] for key in (INSTANCE, ROLE, REVISION)} | {REGISTRATION: WORKER}
     renewed = (utc_now() + timedelta(hours=hours)).isoformat(timespec="microseconds").replace("+00:00", "Z")
     spec = {"holderIdentity": pod["metadata"]["name"], "leaseDurationSeconds": 1, "renewTime": renewed}

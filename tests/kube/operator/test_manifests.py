@@ -1,4 +1,4 @@
-"""The manifests that the operator makes of the samples pass Kubernetes' schemas, our API server and kubectl."""
+"""Manifests of the samples' child objects: Kubernetes' schemas, the API server for tests and kubectl accept them."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The operator against an API server: its objects, its status, and what it leaves alone."""
+"""Operator on an API server: the objects and the status that it writes, and the objects that it does not touch."""
 
 import json
 import logging
@@ -137,7 +137,7 @@ async def test_scale_change_reaches_the_child_in_under_a_second(asked):
     }
 
 
-async def test_scaler_without_role_or_out_of_bounds_says_so(asked):
+async def test_scaler_without_role_or_out_of_bounds_reports_it(asked):
     lost = {"metadata": {"name": "lost"}, "spec": {"target": {"deployment": "nowhere", "role": "all"}, "replicas": 3}}
 
     def conditions(name):
@@ -192,7 +192,7 @@ async def test_rollout_ends_with_new_revision_within_budget(asked, nodes):
     assert nodes.most_gpus == 5
 
 
-async def test_foreign_object_is_left_alone_until_it_goes(asked):
+async def test_foreign_object_is_not_changed_until_it_is_removed(asked):
     theirs = {"metadata": {"name": "dd-router"}, "spec": {"ports": [{"port": 1}], "selector": {"theirs": "yes"}}}
     asked.api.post(asked.path("services", "", "v1"), theirs).expect(201)
     async with an_operator(asked):
@@ -318,7 +318,7 @@ async def test_later_specification_changes_nothing(asked, monkeypatch):
     }
 
 
-async def test_warm_pods_are_the_last_to_go(asked, nodes):
+async def test_warm_pods_are_removed_last(asked, nodes):
     role = {"name": "all", "type": "aggregated", "replicas": 3}
     async with an_operator(asked):
         asked.apply(a_deployment(role)).expect(201)

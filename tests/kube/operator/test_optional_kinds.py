@@ -1,4 +1,4 @@
-"""Kinds that a cluster may lack, and replicas of several nodes where only StatefulSets can make them."""
+"""Optional kinds that a cluster may lack, and replicas of several nodes on clusters without LeaderWorkerSets."""
 
 import pytest
 
@@ -67,7 +67,7 @@ def remove(asked, plural):
 
 
 async def test_lws_coming_and_going_replaces_no_single_node_role(asked, monkeypatch):
-    """Another team installs LeaderWorkerSet, and removes it: only groups that were made of it are made again."""
+    """Another team installs LeaderWorkerSet and removes it; only worker groups that were made by it are made again."""
     monkeypatch.setattr(server, "DISCOVER_SECONDS", 0.1)
     single = {"name": "single", "type": "aggregated"}
     spec = {"routing": {"policy": "fleet"}}

@@ -1,4 +1,4 @@
-"""An API server that is away for a while: the operator says so by /readyz, and in no status."""
+"""Outages of the API server: the operator reports them by /readyz, and not in the status of an object."""
 
 import httpx
 import pytest
@@ -26,7 +26,7 @@ ROLE = {"name": "all", "type": "aggregated"}
 
 @pytest.fixture
 def own(tmp_path):
-    """Run a server of the test's own, whose kinds the test may remove."""
+    """Run an API server for one test, which may remove kinds from it."""
     nodes = Nodes()
     with an_api_server(with_controllers=True, beside=nodes.run) as server, Api(server.url) as api:
         install(server)
@@ -68,7 +68,7 @@ async def test_readyz_fails_without_kinds_or_server(own, monkeypatch):
 
 
 async def test_brief_refusals_after_a_restart_reach_no_status(asked, monkeypatch):
-    """An API server that has not read the roles yet refuses everybody for some seconds."""
+    """After a restart, an API server refuses all requests for some seconds, because it has not read the roles yet."""
     monkeypatch.setattr(rate_limiter, "LONG", Nanos(60 * SECOND))  # for slow machines
     async with an_operator(asked) as operator:
         asked.apply(a_deployment(ROLE)).expect(201)
@@ -91,7 +91,7 @@ def refused(server):
 
 
 async def test_operator_recovers_from_refusals_of_all_requests(asked, monkeypatch):
-    """A restarted API server ends all watches, and refuses everything until it has read the roles."""
+    """A restarted API server ends all watches, and refuses all requests until it has read the roles."""
     monkeypatch.setattr(client, "WATCH_SECONDS", 1)
     monkeypatch.setattr(informer, "LONGEST_SECONDS", 0.5)
     async with an_operator(asked) as operator:

@@ -1,4 +1,4 @@
-"""Mistakes in pod templates, and pods that nobody may create: the status says what is wrong, and old pods serve on."""
+"""Mistakes in pod templates, and pods that the server refuses: the status names the cause, old pods keep serving."""
 
 import pytest
 
@@ -41,7 +41,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("main", "words"), MISTAKES.values(), ids=MISTAKES)
-async def test_template_mistake_is_reported_and_mended(asked, main, words):
+async def test_template_mistake_is_reported_and_can_be_corrected(asked, main, words):
     async with an_operator(asked):
         asked.apply(a_deployment(a_role())).expect(201)
         await until(asked.ready)

@@ -1,4 +1,4 @@
-"""Replicas are ready only after an answered request: when, how often and whom the operator asks."""
+"""Probes: replicas are ready only after they have answered a request; when, how often and to which pods one is sent."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ FULL = ProbeFailure(429, "queue_full", busy=True)
 
 
 class Clients:
-    """Answers as `said` has it, by deployment; None waits until `release` is set."""
+    """Answers probes by `said`, which has an answer for each deployment; for None, it waits until `release` is set."""
 
     def __init__(self):
         self.said = {}

@@ -1,4 +1,4 @@
-"""The operator as deployed: a process with settings file, health server, and the chart's account and rights."""
+"""Operator as a process, as it is deployed: settings file, health server, and the account and rights of the chart."""
 
 import signal
 import subprocess
@@ -51,7 +51,7 @@ REQUEST = {
 
 
 def a_process(settings, folder):
-    """Run the operator's process, and return it with its first output."""
+    """Run the operator's process; yield it with the first line of its output."""
     return start_service("operator", settings, folder / "operator.json", stderr=subprocess.PIPE, text=True)
 
 

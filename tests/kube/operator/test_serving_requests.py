@@ -1,4 +1,4 @@
-"""ServingRequests with an operator: each becomes a deployment whose pods start, or says why it cannot."""
+"""ServingRequests with an operator: it makes a deployment of each, or reports why that is impossible."""
 
 import pytest
 
@@ -205,7 +205,7 @@ def test_request_with_an_impossible_name_is_refused(asked, name):
 
 
 def test_documented_request_is_the_sample_and_feasible():
-    """`test_crds` shows that it is accepted."""
+    """`test_crds` checks that the API server accepts the documented request."""
     documented, sample = (each for each in shown_manifests() if each["kind"] == "ServingRequest")
 
     got = propose(msgspec.convert(sample["spec"], ServingRequestSpec))

@@ -63,7 +63,7 @@ async def health_readiness_is_not_serving(picker: PickerUnderTest) -> None:
 
 
 async def destination_is_ip_and_port(picker: PickerUnderTest) -> None:
-    """The header names endpoints as ip:port, the best first, each once."""
+    """The header names endpoints as ip:port, each of them once, and the best one first."""
     decision = await picker.ask()
     decision.destination()
     checked_endpoints(decision.endpoints)
@@ -80,7 +80,7 @@ async def header_and_metadata_agree(picker: PickerUnderTest) -> None:
 
 
 async def fallbacks_follow_the_first_endpoint(picker: PickerUnderTest) -> None:
-    """The endpoints after the first one are others of the pool, within the subset."""
+    """The endpoints after the first one are other endpoints of the pool, and belong to the subset."""
     picker.two_endpoints()
     decision = await picker.ask(subset=picker.endpoints)
     decision.destination()
@@ -91,7 +91,7 @@ async def fallbacks_follow_the_first_endpoint(picker: PickerUnderTest) -> None:
 
 
 async def destination_of_the_client_is_replaced(picker: PickerUnderTest) -> None:
-    """A client's own destination header decides nothing and does not go on."""
+    """A destination header that the client sends has no effect, and the picker replaces it."""
     exchange = picker.exchange()
     await exchange.head(**{DESTINATION: ABSENT})
     await exchange.pieces(picker.body())
@@ -119,7 +119,7 @@ async def request_without_a_body_gets_an_endpoint(picker: PickerUnderTest) -> No
 
 
 async def subset_of_one_is_obeyed(picker: PickerUnderTest) -> None:
-    """With a subset hint of one endpoint, only that one is named, whichever it is."""
+    """If the subset hint has one endpoint, the picker names only this one, whichever it is."""
     for endpoint in picker.two_endpoints():
         decision = await picker.ask(subset=[endpoint])
         decision.destination()
@@ -127,7 +127,7 @@ async def subset_of_one_is_obeyed(picker: PickerUnderTest) -> None:
 
 
 async def subset_skips_unknown_endpoints(picker: PickerUnderTest) -> None:
-    """A subset may contain endpoints that the picker does not know; it picks another of them."""
+    """A subset may contain endpoints that the picker does not know; it picks a known endpoint of the subset."""
     first, _ = picker.two_endpoints()
     decision = await picker.ask(subset=[ABSENT, first])
     decision.destination()
@@ -172,7 +172,7 @@ async def shed_request_gives_429(picker: PickerUnderTest) -> None:
 
 
 async def malformed_body_is_decided(picker: PickerUnderTest) -> None:
-    """A body that is no JSON is answered with a status from 400 to 499, or goes on unchanged."""
+    """The picker answers a body that is not JSON with a status from 400 to 499, or passes it on unchanged."""
     exchange = picker.exchange()
     await exchange.head()
     await exchange.pieces(b'{"model": ')
@@ -188,12 +188,12 @@ async def malformed_body_is_decided(picker: PickerUnderTest) -> None:
 
 
 async def body_goes_on_whole(picker: PickerUnderTest) -> None:
-    """The body of a request goes on with the same content, and `content-length` is right if it is set."""
+    """The picker passes the body of a request on with the same content; `content-length` is right if it is set."""
     await _forwarded(picker, picker.body())
 
 
 async def body_in_pieces_goes_on_whole(picker: PickerUnderTest) -> None:
-    """A body that comes in pieces goes on whole, also if pieces end in the middle of a character."""
+    """The picker passes on all bytes of a body in pieces, even if a piece ends in the middle of a character."""
     body = picker.body("für alle Fälle: ∀").replace(b"\\u2200", "∀".encode())
     await _forwarded(picker, *(body[at : at + 7] for at in range(0, len(body), 7)))
 
@@ -204,7 +204,7 @@ async def empty_last_piece_ends_a_body(picker: PickerUnderTest) -> None:
 
 
 async def large_body_goes_on_in_small_pieces(picker: PickerUnderTest) -> None:
-    """A body of 220 KB goes on whole, in pieces of at most 64 KiB."""
+    """The picker passes on all bytes of a body of 220 KB, in pieces of at most 64 KiB."""
     body = picker.body(user="x" * LARGE)
     decision = await _forwarded(picker, *(body[at : at + LARGEST_PIECE] for at in range(0, len(body), LARGEST_PIECE)))
     if (longest := max(map(len, decision.pieces))) > LARGEST_PIECE:
@@ -212,7 +212,7 @@ async def large_body_goes_on_in_small_pieces(picker: PickerUnderTest) -> None:
 
 
 async def trailers_end_a_body(picker: PickerUnderTest) -> None:
-    """A request that ends with trailers goes on whole, and so do its trailers."""
+    """The picker passes on a complete request that ends with trailers, and its trailers."""
     exchange = picker.exchange()
     await exchange.head()
     await exchange.pieces(picker.body(), ends=False)
@@ -333,7 +333,7 @@ async def _health(picker: PickerUnderTest, service: str, *, serving: bool) -> No
 
 
 async def _placed(picker: PickerUnderTest) -> Exchange:
-    """Return the call of a request that was placed and sent to its endpoint."""
+    """Send a request, and return its call after the picker has placed it."""
     exchange = picker.exchange()
     await exchange.head()
     await exchange.pieces(picker.body())
@@ -342,7 +342,7 @@ async def _placed(picker: PickerUnderTest) -> Exchange:
 
 
 async def _forwarded(picker: PickerUnderTest, *pieces: bytes) -> Decision:
-    """Send a body in these pieces, and check that it goes on whole."""
+    """Send a body in these pieces, and check that the picker passes on all of its bytes."""
     exchange = picker.exchange()
     await exchange.head(content_length=f"{len(b''.join(pieces))}")
     async with asyncio.TaskGroup() as tasks:  # a picker may send pieces back before it has the last one
@@ -358,7 +358,7 @@ async def _forwarded(picker: PickerUnderTest, *pieces: bytes) -> Decision:
 
 
 def _same(sent: bytes, decision: Decision) -> None:
-    """Check that a body went on with its content; a picker may write JSON anew, and rename the model."""
+    """Check that the passed body has the same content; a picker may format JSON differently, and rename the model."""
     if decision.body == sent:
         return
     try:

@@ -1,4 +1,4 @@
-"""Client side of an endpoint picker under test: the messages of a gateway, and the decisions that come back.
+"""Client of an endpoint picker under test: sends the messages of a gateway, and reads the picker's decisions.
 
 It accepts every form that the protocol allows, also those that Fleet's picker does not use.
 """
@@ -30,20 +30,20 @@ ENDPOINT = re.compile(r"(?P<host>[0-9.]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]{1,5}
 
 
 class Violation(Exception):
-    """The picker broke the protocol. The message says how."""
+    """Raised if the picker broke the protocol. The message says how."""
 
 
 class NotApplicable(Exception):
-    """The case cannot tell anything about this picker. The message says why."""
+    """Raised if a case cannot test this picker. The message says why."""
 
 
 class Decision(Struct):
-    """The picker's decision about a request: endpoints, or an answer in place of a server's."""
+    """Holds the picker's decision about a request: endpoints, or an immediate answer."""
 
     endpoints: list[str] = []
     headers: dict[str, str] = {}
     appended: list[str] = []
-    """Headers that are added beside those of the client."""
+    """Headers that the picker adds without replacing those of the client."""
 
     metadata: dict[str, object] = {}
     pieces: list[bytes] = []
@@ -68,7 +68,7 @@ class Decision(Struct):
 
 
 class PickerOptions(Struct, frozen=True, kw_only=True):
-    """How requests to the picker look."""
+    """Holds the options for requests to the picker."""
 
     model: str = "tiny"
     api_key: str = ""
@@ -76,11 +76,11 @@ class PickerOptions(Struct, frozen=True, kw_only=True):
     """Time limit of one case."""
 
     overload: int = 0
-    """Requests at once that the picker cannot all take; 0: unknown."""
+    """Number of simultaneous requests of which the picker must reject some; 0: unknown."""
 
 
 class PickerUnderTest:
-    """The picker, and the endpoints of its pool."""
+    """Represents the picker, and the known endpoints of its pool."""
 
     def __init__(self, channel: grpc.aio.Channel, options: PickerOptions, endpoints: Iterable[str] = ()) -> None:
         self.channel = channel
@@ -121,7 +121,7 @@ class PickerUnderTest:
 
 
 class Exchange:
-    """One HTTP request and its answer, as a gateway shows them to the picker."""
+    """Sends one HTTP request and its answer to the picker, as a gateway does."""
 
     def __init__(
         self, call: "grpc.aio.StreamStreamCall[pb.ProcessingRequest, pb.ProcessingResponse]", options: PickerOptions
@@ -132,7 +132,7 @@ class Exchange:
         self._bodiless = False
 
     async def say(self, **fields: object) -> None:
-        """Send a message. One that the picker no longer takes is lost; what is read next says why."""
+        """Send a message. If the picker no longer takes messages, it is lost, and the next read raises the cause."""
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self._call.write(pb.ProcessingRequest(**fields))
 
@@ -174,10 +174,10 @@ class Exchange:
         await self.say(request_trailers=pb.HttpTrailers(trailers=header_map({"x-checksum": "1"})))
 
     async def decision(self) -> Decision:
-        """Collect the decision about the request, and its body as it goes on.
+        """Return the decision about the request, with the body that the picker passes on.
 
         Raises:
-            Violation: The picker ended the call, or sent what does not belong there.
+            Violation: The picker ended the call, or sent a message that is not allowed at this point.
         """
         decision, headed, whole = Decision(), False, self._bodiless
         while not (headed and whole):
@@ -207,7 +207,7 @@ class Exchange:
         return decision
 
     async def answer_head(self, *, served: str = "", ends: bool = False) -> None:
-        """Show the headers of the answer, and expect the picker to let them pass."""
+        """Send the headers of the answer, and expect the picker to let them pass."""
         metadata = pb.Metadata()
         if served:
             metadata.filter_metadata[METADATA].update({SERVED: served})
@@ -216,7 +216,7 @@ class Exchange:
         await self._expect("response_headers")
 
     async def answer_pieces(self, *pieces: bytes, ends: bool = True) -> bytes:
-        """Show the body of the answer, and return what the client gets."""
+        """Send the body of the answer in pieces, and return the body that the client gets."""
         passed = b""
         for number, piece in enumerate(pieces, 1):
             last = ends and number == len(pieces)
@@ -239,7 +239,7 @@ class Exchange:
             raise Violation(f"the call ended with {code.name}: {await self._call.details()}")
 
     def cancel(self) -> None:
-        """Break the call off, as a gateway does when its client goes away."""
+        """Cancel the call, as a gateway does when its client disconnects."""
         self._call.cancel()
 
     async def _expect(self, kind: str) -> pb.ProcessingResponse:
@@ -280,7 +280,7 @@ def checked_endpoints(endpoints: Sequence[str]) -> None:
     """Check the form of endpoints.
 
     Raises:
-        Violation: One is not ``ip:port``, with brackets around an IPv6 address, or there are two equal ones, or none.
+        Violation: There is no endpoint, two are equal, or one is not ``ip:port`` (an IPv6 address needs brackets).
     """
     if not endpoints:
         raise Violation(f"{DESTINATION} names no endpoint")

@@ -1,4 +1,4 @@
-"""Runner of the conformance suite: learns the endpoints of the pool, and runs each case within its time."""
+"""Runner of the conformance suite: learns the endpoints of the pool, and runs each case with its time limit."""
 
 import asyncio
 import time
@@ -55,10 +55,10 @@ async def run_suite(
 
     Args:
         address: ``host:port``.
-        options: How requests look.
-        endpoints: Endpoints of the pool that are known beforehand.
-        empty: True if the pool has no ready endpoint: the cases of that state run.
-        credentials: For TLS; None: in the clear.
+        options: The options for requests.
+        endpoints: Endpoints of the pool that are already known.
+        empty: True if the pool has no ready endpoint; then only the cases of that state run.
+        credentials: The credentials for TLS; None: the connection has no TLS.
         server_name: The name in the picker's certificate; empty: the host of the address.
     """
     arguments = [("grpc.ssl_target_name_override", server_name)] if server_name else []

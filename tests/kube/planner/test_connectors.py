@@ -1,4 +1,4 @@
-"""RoleScalers as a planner's connector, over the operator and the API server for tests."""
+"""Plan connector to RoleScalers, with the operator and the API server for tests."""
 
 import contextlib
 
@@ -61,7 +61,7 @@ class KubernetesWorld:
         self.nodes.holds_leaving = False
 
     async def pin(self, pool, replicas) -> None:
-        """Set the replicas as kubectl scale does."""
+        """Set the number of replicas, as `kubectl scale` does."""
         path = f"{self.asked.path('rolescalers')}/dd-{pool}/scale"
         self.asked.api.patch(path, "merge", {"spec": {"replicas": replicas}}, fieldManager="kubectl").expect(200)
 
@@ -140,7 +140,7 @@ async def test_pool_is_not_settled_before_the_operator_acts(asked):
 
 
 class Meanwhile:
-    """A cluster in which another client writes once between the operator's read and its write."""
+    """Wraps a cluster in which another client writes once between the operator's read and its write."""
 
     def __init__(self, behind, write) -> None:
         self._behind, self._write = behind, write

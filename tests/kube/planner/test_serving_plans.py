@@ -1,4 +1,4 @@
-"""ServingPlans and the processes that obey them, over the operator, simulated nodes and a router whose load the test sets."""
+"""ServingPlans and planner processes, with the operator, simulated nodes, and a router whose load the test sets."""
 
 import asyncio
 import contextlib
@@ -38,13 +38,13 @@ LOAD = {"mode": "Active", "requestsPerReplica": 4, "coolDownSeconds": 1}
 
 @pytest.fixture
 async def a_cluster(asked, nodes):
-    """Run an operator beside a router whose load the test sets, which is yielded."""
+    """Run an operator and a router whose load the test sets; yield the router."""
     make_secret(asked)
     async with a_demand_router(asked, nodes) as router, an_operator(asked, plans_obeyed=True):
         yield router
 
 
-async def test_load_sizes_a_pool_and_the_plan_says_so(asked, a_cluster, tmp_path):
+async def test_load_sizes_a_pool_and_the_status_shows_it(asked, a_cluster, tmp_path):
     asked.apply(planned_deployment()).expect(201)
     plan = SeenPlan(asked, **LOAD)
     with a_planner(asked, tmp_path):
@@ -135,7 +135,7 @@ async def test_budget_limits_a_pool_and_is_reported(asked, a_cluster, tmp_path):
     assert condition["message"] == "both needs 5 replicas, and budget.dollars_per_hour leaves 2"
 
 
-async def test_plan_that_cannot_be_obeyed_says_why(asked, tmp_path):
+async def test_impossible_plan_reports_the_cause(asked, tmp_path):
     make_secret(asked)
     async with an_operator(asked, plans_obeyed=True):
         plan = SeenPlan(asked)
@@ -204,7 +204,7 @@ async def test_one_process_plans_several_deployments(asked, a_cluster, tmp_path)
         assert "'nowhere/none' is not planned" in unknown.stderr
 
 
-async def test_next_leader_goes_on_with_a_killed_ones_plan(asked, a_cluster, nodes, tmp_path):
+async def test_next_leader_continues_a_killed_leaders_plan(asked, a_cluster, nodes, tmp_path):
     asked.apply(planned_deployment()).expect(201)
     plan = SeenPlan(asked, **LOAD)
     with a_planner(asked, tmp_path, "first") as (first, _):
@@ -229,7 +229,7 @@ async def test_next_leader_goes_on_with_a_killed_ones_plan(asked, a_cluster, nod
             assert scaler == 3
 
 
-async def test_operator_withdraws_what_a_removed_planner_said(asked, nodes, tmp_path):
+async def test_operator_resets_conditions_of_a_removed_planner(asked, nodes, tmp_path):
     make_secret(asked)
     asked.apply(planned_deployment()).expect(201)
     plan = SeenPlan(asked, **LOAD)
@@ -259,7 +259,10 @@ def status_writes(asked):
 
 
 async def test_killed_leaders_leave_pools_within_their_bounds(asked, a_cluster, tmp_path):
-    """The load changes all the time, and the leader is killed at drawn moments; FLEET_PLANNER_KILLS names another number of kills."""
+    """The load changes all the time, and the leader is killed at random moments.
+
+    FLEET_PLANNER_KILLS sets another number of kills.
+    """
     seed, kills = int(os.environ.get("FLEET_TEST_SEED", "7")), int(os.environ.get("FLEET_PLANNER_KILLS", "3"))
     print(f"seed {seed}, {kills} kills")
     draw, written = random.Random(seed), set()

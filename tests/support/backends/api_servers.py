@@ -1,4 +1,4 @@
-"""A server of many paths, uploads and WebSockets, behind a router."""
+"""External server for tests of the relay: it has many paths, and takes uploads and WebSockets."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -10,7 +10,7 @@ from tests.support.servers.processes import a_free_port
 
 
 class SeenRequest(Struct):
-    """A request as the server received it."""
+    """Holds a request as the server received it."""
 
     method: str
     target: str
@@ -22,12 +22,12 @@ Answer = Callable[[web.Request, SeenRequest], Awaitable[web.StreamResponse]]
 
 
 async def echo(_: web.Request, seen: SeenRequest) -> web.StreamResponse:
-    """Answer with the body, or the target if there is none."""
+    """Answer with the body of the request, or with its target if it has no body."""
     return web.Response(body=seen.body or seen.target.encode(), content_type="application/x-echo")
 
 
 class ApiServer:
-    """Answers health checks and `/v1/models` by itself, echoes WebSockets, and leaves the rest to `play`."""
+    """Answers health checks and `/v1/models`, echoes WebSocket messages, and calls `play` for all other requests."""
 
     def __init__(self) -> None:
         self.play: Answer = echo

@@ -1,4 +1,4 @@
-"""OpenAI-compatible servers played by a test over real sockets, and a router in front of them."""
+"""OpenAI-compatible servers on real sockets, whose answers a test scripts, and a router in front of them."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ EVENTS = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
 
 
 class ReceivedRequest(Struct):
-    """A request as the server received it."""
+    """Holds a request as the server received it."""
 
     start: str
     headers: dict[str, str]
@@ -59,7 +59,7 @@ class ReceivedRequest(Struct):
 
 
 class ServerExchange(Struct):
-    """One request and the connection for its answer."""
+    """Holds one request and the connection for its answer."""
 
     seen: ReceivedRequest
     writer: asyncio.StreamWriter
@@ -135,19 +135,19 @@ async def metered_tokens(exchange: ServerExchange) -> None:
 
 
 class OpenAiServer:
-    """One server; it answers health checks by itself."""
+    """Runs one server. It answers health checks; `play` answers the other requests."""
 
     def __init__(self) -> None:
         self.play: AnswerScript = five_tokens
         self.health_status = 200
         self.health_seconds = 0.0  # delay of a health answer
-        self.may_join: Callable[[], bool] = lambda: True  # health answers wait until this is true
-        self.tokenise: Callable[[str], list[int]] | None = None  # None: the server has no such path
+        self.may_join: Callable[[], bool] = lambda: True  # health checks are answered only once this returns True
+        self.tokenise: Callable[[str], list[int]] | None = None  # None: the server cannot tokenize
         self.seen: list[ReceivedRequest] = []
-        self.connections = 0  # ever opened, without those of health checks
+        self.connections = 0  # number of connections so far, except those of health checks
         self.health_checks = 0
-        self.open = 0  # connections that carried requests and are open
-        self.cut = 0  # requests whose connection closed before their answer ended
+        self.open = 0  # number of open connections that have carried requests
+        self.cut = 0  # number of requests whose connection was closed before the end of their answer
         self.port = a_free_port()  # a restarted server uses the same port
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -197,7 +197,7 @@ class OpenAiServer:
             writer.close()
 
     async def _answer(self, exchange: ServerExchange, reader: asyncio.StreamReader) -> None:
-        """Stop answering when the client has closed, like real engines."""
+        """Answer a request, and stop when the client has closed its connection, like real engines."""
         async with asyncio.TaskGroup() as tasks:
             answer = tasks.create_task(self._until_gone(exchange))
             while not answer.done():
@@ -241,7 +241,7 @@ def fetch(address: str, method: str, path: str, body: str | None = None) -> str:
 async def routers_in_front_of(
     folder: Path, servers: Sequence[OpenAiServer], processes: int, **more: Any
 ) -> AsyncIterator[str]:
-    """Yield the address of `fleet serve router` with that many processes when it serves; stop the servers at the end."""
+    """Run `fleet serve router` with this many processes, and yield its address; stop the servers at the end."""
     workers = [{"worker_id": f"w{number}", "url": server.url, "model": MODEL} for number, server in enumerate(servers)]
     address = f"127.0.0.1:{a_free_port()}"
     settings = {"http_listen": address, "grpc_listen": f"127.0.0.1:{a_free_port()}", "openai_workers": workers} | more
@@ -304,7 +304,7 @@ async def a_relay(
     records: AccessRecordFile | None = None,
     **worker: object,
 ) -> AsyncIterator[RelaySetup]:
-    """Run a router in front of servers `w0`, `w1` and so on, which have all joined in order, for `seconds` at most."""
+    """Run a router in front of these servers, for at most `seconds`; they join in order as `w0`, `w1` and so on."""
     clock = SystemClock()
     fields = {"model": MODEL, "probe_seconds": 0.1, "tokenizer": str(model_dir or ""), **worker}
     settings = RouterSettings(
@@ -387,7 +387,7 @@ async def streamed_text(stream) -> str:
 
 
 async def hold_after_first_token(exchange: ServerExchange) -> None:
-    """Send one token and then nothing."""
+    """Send one token, and then nothing more."""
     await exchange.begin_events()
     await exchange.event(token("a"))
     await asyncio.Event().wait()

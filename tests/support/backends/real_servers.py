@@ -14,7 +14,7 @@ from fleet.local.tiny_model import build_tiny_model
 from tests.support.servers.processes import a_free_port
 from tests.support.waiting import eventually
 
-START_SECONDS = 240  # ten to thirty seconds on an idle machine
+START_SECONDS = 240  # time limit of a start, which takes ten to thirty seconds on an idle machine
 
 ENVIRONMENT = {
     "HF_HUB_DISABLE_UPDATE_CHECK": "1",
@@ -28,7 +28,7 @@ ENVIRONMENT = {
 
 
 class RealServer:
-    """One server, started in the folder that holds the model; the folder's name is the model's name."""
+    """Runs one server. It is started in the folder with the model's folder, whose name is the name of the model."""
 
     def __init__(self, name: str, command: Sequence[str], model: Path) -> None:
         self.name = name
@@ -61,7 +61,7 @@ class RealServer:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Stop all processes of the server meanwhile, so that it computes and sends nothing."""
+        """Stop all processes of the server during the context, so that it computes and sends nothing."""
         os.killpg(self._process.pid, signal.SIGSTOP)
         try:
             yield

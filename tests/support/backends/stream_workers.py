@@ -1,4 +1,4 @@
-"""Workers played by a test at the far end of real streams, and a `WorkerStreams` that dials them."""
+"""Stream workers: fake workers that a test controls over real streams, and a `WorkerStreams` that dials them."""
 
 import asyncio
 import shutil
@@ -20,14 +20,14 @@ from kvstore.net.frames import FrameConnection, open_server
 
 
 class StreamWorker:
-    """A worker process as the router sees it."""
+    """Plays a worker process towards a router."""
 
     def __init__(self, description: WorkerDescription, folder: Path):
         self.description = description
         self.address = f"unix:{folder}/{description.worker_id}-{description.incarnation}"
         self.hellos: list[str] = []
-        self.silent = False  # send no description
-        self.connection: FrameConnection  # the latest one
+        self.silent = False  # True: the worker sends no description
+        self.connection: FrameConnection  # the latest connection that has sent a hello
         self._stack = AsyncExitStack()
         self._inbox: asyncio.Queue[RouterMessage] = asyncio.Queue()
         self._connected = asyncio.Event()
@@ -82,7 +82,7 @@ class _StreamWorkerConnection:
 
 
 class EventInbox:
-    """Queue of the events that a router receives."""
+    """Queues the events that a router receives."""
 
     def __init__(self) -> None:
         self._events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
@@ -116,7 +116,7 @@ class StreamSetup:
             yield await self.changes.get()
 
     async def peer(self, description: WorkerDescription) -> StreamWorker:
-        """Start a worker that listens but is not announced."""
+        """Start a worker that listens, but is not a member."""
         peer = StreamWorker(description, self._folder)
         await peer.start()
         self._stack.push_async_callback(peer.leave)

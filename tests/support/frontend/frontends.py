@@ -1,4 +1,4 @@
-"""Frontends on ports of their own, in front of a router whose answers the test writes."""
+"""Frontends for tests: the frontends on free ports, in front of a fake router whose answers the test sets."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -48,7 +48,7 @@ class Frontends(Struct):
         return f"http://{self.http.address}"
 
     def will_answer(self, text: str, *, step: int = 1, then: Sequence[int] = ()) -> list[int]:
-        """Let the router answer with this text and then these tokens; return all ids."""
+        """Let the router answer with the tokens of this text and then with these tokens; return all token ids."""
         self.router.answer = [*token_ids(self.codec.encode(text))[1:], *then]
         self.router.step = step
         return self.router.answer

@@ -1,7 +1,8 @@
-"""Fuzzing of the parsers of clients' bytes by atheris (libFuzzer): ``python -m tests.support.frontend.fuzz_parsers SECONDS FOLDER``.
+"""Fuzz test of the parsers that read clients' bytes: ``python -m tests.support.frontend.fuzz_parsers SECONDS FOLDER``.
 
-The first byte chooses the parser. A rejection is a valid result. Any other exception ends the process, and its input is written
-into the folder. HTTP has to give the same answers wherever its bytes are cut.
+It uses atheris (libFuzzer). The first byte of an input chooses the parser. A rejection is a valid result. Any other
+exception ends the process, and the input is written into the folder. The HTTP parser has to give the same answers
+wherever its bytes are cut.
 """
 
 import faulthandler
@@ -179,10 +180,11 @@ def seeds():
 
 
 def in_a_child() -> None:
-    """Go on in a forked process, whose status the first one ends with.
+    """Fork, and return only in the child; the parent waits for the child and exits with its status.
 
-    libFuzzer compares its memory limit with the peak of the process, and Linux hands the peak of the process that starts a
-    program on to that program. A test run that once used more than the limit would fail here. A forked process counts anew.
+    libFuzzer compares its memory limit with the peak memory of the process. On Linux, a started program begins with the
+    peak of the process that started it. So the limit would fail if a test run had used more memory before. A forked
+    process begins with a peak of its own.
     """
     if child := os.fork():
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

@@ -1,4 +1,4 @@
-"""Helpers of gRPC calls in tests: typed error details, and options of a slow client."""
+"""gRPC calls in tests: reads typed error details, and defines the options of a slow client."""
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -7,7 +7,7 @@ from fleet.v1 import inference_pb2 as pb
 
 DETAILS = "grpc-status-details-bin"
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
-"""Channel options of a client that takes little before it reads."""
+"""Channel options of a client that buffers few bytes until it reads them."""
 
 
 def details_of(

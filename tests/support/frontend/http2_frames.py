@@ -1,4 +1,4 @@
-"""HTTP/2 frames, written byte by byte for hostile clients of the gRPC port."""
+"""HTTP/2 frames: encodes them byte by byte, for tests with hostile clients of the gRPC port."""
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADERS, RESET, SETTINGS = 1, 3, 4

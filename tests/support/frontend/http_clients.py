@@ -1,4 +1,4 @@
-"""HTTP clients that write and read their connection byte by byte."""
+"""HTTP clients for tests that write and read the bytes of a connection themselves."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from tests.support.frontend.frontends import Frontends
 
 
 class RawHttpClient:
-    """One connection, read and written byte by byte."""
+    """Writes and reads the bytes of one HTTP connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -45,14 +45,14 @@ class RawHttpClient:
         assert await self.reader.readexactly(2) == b"\r\n"
 
     async def rest(self) -> bytes:
-        """Return everything until the server closes the connection."""
+        """Return all bytes until the server closes the connection."""
         async with asyncio.timeout(60):
             return await self.reader.read()
 
 
 @asynccontextmanager
 async def raw_http_client(frontends: Frontends | RelaySetup, **options: Any) -> AsyncIterator[RawHttpClient]:
-    """Connect over TCP; options go to `asyncio.open_connection`, such as `limit` for the bytes that are read ahead."""
+    """Connect over TCP; the options go to `asyncio.open_connection`, such as `limit`, the number of bytes to buffer."""
     host, _, port = frontends.http.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), **options)
     try:
@@ -82,7 +82,7 @@ def error_of(body: bytes) -> dict:
 
 
 def sse_events(text: str) -> list[tuple[str, str]]:
-    """Return the whole server-sent events of a stream as pairs of id (empty: none) and data."""
+    """Return the complete server-sent events of a stream as pairs of id and data; the id is empty if there is none."""
     events = []
     for event in text.split("\n\n")[:-1]:
         fields = dict(line.split(": ", 1) for line in event.split("\n"))

@@ -1,4 +1,4 @@
-"""Model folders with the files that a router reads: tokenizer, chat template, end-of-sequence ids."""
+"""Model folders for tests, with the files that a router reads: tokenizer, chat template, end-of-sequence ids."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 
 
 def write_model(folder: Path, *, vocabulary: int = 500) -> Path:
-    """Write a model with a byte-level tokenizer, like Llama 3 or Qwen."""
+    """Write a model folder with a byte-level tokenizer, as Llama 3 and Qwen have it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,7 +41,7 @@ def write_model(folder: Path, *, vocabulary: int = 500) -> Path:
 
 
 def write_seeing_model(folder: Path) -> Path:
-    """Write a model that takes images; the token `END` is the placeholder of an image."""
+    """Write a model folder of a model that takes images; the token `END` is the placeholder of an image."""
     write_model(folder)
     template = (
         "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
@@ -54,7 +54,7 @@ def write_seeing_model(folder: Path) -> Path:
 
 
 def write_sentencepiece_model(folder: Path, *, vocabulary: int = 500) -> Path:
-    """Write a model whose tokenizer has a space marker and byte fallback, like Llama 2 or Mistral."""
+    """Write a model folder whose tokenizer has a space marker and byte fallback, as Llama 2 and Mistral have it."""
     trained = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trained.decoder = decoders.Sequence(

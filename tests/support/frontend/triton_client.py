@@ -1,6 +1,6 @@
-"""Triton's own client in a separate process, because it registers the same protobuf names as our generated code.
+"""Triton's own client in a separate process, because it registers the same protobuf names as Fleet's generated code.
 
-The process reads one JSON object per line, ``{"do": NAME, "address": …, …}``, performs it, and answers with a line.
+The process reads one JSON object per line, ``{"do": NAME, "address": …, …}``, performs it, and answers with one line.
 """
 
 import json
@@ -15,14 +15,14 @@ SECONDS = 60
 
 
 class TritonClient:
-    """Handle of the client process."""
+    """Starts the client process, and sends it commands."""
 
     def __init__(self):
         command = [sys.executable, "-m", "tests.support.frontend.triton_client"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, do, address, **arguments):
-        """Return the process's answer. Call it in a thread if the server runs in this process."""
+        """Send a command and return the answer of the process. Call it in a thread if this process runs the server."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"do": do, "address": address, **arguments}) + "\n")
@@ -90,7 +90,7 @@ def infer(triton, client, **request):
 
 
 def infer_until_cancelled(triton, client, **request):
-    """Cancel when the server has begun, which the test says by a line."""
+    """Send a request, and cancel it when the test reports by a line that the server has begun with it."""
     errors = queue.Queue()
     call = client.async_infer(callback=lambda result, error: errors.put(error), **asked(triton, **request))
     sys.stdin.readline()
@@ -99,7 +99,7 @@ def infer_until_cancelled(triton, client, **request):
 
 
 def stream(triton, client, requests, headers=None):
-    """Send all requests at once; return the responses in arrival order after every request has ended."""
+    """Send all requests at once; return the responses in the order of arrival once every request has ended."""
     responses = []
     ended = threading.Semaphore(0)
 
@@ -121,7 +121,7 @@ def stream(triton, client, requests, headers=None):
 
 
 def stream_until_cancelled(triton, client, **request):
-    """Cancel the stream at its first response."""
+    """Send a request on a stream, and cancel the stream at its first response."""
     responses = queue.Queue()
     client.start_stream(lambda result, error: responses.put((result, error)))
     client.async_stream_infer(**asked(triton, **request))

@@ -1,4 +1,4 @@
-"""Endpoint picker on a real port with a router behind it, for tests that play the gateway."""
+"""Endpoint picker for tests: on a real port, with a router behind it; the test takes the place of the gateway."""
 
 import asyncio
 import random
@@ -36,7 +36,7 @@ a_codec = cache(load_codec)
 
 
 class PickerSetup:
-    """A router with its picker, and a gateway that asks it."""
+    """Holds a router with its endpoint picker, and a gateway that calls the picker."""
 
     def __init__(self, machine, router, picker, selection, gateway, tenants):
         self.machine = machine
@@ -50,7 +50,7 @@ class PickerSetup:
         return self.gateway.request()
 
     async def one_behind_another(self):
-        """Return two requests for a worker that takes one at a time: the running one and the queued one."""
+        """Send two requests to a worker that takes one at a time; return the running and the queued request."""
         first, waiting = self.request(), self.request()
         await first.ask(a_completion())
         await waiting.head()
@@ -59,7 +59,7 @@ class PickerSetup:
         return first, waiting
 
     def booked(self):
-        """Return the number of reserved requests per busy worker."""
+        """Return the number of reserved requests by worker; workers without one are left out."""
         pools = self.router.status().pools
         return {each.worker_id: each.booked_requests for pool in pools for each in pool.workers if each.booked_requests}
 
@@ -85,7 +85,7 @@ P1 = a_joined_endpoint("p1", "10.0.1.1:8000", Role.PREFILL)
 async def a_picker_setup(
     model_dir, *workers, picker=None, standing=None, tenants=None, connection_seconds=0, **settings
 ):
-    """Open a router with these workers; they need not exist, because nothing is sent to them."""
+    """Open a router with these workers. They need not exist, because the router itself sends them nothing."""
     clock, threads = SystemClock(), TokenizerThreads()
     known = Tenants(tenants or {}, clock.now())
     selecting = SelectionAwareWorkers(UnusedWorkers())

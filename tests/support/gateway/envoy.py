@@ -1,4 +1,4 @@
-"""Gateway played by a test: Envoy's side of `ext_proc` towards an endpoint picker."""
+"""Gateway for tests: Envoy's side of `ext_proc` towards an endpoint picker."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ COMPLETIONS = "/v1/completions"
 
 
 class PickerAnswer(Struct):
-    """The picker's decision about a request: forward it to endpoints, or answer it at once."""
+    """Holds the picker's decision about a request: forward it to endpoints, or answer it at once."""
 
     endpoints: list[str] = []
     prefill: str | None = None
@@ -38,7 +38,7 @@ class PickerAnswer(Struct):
 
 
 class GatewayRequest:
-    """One request that passes through the gateway."""
+    """Plays the gateway for one request, which it passes to the picker."""
 
     def __init__(self, call) -> None:
         self.call = call
@@ -47,7 +47,7 @@ class GatewayRequest:
         await self.call.write(pb.ProcessingRequest(**fields))
 
     async def hears(self) -> pb.ProcessingResponse | None:
-        """Return the picker's next message, or None after the picker has ended the call."""
+        """Return the picker's next message; None if the picker has ended the call."""
         answer = await self.call.read()
         return None if answer is grpc.aio.EOF else answer
 

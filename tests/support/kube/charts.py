@@ -157,7 +157,7 @@ def _rendered(name: str, *options: str) -> bytes:
 
 
 def rendered(name: str, *options: str) -> list[Document]:
-    """Render the chart with Helm 3 and the values of that name, or with the caller's own."""
+    """Render the chart with Helm 3 and the values of this name, or with the caller's own values."""
     return msgspec.json.decode(_rendered(name, *options))
 
 

@@ -27,7 +27,7 @@ class Answer(msgspec.Struct, frozen=True):
         return self.body
 
     def refused(self, code: int, reason: str) -> Any:
-        """Return the body of a refusal, which must be a Status with that reason."""
+        """Return the body of a refusal, which must be a Status with this reason."""
         status = self.expect(code)
         assert (status["kind"], status["status"], status["reason"], status["code"]) == (
             "Status",
@@ -83,7 +83,7 @@ class Api:
 
 
 def inhabitants(api: Api, namespace: str) -> set[str]:
-    """List `plural/name` of all objects of a namespace, without Events and objects that every namespace has."""
+    """Return `plural/name` of all objects of a namespace, except Events and the objects that every namespace has."""
     found = set()
     groups = [each["preferredVersion"]["groupVersion"] for each in api.get("/apis").expect(200)["groups"]]
     for root in ("/api/v1", *(f"/apis/{group}" for group in groups)):

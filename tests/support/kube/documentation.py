@@ -1,4 +1,4 @@
-"""Chart values and manifests that the pages and `deploy/samples` show as examples.
+"""Documented examples: the chart values and manifests in the documents and in `deploy/samples`.
 
 A manifest that shows only a part of an object is completed.
 """
@@ -14,7 +14,7 @@ from tests.support.kube.charts import CHART, Document
 
 DEPLOY = CHART.parents[1]
 SHELL = re.compile(r"<<END\n(.*?)^END", re.DOTALL | re.MULTILINE)
-"""A command of the pages that reads Helm values from its standard input."""
+"""Text that marks a command of the documents that reads Helm values from its standard input."""
 
 
 def shown_values() -> list[Document]:
@@ -23,7 +23,7 @@ def shown_values() -> list[Document]:
 
 
 def shown_manifests() -> list[Document]:
-    """Return the manifests of the pages, then those of the samples."""
+    """Return the manifests of the documents, then those of the samples."""
     shown = [_whole(each) for each in _examples() if not _is_values(each)]
     for path in sorted((DEPLOY / "samples").rglob("*.yaml")):
         shown += yaml.safe_load_all(path.read_text())
@@ -45,7 +45,7 @@ def _is_values(block: Any) -> bool:
 
 
 def _whole(block: Any) -> Document:
-    """Complete a pod's specification, a deployment's specification or its roles to a manifest that can be applied."""
+    """Return a manifest that can be applied, made from a pod's or a deployment's specification, or from roles."""
     match block:
         case {"apiVersion": _, "kind": _}:
             return block

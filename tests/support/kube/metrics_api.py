@@ -1,6 +1,6 @@
-"""Custom metrics API for tests, and an autoscaler that asks it.
+"""Custom metrics API for tests, and an autoscaler that queries it.
 
-The API answers by rules of prometheus-adapter and a real Prometheus. The autoscaler decides as the documentation of
+The API answers by the rules of prometheus-adapter and a real Prometheus. The autoscaler decides as the documentation of
 HorizontalPodAutoscalers says (https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/).
 """
 
@@ -24,18 +24,18 @@ PATH = re.compile(r"/apis/custom\.metrics\.k8s\.io/v1beta1/namespaces/(?P<namesp
 
 
 class UnknownMetric(Exception):
-    """No rule names the metric, or Prometheus has no series of it."""
+    """Raised if no rule names the metric, or if Prometheus has no series of it."""
 
 
 class AdapterRules:
-    """The rules of prometheus-adapter, evaluated on a Prometheus server."""
+    """Evaluates the rules of prometheus-adapter on a Prometheus server."""
 
     def __init__(self, rules: list[Document], prometheus: str) -> None:
         self._rules = {each["name"]["as"]: each for each in rules}
         self._prometheus = prometheus
 
     def of_pods(self, metric: str, namespace: str, pods: list[str]) -> dict[str, float]:
-        """Return the metric of each of the pods that has one.
+        """Return the value of the metric for each of the pods that has one.
 
         Raises:
             UnknownMetric: The adapter would not offer the metric.
@@ -53,7 +53,7 @@ class AdapterRules:
         return {each["metric"][labels["pod"]]: float(each["value"][1]) for each in found}
 
     def value(self, query: str) -> float:
-        """Return the only value of a query, as a trigger of KEDA takes it."""
+        """Return the only value of a query; a trigger of KEDA uses such a value."""
         [found] = self._asked("query", {"query": query})["result"]
         return float(found["value"][1])
 
@@ -88,7 +88,7 @@ def a_custom_metrics_api(rules: AdapterRules, api: Api) -> Iterator[str]:
             self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing about requests."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     thread = threading.Thread(target=server.serve_forever)
@@ -106,12 +106,12 @@ def _columns(values: dict[str, float]) -> tuple[list[str], list[float]]:
 
 
 def _item(pod: str, value: float) -> Document:
-    """Return one value as a quantity in thousandths, as the API spells it."""
+    """Return the metric value of one pod, as the API writes it: a quantity in thousandths."""
     return {"describedObject": {"kind": "Pod", "name": pod}, "value": f"{round(value * 1000)}m"}
 
 
 class Autoscaler:
-    """A controller of HorizontalPodAutoscalers with one metric of pods, without their stabilisation."""
+    """Scales by HorizontalPodAutoscalers with one metric of pods; it has no stabilisation window."""
 
     def __init__(self, api: Api, metrics: str) -> None:
         self._api = api

@@ -1,8 +1,7 @@
-"""A minimal simulation of controllers, scheduler, nodes and workers for tests of the operator.
+"""Simulated nodes: a minimal simulation of controllers, scheduler, nodes and workers for tests of the operator.
 
-It makes pods for Deployments, StatefulSets and LeaderWorkerSets, and Leases of workers. It runs in the API server's own
-loop,
-on its objects, so that tests of the operator spend their time on the operator alone.
+It makes pods for Deployments, StatefulSets and LeaderWorkerSets, and the Leases of workers. It runs in the event loop
+of the API server and changes the server's objects directly, so that it takes little time of a test.
 """
 
 import asyncio
@@ -42,47 +41,47 @@ class Nodes:
         """Seconds between two rounds."""
 
         self.gpus = 1000
-        """The GPUs of all nodes together; a pod that finds no free one is Unschedulable."""
+        """Number of GPUs of all nodes together; a pod for which too few are free is Unschedulable."""
 
         self.products = None
-        """Values of the label `nvidia.com/gpu.product` that nodes have; None accepts whatever is asked for."""
+        """Values of the label `nvidia.com/gpu.product` that nodes have; None: every value in a node selector fits."""
 
         self.working = True
-        """If false, pods are created, but stay as they are."""
+        """If false, pods are created, but never start, and their status does not change."""
 
         self.holds_leaving = False
-        """If true, pods that are being deleted stay until it is false again."""
+        """If true, pods that are being deleted are not removed until this is false again."""
 
         self.registers = True
         """True if workers make Leases."""
 
         self.broken_images = frozenset()
         self.crashes = {}
-        """By image: what the container wrote before it ended with exit status 3."""
+        """Images whose containers crash: by image, the message of a container that ended with exit status 3."""
 
         self.restarted = {}
-        """By pod: when its container ended and was restarted; the pod is not ready since then."""
+        """Pods that are not ready because of a restart: by pod name, the time at which its container ended."""
 
         self.warm = {}
-        """By pod: the number of blocks in its caches, as its Lease says."""
+        """Number of warm blocks in a worker's Lease, by pod name."""
 
         self.router_address = ""
-        """Address of all router pods, for a test that serves what routers do; empty: one that nobody serves."""
+        """Address of all router pods, at which the test serves the API of a router; empty: nobody serves there."""
 
         self.quota = None
-        """The number of pods that a namespace may hold."""
+        """Maximum number of pods in a namespace; None: there is no limit."""
 
         self.denial = ""
-        """Words of admission control that refuses every pod of a Deployment; empty: it refuses none."""
+        """Message with which admission control refuses every pod of a Deployment; empty: it refuses no pod."""
 
         self.requires_requests = False
         """True if a quota of CPU and memory refuses pods whose containers request neither."""
 
         self.most_gpus = 0
-        """The most GPUs that were ever in use at once."""
+        """Highest number of GPUs that were in use at the same time since the last `reset`."""
 
         self.noise = 0
-        """How often the first pod is written again with 100 kB of annotations that mean nothing."""
+        """Number of times that the first pod is still to be written again, with 100 kB of meaningless annotations."""
 
     async def run(self, cluster: ObjectStore):
         self.cluster = cluster
@@ -247,7 +246,7 @@ class Nodes:
                 )
             return
         has_ended = pod["status"].get("phase") in {"Succeeded", "Failed"}
-        if not self.working or has_ended:  # no kubelet brings an ended pod back
+        if not self.working or has_ended:  # a kubelet does not start an ended pod again
             return
         if pod["spec"].get("schedulingGates"):
             said = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
@@ -300,7 +299,7 @@ class Nodes:
         return self.router_address if routes and self.router_address else address(metadata["name"])
 
     def _machine(self, pod):
-        """Return the Node object for a pod, or why there is none.
+        """Return the name of the node for a pod and None; or an empty name and the reason why no node fits.
 
         The fullest domain is preferred, as by a scheduler that packs pods and does not know of groups.
         """
@@ -367,7 +366,7 @@ class Nodes:
 
 
 def address(pod):
-    """Return an address that is, in effect, unique to the pod."""
+    """Return the IP address of the pod with this name; almost certainly, no other pod has it."""
     return ".".join(map(str, (10, *hashlib.sha256(pod.encode()).digest()[:3])))
 
 
@@ -384,7 +383,7 @@ def _cost(pod):
 
 
 def _main(pod):
-    """Return the container of the engine or router; a pod of the chart has one container with a name of its own."""
+    """Return the container of the engine or the router; in a pod of the chart, that is the only container."""
     containers = pod["spec"]["containers"]
     return next((each for each in containers if each["name"] == "main"), containers[0])
 
@@ -402,7 +401,7 @@ def _selected(affinity, labels):
 
 
 def _unrequested(template):
-    """Return what a quota of CPU and memory misses, in its words."""
+    """Return the requests that a quota of CPU and memory misses in a pod, as in the quota's message; empty if none."""
     containers = template["spec"]["containers"]
     lacks = {
         resource: [each["name"] for each in containers if resource not in each.get("resources", {}).get("requests", {})]

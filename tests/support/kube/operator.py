@@ -1,4 +1,4 @@
-"""Runs an operator within a test, and waits for what it does."""
+"""Operator within a test: runs it, and waits for the changes that it makes."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ async def an_operator(
 ) -> AsyncIterator[Operator]:
     """Run an operator while the context is open.
 
-    At the end it stops as it is asked to; when the context raises, it stops at once, as if it had been killed.
+    At the end of the context, the operator stops in order. If the context raises, it stops at once, as if killed.
     """
     lease = LeaseSettings(namespace=asked.namespace, owner=owner, **QUICK)
     made = OperatorSettings(
@@ -88,7 +88,7 @@ def a_deployment(*roles, name: str = "dd", **spec):
 
 
 class AskedRouters:
-    """Sends a test's requests to the API server, in a namespace of its own."""
+    """Sends a test's requests to the API server, in a namespace that no other test uses."""
 
     def __init__(self, server: RunningApiServer, api: Api, namespace: str, folder):
         self.server = server
@@ -138,7 +138,7 @@ class AskedRouters:
         return found
 
     def writes(self, agent="fleet-operator"):
-        """Return verb, resource and name of operators' writes in this namespace, without Leases and Events."""
+        """Return verb, resource and name of the operators' writes in this namespace, except to Leases and Events."""
         return [
             (each["verb"], each["resource"], each["name"])
             for each in self.server.requests()

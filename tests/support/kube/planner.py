@@ -23,7 +23,7 @@ PLANNED = {"mode": "Planner", "most": 8}
 
 
 def a_loopback_address() -> str:
-    """Return an address of this machine that no other test uses, in all likelihood: the port is always the same."""
+    """Return a random loopback address. Routers of all tests listen on one port, so their addresses have to differ."""
     return f"127.{random.randint(1, 254)}.{random.randint(0, 254)}.{random.randint(1, 254)}"
 
 
@@ -35,7 +35,7 @@ def planned_deployment(*names: str, **spec: Any) -> dict[str, Any]:
 
 
 def make_secret(asked: AskedRouters) -> None:
-    """Create the operator's secret in the test's namespace before the operator does, so that the test knows it."""
+    """Create the operator's own secret in the test's namespace before the operator does, so that the test knows it."""
     data = {"secret": base64.b64encode(MASTER).decode()}
     asked.api.post(asked.path("secrets", "", "v1"), {"metadata": {"name": OWN_SECRET}, "data": data}).expect(201)
 
@@ -78,7 +78,7 @@ def a_planner(asked: AskedRouters, folder: Any, identity: str = "first", **more:
 
 
 class SeenPlan:
-    """A ServingPlan of a test."""
+    """Reads and changes one ServingPlan of a test."""
 
     def __init__(self, asked: AskedRouters, name: str = "plan", deployment: str = "dd", **spec: Any) -> None:
         self._asked, self.name = asked, name
@@ -97,7 +97,7 @@ class SeenPlan:
         return found
 
     def condition(self, kind: str) -> dict[str, Any]:
-        """Return a condition, if it is about the present specification."""
+        """Return a condition; an empty dict if there is none for the present generation of the specification."""
         whole = self.whole()
         said = whole.get("status", {}).get("conditions", ())
         current = whole["metadata"]["generation"]

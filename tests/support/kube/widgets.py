@@ -1,4 +1,4 @@
-"""The custom kind `Widget`, which uses every feature that the behaviours cover, and objects of it."""
+"""Custom kind `Widget`, which uses every feature that tests/kube/api_server covers, and builders of its objects."""
 
 from typing import Any
 

@@ -32,7 +32,7 @@ from kvstore.system_clock import MonotonicClock
 
 _forkserver = multiprocessing.get_context(
     "forkserver"
-)  # preloaded with this module: a node starts in 0.03 s instead of 0.5
+)  # the fork server has loaded this module before, so a node starts in 0.03 s instead of 0.5 s
 _forkserver.set_forkserver_preload([__name__])
 
 LEASE = Nanos(10 * SECOND)
@@ -71,7 +71,7 @@ def put_blocks(
 
 
 class ManualClock:
-    """A `Clock` that stands still until it is moved."""
+    """Implements `Clock`; its time changes only when a test moves it."""
 
     def __init__(self, now: int = SECOND):
         self._now = now
@@ -84,7 +84,7 @@ class ManualClock:
 
 
 class MachineDriver:
-    """A block machine with one namespace and short methods."""
+    """Drives a block machine with one namespace, by short methods."""
 
     def __init__(self, blocks: int = 8, **limits: Any):
         self.namespace = a_namespace()
@@ -93,7 +93,7 @@ class MachineDriver:
         self.machine.open(self.namespace, Nanos(0))
 
     def hold(self, chain: list[BlockHash], now: int = 0, tenant: bytes = b"") -> int:
-        """Reserve and publish; return how many blocks were new."""
+        """Reserve and publish the blocks of a chain; return how many of them were new."""
         reservation = self.reserve(chain, now, tenant=tenant)
         checksums = {reserved.index: 7 for reserved in reservation.reserved}
         return self.machine.publish(reservation.reservation_id, checksums, owner="w", now=Nanos(now))
@@ -118,7 +118,7 @@ class MachineDriver:
 
 
 def node_settings(folder: Path, **fields: Any) -> StoreSettings:
-    """Return the settings of a node that listens in that folder and on local ports."""
+    """Return the settings of a node that listens on sockets in this folder and on local ports."""
     return StoreSettings(
         **{
             "store_id": "s",
@@ -132,7 +132,7 @@ def node_settings(folder: Path, **fields: Any) -> StoreSettings:
 
 
 class NodeProcess:
-    """A store node that can be killed, frozen and restarted at the same addresses."""
+    """Runs a store node in its own process, which a test can kill, freeze and restart at the same addresses."""
 
     def __init__(self, folder: Path, **settings: Any):
         self.folder = folder
@@ -172,7 +172,7 @@ class NodeProcess:
         os.kill(self.process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """Stop the node like a supervisor, and wait for its end."""
+        """Stop the node as a supervisor does, and wait for its end."""
         if self.process.is_alive():
             self.thaw()
             self.process.terminate()

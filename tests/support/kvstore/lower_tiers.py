@@ -1,4 +1,4 @@
-"""Driver of a store hierarchy for tests: it knows what each tier holds, and performs commands on request."""
+"""Driver of a store hierarchy for tests: it keeps which blocks each tier has, and performs transfers on request."""
 
 from collections import deque
 
@@ -14,7 +14,7 @@ CRC = 77
 
 
 class HierarchyDriver:
-    """A hierarchy over its machine, with tiers that answer when the test says so."""
+    """Drives a hierarchy over a block machine, with tiers that answer when the test demands it."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class HierarchyDriver:
             self.asked.append(transfer)
 
     def perform(self, transfer=None):
-        """Answer one command like a healthy tier."""
+        """Perform one transfer, as a tier without faults would do it."""
         transfer = transfer or self.waiting.popleft()
         held = self.held[transfer.tier]
         match transfer:

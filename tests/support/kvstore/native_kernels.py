@@ -1,4 +1,4 @@
-"""The native kernels, compiled for the tests."""
+"""Native kernels of the store, compiled for the tests."""
 
 import importlib.machinery
 import importlib.util
@@ -20,7 +20,7 @@ FLAGS = ["-O3", "-ffp-contract=off", "-fno-trapping-math"]  # same as in pyproje
 
 @cache
 def native_kernels() -> ModuleType:
-    """Compile the kernels; skip the test where there is no compiler."""
+    """Compile the kernels; skip the test if there is no compiler."""
     compiler = shutil.which("cc")
     headers = Path(sysconfig.get_paths()["include"])
     if compiler is None or not (headers / "Python.h").exists():

@@ -29,7 +29,11 @@ def hit_tokens(requests: Iterable[TraceRequest], cache: "ReferenceCache", block_
 
 
 class ReferenceCache:
-    """Base of the caches. `touch` records a use. `order` ends that use, so that blocks of a request are in order, new or not."""
+    """Serves as the base of the caches.
+
+    `touch` records the use of a block. Afterwards `order` is called for each block of the request, so that new and old
+    blocks of a request are in the same order.
+    """
 
     def __init__(self, capacity: int):
         self.capacity = capacity

@@ -1,4 +1,4 @@
-"""SSD tiers with valid defaults, on disks that fail on request."""
+"""SSD tiers for tests, with valid default settings, on disks that fail on request."""
 
 import errno
 import threading
@@ -25,7 +25,7 @@ DIGEST = b"namespace-digest"
 
 
 class DiskFaults:
-    """Faults of all disks that were opened with this object; there are none by default."""
+    """Holds the faults of all disks that were opened with this object; by default, there are none."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -37,13 +37,13 @@ class DiskFaults:
         self.read_error: Callable[[str, int], OSError | None] = lambda name, offset: None
         self.write_error: Callable[[str, int], OSError | None] = lambda name, offset: None
         self.create_error: OSError | None = None
-        self.space: DiskSpace | None = None  # None: the file system's answer
-        self.torn = False  # a failing write has written its first half
+        self.space: DiskSpace | None = None  # free bytes to report; None: the file system's own answer
+        self.torn = False  # True: a failing write has written its first half
         self.before_read: Callable[[str, int], None] = lambda name, offset: None
         self.before_write: Callable[[str, int], None] = lambda name, offset: None
         self.read_all: Callable[[Sequence[np.ndarray]], None] = lambda pieces: (
             None
-        )  # may change the bytes that were read
+        )  # function that may change the bytes that were read
 
     def fail_reads(self, code: int = errno.EIO) -> None:
         self.read_error = lambda name, offset: OSError(code, "injected")
@@ -126,7 +126,7 @@ class FaultyFile:
 
 
 class HoldPoint:
-    """Holds up its callers until it is opened, and reports that one has arrived."""
+    """Blocks its callers until a test opens it, and reports that a caller has arrived."""
 
     def __init__(self) -> None:
         self._reached = threading.Event()
@@ -144,7 +144,7 @@ class HoldPoint:
 
 
 class ShiftedClock:
-    """The real clock, moved forward by hand."""
+    """Adds a time that the test sets to the real clock."""
 
     def __init__(self) -> None:
         self._clock = MonotonicClock()
@@ -238,7 +238,7 @@ def used_bytes(folder: Path) -> int:
 
 
 def record_at(folder: Path, key: BlockKey) -> tuple[Path, int]:
-    """Return file and offset of a block's record, found by its header."""
+    """Return the file and the offset of a block's record, which is found by its header."""
     for path in segment_files(folder):
         content = path.read_bytes()
         for page in range(0, len(content), PAGE_BYTES):

@@ -1,4 +1,4 @@
-"""Doubles for tests of plan connectors: an orchestrator, a wrapper that dies on a write, and a silent port."""
+"""Test doubles for plan connectors: a fake orchestrator, a wrapper that raises at a write, and a silent port."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ from tests.support.waiting import pace
 
 
 class KilledOnWrite:
-    """Wrapper that kills the caller at its first write, before the write or between the write and its answer."""
+    """Wraps a connector's client; its first write raises, before or after the write is done, as if the caller died."""
 
     def __init__(self, behind, write: str, answered: bool, killed: type[BaseException]) -> None:
         self._behind, self._write, self._answered, self._killed = behind, write, answered, killed
@@ -28,7 +28,9 @@ class KilledOnWrite:
 
 
 class FakeOrchestrator:
-    """Orchestrator of another project: it reads plans and writes reports in the documented format, and has room for a few replicas.
+    """Plays an orchestrator of another project, with room for a few replicas.
+
+    It reads plans and writes plan reports in the documented format.
 
     `read` returns the plan's text or nothing; `write` stores a report's text.
     """

@@ -1,4 +1,4 @@
-"""Router for tests of planners: it serves `WatchDemand` with a load that the test sets."""
+"""Demand router for tests of planners: it serves `WatchDemand` with a load that the test sets."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,11 +15,11 @@ from fleet.net.control.access import OPEN_ACCESS, ControlAccess
 
 MODEL = ModelName("tiny")
 ROLES = {"prefill": Role.PREFILL, "both": Role.BOTH}
-"""Roles by the beginnings of workers' names; others decode."""
+"""Roles of workers by the beginning of their names; all other workers have the role `decode`."""
 
 
 class DemandRouter:
-    """The part of a router that a demand watch reads. Each worker in `running` has that many requests."""
+    """Implements the part of a router that a demand watch reads. `running` has each worker's number of requests."""
 
     def __init__(self) -> None:
         self.running: dict[str, int] = {}
@@ -53,7 +53,7 @@ async def serve_demand(
     access: ControlAccess = OPEN_ACCESS,
     incarnation: str = "1",
 ) -> AsyncIterator[None]:
-    """Serve the router's demand at an address, to callers that prove what `access` demands."""
+    """Serve the router's demand at an address, to callers with the proof that `access` demands."""
     server = access.server()
     watch = DemandWatch(router, "router", Incarnation(incarnation), every_seconds=every_seconds)  # type: ignore[arg-type]
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("fleet.v1.Cluster", watch.methods()),))

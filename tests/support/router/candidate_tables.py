@@ -1,4 +1,4 @@
-"""Candidate tables that tests write down worker by worker, for placement and policies."""
+"""Candidate tables for tests of placement and policies; a test gives the values of each worker."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ from tests.support.builders import BLOCK_TOKENS, a_description
 
 
 class CandidateRow(Struct, frozen=True, kw_only=True):
-    """The values of one worker for one request; `fleet.router.policy` explains the quantities."""
+    """Holds the values of one worker for one request; `fleet.router.policy` explains them."""
 
     description: WorkerDescription
     draining: bool = False

@@ -28,7 +28,7 @@ def a_model_card(**fields: object) -> ModelCard:
 
 
 class FakeRouter:
-    """Router that gives every request the same answer, `step` tokens at a time."""
+    """Gives every request the same answer, `step` tokens at a time."""
 
     def __init__(
         self,
@@ -41,20 +41,20 @@ class FakeRouter:
         self.answer = list(answer)
         self.cards = tuple(cards)
         self.step = step
-        self.image_tokens = image_tokens  # by which images make each prompt longer
+        self.image_tokens = image_tokens  # number of tokens by which images make each prompt longer
         self.logprobs: Sequence[Logprobs] = ()  # one for each token of the answer
-        self.prompt_logprobs: Sequence[Logprobs] = ()  # with the first tokens, if a request asks for them
+        self.prompt_logprobs: Sequence[Logprobs] = ()  # sent with the first tokens, if the request demands them
         self.parsed: Sequence[ParsedDelta] = ()  # one for each step
         self.refuse: RequestRejected | None = None  # raised on entering the stream
-        self.break_after: int | None = None  # steps until WORKER_LOST
-        self.breaks: set[str] = set()  # ids of the requests that break; empty: all
-        self.in_turn: Sequence[tuple[Sequence[int], Sequence[Logprobs]]] = ()  # answers of the requests, in their order
-        self.start_over_after: int | None = None  # steps until the stream starts over, once
-        self.bug: Exception | None = None  # raised while iterating
-        self.hold_after: int | None = None  # steps until the stream waits for `release`
+        self.break_after: int | None = None  # number of steps after which the stream fails with WORKER_LOST
+        self.breaks: set[str] = set()  # ids of the requests that `break_after` concerns; empty: all requests
+        self.in_turn: Sequence[tuple[Sequence[int], Sequence[Logprobs]]] = ()  # one answer for each request
+        self.start_over_after: int | None = None  # number of steps after which the stream starts over, once
+        self.bug: Exception | None = None  # raised by the stream's iterator
+        self.hold_after: int | None = None  # number of steps after which the stream waits for `release`
         self.release = asyncio.Event()
-        self.pause_seconds = 0.0  # between steps
-        self.cached_blocks = 0  # of the prompt
+        self.pause_seconds = 0.0  # pause between two steps
+        self.cached_blocks = 0  # number of cached blocks of each prompt
         self.refused = 0
         self.submitted: list[Arrived] = []
         self.completed: list[RequestId] = []

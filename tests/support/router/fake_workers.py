@@ -31,7 +31,7 @@ from tests.support.waiting import turns, until
 
 
 class FakeWorker:
-    """One worker: it records the router's messages and sends those of the test."""
+    """Plays one worker: records the messages of the router, and sends the messages that the test gives."""
 
     def __init__(self, description: WorkerDescription, workers: "FakeWorkers"):
         self.description = description
@@ -64,7 +64,7 @@ class FakeWorker:
 
 
 class FakeWorkers:
-    """Implement `fleet.router.ports.Workers`."""
+    """Implements `fleet.router.ports.Workers` without connections."""
 
     def __init__(self) -> None:
         self.hear: Callable[[WorkerEvent], None] | None = None  # the router's callback; events wait until it is set
@@ -112,7 +112,7 @@ class FakeWorkers:
 
 
 class UnusedWorkers:
-    """Workers that must receive nothing."""
+    """Implements `fleet.router.ports.Workers` for tests in which nothing may be sent to a worker."""
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
         raise AssertionError("work was sent")

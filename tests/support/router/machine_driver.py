@@ -1,4 +1,4 @@
-"""Driver of a router machine: checks its invariants after every event, and has short forms for workers' messages."""
+"""Driver of a router machine: checks the invariants after every event, and has short methods for workers' messages."""
 
 import random
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ class RouterMachineDriver:
         return self.send(RequestCancelled(request_id=RequestId(request_id)))
 
     def booked(self, worker_id: str) -> tuple[int, int, int]:
-        """Return a worker's reserved requests, unique blocks and prefill tokens."""
+        """Return the numbers of a worker's reserved requests, distinct reserved blocks and reserved prefill tokens."""
         for pool in self.machine.snapshot().pools:
             for worker in pool.workers:
                 if worker.worker_id == worker_id:

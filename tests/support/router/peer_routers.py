@@ -34,7 +34,7 @@ class NoWorkers:
 
 
 class CountingRouterServer(RouterServer):
-    """Router server that counts the peer reservations that it receives."""
+    """Counts the peer reservations that the router server receives."""
 
     times = 0
 
@@ -44,7 +44,7 @@ class CountingRouterServer(RouterServer):
 
 
 class SeverableLink:
-    """Forwards one socket to another while it is not cut; each piece arrives `latency_seconds` later."""
+    """Forwards one socket to another unless the link is cut; each piece arrives `latency_seconds` later."""
 
     def __init__(self, folder, number, latency_seconds=0.0):
         self._latency_seconds = latency_seconds
@@ -65,7 +65,7 @@ class SeverableLink:
         self.open_connections += 1
         try:
             beyond, to = await asyncio.open_unix_connection(self._to)
-        except OSError:  # nobody listens yet
+        except OSError:  # the peer does not listen yet
             writer.transport.abort()
         else:
             self._writers += [writer, to]
@@ -88,13 +88,13 @@ class SeverableLink:
 
 
 class PeerRouterSetup:
-    """A router with its selection service on its own port."""
+    """Holds a router with its selection service on its own port."""
 
     def __init__(self, folder, number, count, *, link="", joined=a_joined_worker, limits=None, private=0, **settings):
-        """Dial `link` plus a number for each peer.
+        """Create a router, which dials each peer at the path `link` with the number of the peer.
 
-        `joined` makes the event by which a worker joins, `limits` has the requests per minute of tenants, and `private` is the
-        fingerprint of the routers' secret.
+        `joined` makes the event by which a worker joins. `limits` has the requests per minute of tenants. `private` is
+        the fingerprint of the routers' secret.
         """
         others = tuple(f"unix:{folder}/{link}{each}" for each in range(count) if each != number)
         settings = RouterSettings(
@@ -146,15 +146,15 @@ class PeerRouterSetup:
         return selected.decode.worker_id
 
     def foretold(self):
-        """Return the prompts that peers have sent and not finished."""
+        """Return the number of peer prompts of all workers."""
         return sum(len(worker.peer_prompts.chains()) for worker in self.machine.registry)
 
     def assumed_blocks(self):
-        """Return the blocks that all workers are assumed to hold."""
+        """Return the number of blocks in the assumed caches of all workers."""
         return sum(len(worker.assumed) for worker in self.machine.registry)
 
     def homes(self):
-        """Return the worker of each session."""
+        """Return the worker that each session is bound to, by session."""
         return {binding.key[1]: binding.worker_id for binding in self.server.sessions.latest()}
 
     def booked(self):

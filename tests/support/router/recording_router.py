@@ -1,4 +1,4 @@
-"""Router that records what its peer connections tell it."""
+"""Recording router: records the messages that its connections to peer routers pass to it."""
 
 from fleet.router.kv_index.peer_prompts import PromptAnnouncements
 from fleet.router.messages import PeerPlaced
@@ -6,7 +6,7 @@ from fleet.router.sessions import SessionTable
 
 
 class RecordingRouter:
-    """A router and its registry that record what they receive."""
+    """Takes the place of a router and of its registry, and records what it receives."""
 
     def __init__(self):
         self.on_change = None

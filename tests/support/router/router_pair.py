@@ -1,4 +1,4 @@
-"""Two routers of one cluster in processes of their own, which a test kills, with simulated workers that outlive them."""
+"""Router pair: two routers of one cluster in separate processes that a test can kill, with simulated workers."""
 
 import signal
 import subprocess
@@ -31,7 +31,7 @@ class RouterProcess(Struct):
 
 
 class Workers:
-    """Workers that announce themselves in a folder, so that every router finds them."""
+    """Runs workers that publish themselves in a directory, so that every router finds them."""
 
     def __init__(self, folder: Path, model_dir: Path, *, count: int = 2, speedup: float = 1.0) -> None:
         self.folder = folder
@@ -85,11 +85,11 @@ def open_router_pair(
     """Run two routers until the context ends.
 
     Args:
-        workers: Their workers.
-        folder: For settings, logs and sockets.
-        peers: Whether they know each other.
+        workers: The workers of both routers.
+        folder: The folder for settings, logs and sockets.
+        peers: True if the routers are peers of each other.
         each: Settings of each router.
-        settings: Settings of both.
+        settings: Settings of both routers.
     """
     replicas = [f"127.0.0.1:{a_free_port()}" for _ in each]
 

@@ -1,6 +1,7 @@
 """Headless Chromium for tests, driven through its debugging pipe.
 
-Messages of the DevTools protocol are JSON and end with a zero byte. Tests write to descriptor 3 of the browser and read from its 4.
+Messages of the DevTools protocol are JSON and end with a zero byte. Tests write to the browser's file descriptor 3, and
+read from its descriptor 4.
 """
 
 import base64
@@ -34,7 +35,7 @@ OPTIONS = (
 
 
 class Browser:
-    """One browser process and its pages."""
+    """Runs one browser process, and calls its methods."""
 
     def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None, ABSENT
@@ -76,7 +77,7 @@ class Browser:
         os.close(self._in)
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """Call a method and return its result; keep the events that arrive meanwhile."""
+        """Call a method and return its result; keep events that arrive before the result."""
         self._calls += 1
         message: dict[str, Any] = {"id": self._calls, "method": method, "params": parameters}
         if session is not None:
@@ -90,7 +91,7 @@ class Browser:
             self.events.append(answer)
 
     def wait(self, method: str, session: str) -> dict[str, Any]:
-        """Return the first event of that kind, also when it arrived earlier."""
+        """Return the first event of this kind, even if it arrived before this call."""
         while True:
             for event in self.events:
                 if (event.get("method"), event.get("sessionId")) == (method, session):
@@ -111,7 +112,7 @@ class Browser:
 
 
 def _pipe() -> tuple[int, int]:
-    """Return a reading and a writing end, both above the well-known descriptors."""
+    """Return the reading and the writing end of a pipe; both numbers are above those of the well-known descriptors."""
     low = os.pipe()
     reading, writing = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in low)
     _close(low)
@@ -124,7 +125,7 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 class BrowserPage:
-    """One file opened in the browser, with everything that happened while it was drawn."""
+    """Represents a file that is open in the browser, with the events that it has caused."""
 
     def __init__(self, browser: Browser, path: Path, *, width: int = 1280, dark: bool = False) -> None:
         self._browser = browser

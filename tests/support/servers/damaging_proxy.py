@@ -1,4 +1,4 @@
-"""Proxies in front of real servers that damage the answers.
+"""Damaging proxies: stand in front of real servers, and damage their answers.
 
 `DamagingProxy` forwards bytes. It damages pieces at random with a seed, or each long piece in the same way. `DamagingHttpProxy`
 understands HTTP, so that it can send wrong bodies in well-formed answers.
@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 PIECE_BYTES = 1 << 14
-WHOLE_PIECES = 6  # between two damaged pieces, on average
+WHOLE_PIECES = 6  # one of so many pieces is damaged, on average
 LONG_PIECE_BYTES = 1000  # longer than a greeting, shorter than a block
 
 
 class DamagingProxy:
-    """Proxy that cuts, flips, drops, repeats or invents bytes now and then, unless `forwards_unchanged` is set."""
+    """Cuts, flips, drops, repeats or invents bytes of answers now and then, unless `forwards_unchanged` is set."""
 
     def __init__(
         self,
@@ -27,13 +27,13 @@ class DamagingProxy:
         seed: int,
         damage: Callable[[bytes], bytes] | None = None,
     ):
-        """Start to listen at once.
+        """Listen from now on.
 
         Args:
             server: Address of the real server.
-            inventions: Bytes that the server never sent.
+            inventions: Bytes that the proxy may insert although the server has not sent them.
             seed: Seed of the random damage.
-            damage: Function that changes each long piece, instead of random damage.
+            damage: Function that changes each long piece; None: the damage is random.
         """
         self.forwards_unchanged = False
         self.refuses_connections = False  # for new connections
@@ -134,7 +134,7 @@ def with_a_flipped_bit(content: bytes) -> bytes:
 
 
 class DamagingHttpProxy(http.server.ThreadingHTTPServer):
-    """Proxy that damages the bodies of answers to GET, until `forwards_unchanged` is set."""
+    """Damages the bodies of answers to GET, until `forwards_unchanged` is set."""
 
     daemon_threads = True
 
@@ -150,7 +150,7 @@ class DamagingHttpProxy(http.server.ThreadingHTTPServer):
         return self.server_port
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Log nothing about clients that leave."""
+        """Log nothing about clients that disconnect."""
 
 
 class _ForwardingHandler(http.server.BaseHTTPRequestHandler):

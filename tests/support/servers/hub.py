@@ -14,7 +14,7 @@ HOLD_SECONDS = 60
 
 
 class HubRepository:
-    """A folder served as a repository with one branch."""
+    """Serves the files of a folder as a repository with one branch."""
 
     def __init__(self, folder: Path, **others: bytes) -> None:
         self.files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} | others
@@ -39,7 +39,7 @@ class HubRepository:
 
 
 class FakeHub:
-    """The hub: its repositories, the requests that it got, and its faults."""
+    """Holds the hub's repositories, the requests that it got, and its faults."""
 
     def __init__(self) -> None:
         self.repos: dict[str, HubRepository] = {}
@@ -53,10 +53,10 @@ class FakeHub:
         """Values of the header Authorization."""
 
         self.failing = 0
-        """Number of requests that still get a 503."""
+        """Number of further requests that the hub answers with 503."""
 
         self.held = ""
-        """File of which only one half is sent until `go_on`."""
+        """File of which the hub sends only one half until `go_on` is called."""
 
         self.holding = threading.Event()
         self.going_on = threading.Event()
@@ -73,7 +73,7 @@ class FakeHub:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def sent(self, name: str) -> int:
-        """Return how often a file was requested as a whole."""
+        """Return how many times a file was requested as a whole."""
         return sum(method == "GET" and path.endswith(f"/{name}") for method, path in self.asked)
 
     def go_on(self) -> None:

@@ -1,4 +1,4 @@
-"""Web server with images and with everything that a hostile or broken server of images does."""
+"""Image server: a web server that serves images, and that behaves like a hostile or broken one on request."""
 
 import asyncio
 import gzip
@@ -27,7 +27,7 @@ class ImageServer:
         self.port = port
         self.scheme = scheme
         self.seen: list[web.Request] = []
-        self.silent = 0  # requests that wait for an answer which never comes
+        self.silent = 0  # number of requests that wait for an answer, which never comes
         self.left = 0
 
     def url(self, path: str, host: str = "") -> str:
@@ -38,7 +38,7 @@ class ImageServer:
         match request.path:
             case "/red.png":
                 return web.Response(body=an_image("red"), content_type="image/png")
-            case "/blue":  # the type that a server claims does not count
+            case "/blue":  # a wrong type, because the type that a server states must have no effect
                 return web.Response(body=an_image("blue"), content_type="text/plain")
             case "/to":
                 return web.Response(status=302, headers={"Location": request.query["url"]})

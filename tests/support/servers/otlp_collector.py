@@ -1,7 +1,7 @@
-"""A collector of traces in its own process: it takes OTLP over gRPC and HTTP, and writes the spans to a file, one line each.
+"""Trace collector in its own process: it takes OTLP over gRPC and HTTP, and writes each span to a file as one line.
 
 Run as ``python -m tests.support.servers.otlp_collector FILE GRPC_PORT HTTP_PORT MODE``. The messages are those of the package
-`opentelemetry-proto`, so a malformed export is refused, as a collector would refuse it.
+`opentelemetry-proto`, so the collector refuses malformed exports as a real one does.
 """
 
 import sys
@@ -24,7 +24,7 @@ SLOW_SECONDS = 0.5
 
 
 class CollectorMode(StrEnum):
-    """The way in which the collector treats an export."""
+    """Names the ways in which the collector can handle an export."""
 
     TAKES = "takes"
     HANGS = "hangs"  # it takes the connection and never answers
@@ -33,7 +33,7 @@ class CollectorMode(StrEnum):
 
 
 class CollectedSpan(Struct, frozen=True, kw_only=True):
-    """A span as the collector got it."""
+    """Holds a span as the collector got it."""
 
     service: str
     instance: str
@@ -52,7 +52,7 @@ class CollectedSpan(Struct, frozen=True, kw_only=True):
 
 
 class OtlpCollector(ServerProcess):
-    """The process of a collector. It keeps its ports when it is started again, with any mode."""
+    """Runs a collector in its own process. It keeps its ports when it is started again in another mode."""
 
     def __init__(self, folder: Path, mode: CollectorMode = CollectorMode.TAKES) -> None:
         self.file = folder / "spans"
@@ -74,7 +74,7 @@ class OtlpCollector(ServerProcess):
         return [sys.executable, "-c", code, str(self.file), *ports, mode.value]
 
     def spans(self) -> list[CollectedSpan]:
-        """Return all spans that have come so far."""
+        """Return all spans that the collector has taken so far."""
         whole = self.file.read_bytes().rpartition(b"\n")[0]
         return [msgspec.json.decode(line, type=CollectedSpan) for line in whole.splitlines()]
 
@@ -152,7 +152,7 @@ def main() -> None:
             self.wfile.write(answer)
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name in http.server
-            """Write nothing."""
+            """Log nothing about requests."""
 
     server = grpc.server(ThreadPoolExecutor(8))
     add_TraceServiceServicer_to_server(TraceService(), server)

@@ -28,7 +28,7 @@ _given: set[int] = set()  # ports that this process has returned; their servers 
 
 
 def a_free_port() -> int:
-    """Return a port outside the ephemeral range, which the system gives to nobody by itself; each port only once."""
+    """Return a free port outside the ephemeral range, in which the system chooses ports; return each port only once."""
     first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     for _ in range(100):
         port = random.SystemRandom().randrange(int(first) - PORTS, int(first)) if int(first) > 2 * PORTS else 0
@@ -42,7 +42,7 @@ def a_free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports as `a_free_port` does, each by one higher than the one before."""
+    """Return consecutive ports, each of them free as those of `a_free_port`."""
     for _ in range(100):
         ports = list(range(first := a_free_port(), first + count))
         with suppress(OSError), ExitStack() as held:
@@ -53,7 +53,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class ServerProcess:
-    """A command that listens; its output goes to a file in its folder."""
+    """Runs a command that listens at an address; its output goes to a file in its folder."""
 
     def __init__(self, command: list[str], folder: Path, listens):
         self.command = command
@@ -104,7 +104,7 @@ def can_connect(address: str | tuple[str, int]) -> bool:
 
 
 class RedisServer(ServerProcess):
-    """Redis on a Unix socket and a port; it loses its data when it ends."""
+    """Runs Redis on a Unix socket and a port; it loses its data when it ends."""
 
     def __init__(self, folder: Path, *options: str):
         executable = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -126,7 +126,7 @@ class RedisServer(ServerProcess):
 
 
 class S3Server(ServerProcess):
-    """Moto's S3 server; it loses its data when it ends."""
+    """Runs Moto's S3 server; it loses its data when it ends."""
 
     def __init__(self, folder: Path):
         self.port = a_free_port()

@@ -1,4 +1,4 @@
-"""Real Prometheus server for tests, in its own process, and pages of routers that it scrapes."""
+"""Real Prometheus server for tests, in its own process, and metrics pages of routers for it to scrape."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from tests.support.servers.processes import ServerProcess, a_free_port
 
 
 class PrometheusServer(ServerProcess):
-    """A server that scrapes each target every half second. `scrape` has further settings of the scraping, such as TLS."""
+    """Runs a server that scrapes each target every half second. `scrape` has further scrape settings, such as TLS."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class PrometheusServer(ServerProcess):
         super().__init__([command, *options], folder, self._is_ready)
 
     def query(self, expression: str) -> dict[str, str]:
-        """Return the present values of an expression, by the address of the target."""
+        """Return the current values of an expression, by the address of the target."""
         with urlopen(f"{self.url}/api/v1/query?{urlencode({'query': expression})}", timeout=30) as answer:
             found = json.load(answer)["data"]["result"]
         return {each["metric"]["instance"]: each["value"][1] for each in found}
@@ -78,7 +78,7 @@ def a_prometheus_server(
 
 
 class RouterPage:
-    """The page of metrics of a router whose demand the test sets."""
+    """Serves the metrics page of a router whose demand the test sets."""
 
     def __init__(self, incarnation: str) -> None:
         self.router = DemandRouter()
@@ -98,7 +98,7 @@ class RouterPage:
         yield running
 
     def restart(self, incarnation: str) -> None:
-        """Begin another incarnation, which the test lets count from zero."""
+        """Begin another incarnation; the test then sets its counts, which begin at zero."""
         self._incarnation = Incarnation(incarnation)
         self._began, _, _ = self.router.demand()
 

@@ -1,4 +1,4 @@
-"""TCP proxy in front of a server whose connections a test can cut."""
+"""TCP proxy in front of a server; a test can cut all of its connections."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from tests.support.servers.processes import a_free_port
 
 
 class SeverableProxy:
-    """A proxy to a local port; `close` cuts all its connections."""
+    """Forwards connections to a local port; `close` cuts all of them."""
 
     def __init__(self, to: int) -> None:
         self._to = to

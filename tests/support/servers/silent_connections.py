@@ -1,4 +1,4 @@
-"""Connections that hold a port without a call: silent ones, and HTTP/2 ones that only keep themselves alive."""
+"""Connections without a call: silent ones, and HTTP/2 connections that only answer settings and pings."""
 
 import selectors
 import socket
@@ -37,7 +37,7 @@ def ended_count(connections: list[socket.socket]) -> int:
 
 
 class IdleHttp2Connections:
-    """HTTP/2 connections without calls that acknowledge settings and pings, so no timeout ends them."""
+    """Keeps HTTP/2 connections open without calls. It acknowledges settings and pings, so no timeout ends them."""
 
     def __init__(self) -> None:
         self.ended = 0
@@ -79,7 +79,7 @@ class IdleHttp2Connections:
 
 
 def acknowledgements(content: bytes) -> Iterator[bytes]:
-    """Yield the answers to the settings and pings among whole frames."""
+    """Yield the answers to those complete frames that are settings or pings."""
     at = 0
     while at + FRAME_HEAD.size <= len(content):
         high, low, kind, flags, stream = FRAME_HEAD.unpack_from(content, at)

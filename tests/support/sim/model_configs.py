@@ -1,4 +1,4 @@
-"""Model configs with the sizes of well-known models."""
+"""Model configurations (config.json) with the sizes of well-known models."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A small replay scenario: a short day on one pool of small replicas."""
+"""Small scenario for tests of replays: the load of a short day on one pool of small replicas."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Excerpts of public traces in tests/data, read once."""
+"""Excerpts of public traces in tests/data; each is read only once."""
 
 from functools import cache
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Small clusters in virtual time with the router's own machine, and their workloads."""
+"""Worlds for tests: small clusters in virtual time with the production router machine, and their workloads."""
 
 from fleet.batching.attempts import EngineLimits
 from fleet.core.clock import SECOND, Nanos
@@ -18,7 +18,7 @@ BLOCK = 16
 
 
 class LinearStepTimes:
-    """Step times of a small model: 2 ms a step, 20 µs a prompt token, 0.1 ms a sequence."""
+    """Predicts the step times of a small model: 2 ms per step, 20 µs per prompt token, and 0.1 ms per sequence."""
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
         return 0.002 + 2e-5 * prefill_tokens + 1e-4 * decodes + 1e-8 * decode_context

@@ -1,4 +1,4 @@
-"""A cluster whose processes are of this version or the previous one, and clients that use it without a pause."""
+"""Mixed cluster: its processes are of this version or of the previous one, and clients use it without a pause."""
 
 import itertools
 import signal
@@ -20,7 +20,7 @@ from workers.engines.simulated.model import SimulatedModel
 
 BLOCK_TOKENS = 16
 VOCABULARY = 400
-PROMPT_TOKENS = 5 * BLOCK_TOKENS + 3  # long enough for a prefill worker
+PROMPT_TOKENS = 5 * BLOCK_TOKENS + 3  # long enough that a prefill worker is used
 ANSWER_TOKENS = 24
 STOP_SECONDS = 60.0
 SECRET = "a secret that all routers of the cluster have"
@@ -33,7 +33,7 @@ ORACLE = AnswerOracle(
 
 
 class MixedCluster:
-    """A store node, two routers that are peers, and workers. Each process is started from the tree that the test names."""
+    """Runs a store node, two peer routers, and workers. The test names the source tree of each process."""
 
     def __init__(self, folder: Path, model_dir: Path) -> None:
         self.folder = folder
@@ -93,7 +93,7 @@ class MixedCluster:
         self._start(tree, "worker", name, settings)
 
     def stop(self, name: str) -> None:
-        """Stop a process as an operator does: by SIGTERM, after which it drains."""
+        """Stop a process in order: by SIGTERM, after which it drains."""
         process = self._running.pop(name)
         process.send_signal(signal.SIGTERM)
         assert process.wait(STOP_SECONDS) in (0, -signal.SIGTERM), self.log(name)
@@ -116,7 +116,7 @@ class MixedCluster:
             process.wait(STOP_SECONDS)
 
     def _start(self, tree: Path, part: str, name: str, settings: dict[str, Any]) -> None:
-        """Start a process; if one of this name runs, the caller has stopped it."""
+        """Start a process. The caller must have stopped an earlier process of this name."""
         file = self.folder / f"{name}-{next(self._starts):02d}.json"
         where: dict[str, Any] = {"cwd": tree, "env": environment_of(tree)}
         with file.with_suffix(".log").open("w") as log:
@@ -129,12 +129,12 @@ class MixedCluster:
 def _seen(client: Client) -> set[str]:
     try:
         return workers_seen(client)
-    except FleetError:  # the router is starting
+    except FleetError:  # the router does not answer yet, because it is starting
         return set()
 
 
 class Clients:
-    """Clients in threads that send one request after another, and compare each answer with the exact tokens."""
+    """Runs clients in threads. Each sends one request after another, and compares each answer with the exact tokens."""
 
     def __init__(self, routers: list[str], count: int = 3) -> None:
         self.errors: list[str] = []
@@ -162,7 +162,7 @@ class Clients:
             assert not thread.is_alive(), f"a client still waits after {STOP_SECONDS:g} s:\n{thread_stacks()}"
 
     def wait_for(self, more: int, counted: Callable[[], int], within_seconds: float = 60.0) -> None:
-        """Wait until that many more answers were counted; fail at once after a failed request."""
+        """Wait until this many more answers were counted; fail at once if a request has failed."""
         target = counted() + more
 
         def there() -> bool:

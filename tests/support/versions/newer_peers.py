@@ -1,4 +1,4 @@
-"""Newer peers: messages with fields, and values, that this version does not know."""
+"""Newer peers: makes messages with fields and values that this version does not know."""
 
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ from kvstore.v1 import protocol_pb2
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 FUTURE = protocol_pb2.ProtocolRange(lowest=7, highest=9, product="99.0")
-"""Range of a peer that speaks no version that this one speaks."""
+"""Range of protocol versions of a peer that has no version in common with this one."""
 
 
 def _varint(number: int) -> bytes:

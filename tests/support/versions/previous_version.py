@@ -1,8 +1,9 @@
-"""The previous version of Fleet: its source tree, unpacked from the history of this repository, to run its processes.
+"""Previous version of Fleet: unpacks its source tree from the history of this repository, so that tests can run it.
 
-`previous_version.toml` names its commit. The tree is unpacked once into `build/previous`, with its native modules, and runs in the
-environment of this tree. As a command, this module unpacks it, and ends with status 3 where the history
-lacks the commit; `.ci/run` does this, so that nobody overlooks that tests of mixed versions are skipped.
+`previous_version.toml` names its commit. The tree is unpacked once into `build/previous`. Its native modules are built
+there, and its processes run in the environment of this tree. As a command, this module unpacks the tree, and ends with
+status 3 if the history lacks the commit. `.ci/run` calls it, so that nobody overlooks that tests of mixed versions are
+skipped.
 """
 
 import fcntl
@@ -24,7 +25,7 @@ NO_HISTORY = 3  # status of the command
 
 
 class NoPreviousVersion(Exception):
-    """The previous version cannot be unpacked; the message says why, and what to do."""
+    """Raised if the previous version cannot be unpacked; the message says why, and what to do."""
 
 
 def previous_tree() -> Path:
@@ -47,7 +48,10 @@ def previous_tree() -> Path:
 
 
 def environment_of(tree: Path) -> dict[str, str]:
-    """Return the environment in which Python imports the packages of a tree; its processes also need it as their folder."""
+    """Return environment variables with which Python imports the packages of a tree.
+
+    The working folder of a process has to be the tree, too.
+    """
     return {**os.environ, "PYTHONPATH": str(tree)}
 
 

@@ -1,7 +1,7 @@
-"""Recorded messages: the fields of all protobuf messages of Fleet, as the previous version has them, in `proto/contract.json`.
+"""Protobuf contract: the fields of all protobuf messages of the previous version of Fleet, in `proto/contract.json`.
 
-As a command, this module records the messages of that version. Do that when `previous_version.toml` gets another commit, and not to make a
-test pass: a field that has changed is one that the previous version reads wrongly.
+As a command, this module records the messages of that version. Run it when `previous_version.toml` gets another commit.
+Do not run it to make a test pass, because the previous version would read a changed field wrongly.
 """
 
 import json
@@ -64,7 +64,10 @@ def _compiled(protos: Path) -> FileDescriptorSet:
 
 
 def breaks(recorded: Contract, present: Contract) -> list[str]:
-    """Return what the present contract has taken from the recorded one or changed; new fields, values and methods are no breaks."""
+    """Return a text for each part of the recorded contract that the present one lacks or has changed.
+
+    New fields, values and methods are allowed.
+    """
     found: list[str] = []
     for kind in ("messages", "enumerations"):
         for name, members in recorded[kind].items():

@@ -26,14 +26,14 @@ from tests.support.builders import token_bytes
 from tests.support.waiting import until
 from workers.ports import Engine
 
-SECONDS = 60  # for anything that an engine does in a test
+SECONDS = 60  # time limit of every wait for an engine
 IDLE = LoadReport(running=0, waiting=0, kv_blocks_used=0)
 
 _numbers = count()
 
 
 def fresh_prompt(num_tokens: int) -> TokenBytes:
-    """Return a prompt that no engine has seen, because tests share engines that are slow to start."""
+    """Return a prompt that no engine has cached; tests share engines, because these start slowly."""
     chance = random.Random(next(_numbers))
     return token_bytes(chance.randrange(300, 4000) for _ in range(num_tokens))
 
@@ -56,7 +56,7 @@ def an_attempt(tokens: TokenBytes, max_tokens: int = 8, *, phase: Phase = Phase.
 
 
 class EngineDriver:
-    """An engine whose output is collected."""
+    """Submits attempts to an engine, and collects its outputs."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -84,19 +84,19 @@ class EngineDriver:
         return self.ends[start.request_id]
 
     async def do(self, start: Start) -> tuple[tuple[int, ...], Progress]:
-        """Submit and wait for the end; return all tokens and the last progress."""
+        """Submit an attempt and wait for its end; return all tokens and the last progress."""
         self.submit(start)
         end = await self.end_of(start)
         assert isinstance(end, Progress), end
         return self.tokens[start.request_id], end
 
     async def until(self, condition) -> None:
-        """Wait for a condition that changes with outputs or cache events."""
+        """Wait for a condition that only outputs or cache events can change."""
         async with asyncio.timeout(SECONDS), self._news:
             await self._news.wait_for(condition)
 
     async def idle(self) -> None:
-        """Wait until nothing runs and no block is held; leases must be released, since they expire only after 30 s."""
+        """Wait until nothing runs and no block is held. Leases must be returned, because they end only after 30 s."""
         await until(lambda: msgspec.structs.replace(self.engine.load(), pulled=NOTHING_PULLED) == IDLE)
 
     async def read_outputs(self) -> None:
@@ -162,8 +162,8 @@ async def run_disaggregated(
     """Prefill on one engine and decode on the other, as a router does; return all tokens and both ends.
 
     Args:
-        between: Changes the handoff on its way.
-        pass_first_token: Let the decode side begin after the token that the prefill side sampled.
+        between: Function that changes the handoff between the two engines.
+        pass_first_token: True: the decode engine begins after the token that the prefill engine sampled.
     """
     first, prefilled = await prefill.do(an_attempt(tokens, max_tokens, phase=Phase.PREFILL, kv_path=path, **fields))
     assert prefilled.handoff is not None, prefilled

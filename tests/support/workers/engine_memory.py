@@ -1,7 +1,7 @@
-"""Access to the KV memory of a running vLLM engine from outside, to damage blocks that it has handed over.
+"""Engine memory: writes to the KV memory of a running vLLM engine, to damage blocks that it hands over.
 
-NIXL's side channel tells where the memory is, as it tells a decode engine. The operating system then lets a process
-write the memory of its descendants.
+NIXL's side channel says where the memory is, as it does for a decode engine. The operating system lets a process write
+to the memory of its descendants.
 """
 
 import os
@@ -19,7 +19,7 @@ takes seconds."""
 
 
 class LentMemory:
-    """The blocks that a prefill engine with one rank keeps for a handoff."""
+    """Gives access to the blocks that a prefill engine with one rank keeps for a handoff."""
 
     def __init__(self, params: dict[str, Any]):
         """Find the memory of the engine; `params` are the transfer parameters of the handoff."""
@@ -32,9 +32,9 @@ class LentMemory:
         self.layer_bytes: int = described["block_lens"][0]
 
     def flip(self, position: int, *, layer: int, first: int, step: int | None = None) -> None:
-        """Flip a bit in the block at a position of the prompt.
+        """Flip a bit in one layer of the block at a position of the prompt.
 
-        Flip it in byte `first`, or in all bytes from `first` on with this step.
+        The bit is flipped in the byte `first`; with `step`, also in every further byte at this distance.
         """
         start = self._layers[layer] + self.block_ids[position] * self._strides[layer]
         with Path(f"/proc/{self._process}/mem").open("r+b", buffering=0) as memory:

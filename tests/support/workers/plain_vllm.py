@@ -1,4 +1,4 @@
-"""Plain vLLM in a process of its own: computes what Fleet's workers have to compute too.
+"""Plain vLLM in a process of its own: computes the results that Fleet's workers have to give too.
 
 Usage: python -m tests.support.workers.plain_vllm CASES.json ANSWERS.json
 """

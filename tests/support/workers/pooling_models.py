@@ -28,7 +28,7 @@ def _build(folder: Path, kind: type[BertModel] | type[BertForSequenceClassificat
         num_attention_heads=2,
         intermediate_size=128,
         max_position_embeddings=LONGEST,
-        initializer_range=0.3,  # wide, so that texts differ clearly
+        initializer_range=0.3,  # a wide range of weights, so that the vectors of two texts differ clearly
         num_labels=1,
         torch_dtype="float32",
     )

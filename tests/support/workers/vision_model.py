@@ -1,4 +1,4 @@
-"""Tiny model for images in tests with vLLM: an Idefics3 with random weights, and what transformers answers with it."""
+"""Tiny model for images in tests with vLLM: an Idefics3 with random weights, and its answers by transformers."""
 
 import io
 import json
@@ -67,7 +67,7 @@ def build_vision_model(folder: Path) -> Path:
     model = Idefics3ForConditionalGeneration(config)
     for weights in model.parameters():
         if weights.dim() > 1:
-            torch.nn.init.normal_(weights, std=0.08)  # wide, so that images change the answer
+            torch.nn.init.normal_(weights, std=0.08)  # a wide range of weights, so that images change the answer
     model.save_pretrained(folder)
     images = Idefics3ImageProcessorPil(
         size={"longest_edge": SIDE}, max_image_size={"longest_edge": SIDE}, do_image_splitting=False
@@ -78,7 +78,7 @@ def build_vision_model(folder: Path) -> Path:
 
 
 def an_image(color: str, size: tuple[int, int] = (48, 40), kind: str = "PNG") -> bytes:
-    """Return the file of an image of one color."""
+    """Return the content of an image file with one color."""
     file = io.BytesIO()
     Image.new("RGB", size, color).save(file, kind)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""Real vLLM engines on their own event loop, shared by the tests of a module because they start slowly."""
+"""Real vLLM engines on an event loop of their own; the tests of a module share them, because they start slowly."""
 
 import asyncio
 import gc
@@ -20,7 +20,7 @@ from workers.engines.vllm.namespace import weights_revision
 from workers.ports import Engine
 from workers.settings import VllmSettings, WorkerSettings
 
-START_SECONDS = 240  # for two engines on a busy machine
+START_SECONDS = 240  # time limit for two engines on a busy machine
 TEST_SECONDS = 120
 
 Result = TypeVar("Result")
@@ -55,7 +55,7 @@ def tiny_namespace(model_dir: Path) -> KvNamespace:
 
 
 class VllmEngines:
-    """Engines that run in another thread."""
+    """Runs engines in another thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, stopping: asyncio.Event, engines: list[EngineDriver]):
         self._loop = loop

@@ -22,7 +22,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
 
 
 class WorkerCluster:
-    """A router with its workers; each request gets an id."""
+    """Sends requests to a router with workers, and gives each request an id."""
 
     def __init__(self, addresses: list[str], store: str):
         settings = RouterSettings(store=store, max_reconnect_seconds=0.2)
@@ -84,6 +84,6 @@ def worker_settings(
 
 
 def sources(complete: Complete, phase: Phase) -> dict[Source, tuple[int, int]]:
-    """Return blocks and bytes by source in one phase."""
+    """Return the numbers of blocks and bytes in one phase, by source."""
     (found,) = [one for one in complete.kv if one.phase is phase]
     return {origin.source: (origin.blocks, origin.bytes) for origin in found.report.origins}

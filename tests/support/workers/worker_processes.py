@@ -1,4 +1,4 @@
-"""A worker in its own process, and a router played by hand."""
+"""Worker processes: a worker in its own process, and a router's stream to it that a test controls."""
 
 import asyncio
 import json
@@ -16,11 +16,11 @@ from fleet.wire.worker import decode_worker_message, encode_router_message
 from kvstore.net.frames import FrameConnection, connect
 from workers.settings import WorkerSettings
 
-SECONDS = 60  # for a process to start or to end
+SECONDS = 60  # time limit for a process to start or to end
 
 
 class WorkerProcess:
-    """A worker process. Its standard error goes to the file `log`, or to that of the tests."""
+    """Runs a worker process. Its standard error goes to the file `log`, or else to the standard error of the tests."""
 
     def __init__(self, folder: Path, settings: WorkerSettings, log: Path | None = None) -> None:
         self.settings = settings
@@ -28,8 +28,8 @@ class WorkerProcess:
         self._config = folder / f"{settings.worker_id}.json"
         self._config.write_bytes(msgspec.json.encode(settings))
         self.process: asyncio.subprocess.Process | None = None
-        self.address = ""  # of its streams
-        self.control = ""  # of its gRPC port
+        self.address = ""  # address at which it takes streams of routers
+        self.control = ""  # address of its control port
         self.endpoints: dict[str, str] = {}  # all announced addresses
 
     async def start(self) -> None:
@@ -97,10 +97,10 @@ async def a_worker_process(folder: Path, settings: WorkerSettings) -> AsyncItera
 
 
 class StreamEnded(Exception):
-    """The stream has ended.
+    """Raised when the stream has ended.
 
     Attributes:
-        reason: The worker's reason, or empty if it gave none.
+        reason: The reason that the worker gave; empty if it gave none.
     """
 
     def __init__(self, reason: str):
@@ -109,7 +109,7 @@ class StreamEnded(Exception):
 
 
 class RouterStream:
-    """A router's stream to one worker."""
+    """Plays a router on its stream to one worker."""
 
     def __init__(self, connection: FrameConnection) -> None:
         self.connection = connection
@@ -136,7 +136,7 @@ class RouterStream:
         self.connection.send(message.SerializeToString())
 
     async def until(self, found):
-        """Read until `found` returns something other than None for a message, and return that."""
+        """Read messages until `found` returns a result other than None for one of them; return this result."""
         async with asyncio.timeout(SECONDS):
             while True:
                 message = await self._inbox.get()
@@ -147,7 +147,7 @@ class RouterStream:
                     return result
 
     async def ended(self) -> str:
-        """Read to the end and return the reason."""
+        """Read until the stream ends, and return the reason of the end."""
         try:
             await self.until(lambda message: None)
         except StreamEnded as end:
@@ -196,7 +196,7 @@ async def a_router_stream(address: str, router_id: str = "router") -> AsyncItera
 
 @asynccontextmanager
 async def a_silent_stream(address: str) -> AsyncIterator[RouterStream]:
-    """Open a stream on which nothing was sent."""
+    """Open a stream on which the router sends nothing."""
     opened: list[RouterStream] = []
 
     def accept(connection: FrameConnection) -> RouterStream:

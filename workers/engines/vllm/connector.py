@@ -192,7 +192,7 @@ class FleetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     @property
     def requires_kv_delivery(self) -> bool:
-        # VLLM may free the blocks at once, because a block that is not saved only has to be computed again later.
+        # The engine may free the blocks at once, because a block that is not saved only has to be computed again later.
         return False
 
     # vLLM calls the following hooks in the process of its scheduler.

@@ -224,7 +224,7 @@ def _answer_parsers(llm: "AsyncLLM", settings: WorkerSettings, names: AnswerPars
 
 
 def _stop(llm: "AsyncLLM") -> None:
-    # VLLM's task for outputs is cancelled first, because it would report the end of the engine as a failure.
+    # The task of vLLM for outputs is cancelled first, because it would report the end of the engine as a failure.
     if llm.output_handler is not None:
         llm.output_handler.get_loop().call_soon_threadsafe(llm.output_handler.cancel)
     llm.shutdown()

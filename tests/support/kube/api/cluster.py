@@ -1,14 +1,13 @@
-"""The life of each object from its creation to its removal, without HTTP, tasks or waiting.
+"""Object store of the API server for tests: creates, changes and deletes objects, without HTTP, tasks or waiting.
 
 Rules:
 
-1. Every write goes through the same steps: decode (unknown fields), apply defaults, validate, update field ownership,
-   store.
-   A write that changes nothing is not stored.
-2. `status` is written through its subresource only, everything else through the object itself.
-3. `generation` counts changes of what users want: all but metadata and status.
-4. An object with finalizers is only marked as deleted; it is removed with its last finalizer, and none can be added
-   then.
+1. Every write passes the same steps: decode (and find unknown fields), apply defaults, validate, update field
+   ownership, store. A write that changes nothing is not stored.
+2. `status` is written only through its subresource, and everything else only through the object itself.
+3. `generation` counts the changes of all fields except metadata and status.
+4. The deletion of an object with finalizers only marks the object as deleted. The object is removed when its last
+   finalizer is removed. Nobody can add a finalizer to an object that is marked as deleted.
 """
 
 import random
@@ -37,7 +36,7 @@ CAUSES_SHOWN = 10
 
 
 class Validation(StrEnum):
-    """How fields that the schema does not know are treated."""
+    """States what happens to fields that the schema does not know."""
 
     IGNORE = "Ignore"
     WARN = "Warn"
@@ -45,7 +44,7 @@ class Validation(StrEnum):
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request is to be carried out."""
+    """Holds the options of a write request."""
 
     manager: str = "unknown"
     dry_run: bool = False
@@ -78,7 +77,7 @@ class ObjectStore:
         """Return an object as stored; the caller has to copy it before changing it.
 
         Raises:
-            Refused: It does not exist.
+            ApiError: It does not exist.
         """
         found = self.storage.get(resource.place, _key(resource, namespace, name))
         if found is None:
@@ -149,7 +148,7 @@ class ObjectStore:
         `kind` is the media type of the patch without `application/` and suffix: `merge-patch`, `json-patch`, ...
 
         Raises:
-            Refused: The patch or its result is invalid; 415 for a strategic merge of a custom resource.
+            ApiError: The patch or its result is invalid; 415 for a strategic merge of a custom resource.
         """
         if kind == "apply-patch":
             return self._apply(resource, namespace, name, body, options)
@@ -328,7 +327,7 @@ class ObjectStore:
             The last state of the object, and whether it is removed.
 
         Raises:
-            Refused: It does not exist, or differs from the preconditions.
+            ApiError: It does not exist, or differs from the preconditions.
         """
         old = self.get(resource, namespace, name)
         for field in ("uid", "resourceVersion"):
@@ -463,7 +462,7 @@ CLEAN = custom.CLEANUP
 
 
 def as_version(item: Object, resource: ServedResource) -> Object:
-    """Return the object in the version asked for.
+    """Return the object in the requested version.
 
     Versions of a custom kind differ only in `apiVersion` (conversion `None`).
     """

@@ -1,8 +1,7 @@
-"""The work of a controller-manager that our tests depend on: garbage collection and emptying of deleted namespaces.
+"""Controllers beside the API server for tests: garbage collection, and the removal of a deleted namespace's objects.
 
-An API server alone does neither, and nor does this one unless they are switched on. Deployments, StatefulSets and Jobs
-have no
-controllers here.
+A real API server does neither of them; a controller-manager does. This server does them only if `with_controllers` is
+set. There are no controllers for Deployments, StatefulSets and Jobs here.
 """
 
 from tests.support.kube.api.cluster import NAMESPACES, ObjectStore

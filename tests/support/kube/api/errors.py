@@ -1,4 +1,4 @@
-"""Refusals, worded and structured as by kube-apiserver: each becomes a `Status` object."""
+"""Errors of the API server for tests, with the texts and the structure of kube-apiserver's `Status` objects."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from tests.support.kube.api.values import Json, Object
 
 
 class ErrorCause(msgspec.Struct, frozen=True):
-    """One problem of an object."""
+    """Describes one problem of an object."""
 
     reason: str
     message: str
@@ -88,7 +88,7 @@ CODES: dict[Reason, int] = {
 
 
 class ApiError(Exception):
-    """A request that is answered by a `Status` with an error code."""
+    """Refuses a request; the server answers with a `Status` that has an error code."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ def forbidden(group: str, plural: str, name: str, why: str) -> ApiError:
 
 
 def denied(group: str, plural: str, name: str, words: str) -> ApiError:
-    """Return the refusal of a ValidatingAdmissionPolicy: worded as forbidden, but with its own reason and a bare cause."""
+    """Return the error of a ValidatingAdmissionPolicy, whose text says forbidden although its reason is another one."""
     where = f"{plural}.{group}" if group else plural
     details = _details(group, plural, name) | {"causes": [{"message": words}]}
     return ApiError("Invalid", f'{where} "{name}" is forbidden: {words}', details=details)

@@ -1,7 +1,7 @@
-"""Faults that tests order: which requests go wrong, how, and how often.
+"""Faults of the API server that tests order: which requests fail, how, and how often.
 
-A test orders them by `POST /fleet-test/faults` and reads them by `GET /fleet-test/faults`. A fault strikes the requests
-that match all of its conditions, as often as it says; then it is over.
+A test orders a fault by `POST /fleet-test/faults` and reads all faults by `GET /fleet-test/faults`. A fault affects the
+requests that match all of its conditions. It ends after it has affected `times` requests.
 """
 
 from typing import Literal
@@ -12,48 +12,46 @@ Kind = Literal["status", "deny", "forbid", "expire", "cut", "delay", "hold", "dr
 
 
 class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One kind of failure, and the requests that it strikes.
+    """Describes one kind of failure, and the requests that it affects.
 
-    - `status`: the answer is `code`, with `Retry-After: retry_after_seconds` if that is given; nothing is done. 409 is
-      a conflict:
-      many of them are a conflict storm.
+    - `status`: the server answers with `code`, and with `Retry-After: retry_after_seconds` if that is given, and does
+      nothing else. Many answers with 409 are a conflict storm.
     - `deny`: a ValidatingAdmissionPolicy refuses the write, with `message`.
-    - `forbid`: the sender lacks the right to do this. After a restart, the server says so to everybody until it has
-      read the roles.
+    - `forbid`: the server answers that the sender lacks the right to do this. After a restart, a real server answers
+      so to everybody until it has read the roles.
     - `expire`: a watch gets an ERROR event with code 410 after `events` events, and ends.
-    - `cut`: a watch, or the body of any other answer, breaks off in the middle: a watch after `events` events.
-    - `drop`: the request is carried out, but its answer never comes: the connection closes.
-    - `delay`: the request is carried out `seconds` late.
-    - `hold`: the request is carried out when the fault is removed. When the requests of one leader are held while its
-      lease runs
-      out, there are two leaders, and the first one's writes come late.
+    - `cut`: the body of the answer ends in the middle; the body of a watch ends after `events` events.
+    - `drop`: the server carries out the request, but closes the connection instead of answering.
+    - `delay`: the server carries out the request `seconds` late.
+    - `hold`: the server carries out the request when the fault is removed. If a test holds the requests of a leader
+      until its lease has expired, there are two leaders, and the writes of the first one arrive late.
     """
 
     kind: Kind
     verb: str = ""
-    """One of get, list, watch, create, update, patch, delete and deletecollection; like other conditions, it matches all
-    if empty."""
+    """One of get, list, watch, create, update, patch, delete and deletecollection. Empty matches every verb; the same
+    holds for the next four conditions."""
     resource: str = ""
-    """The plural, with the subresource if one is meant: `leases`, `deployments/status`."""
+    """The plural of the kind, with the subresource if the fault is for one: `leases`, `deployments/status`."""
     namespace: str = ""
     name: str = ""
     user: str = ""
     """The bearer token, or the beginning of the User-Agent."""
     times: int = 1
-    """How many requests it strikes; -1 strikes until it is removed."""
+    """Number of requests that the fault affects; -1: it affects requests until it is removed."""
     skip: int = 0
-    """How many matching requests pass first."""
+    """Number of matching requests that pass before the fault begins."""
     code: int = 500
     retry_after_seconds: int | None = None
     seconds: float = 0.0
     events: int = 0
     message: str = ""
-    """The words of `status` and `deny`."""
+    """The message in the answers of `status` and `deny`."""
     struck: int = 0
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A request in the terms of faults, permissions and the log."""
+    """Describes a request by the properties that faults, permissions and the request log use."""
 
     verb: str
     group: str
@@ -84,11 +82,11 @@ class Faults:
         return dict(self._ordered)
 
     def stands(self, fault: Fault) -> bool:
-        """Return whether a held request still has to wait."""
+        """Return whether a fault has not been removed yet, so that a request that it holds still has to wait."""
         return any(each is fault for each in self._ordered.values())
 
     def strike(self, request: Request) -> Fault | None:
-        """Return the fault that this request suffers, and count it."""
+        """Return the fault that affects this request, and count the request; None if no fault affects it."""
         for fault in self._ordered.values():
             if not _fits(fault, request):
                 continue

@@ -1,16 +1,14 @@
 """Field ownership: server-side apply and `metadata.managedFields`.
 
-A set of fields is a frozen set of paths; a path is a tuple of elements as `fieldsV1` writes them: `f:name` is a field,
-`k:{...}`
-an item of a list-map by its keys, `v:...` a member of a set. So set operations are Python's.
+A set of fields is a frozen set of paths, so Python's set operations apply. A path is a tuple of elements as `fieldsV1`
+writes them: `f:name` is a field, `k:{...}` is an item of a list-map by its keys, and `v:...` is a member of a set.
 
 Rules:
 
-1. Whoever writes (create, replace, patch) owns what they changed, and everyone else loses it.
-2. Whoever applies owns exactly what they listed in the last apply. A listed field that another manager owns with
-   another value
-   is a conflict, unless forced; with the same value it is shared.
-3. What an applier owned before, lists no more, and nobody else owns, is removed.
+1. A manager that writes (create, replace, patch) owns the fields that it changed, and all other managers lose them.
+2. A manager that applies owns exactly the fields of its last apply. If another manager owns one of these fields, both
+   own it if the values are equal. Otherwise the apply is a conflict, unless it is forced.
+3. If an applier no longer lists a field that it owned, and no other manager owns the field, the field is removed.
 
 The rules are those of Kubernetes' server-side apply documentation; the corner cases follow
 sigs.k8s.io/structured-merge-diff.
@@ -47,7 +45,7 @@ UNOWNED = frozenset(
         )
     ]
 )
-"""Fields that identify an object or belong to the server, which nobody owns."""
+"""Fields that no manager owns, because they identify the object or because the server writes them."""
 
 
 class Manager(msgspec.Struct, frozen=True):
@@ -127,10 +125,10 @@ def apply(
 ) -> tuple[Object, Claims]:
     """Apply a configuration; return the resulting object and its ownership.
 
-    `applied` is the configuration as sent, without what may not be set this way.
+    `applied` is the configuration as sent, without the fields that an apply may not set.
 
     Raises:
-        Refused: Another manager owns a field that is to change (409).
+        ApiError: Another manager owns a field that the apply would change (409).
     """
     claims = claims_of((live or {}).get("metadata", {}))
     listed = frozenset(_owned(applied, shape)) - UNOWNED
@@ -200,7 +198,7 @@ def _member(value: Json) -> str:
 
 
 def _owned(value: Object, shape: StructuralSchema, path: Path = ()) -> Iterator[Path]:
-    """Return the paths that an applied object claims: leaves, empty maps, and items of lists."""
+    """Return the paths that the manager of an applied object owns: leaves, empty maps, and items of lists."""
     for name, each in value.items():
         at = (*path, f"f:{name}")
         child = shape.field(name) or _UNTYPED
@@ -230,7 +228,7 @@ _UNTYPED = StructuralSchema({"type": "object", "x-kubernetes-preserve-unknown-fi
 def _with_values(value: Json, shape: StructuralSchema) -> dict[Path, Json]:
     """Return every path of an object with its value.
 
-    A map or list that has paths below it has no contents of its own.
+    The value of a map or a list is left empty if there are paths below it.
     """
     found: dict[Path, Json] = {}
 
@@ -272,7 +270,7 @@ def _merge(live: Json, applied: Json, shape: StructuralSchema) -> Json:
 
 
 def _remove(value: Json, path: Path, shape: StructuralSchema) -> None:
-    """Remove the value at a path, if it exists and, for a map, if nothing left in it is owned."""
+    """Remove the value at a path, if it exists."""
     for element in path[:-1]:
         kind, _, rest = element.partition(":")
         if kind == "f" and isinstance(value, dict):

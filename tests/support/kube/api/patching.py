@@ -1,10 +1,8 @@
 """The three kinds of patches: JSON patch (RFC 6902), merge patch (RFC 7396), and Kubernetes' strategic merge.
 
-A strategic merge follows the schema: lists whose items have a merge key merge by it, and directives (`$patch`,
-`$retainKeys`,
-`$deleteFromPrimitiveList`, `$setElementOrder`) express what merging cannot. The Kubernetes API conventions and the
-notes on
-strategic merge patches define the directives.
+A strategic merge follows the schema: it merges two lists by the merge key of their items, if the schema has one.
+Directives (`$patch`, `$retainKeys`, `$deleteFromPrimitiveList`, `$setElementOrder`) express other changes. The
+Kubernetes API conventions and the notes on strategic merge patches define the directives.
 """
 
 from collections.abc import Callable
@@ -21,7 +19,7 @@ def json_patch(target: Object, operations: Json, *, group: str, kind: str) -> Ob
     """Apply a JSON patch.
 
     Raises:
-        Refused: The patch is malformed (400), or one of its operations fails (422).
+        ApiError: The patch is malformed (400), or one of its operations fails (422).
     """
     try:
         return jsonpatch.JsonPatch(operations).apply(clone(target))
@@ -105,7 +103,7 @@ def _merge_lists(
 
 
 def _in_order(items: list[Json], order: list[Json], key: Callable[[Json], Json]) -> list[Json]:
-    """Order items as the patch says; items that only the server has stay behind the items that they followed."""
+    """Order the items as the patch demands. An item that only the server has stays behind the item that it followed."""
     placed: list[tuple[int, int, Json]] = []
     rank = -1
     for index, each in enumerate(items):

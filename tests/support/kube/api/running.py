@@ -1,4 +1,4 @@
-"""Runs the API server for tests in a thread of its own, so that tests may block: `with an_api_server() as server`."""
+"""Runner of the API server for tests, in a separate thread, so that tests may block (`an_api_server`)."""
 
 import asyncio
 import concurrent.futures
@@ -24,18 +24,18 @@ from tests.support.waiting import turns
 
 STOP_SECONDS = 10
 OTHER_SERVER = "FLEET_TEST_KUBE_API"
-"""Variable with the address of another API server, such as a `kubectl proxy`, that the tests are to be run on."""
+"""Environment variable with the address of another API server, such as a `kubectl proxy`; the tests then use it."""
 
 
 class RunningApiServer(msgspec.Struct, frozen=True):
-    """A running API server: its address, and what tests can ask of it beside Kubernetes' own API."""
+    """Represents a running API server: its address, and the operations for tests besides the Kubernetes API."""
 
     url: str
     authority: str | None = None
-    """The file with the certificate that signed the server's own; None without TLS."""
+    """The file with the certificate of the authority that signed the server's certificate; None without TLS."""
 
     def kubeconfig(self, folder: Path, *, namespace: str = "default", token: str = "") -> Path:
-        """Write a kubeconfig for kubectl, Helm and the clients, which send tokens only over TLS."""
+        """Write a kubeconfig for kubectl, Helm and the clients, and return its path. They send tokens only over TLS."""
         cluster = {"server": self.url} | ({"certificate-authority": self.authority} if self.authority else {})
         config = {
             "apiVersion": "v1",
@@ -61,7 +61,7 @@ class RunningApiServer(msgspec.Struct, frozen=True):
         return self._ask("GET", "faults")
 
     def compact(self) -> None:
-        """Forget all changes so far: watches from earlier revisions are too old from now on."""
+        """Let the server forget all changes so far, so that it refuses new watches from earlier revisions."""
         self._ask("POST", "compact")
 
     def requests(self) -> list[dict[str, Any]]:
@@ -87,10 +87,10 @@ def an_api_server(
     seed: int = 0,
     beside: Callable[[ObjectStore], Coroutine[Any, Any, None]] | None = None,
 ) -> Iterator[RunningApiServer]:
-    """Run an API server while the context is open; where another server is to be tested, skip the test instead.
+    """Run an API server while the context is open. Skip the test if the tests use another server (`OTHER_SERVER`).
 
     Args:
-        with_controllers: Collect garbage and empty deleted namespaces.
+        with_controllers: Delete objects whose owners are gone, and all objects of deleted namespaces.
         beside: Coroutines that run in the server's loop on its objects, such as further controllers.
         authority: A certificate authority; the server speaks TLS with a certificate that it signs.
         seed: The seed of generated names and uids.

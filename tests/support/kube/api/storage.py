@@ -4,7 +4,7 @@ Rules:
 
 1. One number counts every change of any object; an object's resourceVersion is the number of its last change.
 2. A stored object is never changed in place, so that changes can refer to it.
-3. The last few thousand changes of each kind are kept for watchers. Whoever asks for older ones is told so (`Expired`).
+3. The last few thousand changes of each kind are kept for watchers. A request for older changes fails (`Expired`).
 """
 
 import asyncio
@@ -23,15 +23,14 @@ from tests.support.kube.api.kinds.resources import Place
 from tests.support.kube.api.values import Object
 
 Key = tuple[str, str]
-"""Namespace (empty for kinds of the cluster) and name."""
+"""Namespace and name of an object; the namespace is empty for kinds whose scope is the cluster."""
 
 KEPT_CHANGES = 8192
 FIRST_REVISION = 1000
-"""The first revision, whose predecessors are forgotten.
-
-Whoever asks for changes since revision 1 is told that it is too old, as by a server of some age."""
+"""Revision of an empty store. A request for changes since an earlier revision, such as 1, fails as on a server that has
+run for a while."""
 OPEN_LISTS = 256
-"""The number of lists whose rest is kept for their reader; the oldest is dropped first, and its reader starts again."""
+"""Number of chunked lists whose remaining items are kept. The oldest is dropped first, and its reader starts again."""
 
 
 class StoredChange(msgspec.Struct, frozen=True, eq=False):
@@ -42,7 +41,7 @@ class StoredChange(msgspec.Struct, frozen=True, eq=False):
 
 
 class Rest(msgspec.Struct, frozen=True):
-    """The items that a chunk of a list left over, as of one revision."""
+    """Holds the items of a list that its chunks have not contained yet, at one revision."""
 
     revision: int
     items: list[Object]
@@ -63,7 +62,7 @@ class Storage:
         return self._objects.get(place, {}).get(key)
 
     def items(self, place: Place, namespace: str = "") -> list[Object]:
-        """Return objects by namespace and name, of all namespaces if none is named."""
+        """Return objects in the order of namespace and name; an empty `namespace` means all namespaces."""
         kept = self._objects.get(place, {})
         return [
             each
@@ -87,7 +86,7 @@ class Storage:
         return item
 
     def remove(self, place: Place, key: Key) -> Object:
-        """Remove an object, and return it as watchers see it last: at the revision of its removal."""
+        """Remove an object, and return the last state that watchers get, with the revision of the removal."""
         before = self._objects[place].pop(key)
         self.revision += 1
         last = before | {"metadata": before["metadata"] | {"resourceVersion": str(self.revision)}}
@@ -107,7 +106,7 @@ class Storage:
         """Return the changes since a revision.
 
         Raises:
-            Refused: They are no longer kept (`Expired`).
+            ApiError: The changes are no longer kept (`Expired`).
         """
         oldest = max(self._oldest.get(place, 0), self._compacted)
         if revision < oldest:
@@ -116,13 +115,13 @@ class Storage:
         return changes[bisect.bisect_right(changes, revision, key=operator.attrgetter("revision")) :]
 
     def compact(self) -> None:
-        """Forget all changes, as a server does in time."""
+        """Forget all changes, as a real server does after some minutes."""
         self._compacted = self.revision
         self._changes.clear()
         self._rests.clear()
 
     def chunk(self, items: list[Object], limit: int, revision: int) -> tuple[list[Object], str]:
-        """Return the first items, and the token of the rest."""
+        """Return the first `limit` items, and a token for the remaining ones; the token is empty if there are none."""
         if not limit or len(items) <= limit:
             return items, ""
         token = base64.urlsafe_b64encode(f"rest-{next(self._tokens)}".encode()).decode()
@@ -132,10 +131,10 @@ class Storage:
         return items[:limit], token
 
     def rest(self, token: str) -> Rest:
-        """Return the rest of a list.
+        """Return the remaining items of a list.
 
         Raises:
-            Refused: It is no longer kept.
+            ApiError: The items are no longer kept.
         """
         if (found := self._rests.get(token)) is None:
             text = "The provided continue parameter is too old to display a consistent list result. You can start a new list without the continue parameter."

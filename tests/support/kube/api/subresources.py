@@ -39,7 +39,7 @@ def replace_scale(
     """Set the replicas of an object to those of a Scale.
 
     Raises:
-        Refused: The body is not a Scale, or the object does not allow the number.
+        ApiError: The body is not a Scale, or the object does not allow the number.
     """
     assert resource.scale is not None
     replicas = dig(scale, "spec", "replicas") or 0
@@ -82,7 +82,7 @@ def evict(cluster: ObjectStore, pods: ServedResource, namespace: str, name: str,
     """Delete a pod, unless a PodDisruptionBudget forbids it at present.
 
     Raises:
-        Refused: A budget forbids it (429), or more than one budget covers the pod (500).
+        ApiError: A budget forbids it (429), or more than one budget covers the pod (500).
     """
     pod = cluster.get(pods, namespace, name)
     budgets = [
@@ -114,7 +114,7 @@ def bind(cluster: ObjectStore, pods: ServedResource, namespace: str, name: str, 
     """Bind a pod to a node, as a scheduler does.
 
     Raises:
-        Refused: It has one already.
+        ApiError: The pod is already bound to a node.
     """
     pod = clone(cluster.get(pods, namespace, name))
     node = dig(binding, "target", "name")
@@ -134,7 +134,7 @@ def _speaks_for(budget: Object, pod: Object) -> bool:
 
 
 def _disruptions_allowed(cluster: ObjectStore, budget: Object, namespace: str) -> int:
-    """Compute what the disruption controller would have written into the budget's status."""
+    """Return how many pods the budget allows to disrupt now, as the disruption controller would compute it."""
     pods = [each for each in cluster.storage.items(("", "pods"), namespace) if _speaks_for(budget, each)]
     healthy = sum(
         any(

@@ -1,8 +1,8 @@
-"""Typed patches: what a server-side apply checks before anything else, with kube-apiserver's words.
+"""Typed patches: the first check of a server-side apply, with the error texts of kube-apiserver.
 
-A real server converts an applied object to a typed value (sigs.k8s.io/structured-merge-diff). A field that the schema does
-not declare, a value of another type, or a second item with the same key is an error there that nobody translates, so the
-answer is 500 without a reason. A quantity is parsed later, with the same result.
+A real server converts an applied object to a typed value (sigs.k8s.io/structured-merge-diff). The conversion fails for
+a field that the schema does not declare, a value of another type, or a second item with the same key. The server does
+not translate this error, so the answer is 500 without a reason. An invalid quantity is found later, and also gives 500.
 """
 
 import json
@@ -28,7 +28,7 @@ WORDS = {
 
 
 def check_types(applied: Object, resource: ServedResource) -> None:
-    """Check an object as it was sent.
+    """Check the fields, types and list keys of an object as it was sent.
 
     Raises:
         ApiError: A field is unknown, has another type, or occurs twice (500).
@@ -39,7 +39,7 @@ def check_types(applied: Object, resource: ServedResource) -> None:
 
 
 def check_conversion(merged: Object, resource: ServedResource) -> None:
-    """Check what the resulting object's conversion to Go's types refuses: bad quantities, and fractions for integers.
+    """Check that the resulting object can be converted to Go's types: its quantities, and its integers.
 
     Raises:
         ApiError: A value cannot be converted (500).
@@ -122,7 +122,7 @@ def _of_items(items: list[Json], shape: StructuralSchema, path: str) -> Iterator
 
 
 def _mistyped(value: Json, expected: str) -> str:
-    """Return the words of Go's formats %v, %#v and %T for a value that was decoded without a type."""
+    """Return the error text for a value of another type, with the value in Go's formats %v, %#v and %T."""
     kinds = {bool: "bool", int: "int64", float: "float64", str: "string", dict: "map[string]interface {}"}
     if expected == "string":
         text = json.dumps(value) if isinstance(value, str | int | float) else f"{value!r}"

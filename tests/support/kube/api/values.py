@@ -10,7 +10,7 @@ Object = dict[str, Any]
 
 
 def clone(value: T) -> T:
-    """Return a deep copy, several times faster than `copy.deepcopy`, since JSON has neither cycles nor classes."""
+    """Return a deep copy, several times faster than `copy.deepcopy`, because JSON has neither cycles nor classes."""
     copy: Json = value
     if isinstance(value, dict):
         copy = {key: clone(each) for key, each in value.items()}
@@ -38,12 +38,12 @@ def within(path: str, name: str) -> str:
 
 
 def key_of(item: Object, keys: list[str]) -> tuple[str, ...]:
-    """Return the key of a list-map's item; values are compared as the text that JSON would write."""
+    """Return the key of a list-map's item; two values are equal if JSON writes them as the same text."""
     return tuple(str(item.get(key)) for key in keys)
 
 
 def every_dict(value: Json) -> Iterator[Object]:
-    """Yield all objects within a value, itself first."""
+    """Yield all objects within a value, the outermost first."""
     if isinstance(value, dict):
         yield value
         for each in value.values():

@@ -1,4 +1,4 @@
-"""A cluster of one node on this machine: the API server for tests, and a kubelet that runs pods as real processes."""
+"""Toy cluster of one node on this machine: the API server for tests, and a kubelet that runs pods as real processes."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ GONE_OR_CHANGED = (404, 409)
 
 
 class ToyCluster:
-    """A cluster of one node, which runs in a thread of its own, so that tests may block."""
+    """Runs a cluster of one node in a separate thread, so that tests may block."""
 
     def __init__(self, server: RunningApiServer, folder: Path, claims: Mapping[str, Path], gpus: int) -> None:
         self._server = server
@@ -57,7 +57,7 @@ class ToyCluster:
             raise self._failure
 
     def way_to(self, service: str, port: int, namespace: str = "default") -> str:
-        """Return a host:port on this machine that leads to a Service."""
+        """Return a host:port on this machine from which connections are forwarded to a port of a Service."""
         return self._ask(self._way_to(service, port, namespace))
 
     def processes(self) -> list[int]:
@@ -163,7 +163,7 @@ class ToyCluster:
             )
 
     def _choose(self, place: tuple[str, int], namespace: str, service: str, port: str) -> tuple[str, int] | None:
-        """Choose among the ready pods in turn."""
+        """Return the address of the next ready pod, in turn; None if no pod is ready."""
         ready = [
             (endpoint["addresses"][0], each["port"])
             for piece in self._objects.all("endpointslices")
@@ -184,9 +184,9 @@ def a_cluster(
     """Run a cluster while the context is open.
 
     Args:
-        server: An API server with its controllers, since objects that lose their owner have to be removed.
-        folder: For logs, volumes, and what pods write.
-        claims: Folders of this machine by the name of the PersistentVolumeClaim that they stand for, in every
+        server: An API server with its controllers, because objects without an owner have to be removed.
+        folder: The folder for logs, volumes, and the files that pods write.
+        claims: Folders of this machine, by the name of the PersistentVolumeClaim that they stand for in every
             namespace.
         gpus: The number of NVIDIA GPUs of the only node.
     """

@@ -1,6 +1,6 @@
 """The controllers of the one-node cluster: a scheduler, Deployments, StatefulSets, and EndpointSlices.
 
-Each does as little as tests need: a Deployment has its pods without ReplicaSets between.
+Each controller does only what tests need. For example, a Deployment owns its pods directly, without ReplicaSets.
 """
 
 import hashlib
@@ -124,7 +124,7 @@ async def _deployment(objects: Objects, deployment: Object, chance: random.Rando
 
 
 def _worth(pod: Object) -> tuple[int, int, str]:
-    """Order pods that are alike by which is deleted first."""
+    """Return the sort key of pods from one template; the pod with the lowest key is deleted first."""
     cost = int(pod["metadata"].get("annotations", {}).get(COST, 0))
     return condition(pod, "Ready"), cost, pod["metadata"]["creationTimestamp"]
 
@@ -264,7 +264,7 @@ def _endpoint(pod: Object, spec: Object) -> Object:
 
 
 def _target(port: Object, pods: Sequence[Object]) -> int | None:
-    """Return the number of a Service's port in its pods, or None if it is given by a name that none of them has."""
+    """Return the number of a Service's port in its pods; None if the port has a name that no pod knows."""
     target = port.get("targetPort", port["port"])
     for pod in pods:
         named = {

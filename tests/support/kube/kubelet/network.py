@@ -2,13 +2,10 @@
 
 Rules:
 
-1. The node is a network namespace with a bridge; a pod is a namespace with an interface on the bridge and an address of
-   its own.
-   Nothing of the machine's own network is changed, and pods cannot disturb one another: all may listen on the same
-   port.
-2. A socket belongs to the namespace in which it was made, whoever uses it afterwards. So this process listens on the
-   addresses of
-   Services, which the node has, and connects to pods, without being in the node's namespace.
+1. The node is a network namespace with a bridge. A pod is a namespace with an interface on the bridge and an address of
+   its own. The machine's own network is not changed. Pods cannot disturb one another: all may listen on the same port.
+2. A socket belongs to the namespace in which it was made, whatever process uses it afterwards. So this process listens
+   on the addresses of Services, which the node has, and connects to pods, without being in the node's namespace.
 3. The kernel ends every process when the thread that started it ends.
 """
 
@@ -37,7 +34,7 @@ ACCEPTING_TURNS = (
 _libc = ctypes.CDLL(None, use_errno=True)
 
 Choose = Callable[[], tuple[str, int] | None]
-"""Chooses the destination of a new connection to a Service; None if there is none."""
+"""Function that returns the destination of a new connection to a Service; None if there is none."""
 
 
 def why_not() -> str:
@@ -54,7 +51,7 @@ async def run(*command: str) -> None:
     """Run a command.
 
     Raises:
-        RuntimeError: It failed.
+        RuntimeError: The command failed; the message has its output.
     """
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
@@ -71,7 +68,7 @@ async def run(*command: str) -> None:
 
 @contextlib.contextmanager
 def inside(pid: int) -> Iterator[None]:
-    """Put this thread into the network of a process; nothing may be awaited within."""
+    """Put this thread into the network namespace of a process; the body must not await anything."""
     with Path("/proc/thread-self/ns/net").open() as home, Path(f"/proc/{pid}/ns/net").open() as there:
         _enter(there.fileno())
         try:
@@ -86,7 +83,7 @@ def _enter(namespace: int) -> None:
 
 
 class Network:
-    """The network of one node; open it with `async with`."""
+    """Manages the network of one node; open it with `async with`."""
 
     async def __aenter__(self) -> Self:
         command = (*DIE_WITH_US, "unshare", "--net", "sh", "-c", "echo; exec sleep infinity")
@@ -155,8 +152,8 @@ class Network:
     async def lead(self, to: tuple[str, int], *, pid: int | None = None, port: int = 0) -> tuple["Proxy", str]:
         """Forward a port of the loopback interface to an address in another network.
 
-        It leads from this machine to an address of the node's network, or from the namespace of a process to an address
-        of this machine.
+        Connections go from this machine to an address of the node's network, or from the namespace of the process `pid`
+        to an address of this machine.
         """
         if pid is None:
             proxy = Proxy(self, lambda: to)
@@ -174,7 +171,7 @@ class Network:
 
 
 class Proxy:
-    """Forwards connections; they are refused if there is nothing to forward them to."""
+    """Forwards connections to the address that `choose` returns, and closes them if it returns none."""
 
     def __init__(self, network: Network | None, choose: Choose) -> None:
         """`network` is the one from whose node to connect; None connects from this machine."""
@@ -189,7 +186,7 @@ class Proxy:
         self._server = await asyncio.start_server(self._accept, sock=listening)
 
     async def close(self) -> None:
-        """Refuse new connections, and close those that are open, also those that were accepted a moment ago."""
+        """Refuse new connections, and close the open ones, also connections that were accepted a moment ago."""
         self._closed = True
         if self._server is not None:
             stop_listening(self._server)

@@ -1,4 +1,4 @@
-"""Objects of an API server, kept up to date by watches for controllers, and functions that write them."""
+"""Object cache of the one-node cluster: keeps the objects of an API server by watches, and writes objects."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ PAUSE_SECONDS = 0.2
 
 
 class Refused(Exception):
-    """The server refused a request.
+    """Raised when the server refuses a request.
 
     Attributes:
         code: The HTTP status code.
@@ -40,7 +40,7 @@ class Refused(Exception):
 
 
 class Objects:
-    """All objects of `PATHS` as last seen; `changed` is set after every change while `run` runs."""
+    """Caches all objects of `PATHS`; while `run` runs, it sets `changed` after every change."""
 
     def __init__(self, url: str, tls: ssl.SSLContext | None) -> None:
         self.changed = asyncio.Event()
@@ -94,7 +94,7 @@ class Objects:
         )
 
     async def delete(self, plural: str, item: Object, *, at_once: bool = False) -> None:
-        """Delete an object; nothing happens if it no longer exists or another one has its name."""
+        """Delete an object; do nothing if it no longer exists, or if another object has its name now."""
         options: Object = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
@@ -134,7 +134,7 @@ class Objects:
             return json.loads(text)
 
     def _keep(self, plural: str, item: Object) -> Object:
-        """Remember what was just written, unless a watch has reported a later version."""
+        """Store an object that was just written, unless a watch has already reported a later version of it."""
         key = _key(item)
         known = self._found[plural].get(key)
         if known is None or _version(item) > _version(known):
@@ -184,7 +184,7 @@ def _version(item: Object) -> int:
 
 
 def owned(items: Iterable[Object], owner: Object) -> list[Object]:
-    """Return the objects that an object controls."""
+    """Return the objects whose controlling owner is this object."""
     uid = owner["metadata"]["uid"]
     return [
         each

@@ -1,13 +1,12 @@
-"""The kubelet: runs the pods that are bound to its node as real processes, and writes their status.
+"""Kubelet: runs the pods that are bound to its node as real processes, and writes their status.
 
 Rules:
 
-1. A container's command runs as it is written; `fleet` is this checkout's. Images are names and nothing more, and
-   everything runs
-   as the user of the tests. Resources limit nothing but the number of pods on a node.
-2. A pod that is to end gets its `preStop` hook, then SIGTERM, and SIGKILL when its grace period is over; then its
-   object is removed.
-3. A container that ends is started again after a pause, unless its pod's restart policy says otherwise.
+1. A container's command runs as it is written; the command `fleet` is that of this checkout. Images have no effect. All
+   processes run as the user of the tests. Requests and limits of resources do not restrict a process.
+2. When a pod has to end, its `preStop` hook runs, then its processes get SIGTERM, and SIGKILL when the grace period is
+   over. After that, the object of the pod is removed.
+3. A container that ends is started again after a pause, if its pod's restart policy is `Always`.
 """
 
 import asyncio
@@ -29,14 +28,14 @@ from tests.support.waiting import pace
 FLEET = (sys.executable, "-m", "fleet.cli.main")
 RESTART_SECONDS = 0.5
 LONGEST_PERIOD_SECONDS = 0.5
-"""The longest period of probes, which run more often than they say to make tests faster."""
+"""Maximum period of a probe. A probe with a longer `periodSeconds` runs this often, to make tests faster."""
 
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 API_PORT = 6443
 
 
 class Kubelet:
-    """The kubelet of one node; call `settle` after every change and `close` at the end."""
+    """Runs the pods of one node; the caller calls `settle` after every change."""
 
     def __init__(
         self,
@@ -57,11 +56,11 @@ class Kubelet:
         self.claims = claims
         self.hosts = folder / "hosts"
         self.nameservers = folder / "resolv.conf"
-        self.nameservers.write_text("")  # there is none, and callers learn it at once
+        self.nameservers.write_text("")  # there is no name server, so lookups fail at once
         self._pods: dict[str, _Pod] = {}  # by uid
 
     def settle(self, tasks: asyncio.TaskGroup) -> None:
-        """Start new pods, and stop those that are to end."""
+        """Start new pods, and stop pods that are being deleted or no longer exist."""
         for pod in self.objects.all("pods"):
             uid = pod["metadata"]["uid"]
             if pod["spec"].get("nodeName") == self.node and uid not in self._pods:
@@ -79,13 +78,13 @@ class Kubelet:
                     del self._pods[uid]
 
     def processes(self, name: str = "") -> list[int]:
-        """Return the processes of containers of one pod, or of all."""
+        """Return the ids of the container processes of one pod; without a name, those of all pods."""
         return [pid for pod in self._pods.values() if name in {"", pod.name[1]} for pid in pod.processes()]
 
     def write_hosts(self) -> None:
         """Write the names of Services and of headless Services' pods into the hosts file, in place of DNS.
 
-        The file is not replaced, since pods have it mounted.
+        The file is changed in place, because pods have it mounted.
         """
         lines = ["127.0.0.1 localhost"]
         for service in self.objects.all("services"):
@@ -133,7 +132,7 @@ class _Pod:
         ]
 
     def renew_secrets(self) -> None:
-        """Bring changed Secrets into the volumes, each file at once, as a kubelet does after a while."""
+        """Write changed Secrets into the volumes, and replace each file atomically, as a kubelet does after a while."""
         folder = self._kubelet.folder / "pods" / self._pod["metadata"]["uid"] / "volumes"
         for volume in self._pod["spec"].get("volumes") or ():
             if "secret" not in volume or not (folder / volume["name"]).exists():
@@ -198,7 +197,7 @@ class _Pod:
             await self.ending.wait()
 
     async def _or_ending(self, *running: asyncio.Task[None]) -> None:
-        """Wait until all have ended, or the pod is to end."""
+        """Wait until all these tasks have ended, or until the pod has to end."""
         waiting = set(running)
         async with asyncio.TaskGroup() as tasks:
             ending = tasks.create_task(self.ending.wait())
@@ -234,7 +233,10 @@ class _Pod:
         await self._kubelet.objects.patch_status("pods", self._pod, status)
 
     async def _until_there(self) -> dict[str, Path] | None:
-        """Wait for the sources of the pod's volumes and return their paths, or None if the pod is to end earlier."""
+        """Wait until all volumes of the pod have their sources.
+
+        Return the source paths by the path in the pod; None if the pod has to end before that.
+        """
         while not self.ending.is_set():
             if (mounts := self._mounts()) is not None:
                 return mounts
@@ -334,7 +336,7 @@ class _Container:
         self._restarts = restarts
         self.process: asyncio.subprocess.Process | None = None
         self.ready = False
-        self.status: int | None = None  # it has ended and is not started again
+        self.status: int | None = None  # exit status of a container that has ended and is not started again
         self._count = 0
         self._stopping = False
         self._ports = {each["name"]: each["containerPort"] for each in spec.get("ports") or () if "name" in each}
@@ -389,7 +391,7 @@ class _Container:
             await self.process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        """Send a signal to the first process, or SIGKILL to all."""
+        """Send a signal to the first process of the container; SIGKILL goes to all of its processes."""
         if self.process is None or self.process.returncode is not None:
             return
         if number is signal.SIGKILL:
@@ -414,7 +416,7 @@ class _Container:
         }
 
     async def _probe(self) -> None:
-        """Report by probes whether it is ready, and kill it when its liveness probe fails."""
+        """Set `ready` by the readiness probe, and kill the container when its liveness probe fails too often."""
         if startup := self._spec.get("startupProbe"):
             while not await self._asked(startup):
                 await pace(_period(startup) / 4, "the period of the probe, shortened")

@@ -1,6 +1,6 @@
-"""The sandbox of a pod: namespaces for network and files, with its volumes where its containers expect them.
+"""Sandbox of a pod: namespaces for network and files, with the pod's volumes at the paths that its containers expect.
 
-The root is this machine's, seen through an overlay: what a pod writes there stays in memory and is discarded with it.
+The root is an overlay on this machine's root. Files that a pod writes there stay in memory and end with the pod.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[4]
 
 
 class Sandbox:
-    """A pod's sandbox, made by `open`; containers run in it."""
+    """Holds the namespaces in which a pod's containers run; made by `open`."""
 
     def __init__(self, folder: Path, process: asyncio.subprocess.Process, address: str) -> None:
         self._folder = folder
@@ -85,9 +85,9 @@ class Sandbox:
 
 
 def _bound(folder: Path, where: str, what: Path) -> str:
-    """Return commands that create a mount point for something and mount it there.
+    """Return shell commands that create a mount point in the pod and mount a file or a folder there.
 
-    Symbolic links on the way could lead out of the pod.
+    A file is mounted on a new file, because a symbolic link at its path could point out of the pod.
     """
     where = where.removeprefix("/var") if where.startswith("/var/run/") else where
     inside = shlex.quote(f"{folder}/root{where}")

@@ -10,10 +10,10 @@ from tests.support.kube.api.values import Json, Object
 
 
 class AnswerForm(msgspec.Struct, frozen=True):
-    """The form in which a client wants objects."""
+    """Describes the form in which a client requests objects."""
 
     name: str = ""
-    """`Table`, `PartialObjectMetadata`, or plain."""
+    """`Table` or `PartialObjectMetadata`; empty: the objects themselves."""
     version: str = "v1"
     include: str = "Metadata"
 

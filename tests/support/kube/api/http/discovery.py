@@ -1,4 +1,4 @@
-"""The discovery documents: groups, versions and resources, one by one or all in one document."""
+"""Discovery documents: the groups, versions and resources of the server, in several documents or in a single one."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def group(name: str, versions: list[str]) -> Object:
 
 
 def resource_list(catalogue: ResourceCatalogue, group: str, version: str) -> Object | None:
-    """Return what one version of a group serves; None if there is no such version."""
+    """Return the resources that one version of a group serves; None if there is no such version."""
     found = [each for each in catalogue if (each.group, each.version) == (group, version)]
     if not found:
         return None
@@ -79,7 +79,10 @@ def _parts(resource: ServedResource) -> list[tuple[str, Object]]:
 
 
 def aggregated(catalogue: ResourceCatalogue, *, legacy: bool, version: str) -> Object:
-    """Return all groups in one document, the core group apart, as clients have asked for since 1.26."""
+    """Return one document for all groups except the core group, or (`legacy`) for the core group alone.
+
+    Clients request these documents since Kubernetes 1.26.
+    """
     names = list(dict.fromkeys(each.group for each in catalogue if bool(each.group) != legacy))
     items = []
     for name in names:

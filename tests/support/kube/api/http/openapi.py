@@ -30,7 +30,7 @@ ONLY_OURS = ("x-kubernetes-validations", "nullable", "anyOf", "oneOf", "not", "d
 
 
 class Documents:
-    """The documents of a catalogue, made when they are asked for, and anew when the catalogue has changed."""
+    """Makes the documents of a catalogue at their first request, and again after the catalogue has changed."""
 
     def __init__(self, catalogue: ResourceCatalogue):
         self._catalogue = catalogue
@@ -104,14 +104,14 @@ def _third(served: list[ServedResource]) -> Object:
 
 
 def definition_name(resource: ServedResource) -> str:
-    """Return the name that Kubernetes gives a definition; a custom kind's begins with the group in reverse."""
+    """Return the name that Kubernetes gives a definition; for a custom kind it begins with the reversed group."""
     if resource.custom:
         return ".".join([*reversed(resource.group.split(".")), resource.version, resource.kind])
     return builtin_kinds.definition_names()[resource.group, resource.version, resource.kind]
 
 
 def _definitions(served: Iterable[ServedResource], *, second: bool) -> dict[str, Object]:
-    """Return the definitions of all served kinds, and all that they refer to."""
+    """Return the definitions of all served kinds, and the definitions to which these refer."""
     found: dict[str, Object] = {}
     custom = {definition_name(each): each for each in served if each.custom}
     wanted = [*ALWAYS, *(definition_name(each) for each in served)]
@@ -139,9 +139,9 @@ def _custom(resource: ServedResource, *, second: bool) -> Object:
 
 
 def _second_form(node: Json) -> Json:
-    """Return what version 2 can express of a node.
+    """Return the parts of a schema node that OpenAPI version 2 can express.
 
-    A node that accepts anything is left empty, since clients of that version would refuse it.
+    For a node that accepts any value the result is empty, because clients of version 2 would refuse such a node.
     """
     if not isinstance(node, dict):
         return node

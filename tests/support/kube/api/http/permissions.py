@@ -1,8 +1,7 @@
 """Role-based access control for service accounts.
 
-A bearer token that reads `system:serviceaccount:NAMESPACE:NAME` is that account, and may do what roles bound to it
-allow. Whoever
-sends no such token may do everything, so that tests set up and check objects without roles.
+A request with the bearer token `system:serviceaccount:NAMESPACE:NAME` has the rights of that account, which the roles
+bound to it give. A request without such a token has all rights, so that tests can make and check objects without roles.
 """
 
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ def allowed(cluster: ObjectStore, request: Request) -> bool:
 
 
 def refusal(request: Request) -> str:
-    """Return what kube-apiserver says after `is forbidden: `."""
+    """Return the text that follows `is forbidden: ` in kube-apiserver's error."""
     scope = f'in the namespace "{request.namespace}"' if request.namespace else "at the cluster scope"
     return f'User "{request.user}" cannot {request.verb} resource "{request.resource}" in API group "{request.group}" {scope}'
 

@@ -1,8 +1,8 @@
-"""Decodes Kubernetes objects in protobuf, as Helm 4 sends those that it writes by typed clients.
+"""Decoder of Kubernetes objects in protobuf; Helm 4 sends the objects that it writes by typed clients in this form.
 
-Only the few kinds that are needed are read. The envelope is four bytes and a `runtime.Unknown`; field numbers are those
-of the
-generated.proto files of k8s.io/api and k8s.io/apimachinery. Answers are JSON, which such clients accept as well.
+The module reads only the few kinds that tests need. The envelope is four bytes and a `runtime.Unknown`. The field
+numbers are those of the generated.proto files of k8s.io/api and k8s.io/apimachinery. The server answers with JSON,
+which such clients accept as well.
 """
 
 import base64
@@ -55,7 +55,7 @@ def decode(body: bytes) -> Object:
     """Decode an object.
 
     Raises:
-        Refused: Its kind is not read here (415), or it is malformed (400).
+        ApiError: The module does not read this kind (415), or the object is malformed (400).
     """
     try:
         envelope = dict(_fields(body.removeprefix(MAGIC)))
@@ -97,7 +97,7 @@ def _message(body: bytes, known: dict[int, tuple[str, Type]]) -> Object:
 
 
 def _fields(body: bytes) -> Iterator[tuple[int, Json]]:
-    """Yield number and content of each field: bytes, or an integer."""
+    """Yield the number and the content of each field; the content is bytes or an integer."""
     at = 0
     while at < len(body):
         tag, at = _varint(body, at)

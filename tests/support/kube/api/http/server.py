@@ -1,8 +1,8 @@
 """The HTTP server: paths, verbs, media types, faults, and the log of requests.
 
-Beside Kubernetes' own paths it has, for tests: `/fleet-test/faults` (POST one, GET all, DELETE one or all),
-`/fleet-test/compact`
-(POST: forget old changes), `/fleet-test/requests` (GET what was asked, DELETE to start again).
+Besides the paths of Kubernetes, the server has paths for tests: `/fleet-test/faults` (POST orders a fault, GET lists
+all, DELETE removes one or all), `/fleet-test/compact` (POST: the server forgets old changes) and `/fleet-test/requests`
+(GET lists the logged requests, DELETE clears the log).
 """
 
 import asyncio
@@ -45,7 +45,7 @@ PATCHES = {
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The parts that a path names; others are empty."""
+    """Holds the parts of an object's path; a part that the path does not have is empty."""
 
     resource: ServedResource
     namespace: str
@@ -58,7 +58,8 @@ class KubeHttpServer:
 
     Args:
         cluster: The objects to serve.
-        with_controllers: Also collect garbage and empty deleted namespaces, as a controller-manager does.
+        with_controllers: Also delete objects whose owners are gone, and all objects of deleted namespaces, as a
+            controller-manager does.
     """
 
     def __init__(self, cluster: ObjectStore, *, with_controllers: bool = False):
@@ -216,10 +217,10 @@ class KubeHttpServer:
         return await answers.half(request, answer) if fault is not None and fault.kind == "cut" else answer
 
     async def _suffer(self, fault: Fault) -> None:
-        """Wait or fail as faults say before a request is carried out.
+        """Wait or fail, as the fault demands, before the request is carried out.
 
         Raises:
-            Refused: It is not carried out.
+            ApiError: The fault refuses the request.
         """
         if fault.kind == "status":
             reason: errors.Reason = next(
@@ -233,7 +234,7 @@ class KubeHttpServer:
             await until(lambda: self._closing or not self.faults.stands(fault), HOLD_SECONDS)
 
     def _perform(self, request: web.Request, target: Target, verb: str, body: bytes) -> web.Response:
-        """Carry out any request but a watch, without waiting."""
+        """Carry out a request that is not a watch, without waiting."""
         cluster, resource, namespace, name = self.cluster, target.resource, target.namespace, target.name
         query, form = request.query, answers.form_of(request)
         options = _options(request, target)

@@ -1,4 +1,4 @@
-"""Objects as rows of a table, which `kubectl get` asks for and prints."""
+"""Tables: the form of objects that `kubectl get` requests and prints."""
 
 from collections.abc import Sequence
 
@@ -21,9 +21,9 @@ def table(
 
     Args:
         metadata: The metadata of the list: its revision, and how it continues.
-        include: How much of each object its row carries: `None`, `Metadata` or `Object`.
+        include: The part of each object that its row contains: `None`, `Metadata` or `Object`.
         version: The version of the kind Table.
-        headed: Whether columns are described; in a watch, only the first event does so.
+        headed: Whether the table describes its columns; in a watch, only the first event does so.
     """
     columns = (NAME, *(resource.columns or (AGE,)))
     return {

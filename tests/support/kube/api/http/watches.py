@@ -1,4 +1,4 @@
-"""Watches: which changes a client is told of, and how its stream ends."""
+"""Watches: the stream of changes that a client receives, and the ways in which the stream ends."""
 
 import asyncio
 import contextlib
@@ -21,17 +21,18 @@ from tests.support.kube.api.values import Object
 
 BOOKMARK_SECONDS = 10.0
 LEAST_SECONDS = 5.0
-"""The shortest watch that ends with a bookmark: kube-apiserver sends the last one 2 s before the end, if it comes to that."""
+"""Duration of the shortest watch that ends with a bookmark. kube-apiserver sends the last one 2 s before the end."""
 
 Kind = Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR", "STATE TOLD"]
-"""The kinds of watch events; the last, of this module only, says that all initial events are sent."""
+"""The types of watch events. The last one is used only in this module: all initial events have been sent."""
 
 
 class Watch(msgspec.Struct, frozen=True, kw_only=True):
-    """Which changes a client asks for.
+    """Describes the changes that a client requests.
 
-    - With a revision as `since`: every change after it. With 0: first all existing objects as additions, then changes.
-    - `initial_events`: first all existing objects, then a bookmark that says so, then changes.
+    - `since` is a revision: the client gets every change after it. If `since` is 0, the client first gets all existing
+      objects as additions, and then the changes.
+    - `initial_events`: the client first gets all existing objects, then a bookmark that marks their end, then changes.
     """
 
     resource: ServedResource
@@ -46,7 +47,7 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
 async def stream(
     request: web.Request, watch: Watch, storage: Storage, fault: Fault | None, closing: Callable[[], bool]
 ) -> web.StreamResponse:
-    """Send events until the time is over, the client leaves, the server is `closing`, or a fault strikes."""
+    """Send events until the time is over, the client leaves, the server is `closing`, or a fault ends the watch."""
     form = answers.form_of(request)
     answer = web.StreamResponse(headers={"Content-Type": "application/json"})
     answer.enable_chunked_encoding()

@@ -1,4 +1,4 @@
-"""Times as Kubernetes writes them."""
+"""Times and ages in the forms in which Kubernetes writes them."""
 
 from datetime import UTC, datetime
 

@@ -1,4 +1,4 @@
-"""The built-in kinds: their schemas as published for Kubernetes 1.36, their plain defaults, and their columns.
+"""Built-in kinds: their schemas as published for Kubernetes 1.36, their independent defaults, and their table columns.
 
 The schemas come from the package `kubernetes-validate`.
 """
@@ -128,7 +128,7 @@ DEFAULTS: dict[str, Object] = {
 
 @functools.cache
 def definitions() -> dict[str, Object]:
-    """Return every built-in definition as a structural one: one type each, untyped ones open, with defaults."""
+    """Return every built-in definition as a structural schema with defaults; nodes without a type accept any value."""
     spec = importlib.util.find_spec("kubernetes_validate")
     assert spec is not None, "the tests of Kubernetes need the package kubernetes-validate"
     [folder] = spec.submodule_search_locations or []
@@ -150,7 +150,7 @@ def definitions() -> dict[str, Object]:
 
 
 def _open_the_untyped(node: Json) -> None:
-    """Let definitions without fields, items and plain type accept anything: RawExtension, JSON, FieldsV1."""
+    """Let definitions without fields, items and scalar type accept any value: RawExtension, JSON, FieldsV1."""
     if not isinstance(node, dict) or "$ref" in node:
         return
     if node.get("type", "object") == "object" and not node.keys() & {"properties", "additionalProperties"}:

@@ -13,7 +13,10 @@ Address = Callable[[], str]
 
 
 def complete(resource: ServedResource, item: Object, old: Object | None, next_address: Address) -> None:
-    """Fill in what follows from other fields or from the object's previous state, before the schema is checked."""
+    """Fill in the fields that follow from other fields or from the object's earlier state.
+
+    The caller checks the schema afterwards.
+    """
     if resource.custom:
         return
     if resource.place == ("", "services"):
@@ -127,7 +130,7 @@ IMMUTABLE: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def further_violations(resource: ServedResource, item: Object, old: Object | None) -> Iterator[ErrorCause]:
-    """Return violations of the server's rules beyond the schema that an operator or a chart can commit."""
+    """Return the violations of rules that the schema does not express, as far as operators or charts can break them."""
     if resource.custom:
         return
     if resource.scale or resource.kind == "DaemonSet":

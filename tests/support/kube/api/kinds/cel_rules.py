@@ -1,12 +1,11 @@
 """The validation rules of custom resources: CEL, evaluated by Google's own implementation.
 
-`self` is the value at the node, `oldSelf` its previous value. A rule that names `oldSelf` is checked only at a change,
-and only
-where old and new can be paired: fields by name, items of list-maps by key, nothing within atomic lists and sets.
+`self` is the value at the node, and `oldSelf` is its previous value. A rule that names `oldSelf` is checked only at a
+change, and only where an old and a new value belong together: fields by name, and items of list-maps by key. Values
+within atomic lists and sets never belong together.
 
-What only Kubernetes adds to CEL (quantities, URLs, addresses, `sum` of lists) is missing: rules that avoid it run
-unchanged on
-both. The cost limit of a real server is not computed.
+The functions that Kubernetes adds to CEL (quantities, URLs, addresses, `sum` of lists) are missing here. A rule without
+them gives the same results here and on a real server. This module does not compute the cost limit of a real server.
 """
 
 import functools
@@ -42,11 +41,11 @@ RESERVED = frozenset(
         *("loop", "package", "namespace", "return", "var", "void", "while"),
     }
 )
-"""Field names that rules write between double underscores, as Kubernetes' CEL documentation lists them."""
+"""Field names that rules have to write between double underscores (list in Kubernetes' documentation of CEL)."""
 
 
 class BadRule(Exception):
-    """A rule that does not compile."""
+    """Raised for a rule that does not compile."""
 
 
 class Rule(msgspec.Struct, frozen=True):

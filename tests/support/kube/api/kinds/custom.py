@@ -86,7 +86,7 @@ def _path(text: str) -> tuple[str, ...]:
 
 
 def complete(definition: Object) -> None:
-    """Fill in what the server adds to a new or changed definition."""
+    """Fill in the fields that the server adds to a new or changed definition."""
     names = dig(definition, "spec", "names")
     if isinstance(names, dict) and isinstance(kind := names.get("kind"), str):
         names.setdefault("singular", kind.lower())
@@ -96,7 +96,7 @@ def complete(definition: Object) -> None:
 
 
 def establish(definition: Object) -> Object:
-    """Return the definition with the status that says it is served."""
+    """Return the definition with a status that says that the server serves it."""
     since = ages.now()
     stored = next(each["name"] for each in definition["spec"]["versions"] if each.get("storage"))
     before = dig(definition, "status", "storedVersions") or []
@@ -165,7 +165,7 @@ def violations(definition: Object, catalogue: ResourceCatalogue) -> Iterator[Err
 
 
 def _schema_violations(node: Object, path: str) -> Iterator[ErrorCause]:
-    """Check whether a schema is structural, and its rules compile."""
+    """Yield the reasons why a schema is not structural, or why its rules do not compile."""
     if (
         not node.get("type")
         and not node.get("x-kubernetes-int-or-string")

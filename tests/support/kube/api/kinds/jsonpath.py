@@ -15,14 +15,14 @@ STEP = re.compile(
 
 
 class BadPath(ValueError):
-    """A text that is not a JSONPath, or uses more of it than this module supports."""
+    """Raised for a text that is not a JSONPath, or that uses features of it which this module does not support."""
 
 
 def steps(path: str) -> list[re.Match[str]]:
     """Parse a JSONPath.
 
     Raises:
-        BadPath: It is not supported.
+        BadPath: The text is not a JSONPath that this module supports.
     """
     path = path.strip().removeprefix("{").removesuffix("}").removeprefix("$")
     found, at = [], 0
@@ -36,7 +36,7 @@ def steps(path: str) -> list[re.Match[str]]:
 
 
 def look_up(value: Json, path: str) -> list[Json]:
-    """Return every value that a path leads to; nulls count as absent."""
+    """Return every value that the path selects; nulls count as absent."""
     found = [value]
     for step in steps(path):
         following: list[Json] = []

@@ -9,11 +9,11 @@ from tests.support.kube.api.kinds.schemas import StructuralSchema
 from tests.support.kube.api.values import Json, Object
 
 Place = tuple[str, str]
-"""Group and plural, which name where objects are stored, whatever version they are asked for in."""
+"""Group and plural of a kind. They identify the place where its objects are stored, the same one for all versions."""
 
 
 class TableColumn(msgspec.Struct, frozen=True):
-    """One column of `kubectl get`."""
+    """Describes one column of `kubectl get`."""
 
     name: str
     value: str | Callable[[Object], Json]
@@ -31,7 +31,7 @@ class TableColumn(msgspec.Struct, frozen=True):
 
 
 class ScaleSubresource(msgspec.Struct, frozen=True):
-    """Where the scale subresource finds its values; paths are of field names."""
+    """Holds the paths of the fields that the scale subresource reads and writes, as field names."""
 
     replicas: tuple[str, ...]
     status: tuple[str, ...]
@@ -77,9 +77,9 @@ class ServedResource(msgspec.Struct, frozen=True, eq=False):
 
 
 class ResourceCatalogue:
-    """All served resources, in the order of their registration.
+    """Holds all served resources in the order of their registration.
 
-    Every change increases `generation`, so that documents are made anew.
+    Every change increases `generation`, by which the server notices that it has to make its documents again.
     """
 
     def __init__(self, built_in: Iterable[ServedResource]):

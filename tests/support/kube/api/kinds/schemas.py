@@ -1,7 +1,7 @@
-"""Structural schemas: which values are valid, and how lists and maps in them merge.
+"""Structural schemas: decide which values are valid, and how lists and maps in values are merged.
 
-A `StructuralSchema` is one node. Built-in kinds and custom ones have the same nodes; the former refer to each other by
-`$ref`.
+A `StructuralSchema` is one node of a schema. Built-in and custom kinds have the same nodes; nodes of built-in kinds
+refer to each other by `$ref`.
 
 1. Fields that the schema does not name are pruned, unless the node preserves unknown fields.
 2. Then missing fields get their defaults, from the outside in.
@@ -37,10 +37,10 @@ FORMATS: dict[str, str] = {
 
 
 class StructuralSchema:
-    """One node of a schema.
+    """Represents one node of a schema.
 
     Args:
-        node: The node as in an OpenAPI document.
+        node: The node in the form of an OpenAPI document.
         definitions: The nodes that `$ref`s name.
     """
 
@@ -54,7 +54,7 @@ class StructuralSchema:
         self._children: dict[str, StructuralSchema | None] = {}
 
     def field(self, name: str) -> "StructuralSchema | None":
-        """Return the node of a field, by its own name or as any key of a map; None for an unknown field."""
+        """Return the node of a field, or of the values of a map; None if the schema does not know the field."""
         if name not in self._children:
             node = self.node.get("properties", {}).get(name)
             if node is None and isinstance(more := self.node.get("additionalProperties"), dict):
@@ -74,7 +74,7 @@ class StructuralSchema:
 
     @property
     def named(self) -> bool:
-        """Return whether fields have fixed names, as in a struct; a map's are chosen by the user."""
+        """Return whether fields have fixed names, as in a struct; in a map, the user chooses the names."""
         return "properties" in self.node
 
     @property
@@ -89,7 +89,7 @@ class StructuralSchema:
 
     @property
     def atomic(self) -> bool:
-        """Return whether server-side apply owns it as a whole."""
+        """Return whether a manager of server-side apply owns the value as a whole."""
         if self.type == "array":
             return self.list_type == "atomic"
         return self.type == "object" and self.node.get("x-kubernetes-map-type") == "atomic"

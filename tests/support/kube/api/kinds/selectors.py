@@ -22,7 +22,7 @@ def label_test(selector: str) -> Test:
     """Parse a label selector into a test of labels.
 
     Raises:
-        Refused: It is malformed (400).
+        ApiError: The selector is malformed (400).
     """
     tests: list[Test] = []
     at = 0
@@ -59,7 +59,7 @@ def field_test(selector: str, resource: ServedResource) -> Test:
     """Parse a field selector into a test of objects.
 
     Raises:
-        Refused: It names a field that cannot be selected by (400).
+        ApiError: The selector names a field for which the kind has no selectors (400).
     """
     tests: list[Test] = []
     for each in filter(None, selector.split(",")):

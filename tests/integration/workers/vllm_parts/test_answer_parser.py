@@ -199,10 +199,10 @@ def harmony_tokenizer() -> Any:
     """Return a tokenizer that decodes the tokens of gpt-oss. `harmony` encodes, because there are no merges here."""
     vocabulary = harmony()
     letters = bytes_to_unicode()
-    tokens = {
-        "".join([letters[byte] for byte in vocabulary._inner.decode_bytes([token_id])]): token_id
-        for token_id in range(max(vocabulary.stop_tokens()) + 1)
-    }
+    tokens = {}
+    for token_id in range(max(vocabulary.stop_tokens()) + 1):
+        text = vocabulary.decode([token_id], errors="surrogateescape")  # many tokens are parts of a character
+        tokens["".join([letters[byte] for byte in text.encode(errors="surrogateescape")])] = token_id
     backend = Tokenizer(models.WordLevel(tokens, unk_token="<|endoftext|>"))
     backend.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|return|>")

@@ -134,6 +134,8 @@ async def test_list_keeps_its_order_and_uses_all_workers(embedding):
     assert answer.data[140].embedding == pytest.approx(alone.data[0].embedding, abs=1e-7)
     placed = {embedding.router.explain(f"list-{number}").placements[-1].decode for number in range(1, 150)}
     assert placed == {"w0", "w1"}
+    assert set(answer.fleet["workers"]) == placed
+    assert len(alone.fleet["workers"]) == 1
 
 
 async def test_token_ids_give_the_vector_of_their_text(embedding):

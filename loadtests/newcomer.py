@@ -30,7 +30,7 @@ PAUSE_SECONDS = 0.2
 
 
 class FirstToken(Struct, frozen=True, kw_only=True):
-    """What became of the newcomer on one Python."""
+    """Result of the newcomer on one Python."""
 
     python: str
     version: str = ""  # empty if the Python is missing

@@ -40,6 +40,7 @@ from fleet.client.results import (
 )
 from fleet.client.sync import Client, Stream
 from fleet.client.tls import ClientTls
+from fleet.client.vectors import VectorResult
 from fleet.core.requests import (
     AnswerParsing,
     AnyObject,
@@ -107,5 +108,6 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "Usage",
+    "VectorResult",
     "WorkerStatus",
 ]

@@ -1,6 +1,7 @@
 """Asynchronous client for one event loop; `fleet.client.sync` has the same methods, and describes them in full."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
@@ -26,8 +27,9 @@ from fleet.client.results import (
 from fleet.client.resumption import RESUMABLE_OPTIONS, Resumption, RouterRing, addresses_of, resume_limit
 from fleet.client.sync import CALL_SECONDS
 from fleet.client.tls import ClientTls, check_key_is_safe, may_need_tls, open_aio_channel
+from fleet.client.vectors import AT_ONCE, VectorOptions, VectorResult, build_vector_messages, vector_result
 from fleet.core.errors import Reason
-from fleet.core.requests import Delta, ModelCard
+from fleet.core.requests import Delta, ModelCard, Pooling, PoolingTask
 from fleet.net.grpc.options import CHANNEL_OPTIONS
 from fleet.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from fleet.wire.inference import decode_model
@@ -87,13 +89,7 @@ class AsyncClient:
 
     def generate(self, prompt: PromptLike, **options: Unpack[Options]) -> "AsyncStream":
         """Send a request with a streamed answer; the arguments are those of `fleet.client.Client.generate`."""
-        resumption = Resumption(
-            build_message(prompt, options),
-            routers=len(self._routers),
-            resume_seconds=self._resume_seconds,
-            timeout_seconds=options.get("timeout_seconds"),
-        )
-        return AsyncStream(self._routers, self._metadata, resumption)
+        return AsyncStream(self._routers, self._metadata, self._resumption(build_message(prompt, options), options))
 
     async def complete(self, prompt: PromptLike, **options: Unpack[Options]) -> Result:
         """Send a request and wait for the complete answer; the arguments are those of `generate`."""
@@ -101,6 +97,54 @@ class AsyncClient:
             async for _ in stream:
                 pass
             return stream.result
+
+    async def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        dimensions: int = 0,
+        activation: bool | None = None,
+        **options: Unpack[VectorOptions],
+    ) -> tuple[VectorResult, ...]:
+        """Return the embedding of each text; the arguments are those of `fleet.client.Client.embed`."""
+        return await self._vectors(
+            texts, Pooling(task=PoolingTask.EMBED, dimensions=dimensions, activation=activation), options
+        )
+
+    async def classify(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        activation: bool | None = None,
+        **options: Unpack[VectorOptions],
+    ) -> tuple[VectorResult, ...]:
+        """Return the number of each class for each text; the arguments are those of `fleet.client.Client.classify`."""
+        return await self._vectors(texts, Pooling(task=PoolingTask.CLASSIFY, activation=activation), options)
+
+    async def _vectors(
+        self, texts: Sequence[str | Sequence[int]], pooling: Pooling, options: VectorOptions
+    ) -> tuple[VectorResult, ...]:
+        found: list[VectorResult] = []
+        running: deque[AsyncStream] = deque()
+
+        async def finish() -> None:
+            stream = running[0]
+            async for _ in stream:
+                pass
+            found.append(vector_result(stream))
+            running.popleft()
+
+        try:
+            for message in build_vector_messages(texts, pooling, options):
+                if len(running) == AT_ONCE:
+                    await finish()
+                running.append(AsyncStream(self._routers, self._metadata, self._resumption(message, options)))
+            while running:
+                await finish()
+        finally:
+            for stream in running:
+                stream.cancel()
+        return tuple(found)
 
     async def models(self) -> tuple[ModelCard, ...]:
         """Return the models that at least one live worker serves."""
@@ -147,6 +191,14 @@ class AsyncClient:
         with control_errors():
             answer = await self._cluster.Tune(control_pb2.TuneRequest(), timeout=CALL_SECONDS)
         return remote_prefill_of(answer.remote_prefill)
+
+    def _resumption(self, message: inference_pb2.GenerateRequest, options: Options | VectorOptions) -> Resumption:
+        return Resumption(
+            message,
+            routers=len(self._routers),
+            resume_seconds=self._resume_seconds,
+            timeout_seconds=options.get("timeout_seconds"),
+        )
 
     @property
     def _cluster(self) -> "control_pb2_grpc.ClusterAsyncStub":

@@ -14,6 +14,7 @@ from fleet.core.requests import (
     ChatMessage,
     ChatPrompt,
     GenerateRequest,
+    Pooling,
     Prompt,
     Sampling,
     StructuredOutput,
@@ -93,8 +94,8 @@ def tune_request(thresholds: Mapping[str, float]) -> control_pb2.TuneRequest:
     return message
 
 
-def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
-    """Build the message of a request.
+def build_message(prompt: PromptLike, options: Options, pooling: Pooling | None = None) -> pb.GenerateRequest:
+    """Build the message of a request; `pooling` demands a vector instead of generated tokens.
 
     Raises:
         InvalidRequest: A value does not fit its field; nothing was sent.
@@ -118,6 +119,7 @@ def build_message(prompt: PromptLike, options: Options) -> pb.GenerateRequest:
         include_stop_string=options.get("include_stop_string", False),
         show_special_tokens=options.get("show_special_tokens", False),
         parsing=options.get("parsing"),
+        pooling=pooling,
     )
     sampling = {name: options[name] for name in Sampling.__struct_fields__ if name in options}  # type: ignore[literal-required]  # by name
     if not isinstance(options.get("form"), StructuredOutput | None):

@@ -36,6 +36,7 @@ class Result(Struct, frozen=True, kw_only=True):
     kv: tuple[KvPhase, ...]  # KV report of each phase: where the prompt's blocks came from
     reasoning: str = ""  # reasoning of the answer; empty unless the request has `parsing`
     tool_calls: tuple[ToolCall, ...] = ()  # tool calls of the answer; empty unless the request has `parsing`
+    vector: bytes = b""  # 32-bit little-endian floats, for requests of `embed` and `classify`
 
 
 class StreamedAnswer:
@@ -132,6 +133,7 @@ class StreamedAnswer:
             kv=finished.kv,
             reasoning="".join(delta.reasoning for delta in self._deltas),
             tool_calls=tuple(join_calls(call for delta in self._deltas for call in delta.calls)),
+            vector=b"".join(delta.vector for delta in self._deltas),
         )
 
 

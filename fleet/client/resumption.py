@@ -81,7 +81,7 @@ class Resumption:
             timeout_seconds: Time limit for the whole answer, from now on, or None for no limit.
             clock: Clock by which both limits are measured.
         """
-        request.resumable = resume_seconds > 0
+        request.resumable = resume_seconds > 0 and not request.HasField("pooling")  # a vector comes in one message
         self._request = request
         self._routers = routers
         self._resume_seconds = resume_seconds

@@ -1,6 +1,7 @@
 """Synchronous client. Several threads may share a client, but only one thread at a time may use a stream."""
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self, Unpack
@@ -25,9 +26,10 @@ from fleet.client.results import (
 )
 from fleet.client.resumption import RESUMABLE_OPTIONS, Resumption, RouterRing, addresses_of, resume_limit
 from fleet.client.tls import ClientTls, check_key_is_safe, may_need_tls, open_channel
+from fleet.client.vectors import AT_ONCE, VectorOptions, VectorResult, build_vector_messages, vector_result
 from fleet.core.demand_reports import DemandReport
 from fleet.core.errors import Reason
-from fleet.core.requests import Delta, ModelCard
+from fleet.core.requests import Delta, ModelCard, Pooling, PoolingTask
 from fleet.core.system_clock import SystemClock
 from fleet.net.grpc.options import BLOCKING_CHANNEL_OPTIONS
 from fleet.planner.sources.wire import decode_report
@@ -124,13 +126,7 @@ class Client:
             InvalidRequest: A value does not fit its field; nothing was sent. If the router rejects the request,
                 iterating over the stream raises the error.
         """
-        resumption = Resumption(
-            build_message(prompt, options),
-            routers=len(self._routers),
-            resume_seconds=self._resume_seconds,
-            timeout_seconds=options.get("timeout_seconds"),
-        )
-        return Stream(self._routers, self._metadata, resumption)
+        return Stream(self._routers, self._metadata, self._resumption(build_message(prompt, options), options))
 
     def complete(self, prompt: PromptLike, **options: Unpack[Options]) -> Result:
         """Send a request and wait for the complete answer; the arguments are those of `generate`.
@@ -142,6 +138,75 @@ class Client:
             for _ in stream:
                 pass
             return stream.result
+
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        dimensions: int = 0,
+        activation: bool | None = None,
+        **options: Unpack[VectorOptions],
+    ) -> tuple[VectorResult, ...]:
+        """Return the embedding of each text, in the order of the texts; the model needs the task embed.
+
+            with Client("127.0.0.1:50051") as client:
+                rain, sun = (each.vector for each in client.embed(["rain", "sun"]))
+
+        Args:
+            texts: Texts, or lists of token ids.
+            dimensions: The number of dimensions, for models that were trained for fewer; 0 means all.
+            activation: False: the embeddings are not normalised; None: as the model has it.
+            options: The options in `fleet.client.vectors.VectorOptions`.
+
+        Raises:
+            InvalidRequest: A value does not fit its field, or the model has another task.
+            FleetError: A request failed, and the others were cancelled.
+        """
+        return self._vectors(
+            texts, Pooling(task=PoolingTask.EMBED, dimensions=dimensions, activation=activation), options
+        )
+
+    def classify(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        activation: bool | None = None,
+        **options: Unpack[VectorOptions],
+    ) -> tuple[VectorResult, ...]:
+        """Return the number of each class for each text; the model needs the task classify.
+
+        The arguments are those of `embed`. With `activation` False, the numbers are logits.
+
+        Raises:
+            InvalidRequest: A value does not fit its field, or the model has another task.
+            FleetError: A request failed, and the others were cancelled.
+        """
+        return self._vectors(texts, Pooling(task=PoolingTask.CLASSIFY, activation=activation), options)
+
+    def _vectors(
+        self, texts: Sequence[str | Sequence[int]], pooling: Pooling, options: VectorOptions
+    ) -> tuple[VectorResult, ...]:
+        found: list[VectorResult] = []
+        running: deque[Stream] = deque()
+
+        def finish() -> None:
+            stream = running[0]
+            for _ in stream:
+                pass
+            found.append(vector_result(stream))
+            running.popleft()
+
+        try:
+            for message in build_vector_messages(texts, pooling, options):
+                if len(running) == AT_ONCE:
+                    finish()
+                running.append(Stream(self._routers, self._metadata, self._resumption(message, options)))
+            while running:
+                finish()
+        finally:
+            for stream in running:
+                stream.cancel()
+        return tuple(found)
 
     def models(self) -> tuple[ModelCard, ...]:
         """Return the models that at least one live worker serves.
@@ -226,6 +291,14 @@ class Client:
         with control_errors():
             answer = self._cluster.Tune(control_pb2.TuneRequest(), timeout=CALL_SECONDS)
         return remote_prefill_of(answer.remote_prefill)
+
+    def _resumption(self, message: inference_pb2.GenerateRequest, options: Options | VectorOptions) -> Resumption:
+        return Resumption(
+            message,
+            routers=len(self._routers),
+            resume_seconds=self._resume_seconds,
+            timeout_seconds=options.get("timeout_seconds"),
+        )
 
     @property
     def _cluster(self) -> control_pb2_grpc.ClusterStub:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Protocol, assert_never
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from fleet.core.errors import RequestRejected, invalid, split_validation_error, with_allowed_values
 from fleet.core.ids import RequestId
@@ -193,12 +193,33 @@ def validate_images(request: GenerateRequest, card: ModelCard) -> None:
         raise invalid("placement", "images need one worker for all; ask for aggregated")
 
 
+def validate_pooling(request: GenerateRequest) -> None:
+    """Check that a request for a vector demands nothing that only generated answers have.
+
+    Raises:
+        RequestRejected: INVALID_ARGUMENT; another field cannot be combined with `pooling`.
+    """
+    if isinstance(request.prompt, ChatPrompt):
+        raise invalid("chat.messages", "vectors need a text or token ids")
+    for field, is_set in (
+        ("sampling", structs.replace(request.sampling, max_tokens=0) != Sampling(max_tokens=0)),
+        ("stop", request.stop),
+        ("bad_words", request.bad_words),
+        ("parsing", request.parsing is not None),
+        ("placement", request.placement is Placement.DISAGGREGATED),
+        ("kv_path", request.kv_path is not None),
+        ("resumable", request.resumable),
+    ):
+        if is_set:
+            raise invalid(field, "is for answers that are generated; leave it out with pooling")
+
+
 def validate_task(pooling: Pooling | None, card: ModelCard) -> None:
     """Check that a model supports the task of a request: generate tokens, embed or classify.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT for the field ``model``; the message names the HTTP paths that serve the
-            model.
+        RequestRejected: INVALID_ARGUMENT for the field ``model``; the message names the ways to ask
+            the model.
     """
     if pooling is None and card.pooling is None:
         return
@@ -216,10 +237,10 @@ def validate_task(pooling: Pooling | None, card: ModelCard) -> None:
 
 
 TASK_PATHS = {
-    PoolingTask.EMBED: "/v1/embeddings, /v1/score, /v1/rerank or /pooling",
-    PoolingTask.CLASSIFY: "/classify, /v1/score, /v1/rerank or /pooling",
+    PoolingTask.EMBED: "/v1/embeddings, /v1/score, /v1/rerank, /pooling, or pooling over gRPC",
+    PoolingTask.CLASSIFY: "/classify, /v1/score, /v1/rerank, /pooling, or pooling over gRPC",
 }
-"""The HTTP paths that serve models of each task; error messages name these paths."""
+"""The HTTP paths and the gRPC field that serve models of each task; error messages name them."""
 
 
 def prompt_field(request: GenerateRequest) -> str:

@@ -59,7 +59,14 @@ from fleet.core.requests import (
 )
 from fleet.core.roles import Placement
 from fleet.core.telemetry import CHAT, COMPLETION, UNKNOWN_MODEL, ModelRequests, RouterProcessMetrics, operation_of
-from fleet.core.validation import MAX_IMAGE_BYTES, validate, validate_images, validate_length, validate_task
+from fleet.core.validation import (
+    MAX_IMAGE_BYTES,
+    validate,
+    validate_images,
+    validate_length,
+    validate_pooling,
+    validate_task,
+)
 from fleet.core.work import LoraAdapter, ParsingTask
 from fleet.frontend.access_log import AccessEntry, AccessLog, RequestTimes
 from fleet.frontend.answer_journal import AnswerJournal, JournalEntry
@@ -672,6 +679,8 @@ class Generation:
         card, codec = self._resolve(request.model)
         if request.pooling is not None or card.pooling is not None:
             validate_task(request.pooling, card)
+            if request.pooling is not None:
+                validate_pooling(request)
         validate(request, card, None, vocab_size=codec.vocab_size)
         if request.images:
             validate_images(request, card)

@@ -113,6 +113,7 @@ class GenerateRequest(_message.Message):
     PARSING_FIELD_NUMBER: _builtins.int
     RESUMABLE_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client to find the request again in logs and traces; made by the router when empty.
     At most 128 characters of [A-Za-z0-9._-].
@@ -180,6 +181,12 @@ class GenerateRequest(_message.Message):
     def resume(self) -> Global___Resume:
         """Goes on with an answer whose stream broke. All other fields are those of the first request. Not set: the answer begins."""
 
+    @_builtins.property
+    def pooling(self) -> Global___Pooling:
+        """Answer with the vector of the prompt, which is a text or token ids: `Delta.vector` in one delta. `sampling`, `stop` and `parsing` are
+        not set then. Not set: generate tokens.
+        """
+
     def __init__(
         self,
         *,
@@ -206,16 +213,53 @@ class GenerateRequest(_message.Message):
         parsing: Global___AnswerParsing | None = ...,
         resumable: _builtins.bool = ...,
         resume: Global___Resume | None = ...,
+        pooling: Global___Pooling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "parsing", b"parsing", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "parsing", b"parsing", "pooling", b"pooling", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_words", b"bad_words", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "include_stop_string", b"include_stop_string", "kv_path", b"kv_path", "labels", b"labels", "model", b"model", "parsing", b"parsing", "pin", b"pin", "placement", b"placement", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumable", b"resumable", "resume", b"resume", "sampling", b"sampling", "session", b"session", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_words", b"bad_words", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "include_stop_string", b"include_stop_string", "kv_path", b"kv_path", "labels", b"labels", "model", b"model", "parsing", b"parsing", "pin", b"pin", "placement", b"placement", "pooling", b"pooling", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumable", b"resumable", "resume", b"resume", "sampling", b"sampling", "session", b"session", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Pooling(_message.Message):
+    """What vector is wanted. The model must have this task, as `Model.task` says."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    ACTIVATION_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    task: _builtins.str
+    """"embed" or "classify" """
+    dimensions: _builtins.int
+    """of an embedding; 0: as many as the model has"""
+    activation: _builtins.bool
+    """false: not normalised, or logits; not set: as the model has it"""
+    first_tokens: _builtins.int
+    """tokens of the first text of a pair, for models with token types; 0: no pair"""
+    def __init__(
+        self,
+        *,
+        task: _builtins.str = ...,
+        dimensions: _builtins.int = ...,
+        activation: _builtins.bool | None = ...,
+        first_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_activation", b"_activation", "activation", b"activation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_activation", b"_activation", "activation", b"activation", "dimensions", b"dimensions", "first_tokens", b"first_tokens", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__activation: _TypeAlias = _typing.Literal["activation"]  # noqa: Y015
+    _WhichOneofArgType__activation: _TypeAlias = _typing.Literal["_activation", b"_activation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__activation) -> _WhichOneofReturnType__activation | None: ...
+
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
@@ -674,12 +718,15 @@ class Delta(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    VECTOR_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text of the new tokens; may lag behind token_ids while a character or a stop string is incomplete."""
     reasoning: _builtins.str
     """Text before the answer in which the model reasons; only with `parsing`."""
     resume_token: _builtins.str
     """Replaces the earlier one; empty: that one stays. Only for resumable requests."""
+    vector: _builtins.bytes
+    """The answer to a request with `pooling`: 32-bit little-endian floats. An embedding, or a number for each class."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -704,10 +751,11 @@ class Delta(_message.Message):
         reasoning: _builtins.str = ...,
         calls: _abc.Iterable[Global___CallDelta] | None = ...,
         resume_token: _builtins.str = ...,
+        vector: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "resume_token", b"resume_token", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "resume_token", b"resume_token", "text", b"text", "token_ids", b"token_ids", "vector", b"vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -987,6 +1035,7 @@ class Model(_message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_model_len: _builtins.int
     """prompt plus answer, tokens"""
@@ -995,6 +1044,8 @@ class Model(_message.Message):
     workers: _builtins.int
     parent: _builtins.str
     """of an adapter (LoRA): the model that it belongs to; empty: it is one itself"""
+    task: _builtins.str
+    """"embed" or "classify", for `GenerateRequest.pooling`; empty: it generates tokens"""
     def __init__(
         self,
         *,
@@ -1003,10 +1054,11 @@ class Model(_message.Message):
         block_tokens: _builtins.int = ...,
         workers: _builtins.int = ...,
         parent: _builtins.str = ...,
+        task: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "max_model_len", b"max_model_len", "name", b"name", "parent", b"parent", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "max_model_len", b"max_model_len", "name", b"name", "parent", b"parent", "task", b"task", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

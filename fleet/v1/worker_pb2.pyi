@@ -166,7 +166,7 @@ class Start(_message.Message):
         """The trace that the attempt belongs to; not set: it is not traced."""
 
     @_builtins.property
-    def pooling(self) -> Global___Pooling:
+    def pooling(self) -> _inference_pb2.Pooling:
         """Answer with the vector of the prompt, which is `Progress.vector`. Not set: generate tokens."""
 
     @_builtins.property
@@ -192,7 +192,7 @@ class Start(_message.Message):
         parsing: Global___Parsing | None = ...,
         generated_tokens: _builtins.int = ...,
         trace: Global___Trace | None = ...,
-        pooling: Global___Pooling | None = ...,
+        pooling: _inference_pb2.Pooling | None = ...,
         images: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "parsing", b"parsing", "pooling", b"pooling", "sampling", b"sampling", "trace", b"trace"]  # noqa: Y015
@@ -202,42 +202,6 @@ class Start(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Start: _TypeAlias = Start  # noqa: Y015
-
-@_typing.final
-class Pooling(_message.Message):
-    """What vector is wanted."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TASK_FIELD_NUMBER: _builtins.int
-    DIMENSIONS_FIELD_NUMBER: _builtins.int
-    ACTIVATION_FIELD_NUMBER: _builtins.int
-    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
-    task: _builtins.str
-    """"embed" or "classify" """
-    dimensions: _builtins.int
-    """of an embedding; 0: as many as the model has"""
-    activation: _builtins.bool
-    """false: not normalised, or logits; not set: as the model has it"""
-    first_tokens: _builtins.int
-    """tokens of the first text of a pair, for models with token types; 0: no pair"""
-    def __init__(
-        self,
-        *,
-        task: _builtins.str = ...,
-        dimensions: _builtins.int = ...,
-        activation: _builtins.bool | None = ...,
-        first_tokens: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_activation", b"_activation", "activation", b"activation"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_activation", b"_activation", "activation", b"activation", "dimensions", b"dimensions", "first_tokens", b"first_tokens", "task", b"task"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__activation: _TypeAlias = _typing.Literal["activation"]  # noqa: Y015
-    _WhichOneofArgType__activation: _TypeAlias = _typing.Literal["_activation", b"_activation"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__activation) -> _WhichOneofReturnType__activation | None: ...
-
-Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 @_typing.final
 class Trace(_message.Message):

@@ -26,6 +26,9 @@ from fleet.core.requests import (
     KvReport,
     Logprobs,
     ModelCard,
+    Pooling,
+    PoolingModel,
+    PoolingTask,
     Prompt,
     Resume,
     Sampling,
@@ -37,6 +40,7 @@ from fleet.core.requests import (
 )
 from fleet.core.roles import KvPath, Phase, Placement
 from fleet.v1 import inference_pb2 as pb
+from fleet.wire.pooling import decode_pooling, encode_pooling
 from fleet.wire.structured_output import decode_structured_output, encode_structured_output
 from fleet.wire.tool_calls import decode_call, encode_call
 
@@ -114,6 +118,7 @@ def decode_request(message: pb.GenerateRequest, request_id: RequestId, deadline:
         parsing=_decode_parsing(message.parsing) if message.HasField("parsing") else None,
         resumable=message.resumable,
         resume=_decode_resume(message.resume) if message.HasField("resume") else None,
+        pooling=_decode_pooling(message.pooling) if message.HasField("pooling") else None,
     )
 
 
@@ -147,6 +152,7 @@ def encode_request(request: GenerateRequest, sampling: Mapping[str, object], tim
         include_stop_string=request.include_stop_string,
         show_special_tokens=request.show_special_tokens,
         parsing=None if request.parsing is None else _encode_parsing(request.parsing),
+        pooling=None if request.pooling is None else encode_pooling(request.pooling),
     )
     match request.prompt:
         case TextPrompt(text=text):
@@ -212,6 +218,8 @@ def encode_event(event: GenerateEvent, token_text: Callable[[int], str]) -> pb.G
                 delta.calls.extend(encode_call(call) for call in event.calls)
             if event.resume_token:
                 delta.resume_token = event.resume_token
+            if event.vector:
+                delta.vector = event.vector
             return response
         case Admitted():
             admitted = pb.Admitted(
@@ -257,6 +265,7 @@ def decode_event(message: pb.GenerateResponse) -> GenerateEvent | None:
                 reasoning=delta.reasoning,
                 calls=tuple(decode_call(call) for call in delta.calls),
                 resume_token=delta.resume_token,
+                vector=delta.vector,
             )
         case "admitted":
             admitted = message.admitted
@@ -293,6 +302,7 @@ def encode_model(card: ModelCard) -> pb.Model:
         block_tokens=card.block_tokens,
         workers=card.workers,
         parent=card.parent,
+        task="" if card.pooling is None else card.pooling.task.value,
     )
 
 
@@ -304,6 +314,7 @@ def decode_model(message: pb.Model) -> ModelCard:
         block_tokens=message.block_tokens,
         workers=message.workers,
         parent=ModelName(message.parent),
+        pooling=PoolingModel(task=PoolingTask(message.task)) if message.task in set(PoolingTask) else None,
     )
 
 
@@ -348,6 +359,12 @@ def _decode_parsing(message: pb.AnswerParsing) -> AnswerParsing:
     except ValueError:
         raise invalid("parsing.tool_choice", f"must be one of {', '.join(ToolChoice)}") from None
     return AnswerParsing(tool_choice=tool_choice, function=message.function, parallel_calls=not message.single_call)
+
+
+def _decode_pooling(message: pb.Pooling) -> Pooling:
+    if (pooling := decode_pooling(message)) is None:
+        raise invalid("pooling.task", f"must be one of {', '.join(PoolingTask)}")
+    return pooling
 
 
 def _decode_sampling(message: pb.Sampling) -> Sampling:

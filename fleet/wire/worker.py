@@ -71,6 +71,7 @@ from fleet.core.work import (
 )
 from fleet.v1 import inference_pb2
 from fleet.v1 import worker_pb2 as pb
+from fleet.wire.pooling import decode_pooling, encode_pooling
 from fleet.wire.structured_output import decode_structured_output, encode_structured_output
 from fleet.wire.tool_calls import decode_call, encode_call
 from kvstore.block import HASH_BYTES, SALT_BYTES, TOKEN_BYTES, HashAlgorithm, split
@@ -378,7 +379,7 @@ def _start_to_wire(start: Start) -> pb.Start:
         parsing=None if start.parsing is None else _parsing_to_wire(start.parsing, start.generated_tokens),
         generated_tokens=start.generated_tokens,
         trace=None if start.trace is None else _trace_to_wire(start.trace),
-        pooling=None if start.pooling is None else _pooling_to_wire(start.pooling),
+        pooling=None if start.pooling is None else encode_pooling(start.pooling),
         images=start.images,
     )
 
@@ -424,22 +425,10 @@ def _parsing_from_wire(parsing: pb.Parsing) -> ParsingTask:
     )
 
 
-def _pooling_to_wire(pooling: Pooling) -> pb.Pooling:
-    return pb.Pooling(
-        task=pooling.task.value,
-        dimensions=pooling.dimensions,
-        activation=pooling.activation,
-        first_tokens=pooling.first_tokens,
-    )
-
-
-def _pooling_from_wire(pooling: pb.Pooling) -> Pooling:
-    return Pooling(
-        task=_named(PoolingTask, pooling.task, "start.pooling.task"),
-        dimensions=pooling.dimensions,
-        activation=pooling.activation if pooling.HasField("activation") else None,
-        first_tokens=pooling.first_tokens,
-    )
+def _pooling_from_wire(message: inference_pb2.Pooling) -> Pooling:
+    if (pooling := decode_pooling(message)) is None:
+        raise MalformedMessage("start.pooling.task", f"{message.task!r} is none of {', '.join(PoolingTask)}")
+    return pooling
 
 
 def _start_from_wire(start: pb.Start) -> Start:

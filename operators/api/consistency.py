@@ -13,6 +13,7 @@ from operators.api.disagg_deployment import (
     RoleSpec,
     RoleType,
     ScalingMode,
+    ServedTask,
     TraceProtocol,
 )
 
@@ -44,6 +45,8 @@ def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple
     if stored and any(role.nodes_per_replica > 1 or not role.parallelism.by_heads for role in spec.roles):
         why = "a store takes blocks of engines on one node, without pipeline stages and data parallelism"
         yield "spec", f"kvTransfer.paths: {why}"
+    if spec.task is not ServedTask.GENERATE:
+        yield from (("spec", why) for why in _of_pooling(spec))
     if spec.model.claim and spec.model.cache_claim:
         yield "spec.model", "cacheClaim: keeps what is fetched, and with claim nothing is"
     if spec.watchdog.floor_seconds > spec.watchdog.ceiling_seconds:
@@ -73,6 +76,15 @@ def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple
             "metadata.name",
             "too long beside the name of the routers' role, which is router; use at most 48 characters",
         )
+
+
+def _of_pooling(spec: DisaggDeploymentSpec) -> Iterator[str]:
+    if any(role.type not in (RoleType.AGGREGATED, RoleType.ROUTER) for role in spec.roles):
+        yield "task: workers of a model that does not generate have the type aggregated"
+    if KvPath.STORE in spec.kv_transfer.paths:
+        yield "kvTransfer.paths: a model that does not generate has no blocks to store; leave store out"
+    if any(role.scaling.mode is ScalingMode.PLANNER for role in spec.roles):
+        yield "scaling: a ServingPlan scales workers that generate; use External"
 
 
 def _of_role(role: RoleSpec) -> Iterator[str]:

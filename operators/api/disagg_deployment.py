@@ -61,6 +61,17 @@ class EngineKind(StrEnum):
     SIMULATED = "simulated"
 
 
+class ServedTask(StrEnum):
+    GENERATE = "generate"
+    """The model generates tokens."""
+
+    EMBED = "embed"
+    """The model computes a vector of each text, for `/v1/embeddings`, reranking and scores."""
+
+    CLASSIFY = "classify"
+    """The model computes a number for each class. With one class it scores pairs of texts."""
+
+
 class FailureMode(StrEnum):
     OPEN = "FailOpen"
     """The gateway chooses a pod itself."""
@@ -360,6 +371,19 @@ _ROLES = rules(
 )
 
 DEPLOYMENT_RULES = rules(
+    ("self.task == oldSelf.task", "task: cannot be changed; create another deployment"),
+    (
+        "self.task == 'generate' || self.roles.all(r, r.type in ['aggregated', 'router'])",
+        "task: workers of a model that does not generate have the type aggregated",
+    ),
+    (
+        "self.task == 'generate' || !('store' in self.kvTransfer.paths)",
+        "kvTransfer.paths: a model that does not generate has no blocks to store; leave store out",
+    ),
+    (
+        "self.task == 'generate' || self.roles.all(r, r.scaling.mode != 'Planner')",
+        "scaling: a ServingPlan scales workers that generate; use External",
+    ),
     (
         "self.kvTransfer.redis == '' ? self.kvTransfer.redisSecret == '' : 'store' in self.kvTransfer.paths",
         "kvTransfer.redis: takes blocks of stores, so 'store' must be among kvTransfer.paths; and redisSecret is for redis only",
@@ -432,6 +456,10 @@ class DisaggDeploymentSpec(Resource, frozen=True):
 
     engine: EngineKind = EngineKind.VLLM
     """Engine of the workers. The simulated one computes nothing, and is for tests."""
+
+    task: ServedTask = ServedTask.GENERATE
+    """The work of the model. Workers of a model that does not generate have the type `aggregated`, and neither hand blocks over nor store
+    them. It cannot be changed."""
 
     image: Text = ""
     """Image of the workers; empty: the chart's image for the engine and vendor."""

@@ -7,7 +7,7 @@ import msgspec
 
 from fleet.core.hub import parse_repository
 from fleet.core.roles import KvPath
-from operators.api.disagg_deployment import EngineKind, RoleSpec, RoleType, WatchdogSpec
+from operators.api.disagg_deployment import EngineKind, RoleSpec, RoleType, ServedTask, WatchdogSpec
 from operators.manifests.names import (
     CONTROL,
     CONTROL_SECRET_KEY,
@@ -72,6 +72,8 @@ def worker_settings(deployment: DesiredDeployment, role: RoleSpec) -> Manifest:
         **_tracing(deployment),
         **_metrics(deployment, METRICS),
     }
+    if spec.task is not ServedTask.GENERATE:
+        settings |= {"task": spec.task.value, "kv_paths": []}
     if KvPath.STORE in spec.kv_transfer.paths:
         settings["embedded_store"] = {
             "store_id": "",  # each pod fills in its own name

@@ -65,6 +65,9 @@ class ProbeSubject(Struct, frozen=True, kw_only=True):
     routers: tuple[RunningPod, ...]
     prefills: tuple[RunningPod, ...]
     targets: tuple[ProbeTarget, ...]
+    wants_vector: bool = False
+    """True if probes ask for a vector, because the model does not generate."""
+
     addresses: tuple[str, ...] = ()
     """IP addresses of the routers, to which probes with an API key are sent. Digests do not cover them, because a
     router stays the same router if its address changes."""
@@ -100,12 +103,15 @@ class Probe(Struct, frozen=True, kw_only=True):
     model: str
     worker: str
     pair: bool
+    wants_vector: bool = False
+    """True if the probe asks for a vector, because the model does not generate."""
+
     router_address: str = ""
     """IP address of a router, or an empty text if none is known."""
 
 
 class ProbeCompletion(Struct, frozen=True):
-    """Holds the result of a probe that was answered by a completion."""
+    """Holds the result of a probe that was answered by a completion or a vector."""
 
     handed: bool | None = None
     """True if the answering worker took the prompt's blocks from a prefill worker, and False if it computed them. None:
@@ -113,7 +119,7 @@ class ProbeCompletion(Struct, frozen=True):
 
 
 class ProbeFailure(Struct, frozen=True):
-    """Describes the failure of a probe that was not answered by a completion."""
+    """Describes the failure of a probe that was not answered by a completion or a vector."""
 
     status: int
     """HTTP status of the answer, or 0 if there was no answer."""

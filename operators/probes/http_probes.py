@@ -1,11 +1,12 @@
-"""HTTP probes: sends requests for one token through the routers of a deployment, in the way of its clients.
+"""HTTP probes: sends requests for one token or one vector through the routers of a deployment, in the way of its clients.
 
 Rules:
 
 1. An answer counts if it is a completion by the worker that the probe names. If a prefill worker has to take part, the
-   answer must also show that a prefill worker has computed the prompt.
+   answer must also show that a prefill worker has computed the prompt. If the model does not generate, a vector by this
+   worker counts.
 2. Every prompt begins with new random characters, so that no cache contains it. It is long enough to fill at least one
-   block in most engines.
+   block in most engines. Texts for vectors are short, because many models for vectors take only short texts.
 3. The deployment's status shows the HTTP status of a failure, and the text of a rejection by a router of Fleet. The
    texts of other servers are not shown, because they may contain anything. API keys are never shown.
 4. An API key is never sent to a Service, because everybody who may write Services or EndpointSlices could redirect the
@@ -29,6 +30,7 @@ from msgspec import Struct
 from fleet.core.errors import Reason
 from fleet.core.requests import Source
 from fleet.core.roles import Phase
+from fleet.frontend.openai.relayed_paths import COMPLETIONS, POOLING
 from fleet.net.connection_errors import connection_problem
 from operators.manifests.names import HTTP, host_of
 from operators.probes.evidence import Probe, ProbeCompletion, ProbeFailure
@@ -79,6 +81,19 @@ class _CompletionBody(Struct, frozen=True):
     choices: tuple[_ProbeChoice, ...]
     usage: _Usage
     fleet: _ProbeFleet = _ProbeFleet()
+
+
+class _ProbeVector(Struct, frozen=True):
+    data: tuple[float, ...]
+
+
+class _VectorFleet(Struct, frozen=True):
+    workers: tuple[str, ...] = ()
+
+
+class _VectorBody(Struct, frozen=True):
+    data: tuple[_ProbeVector, ...]
+    fleet: _VectorFleet = _VectorFleet()
 
 
 class _ProbeError(Struct, frozen=True):
@@ -141,11 +156,12 @@ class HttpProbeSender:
         """Send one request on a new connection, so that it reaches the present pods; the caller sets the time limit."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         content = msgspec.json.encode(_request(probe, self._deadline_seconds))
+        path = POOLING if probe.wants_vector else COMPLETIONS
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
                 session.post(
-                    f"http://{address}/v1/completions", data=content, headers=headers, allow_redirects=False
+                    f"http://{address}{path}", data=content, headers=headers, allow_redirects=False
                 ) as response,
             ):
                 answered = await _read(response)
@@ -165,6 +181,9 @@ def _request(probe: Probe, seconds: float) -> dict[str, object]:
 
     If a prefill worker takes part, two tokens are requested, because the prefill worker computes the first one.
     """
+    options: dict[str, object] = {"pin": probe.worker, "timeout_ms": ceil(seconds * PATIENCE * 1000)}
+    if probe.wants_vector:
+        return {"model": probe.model, "input": secrets.token_hex(8), "fleet": options}
     placement = {"placement": "disaggregated"} if probe.pair else {}
     return {
         "model": probe.model,
@@ -172,7 +191,7 @@ def _request(probe: Probe, seconds: float) -> dict[str, object]:
         "max_tokens": 2 if probe.pair else 1,
         "ignore_eos": True,
         "temperature": 0,
-        "fleet": {"pin": probe.worker, "timeout_ms": ceil(seconds * PATIENCE * 1000)} | placement,
+        "fleet": options | placement,
     }
 
 
@@ -186,6 +205,8 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _answer(probe: Probe, content: bytes) -> ProbeCompletion | ProbeFailure:
+    if probe.wants_vector:
+        return _vector_answer(probe, content)
     try:
         completion = msgspec.json.decode(content, type=_CompletionBody)
     except NO_SUCH_JSON:
@@ -202,6 +223,18 @@ def _answer(probe: Probe, content: bytes) -> ProbeCompletion | ProbeFailure:
         return ProbeFailure(HTTPStatus.OK, "no prefill worker computed the prompt")
     taken = sum(each.blocks for each in last.origins if each.source in ELSEWHERE)
     return ProbeCompletion(handed=True if taken else False if last.prompt_blocks > 1 else None)
+
+
+def _vector_answer(probe: Probe, content: bytes) -> ProbeCompletion | ProbeFailure:
+    try:
+        answer = msgspec.json.decode(content, type=_VectorBody)
+    except NO_SUCH_JSON:
+        return ProbeFailure(HTTPStatus.OK, "the answer is not a vector")
+    if not answer.data or not answer.data[0].data:
+        return ProbeFailure(HTTPStatus.OK, "the answer has no vector")
+    if answer.fleet.workers != (probe.worker,):
+        return ProbeFailure(HTTPStatus.OK, "another worker answered")
+    return ProbeCompletion()
 
 
 def _refusal(status: int, content: bytes, key: str) -> ProbeFailure:

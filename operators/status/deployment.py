@@ -19,7 +19,7 @@ Rules:
 from collections.abc import Iterator, Sequence
 
 from fleet.core.roles import KvPath
-from operators.api.disagg_deployment import DisaggDeploymentStatus, RoleStatus, RoleType
+from operators.api.disagg_deployment import DisaggDeploymentStatus, RoleStatus, RoleType, ServedTask
 from operators.api.fields import Condition
 from operators.manifests.names import DesiredDeployment, router_service
 from operators.observed.pod_troubles import UNPLACED
@@ -219,6 +219,7 @@ def _wanted(
     subject = ProbeSubject(
         service=router_service(desired),
         model=desired.spec.model.name,
+        wants_vector=desired.spec.task is not ServedTask.GENERATE,
         routers=observed.router.pods,
         addresses=observed.router.addresses,
         prefills=prefills,

@@ -8,7 +8,8 @@ Rules:
    is removed.
 3. The translator only follows whole blocks in the engine's own memory whose contents depend on nothing but tokens, a
    LoRA adapter's name and a salt, because Fleet's block hashes contain nothing else. Blocks that also depend on images
-   or embeddings are skipped, with all blocks after them; `passed_over` counts them by reason.
+   or embeddings are skipped, with all blocks after them; `passed_over` counts them by reason. The blocks of text before
+   them are followed.
 4. If an engine groups its layers by kind of attention, the first group with full attention is followed. Groups that
    keep only a part of a chain (sliding window, chunks) or a state (Mamba) are skipped. If such a group loses a prefix
    that the followed group still has, the router believes that the prefix is cached, but the engine computes it again.
@@ -164,9 +165,11 @@ class KvEventTranslator:
         if isinstance(names, SkipReason):
             self.passed_over[names] += len(event.hashes)
             return []
+        if len(names) < len(event.hashes):
+            self.passed_over[SkipReason.NOT_ONLY_TOKENS] += len(event.hashes) - len(names)
         self.followed += len(names)
         new = []
-        for engine_hash, name in zip(event.hashes, names, strict=True):
+        for engine_hash, name in zip(event.hashes, names, strict=False):
             held = self._held.get(engine_hash)
             if held is None:
                 self._held[engine_hash] = _CachedBlock(name, 1)
@@ -198,13 +201,17 @@ class KvEventTranslator:
         return None
 
     def _names(self, event: BlocksStored) -> list[BlockHash] | SkipReason:
-        """Return the block hashes of an event's blocks in order, or the reason why they cannot be named."""
+        """Return the block hashes of an event's blocks in order, or the reason why they cannot be named.
+
+        Blocks from the first one with an image on are left out, because the engine alone knows the key of the image.
+        """
         extra_keys = event.extra_keys or [None] * len(event.hashes)
         if len(extra_keys) != len(event.hashes):
             raise UnreadableEngineEvent(f"BlockStored: {len(event.hashes)} blocks, extra keys of {len(extra_keys)}")
         first, *others = [_without_adapter(keys, event.adapter) for keys in extra_keys] or [[]]
-        if any(others) or (first and event.parent is not None):
+        if first and event.parent is not None:
             return SkipReason.NOT_ONLY_TOKENS
+        named = next((index for index, keys in enumerate(others, 1) if keys), len(extra_keys))
         parent = self._parent(event, first)
         if isinstance(parent, SkipReason):
             return parent
@@ -218,7 +225,8 @@ class KvEventTranslator:
             raise UnreadableEngineEvent(
                 f"BlockStored: {len(event.hashes)} blocks of {self._block_tokens}, {tokens.size} tokens"
             )
-        return block.extend(parent, tokens.tobytes(), self._block_tokens, algorithm=self._algorithm)
+        text = tokens[: named * self._block_tokens]
+        return block.extend(parent, text.tobytes(), self._block_tokens, algorithm=self._algorithm)
 
     def _parent(self, event: BlocksStored, first_keys: Sequence[Any]) -> BlockHash | SkipReason:
         """Return the parent hash of an event's first block: the hash of the previous block, or the root of the chain.

@@ -69,6 +69,7 @@ class PromptVector(Struct, frozen=True, kw_only=True):
     vector: Vector
     admitted: Admitted
     tokens: int  # number of tokens of the prompt
+    worker_id: str
 
     @property
     def numbers(self) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
@@ -281,10 +282,15 @@ class VectorFrontend:
                         admitted = event
                     case Delta():
                         vector = event.vector
-                    case Finished(usage=usage):
+                    case Finished(usage=usage, kv=phases):
                         if admitted is None or not vector:
                             raise RequestRejected(Reason.INTERNAL, "the worker ended without a vector")
-                        return PromptVector(vector=vector, admitted=admitted, tokens=usage.prompt_tokens)
+                        return PromptVector(
+                            vector=vector,
+                            admitted=admitted,
+                            tokens=usage.prompt_tokens,
+                            worker_id=phases[-1].worker_id if phases else "",
+                        )
         raise AssertionError("a request ends with `Finished`")
 
     def _respond(self, exchange: Exchange, found: Sequence[PromptVector], answer: Json) -> None:
@@ -296,6 +302,7 @@ class VectorFrontend:
             "model": admitted.model,
             **answer,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            "fleet": {"workers": list(dict.fromkeys(each.worker_id for each in found))},
         }
         headers = (("x-request-id", admitted.request_id), *rate_limit_headers(found[-1].admitted.allowance))
         exchange.respond(HTTPStatus.OK, msgspec.json.encode(content), headers=headers)

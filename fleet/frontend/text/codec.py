@@ -101,16 +101,27 @@ class ChatTemplate:
             if message.parts and not self._takes_images:
                 raise invalid(f"chat.messages[{index}].content", "the model's chat template does not support images")
         try:
-            return self._template.render(
-                messages=[self._message(message) for message in messages],
-                tools=json.loads(tools) if tools else None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-                **(self._further_variables(template_args) if template_args else {}),
-            )
+            variables = self._further_variables(template_args) if template_args else {}
+            declared = json.loads(tools) if tools else None
+            try:
+                return self._rendered(messages, declared, variables)
+            except jinja2.UndefinedError:
+                # The template of gpt-oss fails on functions without a description, which OpenAI's API leaves optional.
+                if not declared or all("description" in each["function"] for each in declared):
+                    raise
+                return self._rendered(messages, [_described(each) for each in declared], variables)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise invalid("chat.messages", f"the model's chat template does not accept them: {error}") from error
+
+    def _rendered(self, messages: Sequence[ChatMessage], tools: Any, variables: Mapping[str, Any]) -> str:
+        return self._template.render(
+            messages=[self._message(message) for message in messages],
+            tools=tools,
+            documents=None,
+            add_generation_prompt=True,
+            **self._special_tokens,
+            **variables,
+        )
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
         """Return a message as `transformers` passes it to templates: arguments of calls are objects, and empty fields are absent."""
@@ -142,6 +153,8 @@ class ChatTemplate:
                 raise invalid("chat.template_args", f"{name[:100]!r} is a variable that the router sets; leave it out")
             if name in self._variables:
                 known[name] = value
+            elif name == "enable_thinking" and "reasoning_effort" in variables.keys() & self._variables:
+                pass  # the effort, which the template has, says it too
             elif (name, value) not in REASONING_OFF:
                 takes = sorted(self._variables - {*RESERVED_VARIABLES, *self._special_tokens, *TEMPLATE_GLOBALS})
                 raise invalid(
@@ -174,6 +187,11 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
         with suppress(ValueError):
             arguments = json.loads(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _described(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool whose function has a description, empty if the client gave none."""
+    return {**tool, "function": {"description": "", **tool["function"]}}
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -28,7 +28,7 @@ TENANTS = {"probes": TenantSettings(api_key_sha256=(sha256(KEY.encode()).hexdige
 SECONDS = 60.0
 
 
-def a_probe(worker="w1", *, pair=False, router_address="10.0.0.1"):
+def a_probe(worker="w1", *, pair=False, router_address="10.0.0.1", wants_vector=False):
     return Probe(
         namespace="ns",
         deployment="dd",
@@ -36,6 +36,7 @@ def a_probe(worker="w1", *, pair=False, router_address="10.0.0.1"):
         model=MODEL,
         worker=worker,
         pair=pair,
+        wants_vector=wants_vector,
         router_address=router_address,
     )
 
@@ -68,6 +69,7 @@ async def exchange(content, status=200, heard=None):
 
     application = web.Application()
     application.router.add_post("/v1/completions", answer)
+    application.router.add_post("/pooling", answer)
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
@@ -106,6 +108,25 @@ async def test_completion_by_the_requested_worker_is_an_answer(model_dir):
         assert (one.pin, one.sampling.max_tokens) == ("w1", 1)
         assert one.tokens[:64] != other.tokens[:64], "no cache has the prompt"
         assert await probes(frontends.url).ask(a_probe("another")) == ProbeFailure(200, "another worker answered")
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        ({"data": [{"data": [0.5, 1]}], "fleet": {"workers": ["w1"]}}, ProbeCompletion()),
+        ({"data": [{"data": [0.5]}], "fleet": {"workers": ["w2"]}}, ProbeFailure(200, "another worker answered")),
+        ({"data": [{"data": [0.5]}]}, ProbeFailure(200, "another worker answered")),
+        ({"data": [{"data": []}], "fleet": {"workers": ["w1"]}}, ProbeFailure(200, "the answer has no vector")),
+        ({"choices": []}, ProbeFailure(200, "the answer is not a vector")),
+    ],
+)
+async def test_vector_by_the_requested_worker_is_an_answer(answer, found):
+    heard = []
+    async with exchange(msgspec.json.encode(answer), heard=heard) as url:
+        assert await probes(url).ask(a_probe(wants_vector=True)) == found
+
+    [(_, sent)] = heard
+    assert (sent["model"], sent["fleet"]["pin"]) == (MODEL, "w1")
 
 
 async def test_rejection_by_the_router_is_reported_in_its_words(model_dir):

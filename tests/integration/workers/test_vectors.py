@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
 
+import grpc
 import httpx
 import numpy as np
 import openai
@@ -15,18 +16,24 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from fleet.backends.workers.streams import WorkerStreams
+from fleet.client import AsyncClient, Client, InvalidRequest, VectorResult
+from fleet.client.errors import error_of
 from fleet.core.ids import ModelName, WorkerId
+from fleet.core.requests import PoolingModel, PoolingTask
 from fleet.core.system_clock import SystemClock
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.frontend.generation import Generation
+from fleet.frontend.grpc.service import GrpcFrontend
 from fleet.frontend.openai.service import open_http_frontend
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
-from fleet.net.settings import HttpSettings
+from fleet.net.settings import GrpcSettings, HttpSettings
 from fleet.router.messages import WorkerEvent, WorkerJoined
 from fleet.router.server import RouterServer
 from fleet.router.settings.router import RouterSettings
 from fleet.router.tenants import Tenants, TenantSettings
+from fleet.v1 import inference_pb2 as pb
+from fleet.v1.inference_pb2_grpc import InferenceStub
 from tests.support.waiting import until
 from tests.support.workers.simulated_clusters import a_router_for, simulated_worker
 from tests.support.workers.worker_processes import WorkerProcess, a_worker_process
@@ -41,9 +48,12 @@ SIZE = 64  # dimensions of the simulated engine's embeddings
 class VectorCluster:
     """A router with workers, and its HTTP port."""
 
-    def __init__(self, router: RouterServer, url: str, tenants: Tenants, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, router: RouterServer, url: str, tenants: Tenants, registry: CollectorRegistry, grpc_address: str
+    ) -> None:
         self.router = router
         self.url = url
+        self.grpc_address = grpc_address
         self.tenants = tenants
         self.registry = registry
         self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60)
@@ -90,8 +100,11 @@ async def a_port(
         metrics=RouterProcessMetrics(registry),
         threads=threads,
     )
-    async with open_http_frontend("127.0.0.1:0", HttpSettings(), generation, registry, clock) as http:
-        cluster = VectorCluster(router, f"http://{http.address}", tenants, registry)
+    async with (
+        open_http_frontend("127.0.0.1:0", HttpSettings(), generation, registry, clock) as http,
+        GrpcFrontend.open("127.0.0.1:0", generation, clock, max_held_bytes=1 << 26, limits=GrpcSettings()) as grpc_port,
+    ):
+        cluster = VectorCluster(router, f"http://{http.address}", tenants, registry, grpc_port.address)
         async with cluster.client:
             yield cluster
     threads.close()
@@ -134,6 +147,8 @@ async def test_list_keeps_its_order_and_uses_all_workers(embedding):
     assert answer.data[140].embedding == pytest.approx(alone.data[0].embedding, abs=1e-7)
     placed = {embedding.router.explain(f"list-{number}").placements[-1].decode for number in range(1, 150)}
     assert placed == {"w0", "w1"}
+    assert set(answer.fleet["workers"]) == placed
+    assert len(alone.fleet["workers"]) == 1
 
 
 async def test_token_ids_give_the_vector_of_their_text(embedding):
@@ -260,7 +275,8 @@ async def test_embeddings_of_a_classifier_are_refused(scoring):
 
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == (
-        "model: 'tiny' has the task classify, and this needs embed: use /classify, /v1/score, /v1/rerank or /pooling"
+        "model: 'tiny' has the task classify, and this needs embed: use /classify, /v1/score, /v1/rerank, /pooling, "
+        "or pooling over gRPC"
     )
 
 
@@ -368,3 +384,85 @@ async def test_worker_with_another_task_is_not_used(tmp_path, model_dir, caplog)
     assert sum(isinstance(each, WorkerJoined) for each in joined) == 1
     (cause,) = {record.cause for record in caplog.records if record.message == "worker stream ended"}
     assert "its model tiny has the task" in cause
+
+
+async def test_client_of_grpc_gets_the_vectors_of_http(embedding):
+    texts = [f"text number {number}" for number in range(150)]
+    over_http = await embedding.client.embeddings.create(model="tiny", input=texts)
+
+    async with AsyncClient(embedding.grpc_address, api_key=KEY) as client:
+        found = await client.embed(texts)
+        short, ids = await client.embed(["rain", [7, 8, 9]], dimensions=8, pin="w1")
+        [card] = await client.models()
+
+    assert [each.vector for each in found] == [pytest.approx(each.embedding, abs=1e-7) for each in over_http.data]
+    assert sum(each.prompt_tokens for each in found) == over_http.usage.prompt_tokens
+    assert {each.worker_id for each in found} == {"w0", "w1"}
+    assert (len(short.vector), short.worker_id) == (8, "w1")
+    assert (len(ids.vector), ids.prompt_tokens, ids.model) == (8, 3, "tiny")
+    assert card.pooling == PoolingModel(task=PoolingTask.EMBED)
+
+
+async def test_blocking_client_of_grpc_gets_vectors(embedding):
+    def embed() -> tuple[VectorResult, ...]:
+        with Client(embedding.grpc_address, api_key=KEY, resume_seconds=5) as client:
+            return client.embed([f"text number {number}" for number in range(100)], timeout_seconds=60)
+
+    found = await asyncio.to_thread(embed)
+
+    assert [np.linalg.norm(each.vector) for each in found] == [pytest.approx(1, abs=1e-5)] * 100
+    assert len({each.vector for each in found}) == 100
+
+
+async def test_client_of_grpc_gets_the_numbers_of_classes(scoring):
+    over_http = (await scoring.post("/classify", {"input": ["rain", "sun"]})).json()["data"]
+
+    async with AsyncClient(scoring.grpc_address, api_key=KEY) as client:
+        found = await client.classify(["rain", "sun"])
+        with pytest.raises(InvalidRequest, match="has the task classify, and this needs embed"):
+            await client.embed(["rain"])
+
+    assert [list(each.vector) for each in found] == [pytest.approx(each["probs"], abs=1e-7) for each in over_http]
+
+
+async def test_failed_text_fails_the_list_and_cancels_the_rest(embedding):
+    async with AsyncClient(embedding.grpc_address, api_key=KEY) as client:
+        with pytest.raises(InvalidRequest, match="text: must not be empty"):
+            await client.embed(["rain", "", *(f"text number {number}" for number in range(200))])
+        for wrong in ("rain", [3], [None]):
+            with pytest.raises(InvalidRequest, match="texts: must be a list of texts"):
+                await client.embed(wrong)
+        with pytest.raises(InvalidRequest, match="its task is embed"):
+            await client.complete("rain")
+        await until(lambda: embedding.router.status().active == 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"chat": pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="x")])}, "chat.messages"),
+        ({"text": "x", "sampling": pb.Sampling(temperature=0.5)}, "sampling"),
+        ({"text": "x", "stop": ["END"]}, "stop"),
+        ({"text": "x", "bad_words": ["rain"]}, "bad_words"),
+        ({"text": "x", "parsing": pb.AnswerParsing()}, "parsing"),
+        ({"text": "x", "placement": pb.PLACEMENT_DISAGGREGATED}, "placement"),
+        ({"text": "x", "kv_path": pb.KV_PATH_STORE}, "kv_path"),
+        ({"text": "x", "resumable": True}, "resumable"),
+        ({"token_ids": pb.TokenIds(ids=[7, 8]), "first": 3}, "pooling.first_tokens"),
+        ({"text": "x", "dimensions": SIZE + 1}, "pooling.dimensions"),
+    ],
+)
+async def test_field_of_generated_answers_is_refused_with_a_vector(embedding, fields, named):
+    given = dict(fields)
+    pooling = pb.Pooling(task="embed", first_tokens=given.pop("first", 0), dimensions=given.pop("dimensions", 0))
+    async with grpc.aio.insecure_channel(embedding.grpc_address) as channel:
+        stub = InferenceStub(channel)
+        call = stub.Generate(
+            pb.GenerateRequest(pooling=pooling, **given), metadata=(("authorization", f"Bearer {KEY}"),)
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            [_ async for _ in call]
+
+    error = error_of(refused.value)
+    assert isinstance(error, InvalidRequest)
+    assert error.field == named

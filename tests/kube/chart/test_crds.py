@@ -194,6 +194,18 @@ def test_misspelt_field_is_refused_in_strict_mode(api, path):
             {"watchdog": {"floorSeconds": 60, "ceilingSeconds": 30}},
             "watchdog.ceilingSeconds: is below watchdog.floorSeconds",
         ),
+        ([a_role("prefill"), a_role("decode")], {"task": "embed"}, "task: workers of a model that does not generate"),
+        (
+            [a_role("aggregated")],
+            {"task": "classify", "kvTransfer": {"paths": ["store"]}},
+            "kvTransfer.paths: a model that does not generate has no blocks to store",
+        ),
+        (
+            [a_role("aggregated", scaling={"mode": "Planner"})],
+            {"task": "embed"},
+            "scaling: a ServingPlan scales workers that generate",
+        ),
+        ([a_role("aggregated")], {"task": "speak"}, "spec.task"),
         ([a_role("aggregated"), a_role("aggregated")], {}, "Duplicate"),
         ([a_role("aggregated") | {"name": "Upper"}], {}, "spec.roles[0].name"),
         ([a_role("aggregated") | {"type": "encode"}], {}, "spec.roles[0].type"),
@@ -272,6 +284,14 @@ def test_the_type_of_a_role_cannot_be_changed(api, path):
     made["spec"]["roles"][0]["type"] = "aggregated"
 
     assert "add another role and remove this one" in refusal(api.put(f"{path('disaggdeployments')}/llama", made))
+
+
+def test_the_task_of_a_model_cannot_be_changed(api, path):
+    made = api.post(path("disaggdeployments"), a_deployment(a_role("aggregated"), a_role("router"))).expect(201)
+    assert made["spec"]["task"] == "generate"
+    made["spec"]["task"] = "embed"
+
+    assert "create another deployment" in refusal(api.put(f"{path('disaggdeployments')}/llama", made))
 
 
 def test_a_role_is_scaled_to_0_before_it_is_removed(api, path):

@@ -234,6 +234,29 @@ def test_from_an_empty_cluster_to_an_empty_cluster(server, cluster, tmp_path, mo
         eventually(lambda: not left(api))
 
 
+def test_embedding_model_is_ready_after_it_gave_a_vector(server, cluster, tmp_path, model_dir):
+    config = server.kubeconfig(tmp_path, token="admin")
+    kube = Command(kubectl(tools_folder()), config, tmp_path)
+    values = tmp_path / "values.json"
+    values.write_bytes(msgspec.json.encode(VALUES))
+    deployment = a_deployment(model_dir)
+    deployment["spec"] |= {"task": "embed", "roles": [{"name": "all", "type": "aggregated", "replicas": 2}]}
+    Command(helm_3(tools_folder()), config, tmp_path)("install", "fleet", str(CHART), "--values", str(values))
+
+    kube("apply", "-f", "-", stdin=yaml.safe_dump(deployment))
+    kube("wait", "disaggdeployment/tiny", "--for=condition=Ready", f"--timeout={SECONDS}s")
+
+    with httpx.Client(base_url=f"http://{cluster.way_to('tiny-router', 8000)}", trust_env=False) as client:
+        samples = list(text_string_to_metric_families(client.get("/metrics").text))
+        [requests] = [family for family in samples if family.name == "fleet_requests"]
+        assert sum(each.value for each in requests.samples) >= 2, "each worker has answered a probe"
+        asked = client.post("/v1/embeddings", json={"model": "tiny", "input": ["rain", "sun"]}).raise_for_status()
+        assert [len(each["embedding"]) for each in asked.json()["data"]] == [64, 64]
+        refused = client.post("/v1/completions", json={"model": "tiny", "prompt": "rain"})
+        assert refused.status_code == 400
+        assert "embed" in refused.json()["error"]["message"]
+
+
 ACCOUNTS = """
 apiVersion: v1
 kind: ServiceAccount

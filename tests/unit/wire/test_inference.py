@@ -19,6 +19,9 @@ from fleet.core.requests import (
     KvReport,
     Logprobs,
     ModelCard,
+    Pooling,
+    PoolingModel,
+    PoolingTask,
     Sampling,
     Source,
     TextPrompt,
@@ -62,6 +65,13 @@ SAMPLING = {
     "allowed_token_ids": IDS.map(tuple),
     "form": FORMS,
 }
+POOLINGS = st.builds(
+    Pooling,
+    task=st.sampled_from(PoolingTask),
+    dimensions=COUNT,
+    activation=st.sampled_from([None, True, False]),
+    first_tokens=COUNT,
+)
 REQUESTS = st.builds(
     GenerateRequest,
     id=st.text(min_size=1, max_size=8),
@@ -80,6 +90,7 @@ REQUESTS = st.builds(
     cache_salt=TEXT,
     include_stop_string=st.booleans(),
     show_special_tokens=st.booleans(),
+    pooling=st.none() | POOLINGS,
 )
 LOGPROBS = st.lists(st.tuples(COUNT, FLOAT), max_size=3).flatmap(
     lambda top: st.builds(Logprobs, FLOAT, st.just(tuple(i for i, _ in top)), st.just(tuple(p for _, p in top)))
@@ -104,6 +115,7 @@ EVENTS = st.one_of(
         token_ids=IDS.map(tuple),
         logprobs=st.lists(LOGPROBS, max_size=3).map(tuple),
         prompt_logprobs=st.lists(LOGPROBS, max_size=2).map(tuple),
+        vector=st.binary(max_size=8),
     ),
     st.builds(
         Finished,
@@ -153,6 +165,15 @@ def test_empty_structured_output_is_rejected(form):
     assert refused.value.field == "sampling.form"
 
 
+def test_unknown_kind_of_vector_is_rejected():
+    message = pb.GenerateRequest(text="x", pooling=pb.Pooling(task="speak"))
+
+    with pytest.raises(RequestRejected, match="must be one of embed, classify") as refused:
+        decode_request(message, RequestId("r"), None)
+
+    assert refused.value.field == "pooling.task"
+
+
 def test_an_event_of_a_newer_server_is_skipped():
     assert decode_event(pb.GenerateResponse()) is None
 
@@ -168,7 +189,8 @@ def test_a_request_without_a_name_gets_the_one_made_for_it():
     assert decode_request(pb.GenerateRequest(text="x"), RequestId("made"), None).id == "made"
 
 
-def test_a_model_arrives_as_it_was_sent():
-    card = ModelCard(name=ModelName("m"), max_model_len=1, block_tokens=2, workers=3)
+@pytest.mark.parametrize("pooling", [None, *(PoolingModel(task=task) for task in PoolingTask)])
+def test_a_model_arrives_as_it_was_sent(pooling):
+    card = ModelCard(name=ModelName("m"), max_model_len=1, block_tokens=2, workers=3, pooling=pooling)
 
     assert decode_model(encode_model(card)) == card

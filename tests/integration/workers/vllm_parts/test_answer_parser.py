@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import Struct, structs
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import ModelName, RequestId, WorkerId
@@ -30,6 +30,7 @@ from workers.settings import VllmSettings, WorkerSettings
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers = pytest.importorskip("transformers")
+    bytes_to_unicode = pytest.importorskip("transformers.convert_slow_tokenizer").bytes_to_unicode
     protocol = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
     DeltaMessage = pytest.importorskip("vllm.entrypoints.generate.base.protocol").DeltaMessage
 ChatCompletionRequest = protocol.ChatCompletionRequest
@@ -73,6 +74,7 @@ class Family(Struct, frozen=True):
     special: tuple[str, ...]  # special tokens
     answers: tuple[tuple[str, str, str, tuple[Any, ...]], ...]  # text, reasoning, content, calls
     reasoning: str = ""
+    end: str = "</s>"  # token that ends an answer
 
 
 def xml_call(name: str, arguments: dict[str, Any]) -> str:
@@ -97,6 +99,11 @@ KIMI = (
     "<|tool_call_argument_begin|>",
     "<|tool_call_end|>",
 )
+# Tokens of the format Harmony, which gpt-oss writes.
+HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
+ANALYSIS = "<|channel|>analysis<|message|>rain?<|end|><|start|>assistant"
+HARMONY_CALL = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{JSON_ARGUMENTS}"
+HARMONY_OTHER = '<|channel|>commentary to=functions.forecast <|constrain|>json<|message|>{"city": "Ghent", "days": 1}'
 THINK = ("<think>", "</think>")
 CALL = ("<tool_call>", "</tool_call>")
 
@@ -158,9 +165,20 @@ FAMILIES = (
     Family("lfm2", ("<|tool_call_start|>", "<|tool_call_end|>"), (
         ('<|tool_call_start|>[weather(city="Łódź <b>", days=3)]<|tool_call_end|>Done.', "", "Done.", (WEATHER,)),
     )),
+    Family("openai", HARMONY, (
+        (f"{ANALYSIS}<|channel|>final<|message|>Yes: Łódź <b>.", "rain?", "Yes: Łódź <b>.", ()),
+        ("<|channel|>final<|message|>No words before.", "", "No words before.", ()),
+    ), "openai_gptoss", "<|return|>"),
+    Family("openai", HARMONY, (
+        (f"{ANALYSIS}{HARMONY_CALL}", "rain?", "", (WEATHER,)),
+        # The recipient before the channel, as the model writes it after some prompts.
+        (f"{ANALYSIS} to=functions.weather<|channel|>commentary json<|message|>{JSON_ARGUMENTS}", "rain?", "", (WEATHER,)),
+        (f"{ANALYSIS}<|channel|>commentary<|message|>One moment.<|end|><|start|>assistant{HARMONY_CALL}", "rain?", "One moment.", (WEATHER,)),
+        (f"{ANALYSIS}{HARMONY_CALL}<|call|><|start|>assistant{HARMONY_OTHER}", "rain?", "", (WEATHER, FORECAST)),
+    ), "openai_gptoss", "<|call|>"),
 )  # fmt: skip
 CASES = [
-    pytest.param(family, *answer, id=f"{family.tool_calls}-{family.reasoning or 'plain'}-{index}")
+    pytest.param(family, *answer, id=f"{family.tool_calls}-{family.reasoning or 'plain'}-{family.end}-{index}")
     for family in FAMILIES
     for index, answer in enumerate(family.answers)
 ]
@@ -171,27 +189,52 @@ def tiny_folder() -> Path:
     return build_tiny_model(Path(tempfile.mkdtemp()), tokenizer_only=True)
 
 
+@cache
+def harmony() -> Any:
+    """Return the vocabulary of gpt-oss, which openai-harmony contains."""
+    return pytest.importorskip("openai_harmony").load_harmony_encoding("HarmonyGptOss")
+
+
+def harmony_tokenizer() -> Any:
+    """Return a tokenizer that decodes the tokens of gpt-oss. `harmony` encodes, because there are no merges here."""
+    vocabulary = harmony()
+    letters = bytes_to_unicode()
+    tokens = {}
+    for token_id in range(max(vocabulary.stop_tokens()) + 1):
+        text = vocabulary.decode([token_id], errors="surrogateescape")  # many tokens are parts of a character
+        tokens["".join([letters[byte] for byte in text.encode(errors="surrogateescape")])] = token_id
+    backend = Tokenizer(models.WordLevel(tokens, unk_token="<|endoftext|>"))
+    backend.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|return|>")
+
+
 def parsers_of(family: Family) -> VllmAnswerParsers:
     return _parsers(family.tool_calls, family.reasoning, family.special)
 
 
 @cache
 def _parsers(tool_calls: str, reasoning: str, special: tuple[str, ...]) -> VllmAnswerParsers:
-    backend = Tokenizer.from_file(str(tiny_folder() / "tokenizer.json"))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", bos_token="<s>")
+    if special == HARMONY:
+        tokenizer = harmony_tokenizer()
+    else:
+        backend = Tokenizer.from_file(str(tiny_folder() / "tokenizer.json"))
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", bos_token="<s>")
     # DeepSeek's marks are tokens that are not special.
     tokenizer.add_tokens([AddedToken(mark, special="｜" not in mark, normalized=False) for mark in special])
     names = AnswerParsers(tool_calls=tool_calls, reasoning=reasoning, in_engine=True)
-    return VllmAnswerParsers(names, tokenizer, None, model_type="")
+    return VllmAnswerParsers(names, tokenizer, None, model_type="gpt_oss" if special == HARMONY else "")
 
 
 def encoded(family: Family, text: str) -> list[int]:
+    if family.special == HARMONY:
+        return list(harmony().encode(text, allowed_special="all"))
     return parsers_of(family).tokenizer.encode(text, add_special_tokens=False)
 
 
 def an_attempt(family: Family, tokens: list[int], **fields: Any) -> Start:
     task = ParsingTask(**{"tools": TOOLS, **fields})
-    return a_start(tokens=token_bytes(tokens), sampling=Sampling(max_tokens=500, stop_token_ids=(1,)), parsing=task)
+    sampling = Sampling(max_tokens=500, stop_token_ids=tuple(encoded(family, family.end)))
+    return a_start(tokens=token_bytes(tokens), sampling=sampling, parsing=task)
 
 
 def opened(family: Family, tokens: list[int], *, begun: int = 0, **fields: Any) -> VllmAnswerParser:
@@ -235,7 +278,7 @@ def trimmed(result: Any) -> Any:
 
 @pytest.mark.parametrize(("family", "text", "reasoning", "content", "calls"), CASES)
 def test_streamed_parts_are_those_of_the_whole_answer(family, text, reasoning, content, calls):
-    tokens = [*encoded(family, text), 1]
+    tokens = encoded(family, text + family.end)
 
     one_by_one = streamed(family, tokens, list(range(len(tokens))))
 
@@ -258,7 +301,7 @@ def tokens_of(family: Family, text: str, cuts: list[int]) -> list[int]:
         for begin, end in pairwise([position, *inside, position + len(part)]):
             tokens += encoded(family, text[begin:end])
         position += len(part)
-    return [*tokens, 1]
+    return [*tokens, *encoded(family, family.end)]
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
@@ -373,7 +416,7 @@ def test_schema_of_the_answer_stays_beside_optional_tools():
 def test_answer_without_tools_is_parsed_for_reasoning_alone():
     family = FAMILIES[3]
     text = "<think>rain?</think>Yes. [TOOL_CALLS]"
-    tokens = [*encoded(family, text), 1]
+    tokens = encoded(family, text + family.end)
 
     assert trimmed(streamed(family, tokens, [], tools="", tool_choice=ToolChoice.NONE))[:2] == (
         "rain?",

@@ -204,6 +204,17 @@ def test_unnamable_blocks_are_skipped_and_counted(foreign, why):
     assert books.passed_over == {why: 1, SkipReason.UNKNOWN_PARENT: 1}
 
 
+def test_text_before_an_image_is_followed():
+    books = some_books()
+    keys = [None, None, [["image", 70]], [["image", -26]]]
+
+    assert books.take(a_batch(stored([1, 2, 3, 4], None, 0, 128, extra_keys=keys))) == [KvStored(names(0, 64))]
+    assert books.take(a_batch(stored([5], 4, 128, 160))) == []
+    assert books.take(a_batch(stored([6], 2, 64, 96))) == [KvStored(names(0, 96)[2:])]
+    assert books.passed_over == {SkipReason.NOT_ONLY_TOKENS: 2, SkipReason.UNKNOWN_PARENT: 1}
+    assert books.followed == 3
+
+
 def test_partial_block_does_not_count_as_other_block_size():
     books = some_books()
     books.take(a_batch(stored([1], None, 0, 32)))

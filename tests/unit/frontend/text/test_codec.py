@@ -376,6 +376,40 @@ def test_template_gets_the_variables_of_the_request(template_args, text, tmp_pat
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).decode(token_ids(tokens)).strip() == text
 
 
+GPT_OSS = (
+    "{% macro system() %}"
+    "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}{{ reasoning_effort + ' ' }}"
+    "{% endmacro %}{{ system() }}"
+    "{% for tool in tools or [] %}{{ tool.function.name + ':' + tool.function.description + ' ' }}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}{% endfor %}"
+)
+"""Template that reads its variables as the one of gpt-oss does."""
+
+
+@pytest.mark.parametrize(
+    ("template_args", "text"),
+    [("", "medium user"), ('{"reasoning_effort": "low", "enable_thinking": true}', "low user")],
+)
+def test_effort_needs_no_switch_in_a_template_that_has_it(template_args, text, tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "chat_template.jinja").write_text(GPT_OSS, encoding="utf-8")
+
+    tokens = load_codec(folder).render([ChatMessage(role="user", content="x")], "", template_args)
+
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).decode(token_ids(tokens)).strip() == text
+
+
+def test_template_that_needs_descriptions_gets_empty_ones(tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "chat_template.jinja").write_text(GPT_OSS, encoding="utf-8")
+    tools = [{"type": "function", "function": each} for each in ({"name": "a"}, {"name": "b", "description": "B"})]
+
+    tokens = load_codec(folder).render([ChatMessage(role="user", content="x")], json.dumps(tools))
+
+    text = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(token_ids(tokens)).strip()
+    assert text == "medium a: b:B user"
+
+
 @pytest.mark.parametrize(
     "name", ["messages", "tools", "add_generation_prompt", "raise_exception", "eos_token", "effort"]
 )

@@ -14,6 +14,7 @@ from fleet.core.work import ParsedDelta, Progress
 from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
 from fleet.frontend.text.response_templates import ResponseTemplates
+from tests.support.counted_calls import count_calls
 
 ID = RequestId("r")
 TOOLS = [
@@ -138,6 +139,43 @@ def a_step(*token_ids: int, **parsed: object) -> Progress:
 
 def a_call(index: int, name: str = "", arguments: str = "") -> CallDelta:
     return CallDelta(index=index, name=name, arguments=arguments)
+
+
+@pytest.mark.parametrize(
+    "begun", ["", "<think>why", '<tool_call>\n{"name": "add", "arguments": {"y": "'], ids=["text", "reasoning", "call"]
+)
+def test_token_that_the_router_parses_takes_two_calls(begun):
+    """Two calls take less than a microsecond; a token of an unparsed answer takes one of them."""
+    answer = an_answer(JSON_CALLS, "")
+    for character in begun:
+        answer.take(Progress(request_id=ID, token_ids=(ord(character),)))
+    steps = [Progress(request_id=ID, token_ids=(ord(character),)) for character in "word " * 40]
+
+    with count_calls() as counted:
+        for step in steps:
+            answer.take(step)
+
+    assert counted.calls <= 2 * len(steps) + 10, "the parser is asked only where a delimiter may end"
+
+
+@pytest.mark.parametrize(
+    ("parts", "calls"),
+    [
+        (ParsedDelta(text="word"), 1),
+        (ParsedDelta(reasoning="word"), 1),
+        (ParsedDelta(calls=(CallDelta(index=0, arguments="word"),)), 3),
+    ],
+    ids=["text", "reasoning", "call"],
+)
+def test_token_that_a_worker_has_parsed_takes_few_calls(parts, calls):
+    answer = EngineParsedAnswer(ID)
+    steps = [Progress(request_id=ID, token_ids=(7,), parsed=parts)] * 200
+
+    with count_calls() as counted:
+        for step in steps:
+            answer.take(step)
+
+    assert counted.calls <= calls * len(steps)
 
 
 def test_worker_that_continues_an_answer_repeats_nothing():

@@ -4,6 +4,7 @@ import msgspec
 
 from fleet.config import parse_changes
 from fleet.net.grpc.port import LIVENESS
+from operators.api.disagg_deployment import RoleType, ServedTask
 from operators.manifests.pods import PRE_STOP_SECONDS
 from operators.manifests.settings import CONNECTION_SECONDS
 from operators.manifests.shared import shared
@@ -35,6 +36,20 @@ def test_worker_registers_with_every_router_pod():
     assert service["spec"]["clusterIP"] == "None", "its name stands for all pods"
     assert service["spec"]["publishNotReadyAddresses"]
     assert [str(each["port"]) for each in service["spec"]["ports"]] == [port]
+
+
+def test_worker_of_a_pooling_model_gets_its_task_and_no_paths():
+    generating = a_deployment()
+    spec = msgspec.structs.replace(generating.spec, task=ServedTask.EMBED, roles=generating.spec.roles[-1:])
+    [role] = spec.roles
+    embedding = msgspec.structs.replace(
+        generating, spec=msgspec.structs.replace(spec, roles=(msgspec.structs.replace(role, type=RoleType.AGGREGATED),))
+    )
+
+    settings, _ = worker_of(embedding)
+
+    assert (settings["task"], settings["role"], settings["kv_paths"]) == ("embed", "both", [])
+    assert "task" not in worker_of(generating)[0], "workers that generate are not restarted by an upgrade"
 
 
 def router_of(deployment):

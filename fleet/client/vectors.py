@@ -1,0 +1,72 @@
+"""Vectors: requests for the vectors of texts, and their results."""
+
+from collections.abc import Iterator, Sequence
+from typing import TypedDict, cast
+
+import numpy as np
+from msgspec import Struct
+
+from fleet.client.errors import InvalidRequest, ServerError
+from fleet.client.requests import Options, build_message
+from fleet.client.results import StreamedAnswer
+from fleet.core.errors import Reason
+from fleet.core.requests import Pooling
+from fleet.v1 import inference_pb2 as pb
+
+AT_ONCE = 64
+"""Maximum number of texts of one call that are on their way, so that a long list does not fill the admission queue."""
+
+
+class VectorOptions(TypedDict, total=False):
+    """Lists the keyword arguments of `embed` and `classify`; proto/fleet/v1/inference.proto explains them."""
+
+    model: str
+    priority: int
+    session: str
+    tenant: str
+    pin: str
+    labels: Sequence[str]
+    timeout_seconds: float | None  # time limit for each text; None means no limit
+
+
+class VectorResult(Struct, frozen=True, kw_only=True):
+    """Holds the vector of one text."""
+
+    request_id: str
+    model: str
+    vector: tuple[float, ...]  # the embedding, or a number for each class
+    prompt_tokens: int
+    worker_id: str
+
+
+def build_vector_messages(
+    texts: Sequence[str | Sequence[int]], pooling: Pooling, options: VectorOptions
+) -> Iterator[pb.GenerateRequest]:
+    """Yield the message for each text.
+
+    Raises:
+        InvalidRequest: `texts` is not a list of texts or lists of token ids, or a value does not fit its field.
+    """
+    if isinstance(texts, str) or any(not isinstance(text, str | Sequence | np.ndarray) for text in texts):
+        message = "texts: must be a list of texts, or of lists of token ids"
+        raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field="text")
+    for text in texts:
+        yield build_message(text, cast(Options, options), pooling)
+
+
+def vector_result(answer: StreamedAnswer) -> VectorResult:
+    """Return the vector of a complete answer.
+
+    Raises:
+        ServerError: The router does not know requests for vectors, and has generated text.
+    """
+    result = answer.result
+    if not result.vector:
+        raise ServerError("the router answered without a vector; it is older than this client")
+    return VectorResult(
+        request_id=result.request_id,
+        model=result.model,
+        vector=tuple(np.frombuffer(result.vector, "<f4").tolist()),
+        prompt_tokens=result.usage.prompt_tokens,
+        worker_id=result.kv[-1].worker_id if result.kv else "",
+    )

@@ -1,0 +1,32 @@
+"""Conversion between protobuf messages and values: the demand for a vector instead of tokens."""
+
+from fleet.core.requests import Pooling, PoolingTask
+from fleet.v1 import inference_pb2 as pb
+
+
+def encode_pooling(pooling: Pooling) -> pb.Pooling:
+    """Encode the demand for a vector.
+
+    Raises:
+        TypeError, ValueError: A value does not fit its field.
+    """
+    return pb.Pooling(
+        task=pooling.task.value,
+        dimensions=pooling.dimensions,
+        activation=pooling.activation,
+        first_tokens=pooling.first_tokens,
+    )
+
+
+def decode_pooling(message: pb.Pooling) -> Pooling | None:
+    """Decode the demand for a vector; return None if its task is unknown."""
+    try:
+        task = PoolingTask(message.task)
+    except ValueError:
+        return None
+    return Pooling(
+        task=task,
+        dimensions=message.dimensions,
+        activation=message.activation if message.HasField("activation") else None,
+        first_tokens=message.first_tokens,
+    )

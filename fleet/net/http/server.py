@@ -217,6 +217,13 @@ class HttpServer:
                 send_rejection(exchange, internal_error())
             await exchange.drained()
 
+    def _hint(self, path: str) -> str:
+        """Return a hint for a client whose base URL ends with one ``/v1`` too many or lacks it; empty for other paths."""
+        for other in (path.removeprefix("/v1"), f"/v1{path}"):
+            if other != path and (other in self._routes or self.handlers_of(other) is not None):
+                return f"; {other[:200]} exists: correct the base URL of the client"
+        return ""
+
     def _is_refused(self, request: HttpRequest) -> bool:
         """Return whether a request is refused for its client before its body is read."""
         if request.unread or self.is_stranger is None or request.path in self.open_paths:
@@ -238,7 +245,8 @@ class HttpServer:
             await answer(exchange)
         elif methods is None:
             self.unserved(HTTPStatus.NOT_FOUND)
-            send_http_error(exchange, HTTPStatus.NOT_FOUND, f"there is nothing at {request.path[:200]}")
+            message = f"there is nothing at {request.path[:200]}{self._hint(request.path)}"
+            send_http_error(exchange, HTTPStatus.NOT_FOUND, message)
         else:
             self.unserved(HTTPStatus.METHOD_NOT_ALLOWED)
             allowed = ", ".join(methods)

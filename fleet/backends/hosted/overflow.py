@@ -60,7 +60,6 @@ _EXTENDED_OPTIONS = (
     "bad_words",
     "cache_salt",
     "truncate_prompt",
-    "images",
 )
 _NO_SAMPLING = Sampling()
 _NO_OPTIONS = GenerateRequest(id=RequestId(""), model=ModelName(""), prompt=TextPrompt(""))
@@ -399,7 +398,13 @@ class _Offer:
 def _answers_alike(parsed: OpenAiRequest, settings: OverflowSettings) -> bool:
     """Return True if the hosted model would answer the request in the same way (rule 1)."""
     request = parsed.request
-    if request.pin or request.labels or parsed.return_token_ids or isinstance(request.prompt, TokenPrompt):
+    if (
+        request.images
+        or request.pin
+        or request.labels
+        or parsed.return_token_ids
+        or isinstance(request.prompt, TokenPrompt)
+    ):
         return False
     if not request.fill_context and request.sampling.max_tokens > settings.max_answer_tokens:
         return False

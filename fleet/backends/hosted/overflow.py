@@ -203,7 +203,7 @@ class HostedOverflow:
 
     def offer(self, parsed: OpenAiRequest, exchange: Exchange, authorization: str) -> "_Offer | None":
         hosted = self._models.get(parsed.request.model) if parsed.request.model else self._only()
-        if hosted is None or not _answers_alike(parsed, hosted.settings):
+        if hosted is None or not answers_alike(parsed, hosted.settings):
             return None
         return _Offer(self, hosted, parsed, exchange, authorization)
 
@@ -395,7 +395,7 @@ class _Offer:
         return await self._overflow.take(self, refused)
 
 
-def _answers_alike(parsed: OpenAiRequest, settings: OverflowSettings) -> bool:
+def answers_alike(parsed: OpenAiRequest, settings: OverflowSettings) -> bool:
     """Return True if the hosted model would answer the request in the same way (rule 1)."""
     request = parsed.request
     if (

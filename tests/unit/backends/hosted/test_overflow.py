@@ -5,7 +5,7 @@ import base64
 import msgspec
 import pytest
 
-from fleet.backends.hosted.overflow import _answers_alike
+from fleet.backends.hosted.overflow import answers_alike
 from fleet.core.clock import Nanos
 from fleet.core.ids import RequestId
 from fleet.frontend.openai.requests import read_chat
@@ -34,5 +34,5 @@ def test_request_with_images_never_overflows(extended, url):
         extended_fields=extended,
     )
 
-    assert _answers_alike(a_chat(), settings)
-    assert not _answers_alike(a_chat({"type": "image_url", "image_url": {"url": url}}), settings)
+    assert answers_alike(a_chat(), settings)
+    assert not answers_alike(a_chat({"type": "image_url", "image_url": {"url": url}}), settings)

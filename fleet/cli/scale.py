@@ -19,7 +19,7 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.core.system_clock import SystemClock, unix_milliseconds
 from fleet.local.runs import LocalRun, local_plans, local_runs, run_at
 from fleet.planner.connectors.open import connector_of
-from fleet.planner.execution import PlanOutcome
+from fleet.planner.execution import PlanOutcome, forbidden
 from fleet.planner.messages import MOST_REPLICAS, Observation, Plan, PlanId, PlanWriter, PoolName
 from fleet.planner.ports import ConnectorError, PlanConnector, PoolReleaser
 from fleet.planner.server import carry_out
@@ -129,7 +129,11 @@ async def _change(
         within=Nanos(round(within_seconds * SECOND)),
     )
 
+    forbidden_part: Plan | None = None
+
     def tell(seen: Observation) -> None:
+        nonlocal forbidden_part
+        forbidden_part = forbidden(plan, seen)
         for each in seen.pools:
             if each.name in wanted and not each.settled:
                 _say(pool_line(each))
@@ -137,6 +141,11 @@ async def _change(
     outcome, seen = await carry_out(
         connector, plan, before, SystemClock(), tell, lambda cause: _say(f"{cause}; trying again")
     )
+    if forbidden_part is not None and outcome is not PlanOutcome.SETTLED:
+        named = " ".join(f"{name}={count}" for name, count in forbidden_part.replicas.items())
+        kept = "took back" if outcome is PlanOutcome.ROLLED_BACK else "did not change"
+        _say(f"the bounds of the orchestrator do not allow {named}; fleet scale {kept} the written numbers")
+        return outcome, seen
     match outcome:
         case PlanOutcome.ROLLED_BACK:
             _say("time limit reached; workers that have not come are given up")

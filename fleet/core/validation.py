@@ -365,7 +365,7 @@ class SchemaShape(Struct, frozen=True, rename=_JSON_SCHEMA_NAMES):
 
 
 class ToolFunction(Struct, frozen=True):
-    name: Annotated[str, Meta(min_length=1)]
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]  # OpenAI's characters, and Anthropic's length
     description: str | None = None
     parameters: SchemaShape | None = None
 

@@ -60,7 +60,6 @@ _EXTENDED_OPTIONS = (
     "bad_words",
     "cache_salt",
     "truncate_prompt",
-    "images",
 )
 _NO_SAMPLING = Sampling()
 _NO_OPTIONS = GenerateRequest(id=RequestId(""), model=ModelName(""), prompt=TextPrompt(""))
@@ -204,7 +203,7 @@ class HostedOverflow:
 
     def offer(self, parsed: OpenAiRequest, exchange: Exchange, authorization: str) -> "_Offer | None":
         hosted = self._models.get(parsed.request.model) if parsed.request.model else self._only()
-        if hosted is None or not _answers_alike(parsed, hosted.settings):
+        if hosted is None or not answers_alike(parsed, hosted.settings):
             return None
         return _Offer(self, hosted, parsed, exchange, authorization)
 
@@ -396,10 +395,16 @@ class _Offer:
         return await self._overflow.take(self, refused)
 
 
-def _answers_alike(parsed: OpenAiRequest, settings: OverflowSettings) -> bool:
+def answers_alike(parsed: OpenAiRequest, settings: OverflowSettings) -> bool:
     """Return True if the hosted model would answer the request in the same way (rule 1)."""
     request = parsed.request
-    if request.pin or request.labels or parsed.return_token_ids or isinstance(request.prompt, TokenPrompt):
+    if (
+        request.images
+        or request.pin
+        or request.labels
+        or parsed.return_token_ids
+        or isinstance(request.prompt, TokenPrompt)
+    ):
         return False
     if not request.fill_context and request.sampling.max_tokens > settings.max_answer_tokens:
         return False

@@ -123,7 +123,7 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] | None = None
     # Fields that are accepted and ignored.
     user: Any = None
-    metadata: Any = None
+    metadata: dict[str, Any] | None = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None

@@ -374,13 +374,16 @@ class Relay:
         request = exchange.request
         path = request.head.path
         try:
+            sent = known = ""
+            if self.takes_keys:  # the key is checked before the body is judged
+                sent = (request.headers.get(b"authorization") or bearer_of_key(request.headers)).decode("latin-1")
+                known = self._tenants.tenant(sent, "")
             body = read_body(request.body, path)
             if not HINT_HEADER_NAMES.isdisjoint(request.head.headers):
                 body.fleet = header_hints(request.head.headers, body.fleet)
             tenant = "" if body.fleet is None else body.fleet.tenant
             if self.takes_keys:
-                sent = request.headers.get(b"authorization") or bearer_of_key(request.headers)
-                tenant = self._tenants.tenant(sent.decode("latin-1"), tenant)
+                tenant = self._tenants.tenant(sent, tenant) if tenant else known
             reader = self._reader(body, path)
         except RequestRejected as refused:
             with suppress(ClientDisconnected):
@@ -464,10 +467,10 @@ class Relay:
         Raises:
             RequestRejected: The request is invalid, or exceeds a limit of its tenant.
         """
+        known = self._tenants.tenant(authorization, "")
         body = read_body(content, path)
         tenant = "" if body.fleet is None else body.fleet.tenant
-        if self.takes_keys:
-            tenant = self._tenants.tenant(authorization, tenant)
+        tenant = self._tenants.tenant(authorization, tenant) if tenant else known
         if (reader := self._reader(body, path)) is None:
             return None
         if path in GENERATING and len(content) > reader.inline_bytes and prompt_bytes(body) > reader.inline_bytes:

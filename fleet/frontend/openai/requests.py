@@ -562,6 +562,8 @@ def _message(index: int, message: MessageBody, images: list[ImageFile]) -> ChatM
     field = f"messages[{index}]"
     if message.function_call:
         raise invalid(f"{field}.function_call", "is not supported; write it into tool_calls")
+    if message.role == "tool" and not message.tool_call_id:
+        raise invalid(f"{field}.tool_call_id", "is missing; a tool message names the call that it answers")
     parts: tuple[str | None, ...] = ()
     match message.content:
         case str(content):

@@ -209,6 +209,7 @@ class HttpFrontend(HttpServer):
             self.streams_body = self._is_passage
         if generation.by_key:
             self.is_stranger = self._has_no_key
+            self.open_paths = ("/ping",)
         self.health_address = ""  # address of the health port; empty if there is none
         self._generation = generation
         self._registry = registry
@@ -288,7 +289,7 @@ class HttpFrontend(HttpServer):
         return False
 
     async def refuse_stranger(self, exchange: Exchange) -> None:
-        """Answer a request without a known key, and count it, as if its body had been read."""
+        """Answer a request without a known key, and count it. Its body is not judged."""
         head = exchange.request.head
         request_id = new_request_id(head.headers, self._generation.serves)
         unknown = GenerateRequest(id=request_id, model=ModelName(""), prompt=TextPrompt(""))

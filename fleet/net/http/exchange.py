@@ -148,6 +148,9 @@ class HeldBodyBytes:
         self.bytes = 0
 
 
+KEPT_ALIVE = ("connection", "keep-alive")
+"""The header of an answer in HTTP/1.0 after which the connection stays open. HTTP/1.1 does not need it (RFC 9112, 9.3)."""
+
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 BAD_REQUEST_LINE = (
@@ -333,6 +336,8 @@ class Exchange:
         self._keep_alive = self._keep_alive and not close
         if self.more_headers:
             headers = (*headers, *self.more_headers)
+        if self._keep_alive and not self.request.head.chunked_answer:
+            headers = (*headers, KEPT_ALIVE)
         head = response_head(status, content_type, len(content), close=not self._keep_alive, headers=headers)
         self._began = self._complete = True
         self._connection.write((head, b"" if self.request.method == "HEAD" else content))

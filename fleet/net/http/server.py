@@ -7,7 +7,7 @@ pages of other origins may call the port (https://fetch.spec.whatwg.org/#http-co
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from http import HTTPStatus
@@ -25,6 +25,7 @@ from fleet.net.http.exchange import (
     HeadCache,
     HeldBodyBytes,
     HttpHead,
+    HttpRequest,
     MalformedRequest,
 )
 from fleet.net.limit_log import ClientLog, ConnectionLimitLog
@@ -98,6 +99,7 @@ class HttpServer:
         self.draining = False
         self.streams_body: StreamsBody | None = None  # None: every body is collected before its request is served
         self.is_stranger: IsStranger | None = None  # None: bodies are taken from every client
+        self.open_paths: Container[str] = ()  # paths whose requests strangers may send too
         self._settings = settings
         self._clock = clock
         self._routes = routes
@@ -193,7 +195,7 @@ class HttpServer:
         return None
 
     async def refuse_stranger(self, exchange: Exchange) -> None:
-        """Answer a client whose body was not taken; a server with `is_stranger` implements it."""
+        """Answer a client that is a stranger; a server with `is_stranger` implements it."""
         raise NotImplementedError
 
     def _served(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
@@ -215,6 +217,19 @@ class HttpServer:
                 send_rejection(exchange, internal_error())
             await exchange.drained()
 
+    def _hint(self, path: str) -> str:
+        """Return a hint for a client whose base URL ends with one ``/v1`` too many or lacks it; empty for other paths."""
+        for other in (path.removeprefix("/v1"), f"/v1{path}"):
+            if other != path and (other in self._routes or self.handlers_of(other) is not None):
+                return f"; {other[:200]} exists: correct the base URL of the client"
+        return ""
+
+    def _is_refused(self, request: HttpRequest) -> bool:
+        """Return whether a request is refused for its client before its body is read."""
+        if request.unread or self.is_stranger is None or request.path in self.open_paths:
+            return request.unread
+        return self.is_stranger(request.head)
+
     async def _route(self, exchange: Exchange) -> None:
         request = exchange.request
         methods = self._routes.get(request.path) or self.handlers_of(request.path)
@@ -224,13 +239,14 @@ class HttpServer:
         answer = None if methods is None else methods.get("GET" if request.method == "HEAD" else request.method)
         if answer is None:
             answer = self.fallback(request.head)
-        if answer is not None and request.unread and request.method == "POST":
+        if answer is not None and request.method == "POST" and self._is_refused(request):
             await self.refuse_stranger(exchange)
         elif answer is not None:
             await answer(exchange)
         elif methods is None:
             self.unserved(HTTPStatus.NOT_FOUND)
-            send_http_error(exchange, HTTPStatus.NOT_FOUND, f"there is nothing at {request.path[:200]}")
+            message = f"there is nothing at {request.path[:200]}{self._hint(request.path)}"
+            send_http_error(exchange, HTTPStatus.NOT_FOUND, message)
         else:
             self.unserved(HTTPStatus.METHOD_NOT_ALLOWED)
             allowed = ", ".join(methods)

@@ -35,6 +35,9 @@ COMPLETIONS = "/v1/completions"
     ("sent", "status", "said"),
     [
         (get("/nowhere"), 404, "nothing at /nowhere"),
+        (get("/v1/v1/chat/completions"), 404, "; /v1/chat/completions exists: correct the base URL of the client"),
+        (get("/chat/completions"), 404, "; /v1/chat/completions exists: correct the base URL of the client"),
+        (get("/models/some"), 404, "; /v1/models/some exists: correct the base URL of the client"),
         (get("/health", "DELETE"), 405, "takes GET"),
         (get(CHAT), 405, "takes POST"),
         (post("/v1/models", b"{}"), 405, "takes GET"),
@@ -298,6 +301,18 @@ async def test_http_1_0_and_close_requests_close_the_connection(frontends, versi
         assert (status, headers["connection"]) == (200, "close")
         assert body.endswith(b"data: [DONE]\n\n") == stream
         assert ("transfer-encoding" in headers) == (stream and version == "1.1")
+        assert await peer.rest() == b""
+
+
+async def test_http_1_0_connection_that_stays_open_says_so(frontends):
+    frontends.will_answer("the fox")
+    async with raw_http_client(frontends) as peer:
+        for _ in range(2):
+            await peer.send(post(COMPLETIONS, {"prompt": "once"}, "connection: keep-alive", version="1.0"))
+            status, headers, _ = await peer.answer()
+            assert (status, headers["connection"]) == (200, "keep-alive")
+        await peer.send(post(COMPLETIONS, {"prompt": "once"}, version="1.0"))
+        assert (await peer.answer())[1]["connection"] == "close"
         assert await peer.rest() == b""
 
 

@@ -8,6 +8,7 @@ from hashlib import sha256
 import pytest
 
 from fleet.router.tenants import TenantSettings
+from tests.support.backends.openai_servers import OpenAiServer, a_relay
 from tests.support.frontend.frontends import open_frontends
 from tests.support.frontend.http_clients import RawHttpClient, get, post, raw_http_client
 from tests.support.waiting import until, until_still
@@ -71,6 +72,52 @@ async def test_early_refusal_equals_that_of_a_whole_request(frontends, path):
     (status, headers, body), (early_status, early_headers, early_body) = answers
     assert (status, body) == (early_status, early_body)
     assert early_headers.keys() - {"connection"} == headers.keys()
+
+
+JUDGED = [
+    COMPLETIONS,
+    "/v1/chat/completions",
+    MESSAGES,
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/tokenize",
+]
+MALFORMED = [b"{", b"", b'{"model": 1}', b'{"tools": []}']
+
+
+@pytest.mark.parametrize("path", JUDGED)
+@pytest.mark.parametrize("body", MALFORMED)
+async def test_key_is_checked_before_a_small_body_is_judged(frontends, path, body):
+    async with raw_http_client(frontends) as peer:
+        await peer.send(post(path, body, WRONG))
+        assert (await peer.answer())[0] == 401
+        await peer.send(post(path, body, WRONG, "content-type: text/plain"))
+        assert (await peer.answer())[0] == 401
+        await peer.send(post(path, body, RIGHT))
+        assert (await peer.answer())[0] == 400
+    assert refused(frontends) == 2
+
+
+async def test_key_is_checked_before_a_relayed_body_is_judged():
+    server = OpenAiServer()
+    await server.start()
+    async with a_relay(server, tenants=TENANTS) as world, raw_http_client(world) as peer:
+        for path in ("/v1/chat/completions", MESSAGES, "/v1/embeddings"):
+            for body in (*MALFORMED, b'{"model": "unknown"}'):
+                await peer.send(post(path, body, WRONG))
+                assert (await peer.answer())[0] == 401
+            await peer.send(post(path, b"{", RIGHT))
+            assert (await peer.answer())[0] == 400
+    await server.stop()
+    assert not server.seen
+
+
+async def test_probe_needs_no_key(frontends):
+    async with raw_http_client(frontends) as peer:
+        await peer.send(post("/ping", b"{}", WRONG))
+        assert (await peer.answer())[0] == 200
 
 
 async def test_stranger_is_not_asked_for_a_body(frontends):

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,6 +13,7 @@ from fleet.cli.main import run
 from fleet.core.errors import ConfigurationRefused
 from fleet.local import runs as local_runs
 from fleet.planner.settings import EtcdTarget, FolderTarget, KubernetesTarget
+from tests.support.waiting import eventually
 
 
 def target(*argv):
@@ -165,6 +167,28 @@ def test_late_workers_are_given_up_and_reported(plans, capsys):
     assert "prefill  wanted 2  ready 1  not taken up" in told.err
     assert "workers that have not come are given up" in told.err
     assert json.loads((plans / "plan.json").read_text())["pools"]["prefill"]["replicas"] == 1
+
+
+def test_forbidden_number_is_not_blamed_on_the_time_limit(plans, capsys):
+    limited = {"asked": 1, "ready": 1, "why": "limited", "message": "decode needs at least 1"}
+    (plans / "report.json").write_text(json.dumps({"pools": {"decode": {"asked": 1, "ready": 1}}}))
+
+    def refuse_plan():
+        eventually((plans / "plan.json").exists)
+        report = plans / "report.json.new"
+        report.write_text(json.dumps({"revision": 1, "pools": {"decode": limited}}))
+        report.replace(plans / "report.json")
+
+    with ThreadPoolExecutor() as orchestrator:
+        refused = orchestrator.submit(refuse_plan)
+        assert run(["scale", "decode=0", "--plans", str(plans), "--within", "30"]) == 1
+        refused.result()
+
+    told = capsys.readouterr().err
+    assert "decode needs at least 1" in told
+    assert "the bounds of the orchestrator do not allow decode=0; fleet scale took back the written numbers" in told
+    assert "time limit" not in told
+    assert json.loads((plans / "plan.json").read_text())["pools"]["decode"]["replicas"] == 1
 
 
 def test_a_cluster_that_is_gone_is_one_line(tmp_path, capsys):

@@ -196,6 +196,8 @@ A_TOOL = '{"type": "function", "function": {"name": "f", "parameters": {"type": 
         (ChatPrompt((SPOKEN,), tools='[{"type": "browser", "function": {"name": "f"}}]'), "chat.tools[0].type"),
         (ChatPrompt((SPOKEN,), tools=f'[{A_TOOL}, {{"type": "function", "function": {{"name": ""}}}}]'),
          "chat.tools[1].function.name"),
+        (ChatPrompt((SPOKEN,), tools=f'[{A_TOOL}, {{"type": "function", "function": {{"name": "get weather"}}}}]'),
+         "chat.tools[1].function.name"),
         (ChatPrompt((SPOKEN,), tools='[{"function": {"parameters": {"x": ' + "[" * 99_999), "chat.tools"),
         (ChatPrompt((SPOKEN, ChatMessage(role="assistant", content="", tool_calls="[{}]"))),
          "chat.messages[1].tool_calls[0].function"),

@@ -275,6 +275,20 @@ def test_tools_are_part_of_the_prompt_unless_choice_is_none():
     assert chat(tools=[]).request.prompt.tools == ""
 
 
+def test_tool_message_names_the_call_that_it_answers():
+    with pytest.raises(RequestRejected) as refused:
+        chat(messages=[{"role": "user", "content": "x"}, {"role": "tool", "content": "2"}])
+    assert refused.value.field == "messages[1].tool_call_id"
+
+
+@pytest.mark.parametrize("metadata", ["text", [1], 5])
+def test_metadata_that_is_no_object_is_refused_by_name(metadata):
+    chat(metadata={"user": "u"})
+    with pytest.raises(RequestRejected) as refused:
+        chat(metadata=metadata)
+    assert refused.value.field == "metadata"
+
+
 def test_tool_calls_and_results_are_part_of_the_prompt():
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 

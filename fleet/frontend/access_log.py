@@ -16,6 +16,7 @@ from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import RequestId
 from fleet.core.requests import (
+    CallDelta,
     ChatPrompt,
     Delta,
     Finish,
@@ -26,6 +27,7 @@ from fleet.core.requests import (
     Prompt,
     TextPrompt,
     Usage,
+    join_calls,
 )
 from fleet.core.roles import Phase
 from fleet.core.telemetry import operation_of
@@ -162,6 +164,7 @@ class AccessEntry:
         """True if `note` is to be called with each event of the answer."""
 
         self._answer: list[str] = []
+        self._calls: list[CallDelta] = []
 
     def first_token(self) -> None:
         """Note how long the request was queued.
@@ -174,6 +177,7 @@ class AccessEntry:
         """Note a part of the answer, for a record that shows the answer's text."""
         if isinstance(event, Delta):
             self._answer += (event.reasoning, event.text)
+            self._calls += event.calls
         elif isinstance(event, Finished):
             self._answer.append(event.text)
 
@@ -261,6 +265,7 @@ class AccessEntry:
             duration_seconds=times.whole,
             prompt=_content(request.prompt) if self.notes_answer else UNSET,
             answer="".join(self._answer) if self.notes_answer else UNSET,
+            calls=tuple(join_calls(self._calls)) if self._calls else UNSET,
         )
 
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from prometheus_client.core import Metric
 
+from fleet.core.requests import ToolCall
 from fleet.recording.rotated_file import RotatedFile
 from kvstore.metric_definitions import CounterDefinition, MetricDefinition
 
@@ -75,6 +76,7 @@ class AccessRecord(Struct, frozen=True, kw_only=True):
     duration_seconds: float
     prompt: Any = UNSET
     answer: str | UnsetType = UNSET
+    calls: tuple[ToolCall, ...] | UnsetType = UNSET
 
 
 class AccessRecordFile:

@@ -257,8 +257,11 @@ def without_content(event: RouterEvent) -> RouterEvent | RecordedSteps:
             return RecordedSteps(worker_id=event.worker_id, progress=list(map(_step, event.progress)))
         case Arrived():
             sampling = _without_texts(event.sampling)
-            answered = (0,) * len(event.answered)
-            return structs.replace(event, tokens=b"", salt=b"", sampling=sampling, parsing=None, answered=answered)
+            # A replay depends on how many tokens and images there are.
+            answered, images = (0,) * len(event.answered), (b"",) * len(event.images)
+            return structs.replace(
+                event, tokens=b"", salt=b"", sampling=sampling, parsing=None, answered=answered, images=images
+            )
         case AttemptRejected():
             return structs.replace(event, rejected=structs.replace(event.rejected, message=""))
         case _:

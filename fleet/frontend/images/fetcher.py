@@ -9,8 +9,9 @@ Rules:
 4. The content is read in pieces and counted against the limits of the request and of the process. Compressed answers are refused,
    because images are compressed already, and a small answer could become a huge file.
 5. All images of a request have one time limit. When it is reached, or when the client leaves, the connections are closed.
-6. One tenant gets at most half of the places, of the waiting images and of the memory for images, so that its images cannot keep those of
-   all others from being fetched. Without tenants there is no such limit.
+6. One tenant gets at most half of the places, of the lookups of names, of the waiting images and of the memory for images, so that its
+   images cannot keep those of all others from being fetched. Without tenants there is no such limit. A lookup counts until its name
+   server answers, even if nobody waits for it any more, because its thread cannot be interrupted.
 7. Errors do not tell whether a name is unknown or belongs to a private address. They contain nothing of what a server sent but its status.
 """
 
@@ -24,7 +25,6 @@ from enum import StrEnum
 from functools import partial
 from http import HTTPStatus
 from ipaddress import ip_address
-from typing import Any
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -88,8 +88,8 @@ class ImageFetcher:
         self._rule = AddressRule(settings.networks)
         self._hosts = tuple((_canonical(host), port) for host, port in map(host_and_port, settings.hosts))
         self._tls = _trust(settings.authority)
-        self._lookups = _NameLookups(settings.max_fetches)
-        self._resolve = self._lookups.addresses if resolve is None else resolve
+        self._threads = ThreadPoolExecutor(settings.max_fetches, thread_name_prefix="image-names")
+        self._resolve = self._system_addresses if resolve is None else resolve
         self._all = _Budget(settings.max_fetches, MAX_WAITING, settings.max_held_mib * MIB)
         self._tenants: dict[str, _Budget] = {}  # budgets of the tenants that use some of it now
         self.outcomes = dict.fromkeys(FetchOutcome, 0)
@@ -101,7 +101,7 @@ class ImageFetcher:
 
     def close(self) -> None:
         """End the threads that look up names."""
-        self._lookups.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     @asynccontextmanager
     async def fetched(
@@ -140,15 +140,18 @@ class ImageFetcher:
             yield tuple(complete)
         finally:
             held.release()
-            if tenant in self._tenants and self._tenants[tenant].is_unused:
-                del self._tenants[tenant]
+            self._forget_unused(tenant)
+
+    def _forget_unused(self, tenant: str) -> None:
+        if tenant in self._tenants and self._tenants[tenant].is_unused:
+            del self._tenants[tenant]
 
     def _budgets(self, tenant: str) -> "tuple[_Budget, ...]":
         """Return the budgets that a request of the tenant draws on (rule 6)."""
         if not tenant:
             return (self._all,)
         if tenant not in self._tenants:
-            self._tenants[tenant] = self._all.half()
+            self._tenants[tenant] = self._all.half(tenant)
         return self._tenants[tenant], self._all
 
     async def _fetch_all(
@@ -214,7 +217,7 @@ class ImageFetcher:
             url = URL(image.url)
             for _ in range(self._settings.max_redirects + 1):
                 self._check_url(url, field)
-                addresses = await self._addresses(url, field)
+                addresses = await self._addresses(url, field, held.budgets)
                 async with (
                     self._session(addresses) as session,
                     session.get(url, headers=_HEADERS, allow_redirects=False) as answer,
@@ -250,7 +253,7 @@ class ImageFetcher:
         elif not any(_matches(host, port, entry) for entry in self._hosts):
             raise invalid(field, "is at a host or port that the setting images.hosts of this router does not name")
 
-    async def _addresses(self, url: URL, field: str) -> "_Addresses":
+    async def _addresses(self, url: URL, field: str, budgets: "Sequence[_Budget]") -> "_Addresses":
         """Return the addresses of a URL's host, after checking all of them (rule 1)."""
         host, port = _host(url), url.port
         assert port is not None
@@ -259,12 +262,41 @@ class ImageFetcher:
             found = (host,)
         else:
             with suppress(OSError, UnicodeError):
-                found = await self._resolve(host, port)
+                found = await self._looked_up(host, port, budgets)
         if not found or not all(map(self._rule.allows, found)):
             raise invalid(
                 field, "has no public address; the setting images.networks of the router can allow private networks"
             )
         return _Addresses(found)
+
+    async def _looked_up(self, host: str, port: int, budgets: "Sequence[_Budget]") -> Sequence[str]:
+        """Return the addresses of a name, and count the lookup against the budgets until it ends (rule 6).
+
+        Raises:
+            OSError: The name has no address.
+            RequestRejected: QUEUE_FULL; too many lookups wait for name servers.
+        """
+        if any(each.lookups == each.max_lookups for each in budgets):
+            raise _busy("name servers are slow")
+        for each in budgets:
+            each.lookups += 1
+
+        async def counted() -> Sequence[str]:
+            try:
+                return await self._resolve(host, port)
+            finally:
+                for each in budgets:
+                    each.lookups -= 1
+                    self._forget_unused(each.tenant)
+
+        return await asyncio.shield(counted())  # a request that ends early leaves the lookup running
+
+    async def _system_addresses(self, host: str, port: int) -> Sequence[str]:
+        """Look a name up in a thread of the fetcher, so that slow name servers delay no other lookup of the process."""
+        found = await asyncio.get_running_loop().run_in_executor(
+            self._threads, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        )
+        return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
 
     def _session(self, addresses: "_Addresses") -> aiohttp.ClientSession:
         """Return an HTTP client for one connection to the checked addresses (rule 3)."""
@@ -300,68 +332,33 @@ class _Addresses(AbstractResolver):
         pass
 
 
-class _NameLookups:
-    """Looks up names in threads of its own, so that slow name servers delay no other lookup of the process.
-
-    A thread cannot be interrupted. So a lookup counts as running until it ends, even if nobody waits for it any more.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._running = 0
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="image-names")
-
-    async def addresses(self, host: str, port: int) -> Sequence[str]:
-        """Return the addresses of a name.
-
-        Raises:
-            OSError: The name has no address.
-            RequestRejected: QUEUE_FULL; all threads wait for name servers.
-        """
-        if self._running == self._threads:
-            raise _busy("name servers are slow")
-        self._running += 1
-        lookup = asyncio.get_running_loop().run_in_executor(
-            self._executor, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        )
-        waited_for = asyncio.shield(lookup)
-        lookup.add_done_callback(self._ended)
-        return tuple(dict.fromkeys(str(address[0]) for *_, address in await waited_for))
-
-    def _ended(self, lookup: "asyncio.Future[Any]") -> None:
-        self._running -= 1
-        if not lookup.cancelled():
-            lookup.exception()  # Reading the exception keeps asyncio from logging it if no task waited for this lookup.
-
-    def close(self) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
-
 class _Budget:
-    """Limits what all requests, or those of one tenant, use at a time: places, waiting images, and bytes of fetched images."""
+    """Limits what all requests, or those of one tenant, use at a time: places, lookups, waiting images, bytes of images."""
 
-    def __init__(self, places: int, waiting: int, held_bytes: int) -> None:
+    def __init__(self, places: int, waiting: int, held_bytes: int, tenant: str = "") -> None:
+        self.tenant = tenant  # empty: the budget of all
         self.places = asyncio.Semaphore(places)
         self.max_waiting = waiting
         self.max_held_bytes = held_bytes
         self.waiting = 0  # number of images that wait or are fetched
         self.held_bytes = 0
-        self._max_places = places
+        self.max_lookups = places
+        self.lookups = 0  # number of lookups that have not ended
 
-    def half(self) -> "_Budget":
-        """Return an unused budget with half of these limits, and at least one place."""
-        return _Budget(max(1, self._max_places // 2), self.max_waiting // 2, self.max_held_bytes // 2)
+    def half(self, tenant: str) -> "_Budget":
+        """Return an unused budget of a tenant with half of these limits, and at least one place."""
+        return _Budget(max(1, self.max_lookups // 2), self.max_waiting // 2, self.max_held_bytes // 2, tenant)
 
     @property
     def is_unused(self) -> bool:
-        return not (self.waiting or self.held_bytes)
+        return not (self.waiting or self.held_bytes or self.lookups)
 
 
 class _HeldBytes:
     """The bytes of the fetched images of one request, which count against its own limit and against the budgets."""
 
     def __init__(self, budgets: Sequence[_Budget], most: int) -> None:
-        self._budgets = budgets
+        self.budgets = budgets
         self._most = most
         self._taken = 0
 
@@ -369,17 +366,17 @@ class _HeldBytes:
         """Refuse an image with `further` bytes if there is no room for them."""
         if self._taken + further > self._most:
             raise invalid(field, f"is larger than the {self._most:,} bytes that the request may have")
-        if any(each.held_bytes + further > each.max_held_bytes for each in self._budgets):
+        if any(each.held_bytes + further > each.max_held_bytes for each in self.budgets):
             raise _busy("the images of other requests take all memory for fetched images")
 
     def take(self, count: int, field: str) -> None:
         self.check(count, field)
         self._taken += count
-        for each in self._budgets:
+        for each in self.budgets:
             each.held_bytes += count
 
     def release(self) -> None:
-        for each in self._budgets:
+        for each in self.budgets:
             each.held_bytes -= self._taken
         self._taken = 0
 

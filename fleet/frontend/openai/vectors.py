@@ -223,14 +223,14 @@ class VectorFrontend:
                 "model", f"{card.name!r} scores no pairs: it has several classes, or needs a template of its own"
             )
         firsts = asked.firsts * (len(asked.seconds) if len(asked.firsts) == 1 else 1)
-        requests = []
-        for first, second in zip(firsts, asked.seconds, strict=True):
-            if card.pooling.pairs is PairForm.JOINED:
-                request = asked.shared.prompted(TextPrompt(first + second), PoolingTask.CLASSIFY)
-            else:
-                tokens, boundary = await self._generation.pair_tokens(ModelName(card.name), first, second)
-                request = asked.shared.prompted(TokenPrompt(tokens), PoolingTask.CLASSIFY, first_tokens=boundary)
-            requests.append(request)
+        pairs = list(zip(firsts, asked.seconds, strict=True))
+        if card.pooling.pairs is PairForm.JOINED:
+            requests = [asked.shared.prompted(TextPrompt(one + other), PoolingTask.CLASSIFY) for one, other in pairs]
+        else:
+            requests = [
+                asked.shared.prompted(TokenPrompt(tokens), PoolingTask.CLASSIFY, first_tokens=boundary)
+                for tokens, boundary in await self._generation.pair_tokens(ModelName(card.name), pairs)
+            ]
         found = await self._vectors(exchange, requests, "")
         return [float(each.numbers[0]) for each in found], found
 

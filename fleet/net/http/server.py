@@ -25,7 +25,6 @@ from fleet.net.http.exchange import (
     HeadCache,
     HeldBodyBytes,
     HttpHead,
-    HttpRequest,
     MalformedRequest,
 )
 from fleet.net.limit_log import ClientLog, ConnectionLimitLog
@@ -128,7 +127,7 @@ class HttpServer:
             self._client_log,
             self._connection_seconds,
             self.streams_body,
-            self.is_stranger,
+            None if self.is_stranger is None else self._is_refused,
         )
 
     def tls_port(self, listening: socket.socket, certificates: ServerCertificates) -> TlsPort:
@@ -224,11 +223,9 @@ class HttpServer:
                 return f"; {other[:200]} exists: correct the base URL of the client"
         return ""
 
-    def _is_refused(self, request: HttpRequest) -> bool:
-        """Return whether a request is refused for its client before its body is read."""
-        if request.unread or self.is_stranger is None or request.path in self.open_paths:
-            return request.unread
-        return self.is_stranger(request.head)
+    def _is_refused(self, head: HttpHead) -> bool:
+        """Return whether a request is refused for its client, whatever its body contains."""
+        return self.is_stranger is not None and head.path not in self.open_paths and self.is_stranger(head)
 
     async def _route(self, exchange: Exchange) -> None:
         request = exchange.request
@@ -239,7 +236,7 @@ class HttpServer:
         answer = None if methods is None else methods.get("GET" if request.method == "HEAD" else request.method)
         if answer is None:
             answer = self.fallback(request.head)
-        if answer is not None and request.method == "POST" and self._is_refused(request):
+        if answer is not None and request.method == "POST" and (request.unread or self._is_refused(request.head)):
             await self.refuse_stranger(exchange)
         elif answer is not None:
             await answer(exchange)

@@ -14,7 +14,7 @@ from fleet.frontend.images.fetcher import MAX_URL_CHARACTERS, MAX_WAITING, Fetch
 from fleet.router.settings.images import ImageSettings
 from tests.support.certificates import Authority
 from tests.support.servers.images import ImageServer, an_image, an_image_server
-from tests.support.waiting import until
+from tests.support.waiting import turns, until
 
 pytestmark = pytest.mark.integration
 
@@ -200,6 +200,39 @@ async def test_name_is_looked_up_by_the_system_by_default(server):
     assert await fetch(fetcher, server.url("/red.png", "localhost")) == (an_image("red"),)
 
     fetcher.close()
+
+
+class SilentNames(Names):
+    """Name servers that do not answer for `images.test` until they may."""
+
+    def __init__(self) -> None:
+        super().__init__(images_test=["127.0.0.1"], other_test=["127.0.0.1"])
+        self.may_answer = asyncio.Event()
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        if host == "images.test":
+            await self.may_answer.wait()
+        return await super().__call__(host, port)
+
+
+async def test_lookups_of_one_tenant_leave_room_for_others(server):
+    names = SilentNames()
+    fetcher = a_fetcher(server, names, max_fetches=4)
+    slow = [RemoteImage(0, server.url("/red.png", "images.test"), FIELD)]
+
+    for _ in range(2):
+        with pytest.raises(RequestRejected, match="could not be fetched within"):
+            async with fetcher.fetched([b""], slow, tenant="evil", most_bytes=MAX_IMAGE_BYTES, within_seconds=0.01):
+                pass
+    with pytest.raises(RequestRejected, match="name servers are slow") as refused:
+        await fetch(fetcher, server.url("/red.png", "images.test"), tenant="evil")
+    others = await fetch(fetcher, server.url("/red.png", "other.test"), tenant="victim")
+    names.may_answer.set()
+    await turns(3)
+
+    assert refused.value.reason is Reason.QUEUE_FULL
+    assert others == (an_image("red"),)
+    assert await fetch(fetcher, server.url("/red.png", "images.test"), tenant="evil") == others
 
 
 async def test_only_the_usual_ports_are_used_without_hosts(server):

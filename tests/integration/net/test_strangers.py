@@ -11,7 +11,7 @@ from fleet.router.tenants import TenantSettings
 from tests.support.backends.openai_servers import OpenAiServer, a_relay
 from tests.support.frontend.frontends import open_frontends
 from tests.support.frontend.http_clients import RawHttpClient, get, post, raw_http_client
-from tests.support.waiting import until, until_still
+from tests.support.waiting import turns, until, until_still
 
 pytestmark = pytest.mark.integration
 
@@ -118,6 +118,12 @@ async def test_probe_needs_no_key(frontends):
     async with raw_http_client(frontends) as peer:
         await peer.send(post("/ping", b"{}", WRONG))
         assert (await peer.answer())[0] == 200
+        head, body = post("/ping", b"{}", WRONG).split(b"\r\n\r\n")
+        await peer.send(head + b"\r\n\r\n")
+        await turns(10)  # the head is read before its body arrives
+        await peer.send(body)
+        assert (await peer.answer())[0] == 200
+    assert refused(frontends) == 0
 
 
 async def test_stranger_is_not_asked_for_a_body(frontends):

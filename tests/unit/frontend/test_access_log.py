@@ -1,9 +1,11 @@
 """The access log's treatment of names that clients choose."""
 
 import pytest
+from msgspec import to_builtins
 
 from fleet.core.errors import Reason
 from fleet.core.ids import RequestId
+from fleet.core.requests import CallDelta, Delta, Finish
 from fleet.core.system_clock import SystemClock, unix_nanoseconds
 from fleet.frontend.access_log import AccessLog, RequestTimes, quoted
 from tests.support.builders import a_request
@@ -33,3 +35,38 @@ def test_refused_request_id_cannot_forge_a_field(caplog):
 
     (record,) = caplog.records
     assert record.request == "'a outcome=stop'"
+
+
+class KeptRecords:
+    """A file of access records that keeps them in memory."""
+
+    content = True
+
+    def __init__(self):
+        self.written = []
+
+    def write(self, record):
+        self.written.append(to_builtins(record))
+
+
+@pytest.mark.parametrize(
+    ("deltas", "calls"),
+    [
+        (
+            (CallDelta(index=0, id="c1", name="search", arguments='{"q":'), CallDelta(index=0, arguments='"foxes"}')),
+            {"calls": ({"id": "c1", "name": "search", "arguments": '{"q":"foxes"}'},)},
+        ),
+        ((), {}),
+    ],
+)
+def test_record_with_content_has_the_tool_calls(deltas, calls):
+    records = KeptRecords()
+    entry = AccessLog(FakeRouter(), SystemClock(), unix_nanoseconds, logs=False, records=records).begin(a_request())
+
+    for each in deltas:
+        entry.note(Delta(text="", token_ids=(), calls=(each,)))
+    entry.write(Finish.TOOL_CALLS, usage=None, kv=(), model="tiny", times=RequestTimes(whole=0.001))
+
+    (record,) = records.written
+    assert {name: value for name, value in record.items() if name == "calls"} == calls
+    assert record["answer"] == ""

@@ -29,6 +29,7 @@ from fleet.core.requests import (
     Logprobs,
     Sampling,
     TextPrompt,
+    TokenBytes,
     TokenPrompt,
     ToolCallForm,
     ToolChoice,
@@ -589,6 +590,26 @@ async def test_chat_of_many_empty_pieces_is_rendered_in_a_thread(generations, co
     await collect(generation.generate(a_request(prompt=ChatPrompt(messages))))
 
     assert (rendering.thread is threading.current_thread()) is inline
+
+
+class PairThreads(RenderingThread):
+    """A codec that notes in which thread it tokenizes pairs."""
+
+    def encode_pair(self, first: str, second: str) -> tuple[TokenBytes, int]:
+        self.thread = threading.current_thread()
+        return self._codec.encode(first + second), len(first)
+
+
+@pytest.mark.parametrize(("count", "inline"), [(2, True), (2048, False)])
+async def test_many_short_pairs_are_tokenized_in_a_thread(generations, codec, count, inline):
+    pairs = PairThreads(codec)
+
+    found = await generations(FakeRouter([5]), {MODEL: pairs}).pair_tokens(
+        MODEL, [("what", f"{n}") for n in range(count)]
+    )
+
+    assert (pairs.thread is threading.current_thread()) is inline
+    assert found == [(codec.encode(f"what{n}"), 4) for n in range(count)]
 
 
 async def test_api_key_selects_tenant_and_salt(generations):

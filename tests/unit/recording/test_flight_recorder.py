@@ -4,6 +4,7 @@ import json
 import os
 from base64 import b64encode
 from random import Random
+from typing import get_type_hints
 
 import pytest
 from msgspec import structs
@@ -14,9 +15,17 @@ from fleet.core.requests import JsonSchema, Logprobs, Sampling
 from fleet.core.roles import Role
 from fleet.core.work import Progress, Rejected
 from fleet.recording.flight_recorder import KEPT_RECORDINGS, MIB, FlightRecorder, open_recorded_machine
-from fleet.recording.format import FORMAT, RecordingHead
+from fleet.recording.format import FORMAT, RecordingHead, entry_line
 from fleet.recording.reader import Recording
-from fleet.router.messages import AttemptRejected, CacheAssumed, Dispatch, RouterTicked, WorkerJoined, WorkerStepped
+from fleet.router.messages import (
+    Arrived,
+    AttemptRejected,
+    CacheAssumed,
+    Dispatch,
+    RouterTicked,
+    WorkerJoined,
+    WorkerStepped,
+)
 from fleet.router.observer import ObservedMachine
 from fleet.router.placement.policies.built_in import policy
 from fleet.router.settings.router import OpenAiWorkerSettings, RouterSettings
@@ -104,6 +113,18 @@ def test_recording_has_no_content_and_no_secrets(tmp_path):
         assert hidden not in content
     assert Recording(path).head.settings.tenants == {"acme": TenantSettings(weight=3.0)}
     assert RecordingReplay(path).run().agree
+
+
+def test_recording_leaves_out_every_byte_field_of_an_arrival():
+    hidden = b"content of a client"
+    fields = {name: str(kind) for name, kind in get_type_hints(Arrived).items() if "bytes" in str(kind)}
+    filled = {name: (hidden, hidden) if kind.startswith("tuple") else hidden for name, kind in fields.items()}
+
+    line = entry_line(START, an_arrival(**filled), [], [])
+
+    assert {"tokens", "salt", "images"} <= filled.keys()
+    assert b64encode(hidden) not in line
+    assert line.count(b'"images":["",""]') == 1, "a replay needs their number"
 
 
 def test_full_recording_ends_with_a_note_and_router_goes_on(tmp_path, caplog):

@@ -78,9 +78,8 @@ class AttemptTraces:
         self._ids = ids
         # Traced attempts that have not ended, by the engine's request id.
         self._running: dict[RequestId, AttemptFacts] = {}
-        # Ended attempts that were not exported, by trace id.
-        self._held: OrderedDict[bytes, list[AttemptFacts]] = OrderedDict()
-        self._num_held = 0
+        # Ended attempts that were not exported, by trace id and router's span, in the order in which they ended.
+        self._held: OrderedDict[tuple[bytes, bytes], AttemptFacts] = OrderedDict()
 
     def __call__(self, now: Nanos, event: WorkerEvent, commands: Sequence[WorkerCommand], /) -> None:
         if type(event) is EngineStepped:
@@ -101,9 +100,8 @@ class AttemptTraces:
 
     def keep_trace(self, trace_id: bytes) -> None:
         """Export all attempts of a trace, and later also those of its attempts that have not ended yet (rule 2)."""
-        for facts in self._held.pop(trace_id, ()):
-            self._num_held -= 1
-            self._export(facts)
+        for key in [each for each in self._held if each[0] == trace_id]:
+            self._export(self._held.pop(key))
         for facts in self._running.values():
             if facts.trace.trace_id == trace_id:
                 facts.trace = TraceContext(
@@ -113,7 +111,7 @@ class AttemptTraces:
     @property
     def held(self) -> int:
         """The number of ended attempts that are kept in case a router requests their trace."""
-        return self._num_held
+        return len(self._held)
 
     def _requested(self, event: AttemptRequested, commands: Sequence[WorkerCommand], now: Nanos) -> None:
         start = event.start
@@ -162,11 +160,9 @@ class AttemptTraces:
         if facts.trace.sampled:
             self._export(facts)
             return
-        self._held.setdefault(facts.trace.trace_id, []).append(facts)
-        self._num_held += 1
-        while self._num_held > MOST_HELD:
-            _, oldest = self._held.popitem(last=False)
-            self._num_held -= len(oldest)
+        self._held[facts.trace.trace_id, facts.trace.parent_id] = facts
+        if len(self._held) > MOST_HELD:
+            self._held.popitem(last=False)
 
     def _export(self, facts: AttemptFacts) -> None:
         self._exporter.put(lambda: attempt_spans(facts, self._ids))

@@ -67,8 +67,8 @@ class TracedWorker:
         return found
 
 
-def a_trace(number: int = 1, *, sampled: bool = True) -> TraceContext:
-    return TraceContext(trace_id=number.to_bytes(16), parent_id=b"p" * 8, sampled=sampled, state="a=1")
+def a_trace(number: int = 1, *, sampled: bool = True, parent_id: bytes = b"p" * 8) -> TraceContext:
+    return TraceContext(trace_id=number.to_bytes(16), parent_id=parent_id, sampled=sampled, state="a=1")
 
 
 def tokens(*ids: int, attempt_id: str = "r1#1", **fields) -> Progress:
@@ -164,6 +164,17 @@ def test_held_attempts_are_bounded():
     assert worker.exports.spans == []
     worker.traces.keep_trace(a_trace(3).trace_id)
     assert worker.exports.spans != []
+
+
+def test_newest_attempts_of_one_long_trace_are_held():
+    worker = TracedWorker()
+    for number in range(1, MOST_HELD + 3):
+        worker.begin(f"r{number}#1", trace=a_trace(sampled=False, parent_id=number.to_bytes(8)))
+        worker.step(tokens(1, attempt_id=f"r{number}#1", finish=Finish.STOP))
+    assert worker.traces.held == MOST_HELD
+    worker.traces.keep_trace(a_trace().trace_id)
+    parents = [span.parent_id for span in worker.exports.spans if span.name == "worker aggregated"]
+    assert parents == [number.to_bytes(8) for number in range(3, MOST_HELD + 3)]
 
 
 def test_refused_and_rejected_attempts_have_an_error():

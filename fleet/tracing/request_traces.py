@@ -6,7 +6,8 @@ Rules:
    notes facts. Spans are made of the facts in the exporter's thread, and only if the trace is kept (`fleet.tracing.sampling`).
 2. When an attempt is sent to a worker, `TracedWorkers` adds the trace id and the id of the attempt's span.
 3. If a trace was not sampled but is kept at the end of the request, all workers of the request get the command to
-   export their spans of it.
+   export their spans of it. The command names the attempts of this request, because a client's trace may have other
+   requests, which are not kept.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from fleet.core.clock import Clock, Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import Finish
-from fleet.core.work import Start
+from fleet.core.work import KeepTrace, Start
 from fleet.frontend.metrics.tracing import TracingCounts
 from fleet.frontend.request_tracing import RequestEnd, TracedRequest
 from fleet.router.machine import RouterMachine
@@ -52,8 +53,8 @@ from kvstore.tracing.exporter import TraceExporter
 from kvstore.tracing.settings import TracingSettings
 from kvstore.tracing.spans import SpanIds
 
-KeepTraceAt = Callable[[WorkerId, bytes], None]
-"""A function that lets a worker export its spans of a trace. It gets the worker and the trace id."""
+KeepTraceAt = Callable[[WorkerId, KeepTrace], None]
+"""A function that lets a worker export its spans of a request. It gets the worker and the message for it."""
 
 
 class RequestTraces:
@@ -141,8 +142,12 @@ class RequestTraces:
             if why is None:
                 return
             kept = why
-            for worker_id in dict.fromkeys(attempt.worker_id for attempt in facts.attempts):
-                self._keep_trace_at(worker_id, context.trace_id)
+            parents: dict[WorkerId, list[bytes]] = {}
+            for attempt in facts.attempts:
+                parents.setdefault(attempt.worker_id, []).append(attempt.span_id)
+            for worker_id, span_ids in parents.items():
+                message = KeepTrace(trace_id=context.trace_id, parent_ids=tuple(span_ids))
+                self._keep_trace_at(worker_id, message)
         self.kept[kept] += 1
         facts.unix_offset = self._unix_nanoseconds() - self._clock.now()
         for placed in facts.placements:

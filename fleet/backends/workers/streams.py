@@ -171,12 +171,12 @@ class WorkerStreams:
     def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
         self._send(worker_id, Cancel(request_id=request_id))
 
-    def keep_trace(self, worker_id: WorkerId, trace_id: bytes) -> None:
-        """Request from a worker the export of its spans of a trace that head sampling left out.
+    def keep_trace(self, worker_id: WorkerId, request: KeepTrace) -> None:
+        """Request from a worker the export of its spans of a request that head sampling left out.
 
         If the worker has left, the spans are lost.
         """
-        self._send(worker_id, KeepTrace(trace_id=trace_id))
+        self._send(worker_id, request)
 
     def tried(self, worker_ids: Iterable[WorkerId]) -> bool:
         """Return True if the first attempt to connect to each of these workers has ended, with or without success."""

@@ -174,7 +174,7 @@ class WorkerStreams:
     def keep_trace(self, worker_id: WorkerId, request: KeepTrace) -> None:
         """Request from a worker the export of its spans of a request that head sampling left out.
 
-        If the worker has left, the spans are lost.
+        If the worker has left or reads too slowly, the spans are lost.
         """
         self._send(worker_id, request)
 
@@ -353,8 +353,9 @@ class _WorkerConnection:
         try:
             self._connection.send(encode_router_message(message).SerializeToString())
         except (SendBufferFull, FrameTooLong) as error:
-            # A caller starts an attempt that was not sent on another worker. A lost cancellation would leave one running.
-            if not isinstance(message, Start):
+            # A caller starts an attempt that was not sent on another worker, and a lost `KeepTrace` costs only spans.
+            # A lost cancellation would leave an attempt running.
+            if not isinstance(message, Start | KeepTrace):
                 # End the stream later, because the router machine is in the middle of handling an event.
                 asyncio.get_running_loop().call_soon(self.end, str(error))
             return False

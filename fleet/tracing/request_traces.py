@@ -47,7 +47,7 @@ from fleet.tracing.request_facts import (
     RoutedAttempt,
     request_spans,
 )
-from fleet.tracing.sampling import REFUSED_SHARE, KeepReason, is_refusal, is_sampled, keep_at_end
+from fleet.tracing.sampling import KeepReason, export_share, is_sampled, keep_at_end
 from kvstore.tracing.context import TraceContext, read_trace_context
 from kvstore.tracing.exporter import TraceExporter
 from kvstore.tracing.settings import TracingSettings
@@ -136,9 +136,10 @@ class RequestTraces:
         facts.end, facts.ended = end, self._clock.now()
         context = facts.context
         first = None if end.first_token is None else Nanos(end.first_token - facts.began)
+        ended = Nanos(facts.ended - facts.began)
         kept = KeepReason.SAMPLED
         if not context.sampled:
-            why = keep_at_end(self._settings, end.outcome, first, Nanos(facts.ended - facts.began))
+            why = keep_at_end(self._settings, end.outcome, first, ended)
             if why is None:
                 return
             kept = why
@@ -152,7 +153,7 @@ class RequestTraces:
         facts.unix_offset = self._unix_nanoseconds() - self._clock.now()
         for placed in facts.placements:
             placed.explained = placed.decision.explained()
-        share = REFUSED_SHARE if is_refusal(end.outcome, has_begun=first is not None) else 1.0
+        share = export_share(self._settings, end.outcome, first, ended)
         self.exporter.put(lambda: request_spans(facts, self._ids), share)
 
     # Methods for `TracedWorkers`:

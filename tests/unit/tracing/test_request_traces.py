@@ -300,11 +300,12 @@ def test_refused_requests_get_a_share_of_the_export_queue():
     for outcome, context in (
         (Reason.UNAUTHENTICATED, CALLER),
         (Reason.INTERNAL, CALLER),
+        (Reason.DEADLINE_PASSED, UNSAMPLED),
         (Reason.RATE_LIMITED, UNSAMPLED),
     ):
         trace, _ = router.begin(context)
         trace.ended(RequestEnd(outcome=outcome))
-    assert router.exports.shares == [REFUSED_SHARE, 1.0]
+    assert router.exports.shares == [REFUSED_SHARE, 1.0, REFUSED_SHARE]
 
 
 def test_cancelled_request_is_no_error():

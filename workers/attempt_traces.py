@@ -4,8 +4,8 @@ Rules:
 
 1. Only attempts whose router sent a trace context are followed. The span of an attempt is a child of the router's span.
 2. A sampled attempt is exported when it ends. An attempt that is not sampled is kept in memory after its end, because
-   its request may still become slow or fail elsewhere. The router then requests the trace, and the attempt is exported
-   too. At most `MOST_HELD` attempts are kept, the newest ones.
+   its request may still become slow or fail elsewhere. The router then requests the attempts of this request, and they
+   are exported too. Other requests of the same trace are not. At most `MOST_HELD` attempts are kept, the newest ones.
 3. Below the attempt's span there are "queue" (until the engine takes it), "kv_transfer" (blocks from elsewhere),
    "prefill" (until the first token) and "decode" (until the last one). If the engine does not report one of these
    parts, the next part includes its time.
@@ -14,13 +14,13 @@ Rules:
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fleet.core.clock import Clock, Nanos
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import Finish, KvReport, Source
 from fleet.core.roles import Phase
-from fleet.core.work import AttemptTimes, Progress, Rejected
+from fleet.core.work import AttemptTimes, KeepTrace, Progress, Rejected
 from kvstore.tracing.context import TraceContext
 from kvstore.tracing.exporter import TraceExporter
 from kvstore.tracing.spans import Attributes, AttributeValue, SpanEvent, SpanIds, SpanRecord, SpanSide
@@ -78,9 +78,8 @@ class AttemptTraces:
         self._ids = ids
         # Traced attempts that have not ended, by the engine's request id.
         self._running: dict[RequestId, AttemptFacts] = {}
-        # Ended attempts that were not exported, by trace id.
-        self._held: OrderedDict[bytes, list[AttemptFacts]] = OrderedDict()
-        self._num_held = 0
+        # Ended attempts that were not exported, by trace id and router's span, in the order in which they ended.
+        self._held: OrderedDict[tuple[bytes, bytes], AttemptFacts] = OrderedDict()
 
     def __call__(self, now: Nanos, event: WorkerEvent, commands: Sequence[WorkerCommand], /) -> None:
         if type(event) is EngineStepped:
@@ -99,21 +98,25 @@ class AttemptTraces:
                 if type(command) is CancelInEngine and (facts := self._running.get(command.request_id)) is not None:
                     facts.finish = Finish.CANCELLED.value
 
-    def keep_trace(self, trace_id: bytes) -> None:
-        """Export all attempts of a trace, and later also those of its attempts that have not ended yet (rule 2)."""
-        for facts in self._held.pop(trace_id, ()):
-            self._num_held -= 1
-            self._export(facts)
+    def keep_trace(self, request: KeepTrace) -> None:
+        """Export the attempts of a request, and later also those of its attempts that have not ended yet (rule 2).
+
+        A router that names no attempts means all of the trace.
+        """
+        trace_id, parents = request.trace_id, frozenset(request.parent_ids)
+        keys = [(trace_id, each) for each in request.parent_ids] or [each for each in self._held if each[0] == trace_id]
+        for key in keys:
+            if (facts := self._held.pop(key, None)) is not None:
+                self._export(facts)
         for facts in self._running.values():
-            if facts.trace.trace_id == trace_id:
-                facts.trace = TraceContext(
-                    trace_id=trace_id, parent_id=facts.trace.parent_id, sampled=True, state=facts.trace.state
-                )
+            trace = facts.trace
+            if trace.trace_id == trace_id and (not parents or trace.parent_id in parents):
+                facts.trace = structs.replace(trace, sampled=True)
 
     @property
     def held(self) -> int:
-        """The number of ended attempts that are kept in case a router requests their trace."""
-        return self._num_held
+        """The number of ended attempts that are kept in case a router requests them."""
+        return len(self._held)
 
     def _requested(self, event: AttemptRequested, commands: Sequence[WorkerCommand], now: Nanos) -> None:
         start = event.start
@@ -162,11 +165,9 @@ class AttemptTraces:
         if facts.trace.sampled:
             self._export(facts)
             return
-        self._held.setdefault(facts.trace.trace_id, []).append(facts)
-        self._num_held += 1
-        while self._num_held > MOST_HELD:
-            _, oldest = self._held.popitem(last=False)
-            self._num_held -= len(oldest)
+        self._held[facts.trace.trace_id, facts.trace.parent_id] = facts
+        if len(self._held) > MOST_HELD:
+            self._held.popitem(last=False)
 
     def _export(self, facts: AttemptFacts) -> None:
         self._exporter.put(lambda: attempt_spans(facts, self._ids))

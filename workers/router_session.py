@@ -24,13 +24,13 @@ class RouterSession:
         cache: Sequence[tuple[KvEvent, ...]],
         limit: int,
         absorb: Callable[[AttemptRequested | CancelRequested], None],
-        keep_trace: Callable[[bytes], None] | None = None,
+        keep_trace: Callable[[KeepTrace], None] | None = None,
     ) -> None:
         """Start with the introduction; nothing is sent until `flow` is called."""
         self.stream = stream
         self._outlet = outlet
         self._absorb = absorb
-        # Function for a router's request to keep a trace; None if this worker does not trace.
+        # Function for a router's request to keep the trace of a request; None if this worker does not trace.
         self._keep_trace = keep_trace
         self._limit = limit
         self._introduction: deque[WorkerMessage] = deque([description])
@@ -48,9 +48,9 @@ class RouterSession:
                 self._absorb(AttemptRequested(stream=self.stream, start=message))
             case Cancel():
                 self._absorb(CancelRequested(stream=self.stream, request_id=message.request_id))
-            case KeepTrace(trace_id=trace_id):
+            case KeepTrace():
                 if self._keep_trace is not None:
-                    self._keep_trace(trace_id)
+                    self._keep_trace(message)
 
     def offer(self, message: WorkerMessage) -> bool:
         """Send a message in order; return False if the queue is full, so that the stream has to be closed."""

@@ -17,7 +17,7 @@ import msgspec
 
 from fleet.core.clock import MILLISECOND, SECOND, Clock, Nanos
 from fleet.core.ids import Incarnation
-from fleet.core.work import LoadReport, Progress, Rejected, TokenizerDigests, WorkerDescription
+from fleet.core.work import KeepTrace, LoadReport, Progress, Rejected, TokenizerDigests, WorkerDescription
 from kvstore.protocol.versions import own_protocols
 from workers.cache_view import CacheView
 from workers.machine import GRACE, LifePhase, WorkerMachine
@@ -63,8 +63,8 @@ class WorkerObserver(Protocol):
         """Take notice of an event and the commands that follow from it; the commands are performed afterwards."""
         ...
 
-    def keep_trace(self, trace_id: bytes) -> None:
-        """Export the spans of this trace, because a router has requested them."""
+    def keep_trace(self, request: KeepTrace) -> None:
+        """Export the spans that a router has requested."""
         ...
 
 

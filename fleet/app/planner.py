@@ -84,16 +84,16 @@ async def run_planner(settings: PlannerSettings, announce: Announce) -> None:
         registry = CollectorRegistry()
         registry.register(PlannerMetrics(loop))
         registry.register(watch)
-        with metrics_port(settings.metrics_listen, settings.metrics_access, registry, scraped) as metrics:
-            async with (
-                open_planner_port(settings.listen, access, OnlyPlanner(loop)) as listening,
-                asyncio.TaskGroup() as tasks,
-            ):
-                running = [tasks.create_task(each) for each in (election.run(), demand.run(), loop.run(), watch.run())]
-                announce({"control": listening} | ({"metrics": metrics} if metrics else {}))
-                await stop.wait()
-                for task in running:
-                    task.cancel()
+        async with (
+            metrics_port(settings.metrics_listen, settings.metrics_access, registry, scraped) as metrics,
+            open_planner_port(settings.listen, access, OnlyPlanner(loop)) as listening,
+            asyncio.TaskGroup() as tasks,
+        ):
+            running = [tasks.create_task(each) for each in (election.run(), demand.run(), loop.run(), watch.run())]
+            announce({"control": listening} | ({"metrics": metrics} if metrics else {}))
+            await stop.wait()
+            for task in running:
+                task.cancel()
 
 
 def _certificate_watch(settings: PlannerSettings, scraped: CertificateFiles | None) -> CertificateWatch:

@@ -134,7 +134,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         if tracing is not None:
             registry.register(ExportMetrics(tracing))
         metrics = metrics_port(settings.metrics_listen, settings.metrics_access, registry, scraped)
-        if address := held.enter_context(metrics):
+        if address := await held.enter_async_context(metrics):
             endpoints["metrics"] = address
         await held.enter_async_context(presence.kept())
         async with asyncio.TaskGroup() as tasks, stop_signal() as stop:
@@ -206,7 +206,7 @@ async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: An
         registry = CollectorRegistry()
         registry.register(watch)
         metrics = metrics_port(settings.metrics_listen, settings.metrics_access, registry, scraped)
-        if address := held.enter_context(metrics):
+        if address := await held.enter_async_context(metrics):
             endpoints["metrics"] = address
         follow.when_serving(lambda: announce(endpoints))
         await held.enter_async_context(open_rank(settings))

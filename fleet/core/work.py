@@ -246,12 +246,14 @@ class Cancel(Struct, frozen=True, kw_only=True):
 
 
 class KeepTrace(Struct, frozen=True, kw_only=True):
-    """Message to a worker: export the spans of a trace, although it was not sampled.
+    """Message to a worker: export the spans of a request, although its trace was not sampled.
 
     The router sends it because the request was slow or has failed.
     """
 
     trace_id: bytes
+    # the router's spans of the attempts of this request; empty, from an earlier router: all attempts of the trace
+    parent_ids: tuple[bytes, ...] = ()
 
 
 class Step(Struct, frozen=True, kw_only=True):

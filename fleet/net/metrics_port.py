@@ -1,7 +1,8 @@
 """Port for the metrics of a planner or a worker, which serves in threads of its own."""
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
@@ -12,11 +13,11 @@ from kvstore.security.metrics_access import MetricsAccess, MetricsGuard
 from kvstore.service.metrics_server import MetricsServer
 
 
-@contextmanager
-def metrics_port(
+@asynccontextmanager
+async def metrics_port(
     listen: str, access: MetricsAccess, registry: CollectorRegistry, certificates: CertificateFiles | None = None
-) -> Iterator[str]:
-    """Serve /metrics in threads; yield the address, or nothing without one.
+) -> AsyncIterator[str]:
+    """Serve /metrics in threads; yield the address, or nothing without one. The event loop runs on while the port closes.
 
     Raises:
         ConfigurationRefused: The address is malformed or in use.
@@ -29,5 +30,7 @@ def metrics_port(
         server = MetricsServer.open(host, port, registry, MetricsGuard.of(access, listen), certificates)
     except (ValueError, OSError) as error:
         raise ConfigurationRefused(f"metrics_listen: {listen}: {error}") from error
-    with closing(server):
+    try:
         yield f"{host}:{server.port}"
+    finally:
+        await asyncio.to_thread(server.close)  # it waits up to 0.5 s for the thread that accepts connections

@@ -439,8 +439,11 @@ class PeerRouters:
     async def _keep_up(self, address: str) -> Never:
         """Keep a connection to another router, and open it again whenever it has ended."""
         pause, cause = FIRST_PAUSE_SECONDS, ""
+        refused = False  # True if the last connection ended because there was no common protocol version
         while True:
-            link = _PeerConnection(address, self.router_id, self._count_others, self.incompatible)
+            link = _PeerConnection(
+                address, self.router_id, self._count_others, self.incompatible, refused_before=refused
+            )
             try:
                 async with asyncio.timeout(DIAL_SECONDS if self._calling.is_open else PROVE_SECONDS):
                     link.connection = await dial(
@@ -459,7 +462,8 @@ class PeerRouters:
                 pause = min(2 * pause, DIAL_SECONDS)
                 continue
             pause, cause = FIRST_PAUSE_SECONDS, ""
-            log.info("peer router reached", extra={"address": address})
+            if not refused:
+                log.info("peer router reached", extra={"address": address})
             hello = pb.ReplicaHello(
                 router_id=self._settings.router_id,
                 unix_ms=self._now_unix_ns() // MILLISECOND,
@@ -488,9 +492,11 @@ class PeerRouters:
                 del self.links[address]
                 self._count_others()
                 link.connection.abort()
-            log.warning(
-                "peer router lost", extra={"address": address, "cause": link.cause or "it closed the connection"}
-            )
+            refused = link.refused
+            if not refused:
+                log.warning(
+                    "peer router lost", extra={"address": address, "cause": link.cause or "it closed the connection"}
+                )
             # Without this pause, a router that accepts connections but closes them at once would be dialled without end.
             await asyncio.sleep(DIAL_SECONDS)
 
@@ -522,9 +528,18 @@ class _PeerConnection:
     connection: FrameConnection
 
     def __init__(
-        self, address: str, router_id: str, answers_again: Callable[[], None], incompatible: IncompatiblePeers
+        self,
+        address: str,
+        router_id: str,
+        answers_again: Callable[[], None],
+        incompatible: IncompatiblePeers,
+        *,
+        refused_before: bool,
     ) -> None:
         self.address = address
+        self.refused = False  # True once it is known that the routers have no common protocol version
+        # True if the connection before this one was refused; "reached" is logged only when the routers agree then
+        self._refused_before = refused_before
         self._router_id = router_id
         self._incompatible = incompatible
         self.over = asyncio.Event()
@@ -578,13 +593,19 @@ class _PeerConnection:
 
     def _agree_with(self, answer: pb.ReplicaAnswer) -> None:
         """Check the peer's answer to `ReplicaHello`. Raise ConnectionError if both routers have no protocol version in common."""
-        peer = f"router {answer.router_id[:100]} at {self.address}"
+        name = answer.router_id[:100] or self.address
         try:
-            agree(own_protocols(), parse_range(answer), own_name=f"router {self._router_id}", peer_name=peer)
+            agree(
+                own_protocols(), parse_range(answer), own_name=f"router {self._router_id}", peer_name=f"router {name}"
+            )
         except NoCommonProtocol as error:
-            self._incompatible.refused(Link.PEER, self.address, str(error))
+            self.refused = True
+            _remember_refusal(self._incompatible, name, error)
             raise ConnectionError(str(error)) from error
-        self._incompatible.accepted(Link.PEER, self.address)
+        self._incompatible.accepted(Link.PEER, name)
+        if self._refused_before:
+            self._refused_before = False
+            log.info("peer router reached", extra={"address": self.address})
 
     def resumed(self) -> None:
         """Do nothing, because no code waits until the connection can send again."""
@@ -609,6 +630,7 @@ class _IncomingPeer:
         self._private = private
         self._router_id = ""
         self._replica = ""
+        self._refused = False  # True once it is known that the routers have no common protocol version
         self._silence = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._silent)
 
     def received(self, payload: bytes) -> None:
@@ -676,7 +698,8 @@ class _IncomingPeer:
             agree(own_protocols(), parse_range(hello), own_name=f"router {self._replicas.router_id}", peer_name=name)
         except NoCommonProtocol as error:
             answer.refused = str(error)
-            self._replicas.incompatible.refused(Link.PEER, hello.router_id[:100], str(error))
+            self._refused = True
+            _remember_refusal(self._replicas.incompatible, hello.router_id[:100], error)
             self._connection.send(answer.SerializeToString())
             self._connection.close(ConnectionError(str(error)))
             return False
@@ -693,11 +716,24 @@ class _IncomingPeer:
         if self._replica:
             log.warning("peer router left", extra={"replica": self._replica, "cause": str(cause or "closed")})
             self._router.hear(PeerLeft(replica=self._replica))
-        elif cause is not None:
+        elif cause is not None and not self._refused:
             log.warning("peer router rejected", extra={"cause": str(cause)})
 
     def _silent(self) -> None:
         self._connection.abort(ConnectionError(f"it was silent for {SILENCE_SECONDS:g} s"))
+
+
+def _remember_refusal(incompatible: IncompatiblePeers, name: str, error: NoCommonProtocol) -> None:
+    """Remember that two routers have no common protocol version, and log it once in a while.
+
+    Routers dial each other, and try again every second. Both directions use the peer's router id as its name and have
+    the same error, so that the peer counts once.
+    """
+    if refusals := incompatible.refused(Link.PEER, name, str(error)):
+        log.warning(
+            "peer router refused: no common protocol version",
+            extra={"peer": name, "cause": str(error), "refusals": refusals},
+        )
 
 
 def _identities(settings: RouterSettings) -> tuple[StreamIdentity, StreamIdentity]:

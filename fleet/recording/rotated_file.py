@@ -5,6 +5,7 @@ Rules:
 1. Adding a line never waits for the disk: a thread writes the lines, ten times a second. If more than `MAX_BACKLOG_BYTES` wait to be
    written, for example because the disk is full, new lines are dropped and counted. This is logged at most once a minute.
 2. A file that has reached its full size is renamed to `.1`, the earlier `.1` to `.2`, and so on. The number of files to keep is a setting.
+   If this fails, the file grows, no line is lost, and the log says so at most once a minute.
 3. Several processes may append to one file. Before each write, a process checks whether another process, or a program such as logrotate,
    has renamed the file. If so, it continues in the new file. The file is locked while it is renamed, so that only one process renames
    it. Other processes do not wait for this process, because it may hang: they append to the full file until it is renamed.
@@ -49,14 +50,14 @@ class RotatedFile:
             clock: The clock that measures the time between two log messages.
 
         Raises:
-            ConfigurationRefused: The path is not a regular file, or cannot be written.
+            ConfigurationRefused: The path is not a regular file or cannot be written, or files in its folder cannot be renamed.
         """
         self._path = path
         self._most_bytes = most_bytes
         self._kept = kept
         self._clock = clock
         self._lines: deque[bytes] = deque()  # lines that the thread has not taken yet
-        self._rest = b""  # bytes that the thread has taken, but not written yet
+        self._rest = memoryview(b"")  # bytes that the thread has taken, but not written yet
         self._added = 0  # number of bytes that were passed to the thread so far
         self._done = 0  # number of bytes that the thread has written so far
         self.lines = 0
@@ -65,11 +66,15 @@ class RotatedFile:
         self.dropped = 0
         """Number of lines that were dropped, because the disk is full or too slow."""
 
-        self._logged_at: Nanos | None = None
+        self._logged_at: dict[str, Nanos] = {}  # instant of the latest line of the log, by its message
         self._stop = threading.Event()
         try:
             if path.exists() and not path.is_file():  # for example a device, which rotation would rename
                 raise ConfigurationRefused(f"{field}: {path}: is not a regular file; name another")
+            if not os.access(path.parent, os.W_OK | os.X_OK) and path.parent.is_dir():
+                raise ConfigurationRefused(
+                    f"{field}: {path}: its folder must be writable, because a full file is renamed; name another"
+                )
             self._file = os.open(path, APPENDING, 0o600)
         except (OSError, ValueError) as error:  # ValueError is raised if the name contains NUL
             raise ConfigurationRefused(f"{field}: {path}: {getattr(error, 'strerror', None) or error}") from error
@@ -89,17 +94,18 @@ class RotatedFile:
         """Append a line, which has to end with a line break. Drop the line if too many bytes wait."""
         if self._added - self._done + len(line) > MAX_BACKLOG_BYTES:
             self.dropped += 1
-            self._complain("the disk is too slow")
+            self._complain("lines not written", "the disk is too slow")
             return
         self.lines += 1
         self._added += len(line)
         self._lines.append(line)
 
-    def _complain(self, cause: str) -> None:
+    def _complain(self, message: str, cause: str) -> None:
         now = self._clock.now()
-        if self._logged_at is None or now - self._logged_at >= LOG_INTERVAL:
-            self._logged_at = now
-            log.warning("lines not written", extra={"path": str(self._path), "cause": cause, "dropped": self.dropped})
+        logged_at = self._logged_at.get(message)
+        if logged_at is None or now - logged_at >= LOG_INTERVAL:
+            self._logged_at[message] = now
+            log.warning(message, extra={"path": str(self._path), "cause": cause, "dropped": self.dropped})
 
     # The thread runs the following methods.
 
@@ -110,21 +116,27 @@ class RotatedFile:
             try:
                 self._drain()
             except OSError as error:
-                self._complain(error.strerror or str(error))
+                self._complain("lines not written", error.strerror or str(error))
         os.close(self._file)
 
     def _drain(self) -> None:
-        lines = [self._lines.popleft() for _ in range(len(self._lines))]
-        self._rest += b"".join(lines)
-        if not self._rest:
+        if not (self._rest or self._lines):
             return
         self._follow()
+        self._write_rest()
+        self._rest = memoryview(b"".join(self._lines.popleft() for _ in range(len(self._lines))))
+        self._write_rest()
+        if os.fstat(self._file).st_size >= self._most_bytes:
+            try:
+                self._rotate()
+            except OSError as error:
+                self._complain("full file not renamed, it grows", error.strerror or str(error))
+
+    def _write_rest(self) -> None:
         while self._rest:
             written = os.write(self._file, self._rest)
             self._rest = self._rest[written:]
             self._done += written
-        if os.fstat(self._file).st_size >= self._most_bytes:
-            self._rotate()
 
     def _follow(self) -> None:
         """If the open file was renamed or removed, open the file that is now at the path (rule 3)."""

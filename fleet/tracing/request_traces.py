@@ -7,7 +7,8 @@ Rules:
    trace is kept (`fleet.tracing.sampling`).
 2. When an attempt is sent to a worker, `TracedWorkers` adds the trace id and the id of the attempt's span.
 3. If a trace was not sampled but is kept at the end of the request, all workers of the request get the command to
-   export their spans of it.
+   export their spans of it. The command names the attempts of this request, because a client's trace may have other
+   requests, which are not kept.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from fleet.core.clock import Clock, Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import Finish
-from fleet.core.work import Start
+from fleet.core.work import KeepTrace, Start
 from fleet.frontend.metrics.tracing import TracingCounts
 from fleet.frontend.request_tracing import RequestEnd, TracedRequest
 from fleet.router.machine import RouterMachine
@@ -47,14 +48,14 @@ from fleet.tracing.request_facts import (
     RoutedAttempt,
     request_spans,
 )
-from fleet.tracing.sampling import REFUSED_SHARE, KeepReason, is_refusal, is_sampled, keep_at_end
+from fleet.tracing.sampling import KeepReason, export_share, is_sampled, keep_at_end
 from kvstore.tracing.context import TraceContext, read_trace_context
 from kvstore.tracing.exporter import TraceExporter
 from kvstore.tracing.settings import TracingSettings
 from kvstore.tracing.spans import SpanIds
 
-KeepTraceAt = Callable[[WorkerId, bytes], None]
-"""A function that lets a worker export its spans of a trace. It gets the worker and the trace id."""
+KeepTraceAt = Callable[[WorkerId, KeepTrace], None]
+"""A function that lets a worker export its spans of a request. It gets the worker and the message for it."""
 
 
 class RequestTraces:
@@ -136,19 +137,24 @@ class RequestTraces:
         facts.end, facts.ended = end, self._clock.now()
         context = facts.context
         first = None if end.first_token is None else Nanos(end.first_token - facts.began)
+        ended = Nanos(facts.ended - facts.began)
         kept = KeepReason.SAMPLED
         if not context.sampled:
-            why = keep_at_end(self._settings, end.outcome, first, Nanos(facts.ended - facts.began))
+            why = keep_at_end(self._settings, end.outcome, first, ended)
             if why is None:
                 return
             kept = why
-            for worker_id in dict.fromkeys(attempt.worker_id for attempt in facts.attempts):
-                self._keep_trace_at(worker_id, context.trace_id)
+            parents: dict[WorkerId, list[bytes]] = {}
+            for attempt in facts.attempts:
+                parents.setdefault(attempt.worker_id, []).append(attempt.span_id)
+            for worker_id, span_ids in parents.items():
+                message = KeepTrace(trace_id=context.trace_id, parent_ids=tuple(span_ids))
+                self._keep_trace_at(worker_id, message)
         self.kept[kept] += 1
         facts.unix_offset = self._unix_nanoseconds() - self._clock.now()
         for placed in facts.placements:
             placed.explained = placed.decision.explained()
-        share = REFUSED_SHARE if is_refusal(end.outcome, has_begun=first is not None) else 1.0
+        share = export_share(self._settings, end.outcome, first, ended)
         self.exporter.put(lambda: request_spans(facts, self._ids), share)
 
     # Methods for `TracedWorkers`:

@@ -11,6 +11,8 @@ Rules:
 3. A request that was refused by a rule (`REFUSALS`) before its answer had begun has not failed. Clients can send any
    number of such requests. Their traces are therefore kept only if they were slow, and get only `REFUSED_SHARE` of the
    queue for the collector. So a flood of them displaces no trace of a failure.
+4. A request whose deadline passed before its first token has failed, but its client has chosen the deadline, which may
+   be a millisecond. Its trace is therefore kept, but gets only `REFUSED_SHARE` of the queue too, unless it was slow.
 """
 
 from enum import StrEnum
@@ -28,7 +30,7 @@ REFUSALS = frozenset(
 )
 """Reasons by which a request ends as its client or a rule of the router wants it: the cluster has not failed."""
 
-REFUSED_SHARE = 0.5  # share of the export queue that refused requests may fill, so that a flood leaves room
+REFUSED_SHARE = 0.5  # share of the export queue that requests of rules 3 and 4 may fill, so that a flood leaves room
 
 
 class KeepReason(StrEnum):
@@ -66,9 +68,24 @@ def keep_at_end(
     refused = is_refusal(outcome, has_begun=first_token_after is not None)
     if settings.keep_errors and isinstance(outcome, Reason) and not refused:
         return KeepReason.ERROR
+    return KeepReason.SLOW if _is_slow(settings, first_token_after, ended_after) else None
+
+
+def export_share(
+    settings: TracingSettings, outcome: Finish | Reason | None, first_token_after: Nanos | None, ended_after: Nanos
+) -> float:
+    """Return the share of the export queue that a request may use (rules 3 and 4). The arguments are those of `keep_at_end`."""
+    has_begun = first_token_after is not None
+    if is_refusal(outcome, has_begun=has_begun):
+        return REFUSED_SHARE
+    if outcome is Reason.DEADLINE_PASSED and not has_begun and not _is_slow(settings, None, ended_after):
+        return REFUSED_SHARE
+    return 1.0
+
+
+def _is_slow(settings: TracingSettings, first_token_after: Nanos | None, ended_after: Nanos) -> bool:
     waited = ended_after if first_token_after is None else first_token_after
-    if settings.slow_first_token_seconds and waited > settings.slow_first_token_seconds * SECOND:
-        return KeepReason.SLOW
-    if settings.slow_seconds and ended_after > settings.slow_seconds * SECOND:
-        return KeepReason.SLOW
-    return None
+    return bool(
+        (settings.slow_first_token_seconds and waited > settings.slow_first_token_seconds * SECOND)
+        or (settings.slow_seconds and ended_after > settings.slow_seconds * SECOND)
+    )

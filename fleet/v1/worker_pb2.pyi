@@ -239,21 +239,29 @@ Global___Trace: _TypeAlias = Trace  # noqa: Y015
 
 @_typing.final
 class KeepTrace(_message.Message):
-    """Export the spans of a trace that was not sampled, because its request was slow or has failed. Workers that do not trace ignore it."""
+    """Export the spans of a request whose trace was not sampled, because it was slow or has failed. Workers that do not trace ignore it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TRACE_ID_FIELD_NUMBER: _builtins.int
+    PARENT_IDS_FIELD_NUMBER: _builtins.int
     trace_id: _builtins.bytes
     """16 bytes"""
+    @_builtins.property
+    def parent_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The request's attempts, by `Trace.parent_id` of each. Empty from an earlier router: all attempts of the trace, also those of its
+        other requests. Workers of an earlier version export all of them too.
+        """
+
     def __init__(
         self,
         *,
         trace_id: _builtins.bytes = ...,
+        parent_ids: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent_ids", b"parent_ids", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,7 +121,7 @@ def encode_router_message(message: RouterMessage) -> pb.RouterMessage:
                 hello=pb.Hello(router_id=message.router_id, protocols=range_message(message.protocols))
             )
         case KeepTrace():
-            return pb.RouterMessage(keep_trace=pb.KeepTrace(trace_id=message.trace_id))
+            return pb.RouterMessage(keep_trace=pb.KeepTrace(trace_id=message.trace_id, parent_ids=message.parent_ids))
         case _:
             assert_never(message)
 
@@ -141,7 +141,7 @@ def decode_router_message(message: pb.RouterMessage) -> RouterMessage | None:
             router_id = _filled(message.hello.router_id, "hello.router_id")
             return RouterHello(router_id=router_id, protocols=parse_range(message.hello))
         case "keep_trace":
-            return KeepTrace(trace_id=message.keep_trace.trace_id)
+            return KeepTrace(trace_id=message.keep_trace.trace_id, parent_ids=tuple(message.keep_trace.parent_ids))
         case _:
             return None
 

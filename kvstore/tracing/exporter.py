@@ -13,7 +13,7 @@ Rules:
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 BATCH_SPANS = 512  # spans of one export: about 500 KB, an eighth of what gRPC servers accept by default
 CLOSE_SECONDS = 2.0  # time limit to send the waiting spans when the process ends
+LONGEST_CAUSE = 500  # characters of a collector's message that are logged
+SHORTEST_SECRET = 4  # characters; shorter words of headers are no secrets, and would blot out parts of other words
 
 SendSpans = Callable[[Sequence[SpanRecord]], bool]
 """A function that sends spans within a time limit, and returns True if the collector has taken them."""
@@ -39,13 +41,17 @@ SendSpans = Callable[[Sequence[SpanRecord]], bool]
 class TraceExporter:
     """Keeps the queue of ended spans, and the thread that sends them to the collector."""
 
-    def __init__(self, send: SendSpans, most_waiting: int, export_seconds: float) -> None:
+    def __init__(
+        self, send: SendSpans, most_waiting: int, export_seconds: float, cause: Callable[[], str] = str
+    ) -> None:
+        """Start the thread. `cause` returns why the collector has not taken the latest spans; empty if that is not known."""
         self.exported = 0  # number of spans that the collector has taken
         self.failed = 0  # number of spans that the collector has not taken
         self.overflowed = 0  # number of entries that were dropped because the queue was full
         self._send = send
         self._most_waiting = most_waiting
         self._export_seconds = export_seconds
+        self._cause = cause
         self._waiting: deque[EndedSpans] = deque()
         self._stop = threading.Event()
         self._reachable = True
@@ -111,7 +117,26 @@ class TraceExporter:
             if taken:
                 log.info("trace collector takes spans again", extra={"dropped_spans": self.failed})
             else:
-                log.warning("trace collector takes no spans, they are dropped", extra={"spans": len(batch)})
+                log.warning(
+                    "trace collector takes no spans, they are dropped",
+                    extra={"spans": len(batch), "cause": self._cause()},
+                )
+
+
+class _LastMessage(logging.Handler):
+    """Keeps the last message of OpenTelemetry's loggers, without the values of headers, which collectors may repeat."""
+
+    def __init__(self, headers: Iterable[str]) -> None:
+        super().__init__(logging.WARNING)
+        words = {word for value in headers for word in (value, *value.split())}
+        self._secrets = sorted((word for word in words if len(word) >= SHORTEST_SECRET), key=len, reverse=True)
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        self.text = "".join(filter(str.isprintable, text))[:LONGEST_CAUSE]
 
 
 @contextmanager
@@ -129,29 +154,35 @@ def open_trace_exporter(
     Raises:
         StoreNotStarted: OpenTelemetry is not installed, or the certificate or the headers cannot be read.
     """
+    headers = {**settings.headers, **_headers_of_file(settings.headers_file, settings.headers)}
     try:
-        exporter = _otlp_exporter(settings)
+        exporter = _otlp_exporter(settings, headers)
     except ModuleNotFoundError as error:
         message = f"tracing.endpoint: needs the package {error.name}: pip install 'fleet-serving[tracing]'"
         raise StoreNotStarted(message) from error
-    # Without this line, the library would log a line for each batch that the collector does not take.
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
-    queue = TraceExporter(_sender(exporter, service, instance, version), settings.most_waiting, settings.export_seconds)
+    # The library would log a line for each batch that the collector does not take. Our own line has its last message.
+    library, last = logging.getLogger("opentelemetry"), _LastMessage(headers.values())
+    library.setLevel(logging.WARNING)
+    library.propagate = False
+    library.addHandler(last)
+    send = _sender(exporter, service, instance, version)
+    queue = TraceExporter(send, settings.most_waiting, settings.export_seconds, lambda: last.text)
     log.info("traces go to a collector", extra={"endpoint": settings.endpoint, "sample_ratio": settings.sample_ratio})
     try:
         yield queue
     finally:
         queue.close()
         exporter.shutdown()
+        library.setLevel(logging.CRITICAL)  # a thread that still sends must not log to stderr for lack of a handler
+        library.removeHandler(last)
 
 
-def _otlp_exporter(settings: TracingSettings) -> "SpanExporter":
+def _otlp_exporter(settings: TracingSettings, headers: Mapping[str, str]) -> "SpanExporter":
     secured = settings.endpoint.startswith("https:")
     try:
         authority = Path(settings.certificate).read_bytes() if settings.certificate else None
     except OSError as error:
         raise StoreNotStarted(f"tracing.certificate: {settings.certificate}: {error.strerror}") from error
-    headers = {**settings.headers, **_headers_of_file(settings.headers_file, settings.headers)}
     if settings.protocol == "grpc":
         import grpc  # noqa: PLC0415 - few processes trace
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - optional
@@ -170,7 +201,7 @@ def _otlp_exporter(settings: TracingSettings) -> "SpanExporter":
     return HttpExporter(
         settings.endpoint,
         certificate_file=settings.certificate or None,
-        headers=headers,
+        headers=dict(headers),
         timeout=settings.timeout_seconds,
         session=collector_session(settings.timeout_seconds),
     )

@@ -40,7 +40,8 @@ class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     keep_errors: bool = True
     """True if requests that fail are traced, sampled or not. Cancellations by clients are no failures, nor are refusals by a rule before
-    the answer has begun: `draining`, and HTTP 4xx except `kv_mismatch`."""
+    the answer has begun: `draining`, and HTTP 4xx except `kv_mismatch`. Requests whose deadline passed before their first token are traced
+    only while less than half of `most_waiting` wait, unless they were slow."""
 
     slow_first_token_seconds: Seconds = 10.0
     """Requests whose first token takes longer are traced, sampled or not; 0: none. The default is the longest common goal."""

@@ -171,12 +171,12 @@ class WorkerStreams:
     def cancel(self, worker_id: WorkerId, request_id: RequestId) -> None:
         self._send(worker_id, Cancel(request_id=request_id))
 
-    def keep_trace(self, worker_id: WorkerId, trace_id: bytes) -> None:
-        """Request from a worker the export of its spans of a trace that head sampling left out.
+    def keep_trace(self, worker_id: WorkerId, request: KeepTrace) -> None:
+        """Request from a worker the export of its spans of a request that head sampling left out.
 
-        If the worker has left, the spans are lost.
+        If the worker has left or reads too slowly, the spans are lost.
         """
-        self._send(worker_id, KeepTrace(trace_id=trace_id))
+        self._send(worker_id, request)
 
     def tried(self, worker_ids: Iterable[WorkerId]) -> bool:
         """Return True if the first attempt to connect to each of these workers has ended, with or without success."""
@@ -353,8 +353,9 @@ class _WorkerConnection:
         try:
             self._connection.send(encode_router_message(message).SerializeToString())
         except (SendBufferFull, FrameTooLong) as error:
-            # A caller starts an attempt that was not sent on another worker. A lost cancellation would leave one running.
-            if not isinstance(message, Start):
+            # A caller starts an attempt that was not sent on another worker, and a lost `KeepTrace` costs only spans.
+            # A lost cancellation would leave an attempt running.
+            if not isinstance(message, Start | KeepTrace):
                 # End the stream later, because the router machine is in the middle of handling an event.
                 asyncio.get_running_loop().call_soon(self.end, str(error))
             return False

@@ -28,6 +28,10 @@ CALL_SECONDS = 5.0
 MOST_BYTES = 64 << 20
 
 
+class BadKeyFile(Exception):
+    """The file with the access key cannot be used. The message does not contain the key."""
+
+
 class MetricsDemandSource:
     """Reads the demand from the metrics pages of routers. Implements `fleet.planner.sources.ports.DemandSource`."""
 
@@ -57,7 +61,7 @@ class MetricsDemandSource:
                 for report in parse_page(page, now):
                     self._aggregator.hear(url, report, now)
                 told = ""
-            except (aiohttp.ClientError, OSError, BadDemandReport) as error:
+            except (aiohttp.ClientError, OSError, BadDemandReport, BadKeyFile) as error:
                 cause = "no answer in time" if isinstance(error, TimeoutError) else str(error)
                 self._aggregator.failed(url, cause)
                 if cause != told:
@@ -87,11 +91,19 @@ def _key_header(key_file: str) -> dict[str, str]:
     """Return the HTTP header with the access key that is in a file; empty if no file is named.
 
     Raises:
-        OSError: The file cannot be read.
+        BadKeyFile: The file cannot be read, or does not contain one line of printable ASCII.
     """
     if not key_file:
         return {}
-    return {"authorization": f"Bearer {Path(key_file).read_text(encoding='utf-8').strip()}"}
+    try:
+        key = Path(key_file).read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise BadKeyFile(f"source.key_file: {key_file}: {error.strerror}") from error
+    except ValueError:  # its text may contain the key
+        raise BadKeyFile(f"source.key_file: {key_file}: is no ASCII text; it must hold the key alone") from None
+    if not key or not key.isprintable():
+        raise BadKeyFile(f"source.key_file: {key_file}: is not one line of printable text; it must hold the key alone")
+    return {"authorization": f"Bearer {key}"}
 
 
 async def _page(url: str, headers: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ from fleet.backends.workers import streams as worker_streams
 from fleet.backends.workers.streams import SLICES
 from fleet.core.ids import RequestId, StoreId, WorkerId
 from fleet.core.roles import KvPath
-from fleet.core.work import Goodbye, KvCleared, KvEvents
+from fleet.core.work import Goodbye, KeepTrace, KvCleared, KvEvents
 from fleet.membership.messages import MemberJoined
 from fleet.membership.settings import MembershipSettings
 from fleet.router.messages import KvChanged, KvPathsChanged, LoadReported, WorkerJoined, WorkerLeft
@@ -302,6 +302,19 @@ async def test_attempt_longer_than_a_frame_leaves_the_stream_alone(monkeypatch):
         with pytest.raises(WorkerUnreachable):
             world.workers.start(WorkerId("w1"), a_start(images=(bytes(10_000),)))
 
+        await nothing_but_load(world, peer)
+
+
+async def test_unsendable_trace_request_leaves_the_stream_alone(monkeypatch):
+    monkeypatch.setattr(worker_streams, "UNREAD_BYTES", 1000)
+    async with a_stream_setup(heartbeat_timeout_seconds=60.0) as world:
+        peer = await world.join(a_description())
+        await joined(world)
+
+        for _ in range(1000):
+            world.workers.keep_trace(WorkerId("w1"), KeepTrace(trace_id=bytes(16)))
+
+        await peer.heard()
         await nothing_but_load(world, peer)
 
 

@@ -1,6 +1,7 @@
 """Keys of the metrics at the ports of routers, planners and store nodes."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from hashlib import sha256
 
 import httpx
@@ -92,14 +93,23 @@ def answered(url, key=""):
         (MetricsAccess(key_sha256=(DIGEST,)), "127.0.0.1", [401, 200]),
     ],
 )
-def test_store_node_and_planner_are_closed_beyond_loopback(access, host, expected):
+async def test_store_node_and_planner_are_closed_beyond_loopback(access, host, expected):
     port = a_free_port()
     with a_node(metrics_listen=f"{host}:{port}", metrics_access=access):
         url = f"http://127.0.0.1:{port}/metrics"
         assert [answered(url), answered(url, KEY)] == expected
-    with metrics_port(f"{host}:0", access, CollectorRegistry()) as address:
+    async with metrics_port(f"{host}:0", access, CollectorRegistry()) as address:
         url = f"http://{address.replace('0.0.0.0', '127.0.0.1')}/metrics"
         assert [answered(url), answered(url, KEY)] == expected
+
+
+async def test_event_loop_runs_while_a_metrics_port_closes():
+    ran = []
+    async with AsyncExitStack() as held:
+        await held.enter_async_context(metrics_port("127.0.0.1:0", MetricsAccess(), CollectorRegistry()))
+        asyncio.get_running_loop().call_soon(ran.append, "meanwhile")
+        await held.aclose()
+        assert ran == ["meanwhile"]
 
 
 @pytest.mark.parametrize(("named", "cause"), [(False, "401"), (True, "there is no fleet_demand_uptime_seconds")])

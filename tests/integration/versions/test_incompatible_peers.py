@@ -1,6 +1,7 @@
 """Tests of peers that speak no common version of the protocol: each link refuses them by name, and serves the others on."""
 
 import asyncio
+import logging
 import random
 
 import grpc
@@ -16,6 +17,7 @@ from fleet.membership.registry import GrpcRegistryClient
 from fleet.membership.server import RegistryServer
 from fleet.membership.settings import MembershipSettings
 from fleet.net.control.address import control_socket
+from fleet.peers import routers
 from fleet.peers.routers import PeerRouters
 from fleet.router.machine import RouterMachine
 from fleet.router.server import RouterServer
@@ -265,8 +267,10 @@ async def test_peer_router_is_answered_by_its_protocol(tmp_path, protocols):
 
 
 @pytest.mark.parametrize("previous", [False, True])
-async def test_dialling_router_ends_the_link_to_an_incompatible_one(tmp_path, previous):
+async def test_dialling_router_ends_the_link_to_an_incompatible_one(tmp_path, caplog, monkeypatch, previous):
     """A router of version 1 gives no answer to hello, and gets everything."""
+    monkeypatch.setattr(routers, "DIAL_SECONDS", 0.2)
+    caplog.set_level(logging.INFO)
     heard = []
 
     class AnsweringRouter:
@@ -299,8 +303,45 @@ async def test_dialling_router_ends_the_link_to_an_incompatible_one(tmp_path, pr
             await until(lambda: refused.present() and not peers.links)
             (peer,) = refused.present()
             assert peer.cause.startswith("router r speaks protocol 1 to 2")
-            assert peer.cause.endswith(f"router future at {address} {NAMED}; upgrade router r")
+            assert peer.cause.endswith(f"router future {NAMED}; upgrade router r")
+            await until(lambda: heard.count("hello") > 2)
         running.cancel()
+    if not previous:
+        messages = [each.message for each in caplog.records if each.message.startswith("peer router")]
+        assert messages == ["peer router reached", "peer router refused: no common protocol version"]
+
+
+async def test_peer_that_both_routers_refuse_counts_once(tmp_path, caplog):
+    class AnsweringRouter:
+        def __init__(self, connection):
+            self.connection = connection
+
+        def received(self, _):
+            answer = replica.ReplicaAnswer(router_id="other", protocols=FUTURE)
+            self.connection.send(answer.SerializeToString())
+
+        def resumed(self): ...
+
+        def lost(self, cause): ...
+
+    router, own, address = RecordingRouter(), f"unix:{tmp_path}/own.sock", f"unix:{tmp_path}/r.sock"
+    refused, dialling = IncompatiblePeers(SystemClock()), DiallingRouter(FUTURE)
+    told = RouterSettings(router_id="r", replicas_listen=own, replicas=(address,))
+    server = RouterServer(RouterMachine(told, random.Random(1)), SelectionAwareWorkers(NoWorkers()), SystemClock())
+    peers = PeerRouters(
+        told, server, RegistryServer(MembershipSettings(), SystemClock()), router, lambda: "", incompatible=refused
+    )
+    async with asyncio.timeout(SECONDS), open_server("listen", address, AnsweringRouter), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(peers.run())
+        await until(lambda: refused.present() and not peers.links)
+        connection = await connect(own, dialling.accept)
+        connection.send(dialling.hello.SerializeToString())
+        await dialling.over.wait()
+        running.cancel()
+
+    assert [each.name for each in refused.present()] == ["other"]
+    warnings = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert warnings == ["peer router refused: no common protocol version"]
 
 
 @settings(max_examples=10)

@@ -90,3 +90,30 @@ def test_page_of_several_processes_gives_each_its_report():
     reports = parse_page(merge_metrics({name: f"# HELP x y\n{page}" for name, page in pages.items()}), Nanos(0))
 
     assert {(each.incarnation, each.models[0].arrivals) for each in reports} == {("i1", 1), ("i2", 2)}
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (b"secret-\xff", "is no ASCII text"),
+        (b"secret-1\nsecret-2\n", "is not one line of printable text"),
+        (b"\n", "is not one line of printable text"),
+        (None, "No such file or directory"),
+    ],
+)
+async def test_unusable_key_file_is_a_problem_of_the_source(tmp_path, caplog, content, cause):
+    key_file, clock = tmp_path / "key", SystemClock()
+    if content is not None:
+        key_file.write_bytes(content)
+    async with a_page(answer(PAGE)) as url, asyncio.TaskGroup() as tasks:
+        settings = MetricsDemandSettings(urls=(url,), key_file=str(key_file), every_seconds=0.1)
+        aggregator = DemandAggregator(ModelName("m"), (url,), {}, clock.now(), Nanos(10**12))
+        running = tasks.create_task(MetricsDemandSource(settings, aggregator, clock).run())
+        await until(lambda: caplog.records)
+        (record,) = caplog.records
+        assert record.cause.startswith(f"source.key_file: {key_file}: {cause}")
+        assert "secret" not in caplog.text + record.cause.removeprefix(str(tmp_path))
+
+        key_file.write_text("secret\n")
+        await until(lambda: not aggregator.stale(Nanos(clock.now() + 1)))
+        running.cancel()

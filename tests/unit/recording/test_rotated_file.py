@@ -4,6 +4,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,66 @@ def test_lines_are_dropped_and_counted_while_the_disk_hangs(tmp_path, monkeypatc
         fcntl.flock(other, fcntl.LOCK_UN)
         eventually(lambda: len(lines_of(*tmp_path.iterdir())) == 11)
     assert [record.message for record in caplog.records] == ["lines not written"]
+
+
+def test_failed_rotation_is_logged_and_loses_no_line(tmp_path, caplog):
+    path = tmp_path / "a"
+    named(path, 1).mkdir()  # a file cannot be renamed to the name of a folder
+    with a_file(path, kept=1) as file:
+        file.add(b"x" * MOST + b"\n")
+        eventually(lambda: caplog.records)
+        file.add(b"y\n")
+    assert [record.message for record in caplog.records] == ["full file not renamed, it grows"]
+    assert caplog.records[0].cause == "Is a directory"
+    assert lines_of(path) == ["x" * MOST, "y"]
+
+
+def test_backlog_is_not_copied_at_each_partial_write(tmp_path, monkeypatch):
+    write, line = os.write, b"x" * (1 << 20) + b"\n"
+    monkeypatch.setattr(rotated_file, "WRITE_INTERVAL_SECONDS", 60)  # so that all lines are taken at once, at the end
+    monkeypatch.setattr(os, "write", lambda file, text: write(file, text[: 1 << 16]))
+    tracemalloc.start()
+    try:
+        with a_file(tmp_path / "a", most=1 << 30) as file:
+            for _ in range(16):
+                file.add(line)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "a").stat().st_size == 16 * len(line)
+    assert peak < 24 * len(line)  # a copy of the rest would make it 32
+
+
+UNWRITABLE = """
+import os, sys
+from pathlib import Path
+from fleet.core.errors import ConfigurationRefused
+from fleet.core.system_clock import SystemClock
+from fleet.recording.rotated_file import RotatedFile
+os.chdir(sys.argv[1])  # the folders above it are closed to other users
+if os.getuid() == 0:
+    os.setuid(65534)
+try:
+    RotatedFile(Path("closed") / "a", most_bytes=1, kept=1, field="lines", clock=SystemClock())
+except ConfigurationRefused as error:
+    print(error)
+"""
+
+
+def test_writable_file_in_a_folder_that_is_not_is_refused(tmp_path):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "closed" / "a").touch()
+    (tmp_path / "closed" / "a").chmod(0o666)
+    (tmp_path / "closed").chmod(0o555)
+    tmp_path.chmod(0o755)
+    ran = subprocess.run(
+        [sys.executable, "-c", UNWRITABLE, str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
+    assert ran.stdout.startswith("lines: closed/a: its folder must be writable"), ran.stderr
 
 
 def test_lines_are_written_while_another_process_holds_the_lock(tmp_path):

@@ -10,7 +10,7 @@ from fleet.core.errors import Reason
 from fleet.core.ids import RequestId, WorkerId
 from fleet.core.requests import Finish, Sampling, Usage
 from fleet.core.roles import KvPath, Role
-from fleet.core.work import Handoff, Start
+from fleet.core.work import Handoff, KeepTrace, Start
 from fleet.frontend.request_tracing import RequestEnd, TracedRequest
 from fleet.router.messages import Dispatch
 from fleet.router.observer import ObservedMachine
@@ -76,7 +76,7 @@ class TracedRouter(RouterMachineDriver):
             clock,
             lambda: self.now + UNIX_OFFSET,
             SpanIds(1),
-            lambda worker_id, trace_id: self.asked.append((worker_id, trace_id)),
+            lambda worker_id, request: self.asked.append((worker_id, request)),
         )
         routing = RouterSettings(**settings)
         self.machine = self.traces.machine = ObservedMachine(routing, Random(0), observer=self.traces)
@@ -271,7 +271,28 @@ def test_unsampled_request_is_exported_only_if_it_fails():
     router.leave("d1")
     trace.ended(RequestEnd(outcome=Reason.NO_WORKER))
     assert router.named("chat m") != []
-    assert router.asked == [("d1", UNSAMPLED.trace_id)]
+    (attempt,) = router.named("attempt aggregated")
+    assert router.asked == [("d1", KeepTrace(trace_id=UNSAMPLED.trace_id, parent_ids=(attempt.span_id,)))]
+
+
+def test_each_worker_is_asked_for_the_failed_requests_attempts():
+    router = TracedRouter(("d1", Role.BOTH), ("d2", Role.BOTH))
+    others, commands = router.begin(UNSAMPLED)
+    router.step(the(Dispatch, commands), 5, finish=Finish.STOP)
+    trace, commands = router.begin(UNSAMPLED, request_id="r2")
+    router.leave(the(Dispatch, commands).worker_id)
+    others.ended(finished())
+    trace.ended(RequestEnd(outcome=Reason.INTERNAL))
+
+    attempts = router.named("attempt aggregated")
+    assert len({span.attributes["fleet.worker.id"] for span in attempts}) == 2
+    assert router.asked == [
+        (
+            span.attributes["fleet.worker.id"],
+            KeepTrace(trace_id=UNSAMPLED.trace_id, parent_ids=(span.span_id,)),
+        )
+        for span in attempts
+    ]
 
 
 def test_refused_requests_get_a_share_of_the_export_queue():
@@ -279,11 +300,12 @@ def test_refused_requests_get_a_share_of_the_export_queue():
     for outcome, context in (
         (Reason.UNAUTHENTICATED, CALLER),
         (Reason.INTERNAL, CALLER),
+        (Reason.DEADLINE_PASSED, UNSAMPLED),
         (Reason.RATE_LIMITED, UNSAMPLED),
     ):
         trace, _ = router.begin(context)
         trace.ended(RequestEnd(outcome=outcome))
-    assert router.exports.shares == [REFUSED_SHARE, 1.0]
+    assert router.exports.shares == [REFUSED_SHARE, 1.0, REFUSED_SHARE]
 
 
 def test_cancelled_request_is_no_error():

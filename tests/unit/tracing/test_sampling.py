@@ -8,7 +8,7 @@ from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import Reason
 from fleet.core.requests import Finish
 from fleet.net.status_codes import REASON_STATUSES
-from fleet.tracing.sampling import KeepReason, is_sampled, keep_at_end
+from fleet.tracing.sampling import REFUSED_SHARE, KeepReason, export_share, is_sampled, keep_at_end
 from kvstore.tracing.settings import TracingSettings
 from kvstore.tracing.spans import SpanIds
 
@@ -53,6 +53,19 @@ def test_answers_4xx_are_kept_only_if_the_cluster_has_failed():
 def test_refusal_of_an_answer_that_has_begun_is_a_failure():
     assert kept(Reason.DRAINING, None, 1) is None
     assert kept(Reason.DRAINING, 0.1, 1) is KeepReason.ERROR
+
+
+def share(outcome: Finish | Reason, first: float | None, whole: float) -> float:
+    first_token = None if first is None else Nanos(round(first * SECOND))
+    return export_share(SETTINGS, outcome, first_token, Nanos(round(whole * SECOND)))
+
+
+def test_deadlines_of_clients_get_the_share_of_refusals():
+    assert kept(Reason.DEADLINE_PASSED, None, 0.001) is KeepReason.ERROR
+    assert share(Reason.DEADLINE_PASSED, None, 0.001) == share(Reason.RATE_LIMITED, None, 0.001) == REFUSED_SHARE
+    assert share(Reason.DEADLINE_PASSED, None, 2.1) == 1.0
+    assert share(Reason.DEADLINE_PASSED, 0.1, 0.2) == 1.0
+    assert share(Reason.WORKER_LOST, None, 0.001) == 1.0
 
 
 def test_slow_requests_are_kept():

@@ -168,7 +168,11 @@ router_messages = (
     starts
     | st.builds(Cancel, request_id=NAME.map(RequestId))
     | st.builds(RouterHello, router_id=NAME, protocols=protocols)
-    | st.builds(KeepTrace, trace_id=st.binary(max_size=20))
+    | st.builds(
+        KeepTrace,
+        trace_id=st.binary(max_size=20),
+        parent_ids=st.lists(st.binary(max_size=9), max_size=3).map(tuple),
+    )
 )
 
 origins = st.builds(

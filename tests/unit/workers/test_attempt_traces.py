@@ -7,7 +7,7 @@ from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import Finish, KvOrigin, KvReport, Source
 from fleet.core.roles import Phase
-from fleet.core.work import AttemptTimes, Progress, Rejected
+from fleet.core.work import AttemptTimes, KeepTrace, Progress, Rejected
 from kvstore.tracing.context import TraceContext
 from kvstore.tracing.spans import EndedSpans, SpanIds, SpanRecord, SpanSide
 from tests.support.builders import a_start
@@ -67,8 +67,8 @@ class TracedWorker:
         return found
 
 
-def a_trace(number: int = 1, *, sampled: bool = True) -> TraceContext:
-    return TraceContext(trace_id=number.to_bytes(16), parent_id=b"p" * 8, sampled=sampled, state="a=1")
+def a_trace(number: int = 1, *, sampled: bool = True, parent_id: bytes = b"p" * 8) -> TraceContext:
+    return TraceContext(trace_id=number.to_bytes(16), parent_id=parent_id, sampled=sampled, state="a=1")
 
 
 def tokens(*ids: int, attempt_id: str = "r1#1", **fields) -> Progress:
@@ -139,19 +139,34 @@ def test_unsampled_attempt_is_exported_when_its_router_asks():
     worker.step(tokens(1, finish=Finish.STOP), tokens(1, attempt_id="r2#1", finish=Finish.STOP))
     assert (worker.exports.spans, worker.traces.held) == ([], 2)
 
-    worker.traces.keep_trace(a_trace(2).trace_id)
+    worker.traces.keep_trace(KeepTrace(trace_id=a_trace(2).trace_id))
     assert worker.named("worker aggregated").attributes["fleet.attempt.id"] == "r2#1"
     assert worker.traces.held == 1
-    worker.traces.keep_trace(b"unknown")
+    worker.traces.keep_trace(KeepTrace(trace_id=b"unknown"))
 
 
 def test_running_attempt_is_exported_at_its_end_when_asked_for():
     worker = TracedWorker()
     worker.begin(trace=a_trace(sampled=False))
-    worker.traces.keep_trace(a_trace().trace_id)
+    worker.traces.keep_trace(KeepTrace(trace_id=a_trace().trace_id))
     assert worker.exports.spans == []
     worker.step(tokens(1, finish=Finish.STOP))
     assert "worker aggregated" in worker.names()
+
+
+def test_only_the_attempts_of_the_requested_request_are_exported():
+    worker = TracedWorker()
+    for number in range(1, 5):
+        worker.begin(f"r{number}#1", trace=a_trace(sampled=False, parent_id=number.to_bytes(8)))
+    worker.step(*(tokens(1, attempt_id=f"r{number}#1", finish=Finish.STOP) for number in (1, 2)))
+
+    parent_ids = tuple(number.to_bytes(8) for number in (1, 3))
+    worker.traces.keep_trace(KeepTrace(trace_id=a_trace().trace_id, parent_ids=parent_ids))
+    assert [span.parent_id for span in worker.exports.spans if span.side is SpanSide.SERVER] == [parent_ids[0]]
+    worker.step(*(tokens(1, attempt_id=f"r{number}#1", finish=Finish.STOP) for number in (3, 4)))
+
+    exported = [span.parent_id for span in worker.exports.spans if span.side is SpanSide.SERVER]
+    assert (exported, worker.traces.held) == ([*parent_ids], 2)
 
 
 def test_held_attempts_are_bounded():
@@ -160,10 +175,21 @@ def test_held_attempts_are_bounded():
         worker.begin(f"r{number}#1", trace=a_trace(number, sampled=False))
         worker.step(tokens(1, attempt_id=f"r{number}#1", finish=Finish.STOP))
     assert worker.traces.held == MOST_HELD
-    worker.traces.keep_trace(a_trace(1).trace_id)
+    worker.traces.keep_trace(KeepTrace(trace_id=a_trace(1).trace_id))
     assert worker.exports.spans == []
-    worker.traces.keep_trace(a_trace(3).trace_id)
+    worker.traces.keep_trace(KeepTrace(trace_id=a_trace(3).trace_id))
     assert worker.exports.spans != []
+
+
+def test_newest_attempts_of_one_long_trace_are_held():
+    worker = TracedWorker()
+    for number in range(1, MOST_HELD + 3):
+        worker.begin(f"r{number}#1", trace=a_trace(sampled=False, parent_id=number.to_bytes(8)))
+        worker.step(tokens(1, attempt_id=f"r{number}#1", finish=Finish.STOP))
+    assert worker.traces.held == MOST_HELD
+    worker.traces.keep_trace(KeepTrace(trace_id=a_trace().trace_id))
+    parents = [span.parent_id for span in worker.exports.spans if span.name == "worker aggregated"]
+    assert parents == [number.to_bytes(8) for number in range(3, MOST_HELD + 3)]
 
 
 def test_refused_and_rejected_attempts_have_an_error():

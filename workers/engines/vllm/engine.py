@@ -515,6 +515,9 @@ class VllmEngine:
                 return
         else:
             prompt = vllm_requests.prompt_of(start)
+        if request.cancelled:  # while its parser was opened
+            self._tell(Progress(request_id=start.request_id, finish=Finish.CANCELLED))
+            return
         adapter = lora_request(start.adapter, self._settings)
         loads = adapter is not None and start.adapter not in self._adapters.names
         self._novel.begun(start.request_id, start.sampling, loads=loads)
@@ -631,7 +634,11 @@ class VllmEngine:
         return vllm_requests.report_of(request.start, counts, self._facts, self._block_bytes, request.image_tokens)
 
     async def _abort(self, request_id: RequestId) -> None:
-        """Abort a request in vLLM; vLLM then sends a last output, by which the request's task ends."""
+        """Abort a request in vLLM; vLLM then sends a last output, by which the request's task ends.
+
+        vLLM ignores the call if it does not have the request yet. The request's task therefore looks at `cancelled` once
+        the request is prepared, right before vLLM gets it.
+        """
         await self._llm.abort(request_id)
 
     def _tell(self, item: Progress | Rejected) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,13 +13,13 @@ from PIL import Image
 
 from fleet.core.errors import Reason
 from fleet.core.ids import ModelName, WorkerId
-from fleet.core.requests import IMAGES, Finish
-from fleet.core.work import Progress, Rejected, Start
+from fleet.core.requests import IMAGES, AnswerParsers, Finish
+from fleet.core.work import ParsingTask, Progress, Rejected, Start
 from kvstore.block import SALT_BYTES
 from tests.support.builders import token_bytes
 from tests.support.waiting import stays, until
 from tests.support.workers.engine_driver import an_attempt
-from workers.engines.vllm.engine import VllmEngine
+from workers.engines.vllm.engine import INLINE_CHARACTERS, VllmEngine
 from workers.engines.vllm.images import PREPARED_AT_ONCE, ImagePrompts, ImageRefused, PreparationCancelled
 from workers.engines.vllm.step_counter import StepCounter, step_file
 from workers.ports import EngineFacts
@@ -40,6 +41,7 @@ FACTS = EngineFacts(
     fingerprint="",
     kv_paths=(),
     sampling_fields=(IMAGES,),
+    parsers=AnswerParsers(in_engine=True),
 )
 
 
@@ -81,13 +83,25 @@ class FakeLlm:
         """Do nothing; the engine aborts requests that vLLM does not have."""
 
 
+class SlowParsers:
+    """The parsers of a model whose answers are not parsed after all. Opening waits until the test lets it end."""
+
+    def __init__(self) -> None:
+        self.opening = threading.Event()
+        self.may_open = threading.Event()
+
+    def open(self, *_: object) -> None:
+        self.opening.set()
+        assert self.may_open.wait(60)
+
+
 @asynccontextmanager
-async def an_engine(scratch: Path) -> AsyncIterator[tuple[FakeLlm, VllmEngine]]:
+async def an_engine(scratch: Path, parsers: SlowParsers | None = None) -> AsyncIterator[tuple[FakeLlm, VllmEngine]]:
     llm = FakeLlm()
     StepCounter(step_file(scratch, 0))
     settings = WorkerSettings(worker_id=WorkerId("w"), model=FACTS.model)
     async with asyncio.TaskGroup() as tasks:
-        engine = VllmEngine(llm, FACTS, settings, 1, scratch, tasks)
+        engine = VllmEngine(llm, FACTS, settings, 1, scratch, tasks, parsers=parsers)
         yield llm, engine
         for each in asyncio.all_tasks() - {asyncio.current_task()}:
             each.cancel()
@@ -144,6 +158,22 @@ async def test_waiting_request_that_is_cancelled_is_not_prepared(tmp_path):
 
         assert await next_output(engine) == Progress(request_id=cancelled.request_id, finish=Finish.CANCELLED)
         assert llm.rendering == PREPARED_AT_ONCE
+
+
+async def test_request_cancelled_while_its_parser_opens_is_ended(tmp_path):
+    parsers = SlowParsers()
+    async with an_engine(tmp_path, parsers) as (llm, engine):
+        long_tools = ParsingTask(tools="x" * (INLINE_CHARACTERS + 1))
+        cancelled = an_attempt(token_bytes([1, 2, 3]), parsing=long_tools)
+        engine.submit(cancelled)
+        await until(parsers.opening.is_set)
+
+        engine.cancel(cancelled.request_id)
+        parsers.may_open.set()
+
+        assert await next_output(engine) == Progress(request_id=cancelled.request_id, finish=Finish.CANCELLED)
+        await until(lambda: not engine.load().running)
+        assert not llm.generating
 
 
 async def test_cancelled_request_is_not_decoded_to_its_end():

@@ -167,6 +167,31 @@ def test_short_answer_of_a_collector_takes_the_spans():
             eventually(lambda: exporter.exported == 1)
 
 
+@pytest.mark.parametrize(
+    ("protocol", "head", "cause"),
+    [
+        ("http", b"HTTP/1.1 401 no key like Bearer s3cret-key\r\nContent-Length: 0\r\n\r\n", "no key like"),
+        ("grpc", b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", "UNAVAILABLE"),
+    ],
+)
+def test_log_says_why_the_collector_takes_no_spans(caplog, protocol, head, cause):
+    with http_collector(head, iter([])) as (endpoint, _):
+        settings = TracingSettings(
+            endpoint=endpoint if protocol == "http" else endpoint.removesuffix("/v1/traces"),
+            protocol=protocol,
+            export_seconds=0.1,
+            timeout_seconds=0.5,
+            headers={"authorization": "Bearer s3cret-key"},
+        )
+        with open_trace_exporter(settings, "fleet-test", "one", "") as exporter:
+            exporter.put(lambda: [a_span()])
+            eventually(lambda: exporter.failed == 1)
+    (record,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert record.message == "trace collector takes no spans, they are dropped"
+    assert cause in record.cause
+    assert "s3cret" not in record.cause
+
+
 def test_headers_of_a_file_are_sent_beside_those_of_the_settings(tmp_path):
     file, requests = tmp_path / "headers", []
     file.write_text("Authorization: Bearer a:b=\n\nx-scope: fleet\n")

@@ -16,7 +16,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -33,6 +32,7 @@ from fleet.router.observer import ObservedMachine, Observer, Observers
 from fleet.router.policy import PlacementPolicy
 from fleet.router.settings.router import RouterSettings
 from fleet.router.state.live_requests import PromptHasher, hash_prompt
+from kvstore.protocol.versions import own_protocols
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,6 @@ MAX_BACKLOG_BYTES = 64 * MIB
 WRITE_INTERVAL_SECONDS = 0.1
 STOP_SECONDS = 5.0  # time limit to write the remaining lines when the router ends
 KEPT_RECORDINGS = 3  # number of recordings of earlier processes that are kept
-DISTRIBUTION = "fleet-serving"
 
 
 class FlightRecorder:
@@ -168,7 +167,7 @@ def open_recorded_machine(
     """
     head = RecordingHead(
         recording=FORMAT,
-        fleet=version(DISTRIBUTION),
+        fleet=own_protocols().product,
         began=now,
         began_unix=unix_seconds(),
         seed=seed,

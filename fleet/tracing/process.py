@@ -3,15 +3,13 @@
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 
 from fleet.core.errors import ConfigurationRefused
 from kvstore.errors import StoreNotStarted
+from kvstore.protocol.versions import own_protocols
 from kvstore.tracing.exporter import TraceExporter, open_trace_exporter
 from kvstore.tracing.settings import TracingSettings
 from kvstore.tracing.spans import SpanIds
-
-DISTRIBUTION = "fleet-serving"
 
 
 @contextmanager
@@ -31,7 +29,7 @@ def open_tracing(settings: TracingSettings, service: str, instance: str) -> Iter
         return
     with ExitStack() as opened:
         try:
-            exporter = opened.enter_context(open_trace_exporter(settings, service, instance, version(DISTRIBUTION)))
+            exporter = opened.enter_context(open_trace_exporter(settings, service, instance, own_protocols().product))
         except StoreNotStarted as error:
             raise ConfigurationRefused(str(error)) from error
         yield exporter

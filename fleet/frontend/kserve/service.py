@@ -13,7 +13,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
-from importlib.metadata import version
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -50,6 +49,7 @@ from fleet.wire.kserve import (
     encode_refusal,
     encode_streamed,
 )
+from kvstore.protocol.versions import own_protocols
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class KserveFrontend(ClientPort):
 
     async def _server_metadata(self, content: bytes) -> Message:
         parse_message(pb.ServerMetadataRequest, content)
-        return pb.ServerMetadataResponse(name="fleet", version=version("fleet-serving"), extensions=["parameters"])
+        return pb.ServerMetadataResponse(name="fleet", version=own_protocols().product, extensions=["parameters"])
 
     async def _model_metadata(self, content: bytes, context: Context) -> Message:
         request = parse_message(pb.ModelMetadataRequest, content)

@@ -7,11 +7,10 @@ status. A later failure is an event with an ``error`` object, and no ``[DONE]`` 
 ``/live`` (liveness) has status 200 as long as the process responds.
 """
 
-import importlib.metadata
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from email.utils import formatdate
-from functools import cache, partial
+from functools import partial
 from http import HTTPStatus
 from typing import Protocol
 
@@ -51,6 +50,7 @@ from fleet.net.http.exchange import EVENT_STREAM, Exchange, ExchangeTask, HttpHe
 from fleet.net.http.server import HttpServer, RouteHandler, run_server
 from fleet.net.settings import KIB, MIB, HttpSettings
 from fleet.net.status_codes import rename_field
+from kvstore.protocol.versions import own_protocols
 from kvstore.security.metrics_access import OPEN_METRICS, MetricsGuard
 
 HEALTH_LIMITS = HttpSettings(
@@ -498,7 +498,7 @@ class HttpFrontend(HttpServer):
         exchange.respond(HTTPStatus.OK if serving else HTTPStatus.SERVICE_UNAVAILABLE, b"")
 
     async def _version(self, exchange: Exchange) -> None:
-        exchange.respond(HTTPStatus.OK, msgspec.json.encode({"version": installed_version()}))
+        exchange.respond(HTTPStatus.OK, msgspec.json.encode({"version": own_protocols().product}))
 
     async def _live(self, exchange: Exchange) -> None:
         """Answer a liveness probe: the process responds."""
@@ -518,12 +518,6 @@ class HttpFrontend(HttpServer):
             encode, content_type = choose_encoder(accepted)  # choose the format OpenMetrics if the scraper accepts it
             content = encode(self._registry)
         exchange.respond(HTTPStatus.OK, content, content_type=content_type)
-
-
-@cache
-def installed_version() -> str:
-    """Return the version of Fleet."""
-    return importlib.metadata.version("fleet-serving")
 
 
 def _authorization(exchange: Exchange) -> str:

@@ -325,7 +325,7 @@ async def a_pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HandoffPair]:
             task.cancel()
 
 
-async def test_killed_prefill_side_of_a_handoff_costs_no_token_and_holds_no_block(monkeypatch):
+async def test_killed_prefill_side_costs_no_token_and_holds_no_block(monkeypatch):
     async with a_pair(monkeypatch) as pair:
         for point in POINTS:
             if point is pulling:

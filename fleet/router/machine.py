@@ -480,7 +480,9 @@ class RouterMachine:
             return
         decode_id = self._decode_worker(live, self.registry[attempt.worker_id], progress.handoff, now)
         if decode_id is None:
-            self._failed(live, Reason.KV_MISMATCH, "no remaining decode worker can read the handoff", now, out)
+            # The chosen decode worker has left or drains. The prefill worker may still serve the request alone.
+            message = "no remaining decode worker can read the handoff"
+            self._failed(live, Reason.KV_MISMATCH, message, now, out, blamed=live.placed.decode)
             return
         self._release(live, attempt.worker_id, now)
         self.attempts.end(live)

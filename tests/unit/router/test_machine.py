@@ -779,6 +779,19 @@ def test_decode_worker_draining_during_prefill_is_replaced():
     assert router.booked(chosen) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("drains", [False, True])
+def test_prefill_worker_serves_alone_without_its_decode_worker(drains):
+    """Both workers have both roles, so the survivor can generate the answer itself."""
+    router = RouterMachineDriver(("b1", Role.BOTH), ("b2", Role.BOTH))
+    prefill = the(Dispatch, router.send(a_long_arrival(placement=Placement.DISAGGREGATED, pin=WorkerId("b2"))))
+    assert (prefill.worker_id, prefill.start.phase) == ("b1", Phase.PREFILL)
+    router.send(WorkerDraining(worker_id=WorkerId("b2"))) if drains else router.leave("b2")
+
+    again = the(Dispatch, router.step(prefill, 11, finish=LENGTH, handoff=a_handoff()))
+
+    assert (again.worker_id, again.start.phase) == ("b1", Phase.AGGREGATED)
+
+
 def test_handoff_without_decode_worker_is_rejected():
     router = RouterMachineDriver(*PAIR)
     prefill = the(Dispatch, router.send(a_long_arrival()))

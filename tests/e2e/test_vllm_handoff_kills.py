@@ -1,4 +1,4 @@
-"""Test of handoffs between two real vLLM workers of which the prefill side is killed, at seven points of a direct handoff.
+"""Tests of handoffs between two real vLLM workers of which one is killed: seven points for each side of a direct handoff.
 
 No point depends on time. The router of this process sends the attempts, so it can kill a worker before an attempt leaves.
 Where the engine has to stand still at a point, its scheduler is stopped (SIGSTOP) first.
@@ -6,6 +6,7 @@ Where the engine has to stand still at a point, its scheduler is stopped (SIGSTO
 
 import asyncio
 import json
+import os
 import random
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -41,7 +42,11 @@ from workers.engines.vllm.launch import NIXL_LEASE_SECONDS, direct_available
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(
+        os.environ.get("FLEET_LONG_TESTS") != "1",
+        reason="takes ten minutes: set FLEET_LONG_TESTS=1, as .ci/nightly does",
+    ),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: make install"),
     pytest.mark.skipif(direct_available() is not None, reason=direct_available() or ""),
 ]
@@ -154,7 +159,7 @@ class HandoffPair:
 
 
 class Strike:
-    """One kill of one worker. Points call it when they are reached."""
+    """One kill of one side. Points call it when they are reached."""
 
     def __init__(self, pair: HandoffPair, victim: Victim) -> None:
         self.pair, self.victim = pair, victim
@@ -325,14 +330,16 @@ async def a_pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HandoffPair]:
             task.cancel()
 
 
-async def test_killed_prefill_side_costs_no_token_and_holds_no_block(monkeypatch):
+@pytest.mark.parametrize("side", [LENDER, BORROWER])
+async def test_killed_side_costs_no_token_and_holds_no_block(side, monkeypatch):
     async with a_pair(monkeypatch) as pair:
+        victim, survivor = (pair.lender, BORROWER) if side == LENDER else (pair.borrower, LENDER)
         for point in POINTS:
             if point is pulling:
                 await pair.hand_over(fresh_prompt(PROMPT_TOKENS))  # so that the read needs no handshake any more
             prompt = fresh_prompt(PROMPT_TOKENS)
-            expected = await pair.alone(prompt, BORROWER)
-            strike = Strike(pair, pair.lender)
+            expected = await pair.alone(prompt, survivor)
+            strike = Strike(pair, victim)
             point(pair, strike)
 
             tokens, complete = await pair.hand_over(prompt)
@@ -340,14 +347,15 @@ async def test_killed_prefill_side_costs_no_token_and_holds_no_block(monkeypatch
             assert strike.done, point.__name__
             assert tokens == expected, point.__name__
             assert complete.finish is Finish.LENGTH
-            arrived = sources(complete, complete.kv[-1].phase).get(Source.DIRECT, (0, 0))[0]
-            assert (arrived > 0) == (point in BLOCKS_ARRIVED), point.__name__
-            await pair.lender.ended()
-            await asyncio.gather(pair.holds_nothing(BORROWER), pair.lender.start())
+            if side == LENDER:
+                arrived = sources(complete, complete.kv[-1].phase).get(Source.DIRECT, (0, 0))[0]
+                assert (arrived > 0) == (point in BLOCKS_ARRIVED), point.__name__
+            await victim.ended()
+            await asyncio.gather(pair.holds_nothing(survivor), victim.start())
             await pair.joined()
             await until(pair.idle)
             pair.machine.check()
         prompt = fresh_prompt(PROMPT_TOKENS)
         tokens, complete = await pair.hand_over(prompt)
-        assert tokens == await pair.alone(prompt, BORROWER)
+        assert tokens == await pair.alone(prompt, survivor)
         assert sources(complete, Phase.DECODE)[Source.DIRECT][0] == -(-PROMPT_TOKENS // BLOCK_TOKENS)

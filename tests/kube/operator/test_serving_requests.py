@@ -161,7 +161,9 @@ async def test_role_added_by_others_is_kept(asked, requests):
         generation = requests.deployment()["metadata"]["generation"]
         requests.apply(a_request(objective=APART)).expect(200)
         await until(lambda: asked.replicas() == {"prefill": 2, "decode": 1, "extra": 1})
-        await until(lambda: asked.ready("please") and not operator.waiting())
+        await until(lambda: asked.ready("please"))
+        # The status of the request follows that of its deployment.
+        await until(lambda: requests.conditions().get("Ready") == ("True", "AllRolesReady") and not operator.waiting())
 
         assert roles(requests.deployment()) == {"router": 2, "prefill": 2, "decode": 1, "extra": 1}
         assert requests.deployment()["metadata"]["generation"] <= generation + 3

@@ -1,5 +1,6 @@
 """Step watchdog: decides from an engine's steps whether it is healthy or hangs. Pure; `workers.server` calls it.
 
+If the engine hangs, `workers.server` ends the routers' streams, and each router continues the requests elsewhere.
 Hung processes of `fleet up` are noticed by `fleet.local.liveness`, silent streams of workers by `fleet.backends.workers.streams`.
 
 Rules:

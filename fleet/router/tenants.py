@@ -29,8 +29,8 @@ from fleet.core.errors import ConfigurationRefused, Reason, RequestRejected, inv
 from fleet.core.requests import RateLimitStatus, RemainingLimit
 
 MINUTE_SECONDS = 60
-# Maximum number of times that one request waits for the peers. After each wait, at least an equal share of what is left
-# can be admitted.
+# Maximum number of times that one request waits until the peers have confirmed (rule 4). After each wait, this router may
+# admit at least its equal share of what is left of the tenant's limit.
 ROUNDS = 100
 
 PerMinute = Annotated[float, Meta(ge=0, le=1e12)]

@@ -1,5 +1,7 @@
 """Worker protocol: translates the values of `fleet.core.work` from and to `worker.proto`.
 
+`kvstore.net.frames` puts the length before each message.
+
 Rules:
 
 1. Encoding never fails, because Fleet's own values are valid. Decoding checks everything that a faulty or newer peer

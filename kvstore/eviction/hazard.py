@@ -199,9 +199,11 @@ class HazardEviction(Generic[K]):
         return known.rhythm if age <= SAME_USE else bisect_right(RHYTHMS, age)
 
     def _uses_after(self, run: _ChainRun[K], blocks: int) -> int:
-        """Return how often the blocks of a run have been used, when some of them are used again and leave the run.
+        """Take blocks out of a run's cohort because they are used again now, and return how often each has been used.
 
-        The number includes the present use. Also remove these blocks from the run's cohort.
+        Args:
+            run: The run to which the blocks belong until now.
+            blocks: Number of blocks that are used again. The returned number of uses includes this use.
         """
         if self._now - run.used_at <= SAME_USE:
             run.cohort.alive -= blocks

@@ -31,7 +31,7 @@ LEAST = 2.0**-60  # result of `saving` for blocks whose hits save nothing, in se
 
 
 class HitSavings:
-    """Estimates the savings of hits for all namespaces of a node."""
+    """Estimates the time that a hit saves, for all namespaces of a node."""
 
     def __init__(
         self, *, seconds_a_token: float = UNKNOWN_SECONDS_A_TOKEN, memory_bytes_a_second: float = MEMORY_BYTES_A_SECOND

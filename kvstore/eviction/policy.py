@@ -1,4 +1,8 @@
-"""Protocol of the eviction policies. Their keys may have any type: block keys in a pool, numbers in a trace."""
+"""Protocol of the eviction policies, which decide what is evicted next.
+
+`kvstore.pool.allocator` asks the policy which block to evict, and `kvstore.eviction.policies` makes the policy that the
+settings name. The keys of a policy may have any type: block keys in a pool, numbers in a trace.
+"""
 
 from collections.abc import Hashable
 from typing import Protocol, TypeVar

@@ -30,9 +30,9 @@ from kvstore.pool.machine import BlockMachine
 from kvstore.service.backing_tiers import BackingTiers
 
 LOOK_AGAIN_SECONDS = 0.01  # pause between two checks of a tier's results; writing a batch takes longer than this
-ASKED_AT_ONCE = (
-    256  # blocks in one confirmation: one round trip to Redis, or half a second of requests to an object store
-)
+# Maximum number of blocks for which a tier is asked at once whether it still has them. For 256 blocks this takes one round
+# trip to Redis, or half a second of requests to an object store.
+ASKED_AT_ONCE = 256
 STRIKES = 3  # number of failures after which a block is abandoned, if other blocks arrive meanwhile (rule 4)
 GIVEN_UP_AFTER = 3
 """Number of consecutive failed writes after which the next tier is used. It is reached within a third of a second if

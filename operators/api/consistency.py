@@ -1,6 +1,6 @@
-"""Consistency check: rules of `operators.api` for one DisaggDeployment, for callers without an API server.
+"""Consistency check: checks one DisaggDeployment by the same rules as the CEL rules in `operators.api`, but in Python.
 
-The CEL rules define them; tests compare both on the same samples.
+It is for callers without an API server. If the two differ, the CEL rules are right; a test runs both on the same samples.
 """
 
 import re

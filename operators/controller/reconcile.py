@@ -1,5 +1,7 @@
 """Reconcile: decides which actions make the cluster match a DisaggDeployment. Pure.
 
+`operators.manifests.workloads` and `operators.manifests.shared` make the child objects.
+
 Rules:
 
 1. It is level-triggered: every action follows from the desired and the observed state. Nothing is remembered between

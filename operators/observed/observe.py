@@ -200,7 +200,7 @@ def scalers_of(store: InformerCaches, namespace: str, deployment: str) -> dict[s
 
 
 def routers_of(pods: Iterable[Pod]) -> Iterator[Pod]:
-    """Return the pods of routers that are not being deleted."""
+    """Return the router pods that are not being deleted."""
     return (pod for pod in pods if pod.alive and pod.metadata.labels.get(TYPE) == RoleType.ROUTER)
 
 

@@ -289,7 +289,7 @@ def tokens_from_keys(keys: Sequence[int], block_tokens: int, num_tokens: int) ->
 
 
 def keys_from_tokens(tokens: TokenBytes, block_tokens: int, salt: bytes) -> tuple[int, ...]:  # noqa: ARG001 - type `Hasher`
-    """Return the block keys that token ids contain. Blocks of generated tokens contain zeros, and so have no keys."""
+    """Return the block keys that `tokens_from_keys` has written into token ids. Blocks of generated tokens have none."""
     words = np.frombuffer(tokens, WORD)
     blocks = words[: len(words) // block_tokens * block_tokens].reshape(-1, block_tokens)
     said = np.ascontiguousarray(blocks[:, :2]).view(KEY).ravel().tolist()

@@ -352,7 +352,7 @@ class StoreProcess(VirtualProcess):
     # End of the process.
 
     def count_points(self) -> None:
-        """Count the fault points that follow from the machine's counters. Call this once, at the end of the process."""
+        """Count the fault points that follow from the counters of the store's machine. Call this once, at the process's end."""
         stats = self.machine.stats()
         self._points.reach(FaultPoint.STORE_LEASE_EXPIRED, stats.expired)
         self._points.reach(FaultPoint.EVICTED, stats.evicted)

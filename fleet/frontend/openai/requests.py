@@ -119,7 +119,7 @@ class OpenAiRequest(Struct, frozen=True, kw_only=True):
     include_usage: bool
     return_token_ids: bool
     names: Mapping[str, str]  # the client's name of each field of the public protocol, for error messages
-    details: Details | None = None  # None if the client wants one plain answer
+    details: Details | None = None  # None if the client wants one answer without these options
     seen: LastEventId | None = None  # which part of a resumed answer the client has; None: the answer is new
 
 

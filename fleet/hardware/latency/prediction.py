@@ -1,4 +1,7 @@
-"""Prediction: computes the latencies that a benchmark would measure with the configuration of a measurement."""
+"""Prediction: computes the TTFT and TPOT that a benchmark would measure for a model, GPUs, an engine and a load.
+
+A `Measurement` names these. Its measured latencies are not used.
+"""
 
 from collections.abc import Mapping
 
@@ -46,7 +49,7 @@ def cut(measured: Measurement, models: Mapping[str, ModelSizes], side: MeasuredR
 
 
 def predict(measured: Measurement, models: Mapping[str, ModelSizes], known: Coefficients) -> tuple[float, float]:
-    """Return the TTFT and TPOT in milliseconds that the benchmark of a measurement would measure."""
+    """Return the predicted TTFT and TPOT in milliseconds for the configuration and the load of a measurement."""
     prefill, decode = (cut(measured, models, side) for side in (measured.prefill, measured.decode))
     efficiency, client = compose(known.start, known.groups(), subject(measured, models))
     client = msgspec.structs.replace(client, mean_length=MEAN_LENGTHS[measured.client])

@@ -1,9 +1,10 @@
 """Nesting limit: leaves the deepest levels out of JSON that is nested too deeply to be decoded. Without I/O.
 
-An API server accepts ten thousand levels in fields without a schema, the decoder here a thousand, and later code fewer.
-An object in one namespace must not keep the operator from reading the objects of others, so everything deeper than
-DEEPEST is left out. No built-in kind of Kubernetes has that many levels. If the operator makes a child object from such
-an object, the server refuses the child and reports the reason.
+An API server accepts ten thousand levels in fields without a schema. The JSON decoder of this project accepts a
+thousand, and the code after it fewer. One deeply nested object must not keep the operator from reading all other
+objects, so every object and list deeper than `DEEPEST` becomes null. No built-in kind of Kubernetes has that many
+levels. If the operator makes a child from a shortened object, the API server may refuse the child because of the null,
+and the operator reports the reason.
 """
 
 import re

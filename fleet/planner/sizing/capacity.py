@@ -95,7 +95,7 @@ class CapacityModel(Protocol):
     """Port of a model that predicts the rates and latencies of pools."""
 
     def highest_rate(self, pool: PlannedPool, load: OfferedLoad, goals: PlanGoals, replicas: int) -> float:
-        """Return the most requests per second that replicas serve within the goals; 0 if a lone request misses them."""
+        """Return how many requests per second the replicas serve together within the goals; 0 if even one alone misses them."""
         ...
 
     def latency(

@@ -1,4 +1,4 @@
-"""Prefill break-even: from how many uncached tokens on another worker should compute the prompt. The number is learned.
+"""Prefill break-even: learns how many uncached tokens a prompt must have before a prefill worker should compute it.
 
 `fleet.router.placement.decision` uses the learned number if the setting `learn_remote_prefill` is on. Otherwise it uses
 `remote_prefill_min_tokens`, the constant of the rules below.
@@ -24,7 +24,7 @@ MAX_TOKENS = 16_384
 
 
 class PrefillBreakEven:
-    """Learns from the handoffs of one router from which length on another worker should compute a prompt."""
+    """Learns from the handoffs of one router how many uncached tokens make a handoff to a prefill worker worthwhile."""
 
     def __init__(self) -> None:
         self.samples = 0

@@ -189,7 +189,13 @@ class _TenantQueue:
         return OrderedRequests()
 
     def _note_head(self, group: WaitGroup, queue: OrderedRequests, was: QueuePosition | None) -> None:
-        """Update the first request of a wait group. Before the change it had the position `was`; None: the group was empty."""
+        """Enter the first request of a wait group into `_heads` after a change of the group.
+
+        Args:
+            group: The wait group that has changed.
+            queue: Its requests after the change.
+            was: Position of its first request before the change; None if the group was empty.
+        """
         if queue and queue.place == was:
             return
         if was is not None:

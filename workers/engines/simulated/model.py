@@ -67,7 +67,7 @@ class SimulatedModel(Struct, frozen=True, kw_only=True):
         return np.random.Philox(key=key).random_raw(self.block_bytes // _WORD_BYTES).tobytes()
 
     def read(self, before: Digest, block: bytes | memoryview) -> Digest:
-        """Return the digest after a block; `content` holds the bytes that the block really has in memory."""
+        """Return the digest after a block. `block` holds the bytes that the block really has in memory."""
         state = xxhash.xxh3_128(before)
         state.update(block)
         return state.digest()

@@ -5,6 +5,7 @@ from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from fleet.client.errors import InvalidRequest
 from fleet.core.errors import Reason
@@ -145,10 +146,14 @@ def _type_error(request: GenerateRequest, sampling: Mapping[str, object]) -> str
     for name, value in sampling.items():
         if name != "form" and not _fits_field(pb.Sampling, name, value):
             return f"sampling.{name}"
+    if request.pooling is not None:
+        for name, value in structs.asdict(request.pooling).items():
+            if value is not None and not _fits_field(pb.Pooling, name, value):
+                return f"pooling.{name}"
     return prompt_field(request)  # all other fields are right, so the prompt is wrong
 
 
-def _fits_field(message: type[pb.GenerateRequest] | type[pb.Sampling], name: str, value: object) -> bool:
+def _fits_field(message: type[pb.GenerateRequest | pb.Sampling | pb.Pooling], name: str, value: object) -> bool:
     try:
         message(**{name: value})  # type: ignore[arg-type]  # by name; protobuf checks
     except (TypeError, ValueError):

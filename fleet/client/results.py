@@ -36,7 +36,6 @@ class Result(Struct, frozen=True, kw_only=True):
     kv: tuple[KvPhase, ...]  # KV report of each phase: where the prompt's blocks came from
     reasoning: str = ""  # reasoning of the answer; empty unless the request has `parsing`
     tool_calls: tuple[ToolCall, ...] = ()  # tool calls of the answer; empty unless the request has `parsing`
-    vector: bytes = b""  # 32-bit little-endian floats, for requests of `embed` and `classify`
 
 
 class StreamedAnswer:
@@ -121,6 +120,11 @@ class StreamedAnswer:
         if self._result is None:
             raise ServerError("the server ended the stream without its last message")
 
+    @property
+    def vector(self) -> bytes:
+        """The vector that has arrived, in 32-bit little-endian floats; empty if the answer consists of tokens."""
+        return b"".join(delta.vector for delta in self._deltas)
+
     def _complete(self, finished: Finished) -> Result:
         return Result(
             request_id=self.request_id,
@@ -133,7 +137,6 @@ class StreamedAnswer:
             kv=finished.kv,
             reasoning="".join(delta.reasoning for delta in self._deltas),
             tool_calls=tuple(join_calls(call for delta in self._deltas for call in delta.calls)),
-            vector=b"".join(delta.vector for delta in self._deltas),
         )
 
 

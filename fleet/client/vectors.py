@@ -14,7 +14,7 @@ from fleet.core.requests import Pooling
 from fleet.v1 import inference_pb2 as pb
 
 AT_ONCE = 64
-"""Maximum number of texts of one call that are on their way, so that a long list does not fill the admission queue."""
+"""Maximum number of requests of one call that run at the same time, so that a long list does not fill the admission queue."""
 
 
 class VectorOptions(TypedDict, total=False):
@@ -47,11 +47,15 @@ def build_vector_messages(
     Raises:
         InvalidRequest: `texts` is not a list of texts or lists of token ids, or a value does not fit its field.
     """
-    if isinstance(texts, str) or any(not isinstance(text, str | Sequence | np.ndarray) for text in texts):
+    if not _is_list(texts) or not all(isinstance(text, str) or _is_list(text) for text in texts):
         message = "texts: must be a list of texts, or of lists of token ids"
         raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field="text")
     for text in texts:
         yield build_message(text, cast(Options, options), pooling)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
 def vector_result(answer: StreamedAnswer) -> VectorResult:
@@ -61,12 +65,13 @@ def vector_result(answer: StreamedAnswer) -> VectorResult:
         ServerError: The router does not know requests for vectors, and has generated text.
     """
     result = answer.result
-    if not result.vector:
+    vector = answer.vector
+    if not vector:
         raise ServerError("the router answered without a vector; it is older than this client")
     return VectorResult(
         request_id=result.request_id,
         model=result.model,
-        vector=tuple(np.frombuffer(result.vector, "<f4").tolist()),
+        vector=tuple(np.frombuffer(vector, "<f4").tolist()),
         prompt_tokens=result.usage.prompt_tokens,
         worker_id=result.kv[-1].worker_id if result.kv else "",
     )

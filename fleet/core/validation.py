@@ -205,6 +205,8 @@ def validate_pooling(request: GenerateRequest) -> None:
         ("sampling", structs.replace(request.sampling, max_tokens=0) != Sampling(max_tokens=0)),
         ("stop", request.stop),
         ("bad_words", request.bad_words),
+        ("include_stop_string", request.include_stop_string),
+        ("show_special_tokens", request.show_special_tokens),
         ("parsing", request.parsing is not None),
         ("placement", request.placement is Placement.DISAGGREGATED),
         ("kv_path", request.kv_path is not None),

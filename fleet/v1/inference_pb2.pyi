@@ -183,8 +183,10 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def pooling(self) -> Global___Pooling:
-        """Answer with the vector of the prompt, which is a text or token ids: `Delta.vector` in one delta. `sampling`, `stop` and `parsing` are
-        not set then. Not set: generate tokens.
+        """Answer with the vector of the prompt, which is a text or token ids: `Delta.vector` in one delta. Fields of
+        generated answers are refused then: `sampling` (except `max_tokens`, which is ignored), `stop`, `bad_words`,
+        `include_stop_string`, `show_special_tokens`, `parsing`, `kv_path`, `resumable` and the placement DISAGGREGATED.
+        Not set: generate tokens.
         """
 
     def __init__(

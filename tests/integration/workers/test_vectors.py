@@ -429,9 +429,12 @@ async def test_failed_text_fails_the_list_and_cancels_the_rest(embedding):
     async with AsyncClient(embedding.grpc_address, api_key=KEY) as client:
         with pytest.raises(InvalidRequest, match="text: must not be empty"):
             await client.embed(["rain", "", *(f"text number {number}" for number in range(200))])
-        for wrong in ("rain", [3], [None]):
+        for wrong in ("rain", [3], [None], 5, [b"rain"], {"rain": 1}, (each for each in ("rain", "sun"))):
             with pytest.raises(InvalidRequest, match="texts: must be a list of texts"):
                 await client.embed(wrong)
+        for dimensions in (-1, "x"):
+            with pytest.raises(InvalidRequest, match=r"pooling\.dimensions: "):
+                await client.embed(["rain"], dimensions=dimensions)
         with pytest.raises(InvalidRequest, match="its task is embed"):
             await client.complete("rain")
         await until(lambda: embedding.router.status().active == 0)
@@ -444,6 +447,8 @@ async def test_failed_text_fails_the_list_and_cancels_the_rest(embedding):
         ({"text": "x", "sampling": pb.Sampling(temperature=0.5)}, "sampling"),
         ({"text": "x", "stop": ["END"]}, "stop"),
         ({"text": "x", "bad_words": ["rain"]}, "bad_words"),
+        ({"text": "x", "include_stop_string": True}, "include_stop_string"),
+        ({"text": "x", "show_special_tokens": True}, "show_special_tokens"),
         ({"text": "x", "parsing": pb.AnswerParsing()}, "parsing"),
         ({"text": "x", "placement": pb.PLACEMENT_DISAGGREGATED}, "placement"),
         ({"text": "x", "kv_path": pb.KV_PATH_STORE}, "kv_path"),

@@ -105,9 +105,9 @@ class ChatTemplate:
             declared = json.loads(tools) if tools else None
             try:
                 return self._rendered(messages, declared, variables)
-            except jinja2.UndefinedError:
-                # The template of gpt-oss fails on functions without a description, which OpenAI's API leaves optional.
-                if not declared or all("description" in each["function"] for each in declared):
+            except (jinja2.UndefinedError, TypeError):
+                # The template of gpt-oss fails on functions whose description is absent or null. OpenAI's API leaves it optional.
+                if not declared or all(each["function"].get("description") is not None for each in declared):
                     raise
                 return self._rendered(messages, [_described(each) for each in declared], variables)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
@@ -191,7 +191,8 @@ def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 def _described(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool whose function has a description, empty if the client gave none."""
-    return {**tool, "function": {"description": "", **tool["function"]}}
+    function = tool["function"]
+    return {**tool, "function": {**function, "description": function.get("description") or ""}}
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -402,12 +402,13 @@ def test_effort_needs_no_switch_in_a_template_that_has_it(template_args, text, t
 def test_template_that_needs_descriptions_gets_empty_ones(tmp_path):
     folder = write_model(tmp_path)
     (folder / "chat_template.jinja").write_text(GPT_OSS, encoding="utf-8")
-    tools = [{"type": "function", "function": each} for each in ({"name": "a"}, {"name": "b", "description": "B"})]
+    functions = ({"name": "a"}, {"name": "b", "description": "B"}, {"name": "c", "description": None})
+    tools = [{"type": "function", "function": each} for each in functions]
 
     tokens = load_codec(folder).render([ChatMessage(role="user", content="x")], json.dumps(tools))
 
     text = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(token_ids(tokens)).strip()
-    assert text == "medium a: b:B user"
+    assert text == "medium a: b:B c: user"
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,8 @@ def _router(
     for kind, each in controllers:
         if _routes(kind, each) and _is_of(each, role):
             current = each.status.observed_generation >= each.metadata.generation
-            ready = [pod for pod in routers_of(pods) if pod.ready and _is_of(pod, role)]
+            # A pod whose labels somebody has changed has lost its owner: its ReplicaSet has replaced it.
+            ready = [pod for pod in routers_of(pods) if pod.ready and pod.metadata.owner_uid and _is_of(pod, role)]
             return ObservedRouter(
                 name=each.metadata.name,
                 asked=each.spec.replicas,

@@ -197,7 +197,11 @@ def _hindrances(
     if behind and observed.troubles:
         yield observed.troubles[0].reason.name, _troubled(observed)
     if behind:
-        what = "; ".join(f"{each.name}: {each.ready} of {each.desired} ready, {each.updated} new" for each in behind)
+        what = "; ".join(
+            f"{each.name}: {each.ready} of {each.desired} ready, {each.updated} new"
+            + (f", {each.draining} draining" if each.draining else "")
+            for each in behind
+        )
         yield ("RollingOut" if old else "Suspending" if desired.spec.suspend else "RolesNotReady"), what
     if unregistered and not observed.registrations_known:
         yield "RegistrationUnknown", NOT_TOLD
@@ -270,7 +274,7 @@ def _served(desired: DesiredDeployment, observed: ObservedState, wanted: Pending
 def _available(desired: DesiredDeployment, observed: ObservedState, wanted: PendingProbes | None) -> ConditionUpdate:
     """Return the condition Available: whether requests are served (rule 5)."""
     suspended = "Suspended" if desired.spec.suspend else ""
-    if observed.router is None or not (observed.router.pods or observed.router.ready):
+    if observed.router is None or not observed.router.pods:
         return "Available", FALSE, suspended or "NoRouterReady", "no router is ready"
     answering = [role.name for role in desired.workers if role.type is not RoleType.PREFILL]
     if not any(each.replicas.ready for each in observed.children if each.role in answering):

@@ -270,6 +270,16 @@ def test_routers_are_ready_when_status_and_pods_both_say_so():
     assert observed(routers, a_router("r1"), a_router("r2")).router.ready == 1
 
 
+def test_router_pod_without_an_owner_is_not_counted():
+    routers = msgspec.structs.replace(a_child(), metadata=without_revision("dd-router"))
+    detached = a_router("r2")
+    detached = msgspec.structs.replace(
+        detached, metadata=msgspec.structs.replace(detached.metadata, owner_references=())
+    )
+
+    assert observed(routers, a_router("r1"), detached).router.pods == (RunningPod("r1", uid="r1"),)
+
+
 def test_routers_of_a_renamed_role_are_old():
     old = msgspec.structs.replace(without_revision("dd-old"), labels=without_revision("dd-old").labels | {ROLE: "old"})
     current = msgspec.structs.replace(a_child(), metadata=without_revision("dd-router"))

@@ -305,6 +305,7 @@ def test_probes_wait_until_router_pods_that_leave_are_gone():
     rolling = reconciled(observed, router=two)
 
     assert (rolling.wanted, ready(rolling)) == (None, ("False", "RolesNotReady"))
+    assert "1 of 1 ready, 1 new, 1 draining" in condition(rolling.status, "Ready").message
     assert reconciled(observed).wanted is not None
 
 

@@ -1,4 +1,7 @@
-"""`fleet up`: runs a whole cluster on this machine until Ctrl-C."""
+"""`fleet up`: runs a whole cluster on this machine until Ctrl-C.
+
+`fleet.cli.local.cluster` decides which processes there are, and `fleet.local.processes` starts them.
+"""
 
 import argparse
 import asyncio

@@ -93,9 +93,14 @@ def diagnose(
 
     The result is empty if TLS is not the cause.
 
-    Credentials without an authority mean a client without TLS. `field` is the name of the settings section in the
-    text. `server_name` is the name that the server's certificate must have, by default the host. `timeout_seconds`
-    limits each step of a connection.
+    Args:
+        host: The server's host name or IP address.
+        port: The server's port.
+        credentials: The client's credentials. If they name no certificate authority (CA), the client uses no TLS.
+        field: Path of the credentials in the settings, by which the text names their fields: `credentials.authority`.
+        server_name: The name that the server's certificate must have; empty: the host.
+        protocols: The application protocols that the client offers (ALPN).
+        timeout_seconds: Time limit of each step of a connection.
     """
     asked = _TlsProbe(host, port, credentials, field, server_name or host, tuple(protocols), timeout_seconds)
     try:

@@ -1,4 +1,7 @@
-"""Objects: makes the common part (metadata, labels, owner) of each child object's manifest."""
+"""Objects: makes the common part (metadata, labels, owner) of each child object's manifest.
+
+Which child objects a deployment has: `operators.manifests.shared` and `operators.manifests.workloads`.
+"""
 
 import hashlib
 from collections.abc import Mapping

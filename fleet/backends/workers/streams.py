@@ -7,7 +7,7 @@ Rules:
    stream counts: the worker has left when the stream breaks, when nothing arrives for the heartbeat timeout (workers report
    their load every second), when a message is invalid, or when KV events are missing. `WorkerLeft` comes after all
    other events of the stream. Time in which the router process itself did not run is not counted as silence of a
-   worker.
+   worker. If an engine hangs, its worker notices it (`workers.watchdog`) and ends the stream.
 2. When a worker has left, the router dials it again, with growing pauses, as long as the worker is a member. Each
    stream begins with a cache dump, which replaces what was known before.
 3. If a worker's lease ends, its stream stays open, because attempts may still run on the worker, and because a live

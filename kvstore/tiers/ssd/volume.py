@@ -2,8 +2,8 @@
 
 Rules:
 
-1. All segments together, with the file system's own blocks for them, stay under the directory's limit
-   (`SsdSettings.share_bytes`). A new file is made only if it fits; otherwise a whole segment is evicted.
+1. The segments of a directory together stay under its limit (`SsdSettings.share_bytes`). The disk space that the file
+   system needs to manage their files is counted too. A new file is made only if it fits; otherwise a whole segment is evicted.
 2. The blocks of an evicted segment are first removed from the index, under the lock. Its file is reused when no call
    reads from it any more. Blocks that were read often are read from the file before it is reused, and written to the next
    segment, if the write budget allows it.

@@ -101,24 +101,24 @@ class _Scaler(NamedObject, frozen=True, kw_only=True):
 
     @property
     def plan(self) -> PlanId:
-        """Id of the plan that wrote the number, or an empty text if no plan wrote it."""
+        """Id of the plan that set `spec.replicas`, or an empty text if no plan set it."""
         return PlanId(self._annotation(PLAN))
 
     @property
     def before(self) -> int | None:
-        """The number that was requested before the plan, or None if it is unknown."""
+        """The number of replicas that was requested before the plan, or None if it is unknown."""
         number = self._annotation(BEFORE)
         return int(number) if number.isdecimal() else None
 
     @property
     def released(self) -> bool:
-        """Return whether the number was given back to the planner, and nobody has changed it afterwards."""
+        """Return whether `spec.replicas` was given back to the planner, and nobody has changed it afterwards."""
         return self.metadata.annotations.get(RELEASED) == str(self.metadata.generation)
 
     def _annotation(self, name: str) -> str:
-        """Return an annotation of the plan that wrote the number, or an empty text if no plan wrote it.
+        """Return an annotation of the plan that set `spec.replicas`, or an empty text if another writer set it.
 
-        If another writer has set the number, the annotations of an older plan may still exist, but they do not count.
+        In the second case, annotations of an older plan may still exist. They are ignored.
         """
         ours = any(each in tuple(PlanWriter) for each in self.owners)
         return self.metadata.annotations.get(name, "") if ours else ""

@@ -312,7 +312,8 @@ class WorkerServer:
             if before is not EngineHealth.HEALTHY:
                 log.info("engine makes progress again", extra={"worker": self.description.worker_id})
             return
-        # `traced` looks at all processes of the engine, which takes time, so it is called only if a hang is suspected.
+        # An engine that a debugger has stopped does not hang. `traced` looks for debuggers of all processes of the engine, which
+        # takes time, so it is called only if a hang is suspected.
         if (self._health is EngineHealth.HUNG or before is EngineHealth.HEALTHY) and self.engine.traced():
             self._watchdog.excuse()
             self._health = EngineHealth.HEALTHY

@@ -1,5 +1,7 @@
 """Replay of a live router's recording: gives the recorded events to the same machine, and compares its commands with the recorded ones.
 
+`fleet.sim.workload.traffic` replays traces of requests instead.
+
 Rules:
 
 1. The machine gets only the recording's seed and settings, and its events at their recorded instants. If its commands

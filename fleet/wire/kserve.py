@@ -27,7 +27,7 @@ from fleet.wire.kserve_tensors import AcceptedTensor, Elements, InputTensors, ad
 
 VERSION = "1"  # every model has only this version
 PLATFORM = "fleet"
-MAX_ID_CHARACTERS = 256  # maximum number of characters of a client's id of a request, because each response repeats it
+MAX_ID_CHARACTERS = 256  # limit of a request id that a client chooses; each response repeats the id
 MAX_ERROR_CHARACTERS = 500  # maximum number of characters of an error message, as in the public protocol
 FINAL = "triton_final_response"
 

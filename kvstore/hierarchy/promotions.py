@@ -333,6 +333,6 @@ class _Promotion:
         self.tenant = tenant
         self.tier = 0  # index of the tier that was asked last
         self.reservation: WriteReservation | None = None  # reservation of the running batch
-        self.places: tuple[int, ...] = ()  # indices in the chain of the blocks of the running batch
+        self.places: tuple[int, ...] = ()  # the blocks of the running batch, as indices into the chain
         self.began = Nanos(0)
         self.until = Nanos(0)

@@ -73,7 +73,7 @@ class RepackPlan(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def run_count(self) -> int:
-        """Number of pieces of one block that are contiguous on both sides."""
+        """Number of pieces of one block that are contiguous both in a source and in a destination."""
         return sum(copy.runs for copy in self.copies)
 
     def perform(self, sources: Sequence[ByteArray], destinations: Sequence[ByteArray]) -> None:

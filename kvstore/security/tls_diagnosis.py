@@ -310,8 +310,8 @@ def _name(parts: Sequence[Sequence[tuple[str, str]]]) -> str:
 def _refusal_of_own(files: Credentials) -> ssl.SSLCertVerificationError | None:
     """Return the error with which the client's own authority refuses the client's certificate.
 
-    Return None if the authority accepts the certificate, or if a file cannot be read. A handshake in memory, without a
-    network connection, finds this out.
+    Return None if the authority accepts the certificate, or if a file cannot be read. The certificate is tested by a
+    handshake in memory, without a network connection.
     """
     asking = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     shows = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

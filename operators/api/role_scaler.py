@@ -1,4 +1,7 @@
-"""RoleScaler: the number of replicas of a role whose deployment does not set it. `kubectl scale`, an HPA, KEDA or the planner changes it."""
+"""RoleScaler: the number of replicas of a role whose deployment does not set it. `kubectl scale`, an HPA, KEDA or the planner changes it.
+
+`operators.controller.reconcile` (rule 4) makes RoleScalers and obeys them; `operators.status.scaler` writes their status.
+"""
 
 from typing import Annotated
 

@@ -532,7 +532,7 @@ class SilenceDetector:
 
 
 def _kib(size: int) -> int:
-    """Return the size in KiB of `size` bytes, rounded up."""
+    """Return the number of complete KiB in `size` bytes, plus one, so that it is never zero."""
     return (size >> 10) + 1
 
 

@@ -1,5 +1,7 @@
 """Address rule: which network addresses the router may connect to when a client names a server.
 
+`fleet.frontend.images.fetcher` applies it before each connection.
+
 Rules:
 
 1. Only public addresses are allowed: global unicast addresses that no registry has set aside for another purpose. `ipaddress`

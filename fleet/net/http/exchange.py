@@ -76,8 +76,9 @@ class HttpRequest(Struct, frozen=True):
 class HeadCache:
     """Caches parsed heads by their exact bytes, without the digits of the content length.
 
-    Clients that keep their connections send the same head again and again, and a look-up costs a tenth of parsing. The
-    cache is bounded: clients whose heads always differ only evict the others for a moment.
+    Clients that keep their connections send the same head again and again, and a look-up costs a tenth of parsing. Only
+    heads with a content length are cached. A full cache is emptied, so clients whose heads are different every time cost
+    the others no more than parsing.
     """
 
     def __init__(self) -> None:

@@ -159,7 +159,8 @@ class LeaseLeader:
         written = await self._write(lease, step, holder=self._identity)
         self.election.wrote(began)
         self._transitions = written.spec.lease_transitions or 0
-        # A new Lease is detected by its uid. If the answer to its creation was lost, this step is only a renewal.
+        # A new Lease is detected by its uid, and not by the step: if the API server created it but its answer was lost, the
+        # next round only renews it.
         if written.metadata.uid != self._lease_uid:
             self._lease_uid = written.metadata.uid
             self.changed.set()

@@ -276,7 +276,7 @@ class FollowingSaver:
         self._follower = follower
         self.engine_blocks = blocks
         self.area = StagingArea(blocks)
-        self._changed = threading.Condition()  # protects the following fields; notified when they change
+        self._changed = threading.Condition()  # protects `staged` and `finished`; notified when a save is staged
         self.staged: dict[SaveKey, list[int]] = {}
         self.finished: set[SaveKey] = set()  # saves that have ended, so that their shards need not be staged
         self.lost = False

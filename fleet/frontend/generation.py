@@ -24,7 +24,6 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
-from hashlib import sha256
 from itertools import chain
 from math import inf
 from typing import Protocol, assert_never
@@ -75,7 +74,7 @@ from fleet.frontend.resume_tokens import FIELD as RESUME_FIELD
 from fleet.frontend.resume_tokens import NO_RESUME_TOKENS, ResumeClaims, ResumeTokens, prompt_digest
 from fleet.frontend.resumed_answer import Answer, EndedAnswer, ResumedAnswer
 from fleet.frontend.text.answer_text import AnswerText
-from fleet.frontend.text.image_keys import image_keys
+from fleet.frontend.text.image_keys import image_digests, image_keys
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer
 from fleet.frontend.text.parsing_plan import ParsingPlans
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
@@ -402,11 +401,12 @@ class Generation:
         if request.remote_images:
             raise invalid(request.remote_images[0].field, f"{DATA_URL}; images are not fetched for other programs")
         card, _, tokens, sampling = await self._checked(request)
+        digests = await image_digests(request.images) if request.images else ()
         await admit_with_peers(self._tenants, tenant, len(tokens) // TOKEN_BYTES, self._clock)
         # The router never continues an answer with a seed on another worker. It must not continue this one either, because it
         # does not know the tokens.
         told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
-        return structs.replace(self._arrived(request, card, tokens, told), external=True)
+        return structs.replace(self._arrived(request, card, tokens, told, digests=digests), external=True)
 
     async def _generate_with_images(
         self,
@@ -457,6 +457,7 @@ class Generation:
         resumed: ResumedAnswer | None,
     ) -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)
+        digests = await image_digests(request.images) if request.images else ()
         if measured.counts.model != (model := card.parent or card.name):
             measured.counts = self.metrics.begin(model, measured.counts.operation)
         measured.served_model = card.name
@@ -492,14 +493,14 @@ class Generation:
         replayed, ended = 0, None
         if resumed is not None:
             in_engine = isinstance(answer, EngineParsedAnswer)
-            resumed.check(sampling, _digest(request, card, tokens), codec.vocab_size, in_engine=in_engine)
+            resumed.check(sampling, _digest(card, tokens, digests), codec.vocab_size, in_engine=in_engine)
             if len(resumed.token_ids) <= INLINE_TOKENS:
                 resumed.replay(answer)
             else:
                 await self._threads.run(partial(resumed.replay, answer), len(resumed.token_ids))
             replayed, ended = len(resumed.token_ids), resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
-            claims = self._claims(request, card, tokens, resumed)
+            claims = self._claims(request, _digest(card, tokens, digests), resumed)
         elif request.journaled:  # the client needs event ids, and these need resume tokens
             raise invalid("resumable", NO_RESUME_TOKENS)
         journal, journal_key, turn = None, 0, 0
@@ -516,7 +517,7 @@ class Generation:
         complete: Complete | None = None
         last: Delta | None = None
         task = None if parsing is None or card.parsers is None else parsing.task
-        arrived = self._arrived(request, card, tokens, sampling, task)
+        arrived = self._arrived(request, card, tokens, sampling, task, digests)
         if overflow is not None:
             most_wait = overflow.admitted(request, prompt_tokens, allowance)
             arrived = structs.replace(arrived, most_wait=most_wait)
@@ -644,10 +645,8 @@ class Generation:
         answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._resume_tokens.is_free(resume.token, claims))
         return structs.replace(request, id=request_id, tenant=tenant), answer
 
-    def _claims(
-        self, request: GenerateRequest, card: ModelCard, tokens: TokenBytes, resumed: ResumedAnswer | None
-    ) -> ResumeClaims:
-        """Return the content that the resume tokens of this stream share."""
+    def _claims(self, request: GenerateRequest, digest: bytes, resumed: ResumedAnswer | None) -> ResumeClaims:
+        """Return the content that the resume tokens of this stream share. `digest` is that of the prompt."""
         assert self._resume_tokens is not None
         if resumed is not None:
             return structs.replace(resumed.claims, resumes=resumed.claims.resumes + 1)
@@ -656,7 +655,7 @@ class Generation:
             request.tenant,
             self._resume_tokens.now(),
             0,
-            _digest(request, card, tokens),
+            digest,
             secrets.randbits(64),
         )
 
@@ -751,6 +750,7 @@ class Generation:
         tokens: TokenBytes,
         sampling: Sampling,
         parsing: ParsingTask | None = None,
+        digests: Sequence[bytes] = (),
     ) -> Arrived:
         salt = tenant_salt(self._tenant_secret, request.tenant)
         if request.cache_salt:
@@ -773,7 +773,7 @@ class Generation:
         if request.images:
             placement, needs = Placement.AGGREGATED, (*needs, IMAGES)
             placeholders = self._codecs[meant.model].image_token_ids
-            keys = {card.block_tokens: image_keys(tokens, card.block_tokens, meant.salt, request.images, placeholders)}
+            keys = {card.block_tokens: image_keys(tokens, card.block_tokens, meant.salt, digests, placeholders)}
         return Arrived(
             request_id=request.id,
             model=meant.model,
@@ -799,9 +799,9 @@ class Generation:
         )
 
 
-def _digest(request: GenerateRequest, card: ModelCard, tokens: TokenBytes) -> bytes:
-    """Return the digest of a prompt with its images, by which a resume token is bound to it."""
-    return prompt_digest(card.name, tokens + b"".join([sha256(image).digest() for image in request.images]))
+def _digest(card: ModelCard, tokens: TokenBytes, images: Sequence[bytes]) -> bytes:
+    """Return the digest of a prompt with the digests of its images, by which a resume token is bound to it."""
+    return prompt_digest(card.name, tokens + b"".join(images))
 
 
 class ModelTarget(Struct, frozen=True):

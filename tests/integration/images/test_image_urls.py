@@ -235,12 +235,13 @@ async def test_gateway_gets_an_error_for_an_image_url(tmp_path, server):
 
 
 async def calls_of(frontends: Frontends, body: dict) -> CountedCalls:
-    """Return the calls of a request in the frontend, once its code is warm."""
-    for _ in range(2):
-        assert (await post(frontends, body)).status_code == 200
-    with count_calls() as counted:
-        assert (await post(frontends, body)).status_code == 200
-    return counted
+    """Return the calls of a request in the frontend: the least of several runs, because ends of connections and timers run too."""
+    runs = []
+    for _ in range(10):  # the first ones warm up
+        with count_calls() as counted:
+            assert (await post(frontends, body)).status_code == 200
+        runs.append(counted)
+    return min(runs, key=lambda counted: counted.calls)
 
 
 async def test_chat_without_an_image_url_runs_no_code_for_it(tmp_path, server):

@@ -246,9 +246,7 @@ class Generation:
         counts = self.metrics.requests.get((model, operation)) or self.metrics.begin(model, operation)
         measured = _RequestTimes(self._clock, counts, entry)
         if self.tracing is not None:
-            measured.trace = self.tracing.begin(traced_request(request), measured.began)
-            if entry is not None:
-                entry.trace_id = measured.trace.trace_id
+            measured.begin_trace(self.tracing, request)
         resumed = None
         if request.resume is not None:
             try:
@@ -317,12 +315,21 @@ class Generation:
                     entry.tenant = request.tenant
                 fetched = await held.enter_async_context(self._fetched(request, most_bytes))
             except RequestRejected as refused:
-                measured.ended(refused.reason)
+                self._failed(request, measured, refused.reason)
                 raise
             except asyncio.CancelledError:
-                measured.ended(Reason.CANCELLED)
+                self._failed(request, measured, Reason.CANCELLED)
+                raise
+            except Exception:
+                self._failed(request, measured, Reason.INTERNAL)
                 raise
             yield fetched
+
+    def _failed(self, request: GenerateRequest, measured: "_RequestTimes", reason: Reason) -> None:
+        """Count, log and trace a request that failed before it became several requests, which have traces of their own."""
+        if self.tracing is not None:
+            measured.begin_trace(self.tracing, request)
+        measured.ended(reason)
 
     async def tokens_of(self, request: GenerateRequest, authorization: str = "") -> tuple[ModelCard, TokenBytes]:
         """Tokenize a prompt without generating; return the model card and the tokens, which may be too many for the model.
@@ -916,6 +923,11 @@ class _RequestTimes:
         self.served_model = ModelName("")  # the model that serves the request, even if the request names none
         self.usage: Usage | None = None  # None: the tenant is not charged yet
         self._kv: tuple[KvPhase, ...] = ()
+
+    def begin_trace(self, tracing: RequestTracing, request: GenerateRequest) -> None:
+        self.trace = tracing.begin(traced_request(request), self.began)
+        if self._entry is not None:
+            self._entry.trace_id = self.trace.trace_id
 
     def admitted(self, prompt_tokens: int) -> None:
         self.usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=0, cached_tokens=0)

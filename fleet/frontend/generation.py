@@ -22,7 +22,7 @@ router's server, turn tokens into text, look for stop strings, count. Rules:
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from math import inf
@@ -423,19 +423,27 @@ class Generation:
         resumed: ResumedAnswer | None,
     ) -> AsyncGenerator[GenerateEvent]:
         """Generate like `_generate`, after the images that the request names by URLs were fetched."""
+        is_free = resumed is not None and resumed.is_free
         async with (
-            self._fetched(request, MAX_IMAGE_BYTES) as fetched,
+            self._fetched(request, MAX_IMAGE_BYTES, is_free=is_free) as fetched,
             aclosing(self._generate(fetched, measured, overflow, resumed)) as events,
         ):
             async for event in events:
                 yield event
 
     @asynccontextmanager
-    async def _fetched(self, request: GenerateRequest, most_bytes: int) -> AsyncIterator[GenerateRequest]:
+    async def _fetched(
+        self, request: GenerateRequest, most_bytes: int, *, is_free: bool = False
+    ) -> AsyncIterator[GenerateRequest]:
         """Check a request as far as possible without its images, then fetch them; yield the request with them.
 
+        Args:
+            request: The request, with its tenant.
+            most_bytes: The limit for the content of all images together.
+            is_free: Whether the request is not charged; it is then not held against the limits of its tenant.
+
         Raises:
-            RequestRejected: The request is invalid, or an image cannot be fetched.
+            RequestRejected: The request is invalid or over a limit of its tenant, or an image cannot be fetched.
         """
         self._check_deadline(request.deadline)
         card, codec = self._resolve(request.model)
@@ -447,13 +455,16 @@ class Generation:
                 f"{DATA_URL}; this router fetches no images. Its operator can allow that by the setting images.fetch_urls",
             )
         left = inf if request.deadline is None else (request.deadline - self._clock.now()) / SECOND
-        async with self._image_loader.fetched(
+        fetched = self._image_loader.fetched(
             request.images,
             request.remote_images,
             tenant=request.tenant,
             most_bytes=most_bytes,
             within_seconds=left,
-        ) as images:
+        )
+        async with AsyncExitStack() as held:
+            with nullcontext() if is_free else self._tenants.expected(request.tenant, self._clock.now()):
+                images = await held.enter_async_context(fetched)
             yield structs.replace(request, images=images, remote_images=())
 
     async def _generate(

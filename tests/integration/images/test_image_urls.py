@@ -185,6 +185,39 @@ async def test_tenant_is_charged_only_after_its_images_are_there(tmp_path, serve
         await until(lambda: frontends.generation.running == 0)
 
 
+@pytest.mark.parametrize("answers", [1, 2])
+async def test_nothing_is_fetched_for_a_tenant_over_its_limit(tmp_path, server, answers):
+    """Charge each answer once, and refuse the next request before its image is fetched."""
+    tenants = {"acme": TenantSettings(requests_per_minute=answers)}
+    fields = {"n": answers, "fleet": {"tenant": "acme"}}
+    async with fetching_frontends(tmp_path, server, tenants) as frontends:
+        assert (await post(frontends, a_chat(server.url("/red.png"), **fields))).status_code == 200
+        answer = await post(frontends, a_chat(server.url("/blue"), **fields))
+
+        assert answer.status_code == 429
+        assert "has used up its" in answer.json()["error"]["message"]
+        assert frontends.tenants.usage()["acme"].requests == answers
+    assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}])
+async def test_images_are_fetched_for_as_many_requests_as_are_left(tmp_path, server, fields):
+    tenants = {"acme": TenantSettings(requests_per_minute=2)}
+    fields = {"fleet": {"tenant": "acme"}, **fields}
+    async with fetching_frontends(tmp_path, server, tenants) as frontends:
+        body = a_chat(server.url("/silent"), **fields)
+        waiting = [asyncio.create_task(post(frontends, body)) for _ in range(2)]
+        await until(lambda: server.silent == 2)
+        assert (await post(frontends, body)).status_code == 429
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await until(lambda: server.left == 2)
+
+        assert (await post(frontends, a_chat(server.url("/red.png"), **fields))).status_code == 200
+    assert len(server.seen) == 3
+
+
 class Exports:
     """The exporter's queue; the spans are made at once."""
 

@@ -161,6 +161,8 @@ class Generation:
         self._tenant_secret = tenant_secret
         self.metrics = metrics
         self._running: set[RequestId] = set()
+        self.relayed_ids: set[RequestId] = set()
+        """Ids of running requests to external servers whose clients sent an id. The relay keeps them."""
         self._parents: dict[ModelName, ModelName] = {}  # base model of each LoRA adapter, by the adapter's name
         self._threads = threads
         self._parsing_plans = ParsingPlans()
@@ -220,8 +222,8 @@ class Generation:
         return self._codecs[self._parents.get(model, model)].decode(tokens)
 
     def serves(self, request_id: RequestId) -> bool:
-        """Return whether a running request has this id."""
-        return request_id in self._running
+        """Return whether a running request has this id, for Fleet's own workers or for an external server."""
+        return request_id in self._running or request_id in self.relayed_ids
 
     async def generate(
         self, request: GenerateRequest, authorization: str = "", overflow: "OverflowTerms | None" = None
@@ -256,7 +258,7 @@ class Generation:
                 raise
             if entry is not None:
                 entry.request_id, entry.tenant = request.id, request.tenant
-        if request.id in self._running:
+        if request.id in self._running or request.id in self.relayed_ids:
             measured.ended(Reason.INVALID_ARGUMENT)
             raise invalid("request_id", "a running request has the same id; use another one")
         self._running.add(request.id)
@@ -654,7 +656,7 @@ class Generation:
         claims = self._resume_tokens.read(request.resume.token, tenant)
         request_id = claims.next_id
         # An earlier resumption broke off, but its request has not ended on this router yet.
-        while request_id in self._running:
+        while self.serves(request_id):
             request_id = RequestId(f"{request_id}x")
         resume = request.resume
         if request.journaled and self._journal is not None:

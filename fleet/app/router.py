@@ -532,9 +532,10 @@ def _relay(
         id_prefix=secrets.token_hex(4),
         only=not settings.models,
         paths=RelayedPaths.of(settings.external_paths),
+        is_running=generation.serves,
+        named_ids=generation.relayed_ids,
         access=access,
         tracing=traces,
-        is_running=generation.serves,
     )
 
 

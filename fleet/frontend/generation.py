@@ -22,9 +22,8 @@ router's server, turn tokens into text, look for stop strings, count. Rules:
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from functools import partial
-from hashlib import sha256
 from itertools import chain
 from math import inf
 from typing import Protocol, assert_never
@@ -75,7 +74,7 @@ from fleet.frontend.resume_tokens import FIELD as RESUME_FIELD
 from fleet.frontend.resume_tokens import NO_RESUME_TOKENS, ResumeClaims, ResumeTokens, prompt_digest
 from fleet.frontend.resumed_answer import Answer, EndedAnswer, ResumedAnswer
 from fleet.frontend.text.answer_text import AnswerText
-from fleet.frontend.text.image_keys import image_keys
+from fleet.frontend.text.image_keys import image_digests, image_keys
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer
 from fleet.frontend.text.parsing_plan import ParsingPlans
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
@@ -162,6 +161,8 @@ class Generation:
         self._tenant_secret = tenant_secret
         self.metrics = metrics
         self._running: set[RequestId] = set()
+        self.relayed_ids: set[RequestId] = set()
+        """Ids of running requests to external servers whose clients sent an id. The relay keeps them."""
         self._parents: dict[ModelName, ModelName] = {}  # base model of each LoRA adapter, by the adapter's name
         self._threads = threads
         self._parsing_plans = ParsingPlans()
@@ -221,8 +222,8 @@ class Generation:
         return self._codecs[self._parents.get(model, model)].decode(tokens)
 
     def serves(self, request_id: RequestId) -> bool:
-        """Return whether a running request has this id."""
-        return request_id in self._running
+        """Return whether a running request has this id, for Fleet's own workers or for an external server."""
+        return request_id in self._running or request_id in self.relayed_ids
 
     async def generate(
         self, request: GenerateRequest, authorization: str = "", overflow: "OverflowTerms | None" = None
@@ -247,9 +248,7 @@ class Generation:
         counts = self.metrics.requests.get((model, operation)) or self.metrics.begin(model, operation)
         measured = _RequestTimes(self._clock, counts, entry)
         if self.tracing is not None:
-            measured.trace = self.tracing.begin(traced_request(request), measured.began)
-            if entry is not None:
-                entry.trace_id = measured.trace.trace_id
+            measured.begin_trace(self.tracing, request)
         resumed = None
         if request.resume is not None:
             try:
@@ -259,7 +258,7 @@ class Generation:
                 raise
             if entry is not None:
                 entry.request_id, entry.tenant = request.id, request.tenant
-        if request.id in self._running:
+        if request.id in self._running or request.id in self.relayed_ids:
             measured.ended(Reason.INVALID_ARGUMENT)
             raise invalid("request_id", "a running request has the same id; use another one")
         self._running.add(request.id)
@@ -318,12 +317,21 @@ class Generation:
                     entry.tenant = request.tenant
                 fetched = await held.enter_async_context(self._fetched(request, most_bytes))
             except RequestRejected as refused:
-                measured.ended(refused.reason)
+                self._failed(request, measured, refused.reason)
                 raise
             except asyncio.CancelledError:
-                measured.ended(Reason.CANCELLED)
+                self._failed(request, measured, Reason.CANCELLED)
+                raise
+            except Exception:
+                self._failed(request, measured, Reason.INTERNAL)
                 raise
             yield fetched
+
+    def _failed(self, request: GenerateRequest, measured: "_RequestTimes", reason: Reason) -> None:
+        """Count, log and trace a request that failed before it became several requests, which have traces of their own."""
+        if self.tracing is not None:
+            measured.begin_trace(self.tracing, request)
+        measured.ended(reason)
 
     async def tokens_of(self, request: GenerateRequest, authorization: str = "") -> tuple[ModelCard, TokenBytes]:
         """Tokenize a prompt without generating; return the model card and the tokens, which may be too many for the model.
@@ -402,11 +410,12 @@ class Generation:
         if request.remote_images:
             raise invalid(request.remote_images[0].field, f"{DATA_URL}; images are not fetched for other programs")
         card, _, tokens, sampling = await self._checked(request)
+        digests = await image_digests(request.images) if request.images else ()
         await admit_with_peers(self._tenants, tenant, len(tokens) // TOKEN_BYTES, self._clock)
         # The router never continues an answer with a seed on another worker. It must not continue this one either, because it
         # does not know the tokens.
         told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
-        return structs.replace(self._arrived(request, card, tokens, told), external=True)
+        return structs.replace(self._arrived(request, card, tokens, told, digests=digests), external=True)
 
     async def _generate_with_images(
         self,
@@ -416,19 +425,27 @@ class Generation:
         resumed: ResumedAnswer | None,
     ) -> AsyncGenerator[GenerateEvent]:
         """Generate like `_generate`, after the images that the request names by URLs were fetched."""
+        is_free = resumed is not None and resumed.is_free
         async with (
-            self._fetched(request, MAX_IMAGE_BYTES) as fetched,
+            self._fetched(request, MAX_IMAGE_BYTES, is_free=is_free) as fetched,
             aclosing(self._generate(fetched, measured, overflow, resumed)) as events,
         ):
             async for event in events:
                 yield event
 
     @asynccontextmanager
-    async def _fetched(self, request: GenerateRequest, most_bytes: int) -> AsyncIterator[GenerateRequest]:
+    async def _fetched(
+        self, request: GenerateRequest, most_bytes: int, *, is_free: bool = False
+    ) -> AsyncIterator[GenerateRequest]:
         """Check a request as far as possible without its images, then fetch them; yield the request with them.
 
+        Args:
+            request: The request, with its tenant.
+            most_bytes: The limit for the content of all images together.
+            is_free: Whether the request is not charged; it is then not held against the limits of its tenant.
+
         Raises:
-            RequestRejected: The request is invalid, or an image cannot be fetched.
+            RequestRejected: The request is invalid or over a limit of its tenant, or an image cannot be fetched.
         """
         self._check_deadline(request.deadline)
         card, codec = self._resolve(request.model)
@@ -440,13 +457,16 @@ class Generation:
                 f"{DATA_URL}; this router fetches no images. Its operator can allow that by the setting images.fetch_urls",
             )
         left = inf if request.deadline is None else (request.deadline - self._clock.now()) / SECOND
-        async with self._image_loader.fetched(
+        fetched = self._image_loader.fetched(
             request.images,
             request.remote_images,
             tenant=request.tenant,
             most_bytes=most_bytes,
             within_seconds=left,
-        ) as images:
+        )
+        async with AsyncExitStack() as held:
+            with nullcontext() if is_free else self._tenants.expected(request.tenant, self._clock.now()):
+                images = await held.enter_async_context(fetched)
             yield structs.replace(request, images=images, remote_images=())
 
     async def _generate(
@@ -457,6 +477,7 @@ class Generation:
         resumed: ResumedAnswer | None,
     ) -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)
+        digests = await image_digests(request.images) if request.images else ()
         if measured.counts.model != (model := card.parent or card.name):
             measured.counts = self.metrics.begin(model, measured.counts.operation)
         measured.served_model = card.name
@@ -492,14 +513,14 @@ class Generation:
         replayed, ended = 0, None
         if resumed is not None:
             in_engine = isinstance(answer, EngineParsedAnswer)
-            resumed.check(sampling, _digest(request, card, tokens), codec.vocab_size, in_engine=in_engine)
+            resumed.check(sampling, _digest(card, tokens, digests), codec.vocab_size, in_engine=in_engine)
             if len(resumed.token_ids) <= INLINE_TOKENS:
                 resumed.replay(answer)
             else:
                 await self._threads.run(partial(resumed.replay, answer), len(resumed.token_ids))
             replayed, ended = len(resumed.token_ids), resumed.end(answer, sampling)
         if request.resumable and self._resume_tokens is not None:
-            claims = self._claims(request, card, tokens, resumed)
+            claims = self._claims(request, _digest(card, tokens, digests), resumed)
         elif request.journaled:  # the client needs event ids, and these need resume tokens
             raise invalid("resumable", NO_RESUME_TOKENS)
         journal, journal_key, turn = None, 0, 0
@@ -516,7 +537,7 @@ class Generation:
         complete: Complete | None = None
         last: Delta | None = None
         task = None if parsing is None or card.parsers is None else parsing.task
-        arrived = self._arrived(request, card, tokens, sampling, task)
+        arrived = self._arrived(request, card, tokens, sampling, task, digests)
         if overflow is not None:
             most_wait = overflow.admitted(request, prompt_tokens, allowance)
             arrived = structs.replace(arrived, most_wait=most_wait)
@@ -635,7 +656,7 @@ class Generation:
         claims = self._resume_tokens.read(request.resume.token, tenant)
         request_id = claims.next_id
         # An earlier resumption broke off, but its request has not ended on this router yet.
-        while request_id in self._running:
+        while self.serves(request_id):
             request_id = RequestId(f"{request_id}x")
         resume = request.resume
         if request.journaled and self._journal is not None:
@@ -644,10 +665,8 @@ class Generation:
         answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._resume_tokens.is_free(resume.token, claims))
         return structs.replace(request, id=request_id, tenant=tenant), answer
 
-    def _claims(
-        self, request: GenerateRequest, card: ModelCard, tokens: TokenBytes, resumed: ResumedAnswer | None
-    ) -> ResumeClaims:
-        """Return the content that the resume tokens of this stream share."""
+    def _claims(self, request: GenerateRequest, digest: bytes, resumed: ResumedAnswer | None) -> ResumeClaims:
+        """Return the content that the resume tokens of this stream share. `digest` is that of the prompt."""
         assert self._resume_tokens is not None
         if resumed is not None:
             return structs.replace(resumed.claims, resumes=resumed.claims.resumes + 1)
@@ -656,7 +675,7 @@ class Generation:
             request.tenant,
             self._resume_tokens.now(),
             0,
-            _digest(request, card, tokens),
+            digest,
             secrets.randbits(64),
         )
 
@@ -751,6 +770,7 @@ class Generation:
         tokens: TokenBytes,
         sampling: Sampling,
         parsing: ParsingTask | None = None,
+        digests: Sequence[bytes] = (),
     ) -> Arrived:
         salt = tenant_salt(self._tenant_secret, request.tenant)
         if request.cache_salt:
@@ -773,7 +793,7 @@ class Generation:
         if request.images:
             placement, needs = Placement.AGGREGATED, (*needs, IMAGES)
             placeholders = self._codecs[meant.model].image_token_ids
-            keys = {card.block_tokens: image_keys(tokens, card.block_tokens, meant.salt, request.images, placeholders)}
+            keys = {card.block_tokens: image_keys(tokens, card.block_tokens, meant.salt, digests, placeholders)}
         return Arrived(
             request_id=request.id,
             model=meant.model,
@@ -799,9 +819,9 @@ class Generation:
         )
 
 
-def _digest(request: GenerateRequest, card: ModelCard, tokens: TokenBytes) -> bytes:
-    """Return the digest of a prompt with its images, by which a resume token is bound to it."""
-    return prompt_digest(card.name, tokens + b"".join([sha256(image).digest() for image in request.images]))
+def _digest(card: ModelCard, tokens: TokenBytes, images: Sequence[bytes]) -> bytes:
+    """Return the digest of a prompt with the digests of its images, by which a resume token is bound to it."""
+    return prompt_digest(card.name, tokens + b"".join(images))
 
 
 class ModelTarget(Struct, frozen=True):
@@ -916,6 +936,11 @@ class _RequestTimes:
         self.served_model = ModelName("")  # the model that serves the request, even if the request names none
         self.usage: Usage | None = None  # None: the tenant is not charged yet
         self._kv: tuple[KvPhase, ...] = ()
+
+    def begin_trace(self, tracing: RequestTracing, request: GenerateRequest) -> None:
+        self.trace = tracing.begin(traced_request(request), self.began)
+        if self._entry is not None:
+            self._entry.trace_id = self.trace.trace_id
 
     def admitted(self, prompt_tokens: int) -> None:
         self.usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=0, cached_tokens=0)

@@ -15,9 +15,13 @@ Rules:
    (`took_elsewhere`). Until all peers have confirmed what a router has reported, that router admits at most an equal share of what is left
    (`is_unsure`), or one request if the share is smaller. N routers together admit at most N - 1 requests too many, and then the level is
    below zero.
+5. A request whose images have to be fetched first asks whether it would be admitted (`expected`), so that nothing is fetched for a tenant
+   over its limit. It takes nothing yet, but until its images are there it counts for other requests that ask. This router answers by its
+   own buckets; the admission afterwards follows rules 2 to 4.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import sha256
 from math import ceil
 from typing import Annotated
@@ -115,6 +119,9 @@ class _TenantLimits:
     def __init__(self, settings: TenantSettings, now: Nanos) -> None:
         self.requests = TokenBucket(settings.requests_per_minute, now) if settings.requests_per_minute else None
         self.tokens = TokenBucket(settings.tokens_per_minute, now) if settings.tokens_per_minute else None
+        self.expected = (
+            0  # number of requests that have asked for admission, and whose images are being fetched (rule 5)
+        )
         self.taken_requests = 0.0
         self.taken_tokens = 0.0
         self.told = TenantUsageDelta(
@@ -208,6 +215,25 @@ class Tenants:
             return None
         self._take(limited, 1, prompt_tokens, now)
         return RateLimitStatus(requests=_remaining(limited.requests, now), tokens=_remaining(limited.tokens, now))
+
+    @contextmanager
+    def expected(self, tenant: str, now: Nanos) -> Iterator[None]:
+        """Refuse a request that `admit` would refuse; else expect it as long as the context lasts. Nothing is taken (rule 5).
+
+        Raises:
+            RequestRejected: RATE_LIMITED, with the time after which a request can be admitted.
+        """
+        limited = self._limited.get(tenant)
+        if limited is None:
+            yield
+            return
+        _check(limited.requests, "requests", now, limited.expected)
+        _check(limited.tokens, "tokens", now)
+        limited.expected += 1
+        try:
+            yield
+        finally:
+            limited.expected -= 1
 
     def used(self, tenant: str, answer_tokens: int, now: Nanos, image_tokens: int = 0) -> None:
         """Take the tokens of an answer from the tenant's buckets. The answer may have ended in any way.
@@ -357,8 +383,8 @@ def _is_used(bucket: TokenBucket | None, now: Nanos) -> bool:
     return bucket is not None and bucket.level(now) < bucket.per_minute
 
 
-def _check(bucket: TokenBucket | None, what: str, now: Nanos) -> None:
-    if bucket is None or (seconds := bucket.seconds_until(1, now)) == 0:
+def _check(bucket: TokenBucket | None, what: str, now: Nanos, expected: int = 0) -> None:
+    if bucket is None or (seconds := bucket.seconds_until(1 + expected, now)) == 0:
         return
     message = f"this tenant has used up its {bucket.per_minute:g} {what} a minute; retry in {seconds:.1f} s"
     raise RequestRejected(Reason.RATE_LIMITED, message, retry_after_ms=max(1, ceil(seconds * SECOND / MILLISECOND)))

@@ -31,7 +31,6 @@ from fleet.core.requests import TOKEN_BYTES
 from fleet.core.telemetry import CHAT as OPERATION_CHAT
 from fleet.core.telemetry import COMPLETION, SCORE
 from fleet.core.telemetry import EMBEDDINGS as OPERATION_EMBEDDINGS
-from fleet.core.validation import REQUEST_ID
 from fleet.frontend.access_log import AccessLog
 from fleet.frontend.metrics.relay import RelayedRequests, RelayMetrics
 from fleet.frontend.openai.answers import rate_limit_headers
@@ -66,7 +65,7 @@ from fleet.frontend.openai.relayed_paths import (
     PathClass,
     RelayedPaths,
 )
-from fleet.frontend.openai.requests import REQUEST_ID_HEADER, authorization_of, bearer_of_key
+from fleet.frontend.openai.requests import REQUEST_ID_HEADER, authorization_of, bearer_of_key, new_request_id
 from fleet.frontend.request_tracing import RequestEnd, RequestTrace, RequestTracing, TracedRequest
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.net.http.errors import ANTHROPIC_ERRORS, OPENAI_ERRORS, RESPONSES_ERRORS, ErrorForm, send_rejection
@@ -314,9 +313,10 @@ class Relay:
         id_prefix: str,
         only: bool,
         paths: RelayedPaths,
+        is_running: Callable[[RequestId], bool],
+        named_ids: set[RequestId],
         access: AccessLog | None = None,
         tracing: RequestTracing | None = None,
-        is_running: Callable[[RequestId], bool] = lambda _: False,
     ) -> None:
         """Create the relay.
 
@@ -331,9 +331,10 @@ class Relay:
             id_prefix: Prefix of this process for request ids.
             only: Whether the router serves external backends alone, and no workers of Fleet.
             paths: The paths that clients may reach.
+            is_running: Returns whether a running request has this id, relayed or not.
+            named_ids: Set in which the relay keeps the ids of running requests whose clients sent an id. `is_running` knows it.
             access: Notes each request; None if requests are not noted.
             tracing: Traces requests; None if they are not traced.
-            is_running: Returns whether a request for Fleet's own workers has this id now.
         """
         self.router = router
         self._workers = workers
@@ -346,7 +347,7 @@ class Relay:
         self._access = access
         self._tracing = tracing
         self._is_running = is_running
-        self._named_ids: set[RequestId] = set()  # ids of running requests that their clients have chosen
+        self._named_ids = named_ids
         self.paths = paths
         self.placed = frozenset({CHAT, COMPLETIONS, EMBEDDINGS}).union(
             path for path in PLACED if paths.classify(path) is PathClass.RELAYED
@@ -397,7 +398,8 @@ class Relay:
         counts = self._metrics.requests.get((reader.model, operation)) or self._metrics.begin(reader.model, operation)
         request_id = RequestId(f"{self._id_prefix}-{self._count:x}")
         if REQUEST_ID_HEADER in request.headers:
-            request_id = self._named(request.headers, otherwise=request_id)
+            request_id = new_request_id(request.headers, self._is_running, request_id)
+            self._named_ids.add(request_id)
         relayed = RelayedRequest(self, exchange, request_id, began_at, tenant, counts)
         self._active += 1
         if self._active == 1:
@@ -517,17 +519,6 @@ class Relay:
             self._quiet.set()
 
     # Internal
-
-    def _named(self, headers: Mapping[bytes, bytes], *, otherwise: RequestId) -> RequestId:
-        """Return the id that the client has given the request, and note that it runs.
-
-        Return `otherwise` if the id is invalid, or if another request with this id runs.
-        """
-        chosen = RequestId(headers[REQUEST_ID_HEADER].decode("latin-1"))
-        if not REQUEST_ID.fullmatch(chosen) or chosen in self._named_ids or self._is_running(chosen):
-            return otherwise
-        self._named_ids.add(chosen)
-        return chosen
 
     @staticmethod
     def _begin_trace(

@@ -638,8 +638,10 @@ def invalid_body(error: msgspec.ValidationError, parent: str = "", kind: Any = N
     return invalid(field, message) if field else RequestRejected(Reason.INVALID_ARGUMENT, f"the body: {message}")
 
 
-def new_request_id(headers: Mapping[bytes, bytes], is_running: Callable[[RequestId], bool]) -> RequestId:
-    """Return the client's id of a request, or a new id if the client sent none or an unusable one.
+def new_request_id(
+    headers: Mapping[bytes, bytes], is_running: Callable[[RequestId], bool], otherwise: RequestId | None = None
+) -> RequestId:
+    """Return the client's id of a request; `otherwise`, or else a random id, if the client sent none or an unusable one.
 
     The id of a running request is not used again, because proxies send requests again under the same id.
     """
@@ -647,7 +649,7 @@ def new_request_id(headers: Mapping[bytes, bytes], is_running: Callable[[Request
         chosen = RequestId(headers[REQUEST_ID_HEADER].decode("latin-1"))
         if REQUEST_ID.fullmatch(chosen) and not is_running(chosen):
             return chosen
-    return RequestId(uuid.uuid4().hex)
+    return RequestId(uuid.uuid4().hex) if otherwise is None else otherwise
 
 
 def numbered_request_id(request_id: RequestId, number: int, is_running: Callable[[RequestId], bool]) -> RequestId:

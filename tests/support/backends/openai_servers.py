@@ -270,6 +270,7 @@ class RelaySetup(Struct):
     reader: PromptReader
     tenants: Tenants
     relay: Relay
+    generation: Generation
 
     @property
     def url(self) -> str:
@@ -335,6 +336,15 @@ async def a_relay(
     readers |= {name: reader.for_adapter(name) for each in settings.openai_workers for name in each.adapters}
     paths = RelayedPaths.of(settings.external_paths)
     access = None if records is None else AccessLog(router, clock, unix_nanoseconds, logs=False, records=records)
+    generation = Generation(
+        router,
+        {},
+        clock=clock,
+        tenants=shared,
+        tenant_secret=b"",
+        metrics=RouterProcessMetrics(registry),
+        threads=threads,
+    )
     relay = Relay(
         router,
         workers,
@@ -346,22 +356,15 @@ async def a_relay(
         id_prefix="t",
         only=only,
         paths=paths,
+        is_running=generation.serves,
+        named_ids=generation.relayed_ids,
         access=access,
-    )
-    generation = Generation(
-        router,
-        {},
-        clock=clock,
-        tenants=shared,
-        tenant_secret=b"",
-        metrics=RouterProcessMetrics(registry),
-        threads=threads,
     )
     async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
         async with open_http_frontend(
             "127.0.0.1:0", http or HttpSettings(), generation, registry, clock, relay
         ) as front:
-            world = RelaySetup(front, router, machine, workers, registry, reader, shared, relay)
+            world = RelaySetup(front, router, machine, workers, registry, reader, shared, relay, generation)
             for index, server in enumerate(servers):
                 server.may_join = lambda before=index: world.serving() >= before
             running = [tasks.create_task(router.run()), tasks.create_task(workers.run(router.hear))]

@@ -18,6 +18,7 @@ from fleet.frontend.generation import Generation, ImageLoader
 from fleet.frontend.grpc.service import GrpcFrontend
 from fleet.frontend.metrics.overflow import OverflowMetrics
 from fleet.frontend.openai.service import HttpFrontend, MetricsGuards, open_http_frontend
+from fleet.frontend.request_tracing import RequestTracing
 from fleet.frontend.resume_tokens import ResumeTokens
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
@@ -66,6 +67,7 @@ async def open_frontends(
     records: AccessRecordFile | None = None,
     metrics_guards: MetricsGuards = (OPEN_METRICS, OPEN_METRICS),
     image_loader: ImageLoader | None = None,
+    tracing: RequestTracing | None = None,
     **settings: float,
 ) -> AsyncIterator[Frontends]:
     router = FakeRouter()
@@ -85,6 +87,7 @@ async def open_frontends(
         resume_tokens=ResumeTokens(b"secret", 60, unix_seconds),
         journal=AnswerJournal(1 << 20, 60, clock),
         access=None if records is None else AccessLog(router, clock, unix_nanoseconds, logs=False, records=records),
+        tracing=tracing,
         image_loader=image_loader,
     )
     limits = HttpSettings(**settings)  # type: ignore[arg-type]  # by name

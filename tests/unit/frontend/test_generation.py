@@ -39,12 +39,14 @@ from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.work import ParsedDelta, ParsingTask
 from fleet.frontend.access_log import AccessLog
 from fleet.frontend.generation import INLINE_CHARACTERS, Generation
+from fleet.frontend.text import image_keys
 from fleet.frontend.text.codec import load_codec
 from fleet.frontend.text.tokenizer_threads import MAX_TASKS, TokenizerThreads
 from fleet.router.ports import TextCodec
 from fleet.router.tenants import Tenants, TenantSettings
 from kvstore.block import tenant_salt
 from tests.support.builders import BLOCK_TOKENS, MODEL, a_prompt, a_request, token_ids
+from tests.support.counted_calls import count_calls
 from tests.support.frontend.text_model import END, EOS, write_model, write_seeing_model
 from tests.support.router.fake_router import FakeRouter, a_model_card
 from tests.support.waiting import turns
@@ -803,6 +805,26 @@ async def test_prompts_with_different_images_have_different_keys(generations, se
     assert one == again
     assert one[0] == other[0]  # the text before the image
     assert one[-1] != other[-1]
+
+
+@pytest.mark.parametrize(
+    ("images", "on_loop"),
+    [
+        ((), set()),
+        ((b"a", b"b"), {"image_digests", "_digests"}),
+        ((b"a", b"b" * image_keys.INLINE_BYTES), {"image_digests"}),
+    ],
+)
+async def test_large_images_are_hashed_outside_the_event_loop(generations, seeing, images, on_loop):
+    router = FakeRouter(cards=[SEES])
+    generation = generations(router, {MODEL: seeing})
+    request = a_chat_with_images(*images) if images else a_request()
+
+    with count_calls() as counted:
+        await collect(generation.generate(request))
+
+    assert {each.co_name for each in counted.by_function if "digests" in each.co_name} == on_loop
+    assert router.submitted[0].images == images
 
 
 async def test_tokens_of_images_count_as_prompt_for_client_and_tenant(generations, seeing):

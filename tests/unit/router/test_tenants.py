@@ -111,6 +111,36 @@ def test_rejected_request_takes_nothing():
     assert acme.admit("acme", 1, after(60)).tokens.remaining == 99
 
 
+def test_expected_request_is_refused_like_an_admitted_one():
+    acme = limited(requests_per_minute=3, tokens_per_minute=100)
+    acme.admit("acme", 100, START)
+
+    asked = refusal(acme.expected("acme", START).__enter__)
+
+    assert asked.message == refusal(acme.admit, "acme", 1, START).message
+    with tenants().expected("acme", START), acme.expected("other", START):
+        pass  # no limits
+
+
+def test_expected_requests_are_refused_above_what_is_left():
+    acme = limited(requests_per_minute=3)
+    acme.admit("acme", 1, START)
+    with acme.expected("acme", START):
+        with acme.expected("acme", START):
+            assert refusal(acme.expected("acme", START).__enter__).retry_after_ms == 20_000
+        with acme.expected("acme", START):
+            pass
+
+
+def test_expected_request_takes_nothing():
+    acme = limited(requests_per_minute=2)
+    with acme.expected("acme", START):
+        pass
+    assert acme.taken() == {}
+    assert acme.usage()["acme"].requests == 0
+    assert [acme.admit("acme", 1, START).requests.remaining for _ in range(2)] == [1, 0]
+
+
 def test_long_answer_is_charged_afterwards():
     acme = limited(tokens_per_minute=600)
     acme.admit("acme", 100, START)

@@ -5,10 +5,12 @@ import json
 from contextlib import AsyncExitStack
 from hashlib import sha256
 
+import httpx
 import openai
 import pytest
 
 from fleet.backends.external import backend as openai_worker
+from fleet.core.errors import RequestRejected
 from fleet.core.ids import RequestId
 from fleet.router.tenants import TenantSettings
 from tests.support.backends.openai_servers import (
@@ -23,6 +25,7 @@ from tests.support.backends.openai_servers import (
     streamed_text,
     token,
 )
+from tests.support.builders import a_request
 from tests.support.frontend.http_clients import error_of, post, raw_http_client
 from tests.support.waiting import turns, until
 
@@ -262,6 +265,39 @@ async def test_name_of_a_running_relayed_request_is_not_given_twice(server):
         names = {(await each).headers["x-fleet-request-id"] for each in (first, second)}
     assert len(names) == 2
     assert "mine-1" in names
+
+
+async def test_own_request_gets_no_name_of_a_running_relayed_one(server):
+    """A header of such a name is passed over; a body that insists on it is refused."""
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def waits(exchange: ServerExchange) -> None:
+        begun.set()
+        await may_end.wait()
+        await exchange.respond(200, b"{}")
+
+    server.play = waits
+    headers = {"x-request-id": "mine-1"}
+    async with (
+        a_relay(server, only=False) as world,
+        an_openai_client(world) as client,
+        httpx.AsyncClient(base_url=world.url, timeout=60) as own,
+    ):
+
+        async def ask_own(**fields) -> httpx.Response:
+            return await own.post("/v1/embeddings", json={"model": "own", "input": "say"} | fields, headers=headers)
+
+        relayed = asyncio.create_task(client.completions.create(model=MODEL, prompt="say", extra_headers=headers))
+        await begun.wait()
+        own_answer = await ask_own()
+        with pytest.raises(RequestRejected, match="a running request has the same id"):
+            await anext(world.generation.generate(a_request(id="mine-1")))
+        may_end.set()
+        await relayed
+        await world.settled()
+
+        assert own_answer.headers["x-request-id"] != "mine-1"
+        assert (await ask_own()).headers["x-request-id"] == "mine-1"
 
 
 # Connections

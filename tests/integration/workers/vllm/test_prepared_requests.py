@@ -5,6 +5,7 @@ import io
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -214,6 +215,22 @@ async def test_pixels_beyond_those_of_headers_are_refused(monkeypatch):
 
     with pytest.raises(ImageRefused, match="pixels together"):
         await ImagePrompts(FakeLlm()).prompt_of(with_images(a_png(), a_png()), lambda: False)
+
+
+async def test_images_are_hashed_with_their_salt_in_a_thread(tmp_path, monkeypatch):
+    threads = []
+
+    def noted(salt: bytes):
+        threads.append(threading.current_thread())
+        return sha256(salt)
+
+    monkeypatch.setattr("workers.engines.vllm.images.sha256", noted)
+    async with an_engine(tmp_path) as (llm, engine):
+        engine.submit(with_images(salt=b"1" * SALT_BYTES))
+        await until(lambda: llm.rendering)
+
+        assert llm.uuids == [sha256(b"1" * SALT_BYTES + a_png()).hexdigest()]
+    assert threading.main_thread() not in threads
 
 
 async def test_tenants_have_different_names_for_the_same_image(tmp_path):

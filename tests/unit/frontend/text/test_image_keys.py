@@ -14,7 +14,7 @@ TEXT_KEYS = keys_of(chain(PROMPT, BLOCK))
 
 
 def keys(*images: bytes, prompt: bytes = PROMPT, salt: bytes = b"") -> tuple[int, ...]:
-    return image_keys(prompt, BLOCK, salt, images, (PLACE, 98))
+    return image_keys(prompt, BLOCK, salt, [sha256(image).digest() for image in images], (PLACE, 98))
 
 
 def test_blocks_before_the_first_image_have_the_keys_of_text():

@@ -11,7 +11,7 @@ from fleet.core.ids import ModelName, WorkerId
 from fleet.core.requests import MAX_VECTOR_NUMBERS
 from fleet.core.roles import KvPath, Role
 from fleet.hardware.latency.linear import EngineLatency
-from kvstore.net.addresses import host_port, unix_path
+from kvstore.net.addresses import check_listen_address, host_port, unix_path
 from kvstore.security.credentials import Credentials
 from kvstore.security.metrics_access import MetricsAccess, MetricsTls
 from kvstore.service.settings import StoreSettings
@@ -337,6 +337,9 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     simulated: SimulatedSettings = field(default_factory=SimulatedSettings)
 
     def __post_init__(self) -> None:
+        for name in ("listen", "control_listen"):
+            check_listen_address(name, getattr(self, name), or_unix=True)
+        check_listen_address("metrics_listen", self.metrics_listen)
         if not self.engine:
             raise ValueError("engine: is empty; name one of the installed engines")
         if len(set(self.kv_paths)) != len(self.kv_paths):

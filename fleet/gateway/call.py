@@ -14,6 +14,7 @@ from fleet.core.ids import RequestId
 from fleet.core.roles import Placement
 from fleet.frontend.openai.bodies import OPENAI_FIELD_NAMES
 from fleet.frontend.openai.relayed_paths import CHAT, COMPLETIONS, EMBEDDINGS
+from fleet.frontend.openai.requests import authorization_of
 from fleet.gateway.endpoints import PickerEndpoints
 from fleet.gateway.ext_proc import (
     answer_piece,
@@ -171,9 +172,11 @@ class PickerCall:
     # Request
 
     def _begin(self, message: pb.ProcessingRequest) -> PickerAnswers:
-        headers = headers_of(message.request_headers, (":path", "authorization"))
+        headers = headers_of(message.request_headers, (":path", "authorization", "x-api-key"))
         self._path = _api_path(headers.get(":path", ""))
-        self._authorization = headers.get("authorization", "")
+        self._authorization = authorization_of(
+            {name.encode(): value.encode("latin-1") for name, value in headers.items()}
+        )
         self._subset = subset_of(message)
         self._stage = PickerStage.BODY
         whole = message.request_headers.end_of_stream
@@ -191,6 +194,7 @@ class PickerCall:
         if whole:
             self._stage = PickerStage.SENT
             return [picked([self._desk.endpoints.idlest(self._subset)], "", None)]
+        self._desk.prompts.check_key(self._authorization)
         return []
 
     async def _took(self, piece: pb.HttpBody) -> PickerAnswers:

@@ -19,6 +19,8 @@ Rules:
    The other pickers are not ready, and reject requests with 503 while they know of a leader. A picker that knows of no
    leader picks endpoints, because a choice by a part of the load data is better than an error.
 7. A gateway that breaks the protocol gets a gRPC error.
+8. If clients need API keys, the key of a request with a body is checked at its headers, and no byte of the body of an unknown client is kept.
+   The router checks the key itself where it is the endpoint (`router_endpoint`).
 """
 
 import asyncio

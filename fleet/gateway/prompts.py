@@ -18,13 +18,24 @@ from fleet.router.tenants import Tenants
 class PromptReaderApi(Protocol):
     """Port that reads the bodies of gateways' requests, and charges tenants for the answers."""
 
+    def check_key(self, authorization: str) -> None:
+        """Check the key of a request before its body is read.
+
+        Args:
+            authorization: As for `arrival`.
+
+        Raises:
+            RequestRejected: UNAUTHENTICATED; clients need a key, and this one has none that is known.
+        """
+        ...
+
     async def arrival(self, path: str, body: bytes, authorization: str) -> Arrived:
         """Return what placement needs to know of a request.
 
         Args:
             path: The path of the OpenAI API for completions, chat or embeddings.
             body: The complete body.
-            authorization: The value of the client's `authorization` header; empty if there is none.
+            authorization: The client's key as ``Bearer KEY``; empty if it has sent none.
 
         Raises:
             RequestRejected: The request is invalid, or its client is not allowed to send it.
@@ -44,6 +55,9 @@ class ApiPromptReader:
         self._relay = relay
         self._tenants = tenants
         self._clock = clock
+
+    def check_key(self, authorization: str) -> None:
+        self._tenants.tenant(authorization, "")
 
     async def arrival(self, path: str, body: bytes, authorization: str) -> Arrived:
         request_id = RequestId(f"pick-{secrets.token_hex(8)}")

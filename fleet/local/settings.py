@@ -25,6 +25,7 @@ from fleet.planner.settings import (
 )
 from fleet.router.settings.router import RouterSettings
 from kvstore.eviction.policies import PolicyName
+from kvstore.net.addresses import check_listen_address
 from kvstore.security.metrics_access import MetricsAccess, MetricsTls
 from kvstore.service.settings import AnyTier
 from kvstore.tracing.settings import TracingSettings
@@ -167,6 +168,9 @@ class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     metrics_listen: str = ""
     """host:port of the node's /metrics; empty: there is none. `metrics_access` and `metrics_tls` are for it too."""
 
+    def __post_init__(self) -> None:
+        check_listen_address("metrics_listen", self.metrics_listen)
+
 
 class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A pool of equal workers."""
@@ -184,6 +188,9 @@ class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     vllm: VllmSettings = VllmSettings()
     simulated: SimulatedSettings = SimulatedSettings()
     watchdog: WatchdogSettings = WatchdogSettings()
+
+    def __post_init__(self) -> None:
+        check_listen_address("metrics_listen", self.metrics_listen)
 
 
 class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -245,6 +252,9 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     record: str = ""
     """File for a recording of all decisions, for `fleet plan decide`; empty: none."""
+
+    def __post_init__(self) -> None:
+        check_listen_address("metrics_listen", self.metrics_listen)
 
 
 class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ from fleet.hardware.latency.linear import EngineLatency
 from fleet.planner.decisions import PlanBudget, PlanGoals, PlannedPool, check_limits, check_roles
 from fleet.planner.messages import PoolName
 from fleet.planner.rule_settings import IntervalSeconds, PlannerRuleSettings
-from kvstore.net.addresses import host_port, refuse_plain_key, unix_path
+from kvstore.net.addresses import check_listen_address, host_port, refuse_plain_key, unix_path
 from kvstore.security.credentials import Credentials
 from kvstore.security.metrics_access import MetricsAccess, MetricsTls
 
@@ -337,6 +337,8 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Time after a plan over which its prediction is compared with what happened."""
 
     def __post_init__(self) -> None:
+        check_listen_address("listen", self.listen, or_unix=True)
+        check_listen_address("metrics_listen", self.metrics_listen)
         proof = self.control_credentials
         asks = proof.secret_file or (proof.certificate and proof.authority) or proof.insecure
         if self.listen and not unix_path(self.listen) and not asks:

@@ -22,6 +22,27 @@ def host_port(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def check_listen_address(field: str, address: str, *, or_unix: bool = False) -> None:
+    """Check the form of an address to listen at; an empty one is valid.
+
+    Args:
+        field: The settings field of the address, for the message.
+        address: ``host:port``. The host must be written, also for all addresses of the machine.
+        or_unix: True if ``unix:/path`` is valid too.
+
+    Raises:
+        ValueError: The address has another form.
+    """
+    if not address or (or_unix and unix_path(address)):
+        return
+    try:
+        host_port(address)
+    except ValueError:
+        forms = "neither unix:/path nor host:port" if or_unix else "not host:port"
+        all_addresses = f"; 0.0.0.0{address} listens at all addresses" if address.startswith(":") else ""
+        raise ValueError(f"{field}: {address!r} is {forms} with a port up to 65535{all_addresses}") from None
+
+
 def is_local(address: str) -> bool:
     """Return whether only processes of this host can connect to the address."""
     if unix_path(address):

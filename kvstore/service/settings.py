@@ -6,7 +6,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from kvstore.eviction.policies import PolicyName
-from kvstore.net.addresses import host_port, unix_path
+from kvstore.net.addresses import check_listen_address
 from kvstore.pool.extents import PAGE_BYTES
 from kvstore.security.credentials import Credentials
 from kvstore.security.metrics_access import MetricsAccess, MetricsTls
@@ -129,8 +129,7 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if not self.listen:
             raise ValueError("listen: at least one address is needed")
         for index, address in enumerate(self.listen):
-            if not unix_path(address):
-                _require_host_port(f"listen[{index}]", address)
+            check_listen_address(f"listen[{index}]", address, or_unix=True)
         kinds = [tier.__struct_config__.tag for tier in self.tiers]
         for index, kind in enumerate(kinds):
             if kind in kinds[:index]:
@@ -138,12 +137,4 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                     f"tiers[{index}]: there is a tier of kind {kind} already; give that one more directories or peers"
                 )
         for field in ("data_listen", "metrics_listen"):
-            if address := getattr(self, field):
-                _require_host_port(field, address)
-
-
-def _require_host_port(field: str, address: str) -> None:
-    try:
-        host_port(address)
-    except ValueError as error:
-        raise ValueError(f"{field}: {error}") from error
+            check_listen_address(field, getattr(self, field))

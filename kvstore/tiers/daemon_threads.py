@@ -1,7 +1,7 @@
 """Daemon threads: a fixed number of threads for calls that may hang.
 
-A disk that hangs, or a server that sends the head of a response byte by byte, can keep a thread busy for any time.
-Therefore each tier has its own threads. Unlike the threads of `concurrent.futures`, they do not keep the process from
+A disk that hangs, a server that sends the head of a response byte by byte, or a name server that does not answer, can
+keep a thread busy for any time. Therefore each owner, such as a tier, has its own threads. Unlike the threads of `concurrent.futures`, they do not keep the process from
 ending.
 """
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class DaemonThreads:
-    """Makes the calls of one tier in a fixed number of threads. Thread-safe."""
+    """Makes the calls of one owner in a fixed number of threads. Thread-safe."""
 
     def __init__(self, name: str, threads: int):
         self.waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()

@@ -18,7 +18,7 @@ import re
 import httptools
 
 from fleet.backends.external.http_client import FIRST_FINAL_STATUS, ServerAddress, connection_failure_cause
-from fleet.backends.external.upstream import MAX_HEAD_BYTES, MAX_INTERIM_HEADS, AnswerHead, read_head
+from fleet.backends.external.upstream import MAX_HEAD_BYTES, MAX_INTERIM_HEADS, AnswerHead, connection_line, read_head
 from fleet.core.errors import RequestRejected
 from fleet.frontend.openai.passage import Passage
 from fleet.net.http.exchange import ClientDisconnected
@@ -151,7 +151,7 @@ class ServerPassage:
         head = read_head(self._with_own_location(content))
         plain = head.chunked and not exchange.request.head.chunked_answer
         keep_alive = exchange.keeps_alive and not (plain or head.until_close)
-        tail = b"\r\n" if keep_alive else b"connection: close\r\n\r\n"
+        tail = connection_line(keep_alive=keep_alive, chunks=exchange.request.head.chunked_answer) + b"\r\n"
         await self._pass_on(self._head(head, head.plain_start if plain else head.start) + tail)
         data = rest
         while True:

@@ -38,7 +38,7 @@ from fleet.core.clock import Nanos
 from fleet.core.errors import Reason
 from fleet.core.ids import RequestId
 from fleet.frontend.openai.relay import RelayedRequest
-from fleet.net.http.exchange import ClientDisconnected
+from fleet.net.http.exchange import KEPT_ALIVE, ClientDisconnected
 
 MAX_HEAD_BYTES = 64 << 10  # maximum length of the head of an answer
 # Maximum number of cached heads of answers (`AnswerHeads`); a head with the header `date` can be reused for only a
@@ -444,7 +444,7 @@ class Upstream(asyncio.Protocol):
                 owner.more_first_bytes += 1
         self._held = b""
         plain = self._bodies is not None
-        keep_alive = self._keep_alive = relayed.keeps_alive and not (head.until_close or plain)
+        keep_alive = self._keep_alive = relayed.keeps_alive and not (head.until_close or (plain and head.chunked))
         request_id = relayed.request_id.encode()
         self._pass_on(
             b"".join(
@@ -454,7 +454,7 @@ class Upstream(asyncio.Protocol):
                     request_id,
                     b"" if head.named else b"\r\nx-request-id: " + request_id,
                     b"" if head.limits else relayed.limits,
-                    b"\r\n\r\n" if keep_alive else b"\r\nconnection: close\r\n\r\n",
+                    b"\r\n" + connection_line(keep_alive=keep_alive, chunks=not plain) + b"\r\n",
                     content if self._bodies is None else self._unpacked(self._bodies),
                 )
             )
@@ -656,6 +656,16 @@ def read_usage(content: bytes) -> UpstreamUsage | None:
         return None
     cached = _CACHED_TOKENS.findall(content)
     return UpstreamUsage(int(prompt[-1]), int(cached[-1]) if cached else None)
+
+
+def connection_line(*, keep_alive: bool, chunks: bool) -> bytes:
+    """Return the header line that tells a client whether its connection stays open; empty if nothing has to be said.
+
+    `chunks` is false for a client of HTTP/1.0.
+    """
+    if not keep_alive:
+        return b"connection: close\r\n"
+    return b"" if chunks else b"%s: %s\r\n" % tuple(part.encode() for part in KEPT_ALIVE)
 
 
 def read_head(content: bytes) -> AnswerHead:

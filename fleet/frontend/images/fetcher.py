@@ -11,7 +11,8 @@ Rules:
 5. All images of a request have one time limit. When it is reached, or when the client leaves, the connections are closed.
 6. One tenant gets at most half of the places, of the lookups of names, of the waiting images and of the memory for images, so that its
    images cannot keep those of all others from being fetched. Without tenants there is no such limit. A lookup counts until its name
-   server answers, even if nobody waits for it any more, because its thread cannot be interrupted.
+   server answers, even if nobody waits for it any more, because its thread cannot be interrupted. The end of the process does not wait
+   for such threads.
 7. Errors do not tell whether a name is unknown or belongs to a private address. They contain nothing of what a server sent but its status.
 """
 
@@ -19,7 +20,6 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from enum import StrEnum
 from functools import partial
@@ -35,6 +35,7 @@ from fleet.core.requests import RemoteImage
 from fleet.frontend.images.addresses import AddressRule
 from fleet.frontend.images.files import FORMATS, check_images, checked_pixels
 from fleet.router.settings.images import ImageSettings, host_and_port
+from kvstore.tiers.daemon_threads import DaemonThreads
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Function that returns the addresses of a name for a port. It raises OSError if there are none."""
@@ -88,7 +89,7 @@ class ImageFetcher:
         self._rule = AddressRule(settings.networks)
         self._hosts = tuple((_canonical(host), port) for host, port in map(host_and_port, settings.hosts))
         self._tls = _trust(settings.authority)
-        self._threads = ThreadPoolExecutor(settings.max_fetches, thread_name_prefix="image-names")
+        self._threads = DaemonThreads("image-names", settings.max_fetches) if resolve is None else None
         self._resolve = self._system_addresses if resolve is None else resolve
         self._all = _Budget(settings.max_fetches, MAX_WAITING, settings.max_held_mib * MIB)
         self._tenants: dict[str, _Budget] = {}  # budgets of the tenants that use some of it now
@@ -100,8 +101,9 @@ class ImageFetcher:
         return self._all.held_bytes
 
     def close(self) -> None:
-        """End the threads that look up names."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End the threads that look up names, without waiting for name servers."""
+        if self._threads is not None:
+            self._threads.close()
 
     @asynccontextmanager
     async def fetched(
@@ -293,9 +295,9 @@ class ImageFetcher:
 
     async def _system_addresses(self, host: str, port: int) -> Sequence[str]:
         """Look a name up in a thread of the fetcher, so that slow name servers delay no other lookup of the process."""
-        found = await asyncio.get_running_loop().run_in_executor(
-            self._threads, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        )
+        assert self._threads is not None
+        lookup = self._threads.submit(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
+        found = await asyncio.wrap_future(lookup)
         return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
 
     def _session(self, addresses: "_Addresses") -> aiohttp.ClientSession:

@@ -13,7 +13,7 @@ from fleet.router.settings.endpoint_picker import EndpointPickerSettings
 from fleet.router.settings.images import ImageSettings
 from fleet.router.settings.overflow import OverflowSettings
 from fleet.router.tenants import TenantSettings
-from kvstore.net.addresses import refuse_plain_key, unix_path
+from kvstore.net.addresses import check_listen_address, refuse_plain_key, unix_path
 from kvstore.security.credentials import Credentials
 from kvstore.security.metrics_access import Sha256Hex
 from kvstore.tracing.settings import TracingSettings
@@ -516,6 +516,10 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other. The message of the error begins with the name of the field."""
+        for name in ("http_listen", "health_listen", "grpc_listen", "kserve_listen"):
+            check_listen_address(name, getattr(self, name))
+        for name in ("control_listen", "replicas_listen"):
+            check_listen_address(name, getattr(self, name), or_unix=True)
         self._check_control()
         first: dict[str, int] = {}
         tokenizers: dict[str, tuple[str, bool]] = {}

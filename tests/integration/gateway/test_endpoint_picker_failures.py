@@ -1,6 +1,7 @@
 """Tests of the ends of endpoint picker calls and of their reservations, with gateways that break off or misbehave."""
 
 import asyncio
+import hashlib
 import random
 
 import grpc
@@ -8,6 +9,7 @@ import pytest
 
 from fleet.core.ids import WorkerId
 from fleet.router.messages import WorkerLeft
+from fleet.router.tenants import TenantSettings
 from fleet.v1 import ext_proc_pb2 as pb
 from tests.support.gateway.endpoint_pickers import (
     D1,
@@ -23,6 +25,8 @@ from tests.support.gateway.envoy import FULL_DUPLEX, a_completion, a_header_map
 from tests.support.waiting import pace, until
 
 pytestmark = pytest.mark.integration
+
+TENANTS = {"a": TenantSettings(api_key_sha256=(hashlib.sha256(b"secret").hexdigest(),))}
 
 
 # Reservations and their ends
@@ -121,6 +125,25 @@ async def test_invalid_request_gets_an_openai_error(model_dir, body, status, par
         if param is not None:
             assert picked.error["param"] == param
         await world.idle()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("sent", [{}, {"authorization": "Bearer wrong"}, {"x_api_key": "wrong"}])
+async def test_unknown_key_is_refused_at_the_headers(model_dir, path, sent):
+    async with a_picker_setup(model_dir, D1, tenants=TENANTS) as world:
+        request = world.request()
+        await request.head(path, **sent)
+        picked = await request.picked()  # no byte of the body was sent
+        assert (picked.status, picked.error["code"]) == (401, "unauthenticated")
+        assert await request.hears() is None
+        await world.idle()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("sent", [{"authorization": "Bearer secret"}, {"x_api_key": "secret"}])
+async def test_known_key_in_either_header_is_taken(model_dir, path, sent):
+    async with a_picker_setup(model_dir, D1, tenants=TENANTS) as world:
+        assert (await world.request().ask(a_completion(), path, **sent)).endpoints == ["10.0.0.1:8000"]
 
 
 async def test_too_long_body_is_rejected_while_it_arrives(model_dir):

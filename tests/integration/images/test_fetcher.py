@@ -2,7 +2,10 @@
 
 import asyncio
 import ssl
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -200,6 +203,45 @@ async def test_name_is_looked_up_by_the_system_by_default(server):
     assert await fetch(fetcher, server.url("/red.png", "localhost")) == (an_image("red"),)
 
     fetcher.close()
+
+
+STOP_DURING_A_LOOKUP = """
+import asyncio, socket, threading
+from fleet.core.requests import RemoteImage
+from fleet.frontend.images.fetcher import ImageFetcher
+from fleet.router.settings.images import ImageSettings
+
+asked = threading.Event()
+
+def silent(*_, **__):
+    asked.set()
+    threading.Event().wait()
+
+async def main():
+    fetcher = ImageFetcher(ImageSettings(fetch_urls=True))
+    image = RemoteImage(0, "http://images.test/red.png", "url")
+    fetch = fetcher.fetched([b""], [image], most_bytes=1000, within_seconds=3600)
+    request = asyncio.create_task(fetch.__aenter__())
+    await asyncio.to_thread(asked.wait)
+    fetcher.close()
+    print("stopped", flush=True)
+
+socket.getaddrinfo = silent
+asyncio.run(main())
+"""
+
+
+async def test_process_ends_while_a_name_server_is_silent():
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", STOP_DURING_A_LOOKUP, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(60):
+            assert await process.communicate() == (b"stopped\n", b"")
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+    assert process.returncode == 0
 
 
 class SilentNames(Names):

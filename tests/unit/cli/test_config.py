@@ -117,6 +117,37 @@ def test_check_refuses_a_file_with_the_path_of_the_key(argv, content, cause, tmp
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("argv", "section", "field"),
+    [
+        (["up"], "[[pools]]\nrole = 'both'\n", "pools[0]: metrics_listen"),
+        (["up"], "[store]\n", "store: metrics_listen"),
+        (["up"], "[planner]\ngoals = {ttft_seconds = 1, tpot_seconds = 0.1}\n", "planner: metrics_listen"),
+        (["up"], "[router]\n", "router: http_listen"),
+        (["up"], "[router]\n", "router: grpc_listen"),
+        (["up"], "[router]\n", "router: health_listen"),
+        (["up"], "[router]\n", "router: kserve_listen"),
+        (["up"], "[router]\n", "router: control_listen"),
+        (["router"], "", "http_listen"),
+        (["router"], "", "replicas_listen"),
+        (["kvstore"], "store_id = 's'\nlisten = ['unix:/s']\n", "metrics_listen"),
+        (["worker"], "worker_id = 'w'\nmodel = 'm'\nmodel_dir = '/m'\n", "metrics_listen"),
+        (["worker"], "worker_id = 'w'\nmodel = 'm'\nmodel_dir = '/m'\n", "listen"),
+    ],
+)
+def test_check_refuses_an_address_without_a_host_as_the_process_does(argv, section, field, tmp_path, capsys):
+    file = tmp_path / "settings.toml"
+    file.write_text(f"{section}{field.rpartition(' ')[2]} = ':9450'\n")
+    process = ["up"] if argv == ["up"] else ["serve", *argv]
+
+    told = printed(capsys, *argv, "--check", str(file), status=3).err
+
+    assert told.startswith(f"fleet: {file}: {field}: ':9450' is n")
+    assert told.endswith("host:port with a port up to 65535; 0.0.0.0:9450 listens at all addresses\n")
+    assert run([*process, "--config", str(file)]) == 3
+    assert capsys.readouterr().err == told
+
+
 def test_check_refuses_a_file_that_is_no_object(tmp_path, capsys):
     file = tmp_path / "settings.json"
     file.write_text("[1]")

@@ -247,6 +247,20 @@ async def test_client_without_chunks_gets_the_plain_content():
         assert content == b"one two three"
 
 
+async def test_client_without_chunks_keeps_its_connection_for_answers_with_a_length():
+    async with a_world(ApiServer()) as (world, _), raw_http_client(world) as peer:
+        for _ in range(2):
+            await peer.send(b"GET /v1/files/f HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
+            status, headers = await peer.head()
+            body = await peer.reader.readexactly(int(headers["Content-Length"]))
+            assert (status, headers["connection"], body) == (200, "keep-alive", b"/v1/files/f")
+        await peer.send(b"GET /v1/files/f HTTP/1.0\r\n\r\n")
+        head, _, body = (await peer.rest()).partition(b"\r\n\r\n")
+
+        assert b"\r\nconnection: close" in head
+        assert body == b"/v1/files/f"
+
+
 # Paths and keys
 
 

@@ -452,6 +452,25 @@ async def test_connection_close_of_a_client_is_honoured(server, version):
         assert await peer.rest() == b""
 
 
+async def test_old_client_keeps_its_connection_for_answers_with_a_length(server):
+    async def sized(exchange: ServerExchange) -> None:
+        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
+
+    played, server.play = server.play, sized
+    async with a_relay(server) as world, raw_http_client(world) as peer:
+        for _ in range(2):
+            await peer.send(post(COMPLETIONS, STREAMING_REQUEST, "connection: keep-alive", version="1.0"))
+            status, headers, body = await peer.answer()
+            assert (status, headers["connection"], body) == (200, "keep-alive", b"{}")
+        server.play = played  # answers in chunks, which this client does not understand
+        await peer.send(post(COMPLETIONS, STREAMING_REQUEST, "connection: keep-alive", version="1.0"))
+        status, headers, body = await peer.answer()
+
+        assert (status, headers["connection"]) == (200, "close")
+        assert body.endswith(b"data: [DONE]\n\n")
+        await world.settled()
+
+
 async def test_answer_without_length_ends_with_its_connection(server):
     async def until_close(exchange: ServerExchange) -> None:
         await exchange.send(b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n{}")

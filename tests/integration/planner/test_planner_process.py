@@ -13,6 +13,7 @@ import pytest
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.demand_reports import ModelDemand, SampledRequest
+from fleet.core.system_clock import SystemClock
 from fleet.v1.planner_pb2 import ShowPlanRequest
 from fleet.v1.planner_pb2_grpc import PlannerStub
 from kvstore.protocol.range_messages import range_message
@@ -69,9 +70,9 @@ class Orchestrator:
 
 
 @asynccontextmanager
-async def a_cluster(folder):
+async def a_cluster(folder, router=None):
     """Yield the orchestrator and the router of a cluster without workers."""
-    orchestrator, router = Orchestrator(folder), DemandRouter()
+    orchestrator, router = Orchestrator(folder), router or DemandRouter()
     async with serve_demand(router, f"unix:{folder}/router.sock"), asyncio.TaskGroup() as tasks:
         await orchestrator.inner.step()
         running = tasks.create_task(orchestrator.inner.run())
@@ -272,31 +273,42 @@ async def test_etcd_elects_one_planner_and_the_next(folder):
     assert first != second
 
 
+class BusyRouter(DemandRouter):
+    """Counts one arrival more in each report, and has a busy worker from its second report on.
+
+    So each report that shows the busy worker also brings an arrival, and a rehearsal has a rate.
+    """
+
+    def demand(self):
+        self.running = {"decode-0": 10} if self.counted.arrivals > 1 else {}  # the watch reads once before its reports
+        self.counted = ModelDemand(model="tiny", arrivals=self.counted.arrivals + 1)
+        return super().demand()
+
+
 async def test_rehearsal_is_part_of_the_record(folder):
     engine = {"kind": "linear", "latency": {"step_base_ms": 20.0}, "max_running": 4}
-    async with a_cluster(folder) as (orchestrator, router):
+    patient = {
+        "engines": {"decode": engine, "prefill": engine},
+        "rehearsal": {"limit_seconds": 60},  # a busy machine gives the simulator, which is nice, little time
+        "source": {"kind": "routers", "addresses": [f"unix:{folder}/router.sock"], "stale_seconds": 60},
+    }
+    router = BusyRouter()
+    now = SystemClock().now()
+    router.recent = [
+        SampledRequest(
+            model="tiny",
+            arrived=Nanos(now - (60 - number) * SECOND // 10),
+            prompt_tokens=100,
+            answer_tokens=20,
+            block_tokens=32,
+            block_keys=(number, number + 1000, number + 2000),
+        )
+        for number in range(60)
+    ]
+    async with a_cluster(folder, router) as (orchestrator, _):
         with planners(folder) as start:
-            now = router.demand()[0]
-            router.recent = [
-                SampledRequest(
-                    model="tiny",
-                    arrived=Nanos(now - (60 - number) * SECOND // 10),
-                    prompt_tokens=100,
-                    answer_tokens=20,
-                    block_tokens=32,
-                    block_keys=(number, number + 1000, number + 2000),
-                )
-                for number in range(60)
-            ]
-            router.counted = ModelDemand(model="tiny", arrivals=10)
-            start(engines={"decode": engine, "prefill": engine})
-
-            def arrive():
-                router.counted = ModelDemand(model="tiny", arrivals=router.counted.arrivals + 1)
-                router.running = {"decode-0": 10}
-                return orchestrator.ready()["decode"] == 3
-
-            await until(arrive, 60.0)
+            start(**patient)
+            await until(lambda: orchestrator.ready()["decode"] == 3, 120.0)
             records = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     rehearsal = next(each["rehearsal"] for each in records if each["rehearsal"])
     assert rehearsal["requests"] >= 60

@@ -16,7 +16,7 @@ FILES = ("api_server", "chart/test_crds.py", "chart/test_release.py", "operator/
 """Tests that run on another server, together with tests of faults, which have to be skipped there."""
 
 
-@pytest.mark.timeout(400)  # most of the tests of this folder run again
+@pytest.mark.timeout(1300)  # most of the tests of this folder run again
 def test_tests_pass_with_controllers_and_fault_tests_skip():
     nodes = Nodes()
     with an_api_server(with_controllers=True, beside=nodes.run) as server:
@@ -27,7 +27,7 @@ def test_tests_pass_with_controllers_and_fault_tests_skip():
             env=os.environ | {OTHER_SERVER: server.url},
             capture_output=True,
             text=True,
-            timeout=380,
+            timeout=1200,
             check=False,
         )
 

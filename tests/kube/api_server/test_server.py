@@ -427,3 +427,17 @@ def test_protobuf_is_accepted_only_for_helms_kinds(api):
     assert (kept["data"], kept["metadata"]["labels"]) == ({"key": "AP8="}, {"owner": "helm"})
     assert post(b"Secret", secret[:-1]).status_code == 400
     assert post(b"Pod", b"").status_code == 415
+
+
+# The server's thread.
+
+
+def test_server_thread_ends_when_a_controller_has_failed():
+    async def fail(_objects):
+        raise RuntimeError("the nodes failed")
+
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="the nodes failed"), an_api_server(beside=fail):
+        assert len(set(threading.enumerate()) - before) == 1
+
+    assert set(threading.enumerate()) <= before

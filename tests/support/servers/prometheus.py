@@ -78,16 +78,17 @@ def a_prometheus_server(
 
 
 class RouterPage:
-    """Serves the metrics page of a router whose demand the test sets."""
+    """Serves the metrics page of a router whose demand the test sets; port 0 is any free one."""
 
-    def __init__(self, incarnation: str) -> None:
+    def __init__(self, incarnation: str, port: int = 0) -> None:
         self.router = DemandRouter()
         self._began, _, _ = self.router.demand()
         self._incarnation = Incarnation(incarnation)
         registry = CollectorRegistry()
         registry.register(DemandMetrics(self))
         registry.register(self)
-        self._server, self._thread = start_http_server(0, "127.0.0.1", registry)
+        self._server, self._thread = start_http_server(port, "127.0.0.1", registry)
+        self.port = self._server.server_port
 
     def collect(self) -> Iterator[Metric]:
         """Yield the load of workers, like `fleet.frontend.metrics.router`."""
@@ -104,7 +105,7 @@ class RouterPage:
 
     @property
     def target(self) -> str:
-        return f"127.0.0.1:{self._server.server_port}"
+        return f"127.0.0.1:{self.port}"
 
     def report(self, after: int) -> tuple[int, DemandReport]:
         now, models, workers = self.router.demand()

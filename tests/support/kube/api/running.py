@@ -20,9 +20,9 @@ from aiohttp import web
 from tests.support.certificates import Authority
 from tests.support.kube.api.cluster import ObjectStore
 from tests.support.kube.api.http.server import KubeHttpServer
-from tests.support.waiting import turns
+from tests.support.waiting import thread_stacks, turns
 
-STOP_SECONDS = 10
+STOP_SECONDS = 30
 OTHER_SERVER = "FLEET_TEST_KUBE_API"
 """Environment variable with the address of another API server, such as a `kubectl proxy`; the tests then use it."""
 
@@ -117,23 +117,29 @@ def an_api_server(
         await runner.cleanup()
 
     listening = socket.create_server(("127.0.0.1", port))
-    thread = threading.Thread(target=loop.run_forever, name="api-server")
+    # A daemon, because the end of pytest must not wait for a loop that does not stop.
+    thread = threading.Thread(target=loop.run_forever, name="api-server", daemon=True)
     thread.start()
-    other = None
-    try:
+    with contextlib.ExitStack() as ending:  # each step is taken, even if one before it fails
+        ending.callback(_end_loop, loop, thread)
+        ending.callback(lambda: asyncio.run_coroutine_threadsafe(stop(), loop).result(STOP_SECONDS))
         if beside is not None:
-            other = asyncio.run_coroutine_threadsafe(beside(server.cluster), loop)
+            ending.callback(_end, asyncio.run_coroutine_threadsafe(beside(server.cluster), loop))
         bound = asyncio.run_coroutine_threadsafe(start(), loop).result(STOP_SECONDS)
         if authority is None:
             yield RunningApiServer(f"http://127.0.0.1:{bound}")
         else:
             yield RunningApiServer(f"https://127.0.0.1:{bound}", authority.file)
-    finally:
-        if other is not None:
-            other.cancel()
-            with contextlib.suppress(concurrent.futures.CancelledError):
-                other.result(STOP_SECONDS)
-        asyncio.run_coroutine_threadsafe(stop(), loop).result(STOP_SECONDS)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(STOP_SECONDS)
-        loop.close()
+
+
+def _end(beside: concurrent.futures.Future[None]) -> None:
+    beside.cancel()
+    with contextlib.suppress(concurrent.futures.CancelledError):
+        beside.result(STOP_SECONDS)
+
+
+def _end_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(STOP_SECONDS)
+    assert not thread.is_alive(), f"the API server's loop does not stop:\n{thread_stacks()}"
+    loop.close()

@@ -17,7 +17,7 @@ from tests.support.kube.kubelet import controllers
 from tests.support.kube.kubelet.network import Network
 from tests.support.kube.kubelet.objects import Object, Objects, Refused
 from tests.support.kube.kubelet.pods import Kubelet
-from tests.support.waiting import pace
+from tests.support.waiting import pace, thread_stacks
 
 NODE = "node-1"
 START_SECONDS = 60
@@ -39,7 +39,7 @@ class ToyCluster:
         self._started = threading.Event()
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._main, name="toy-cluster")
+        self._thread = threading.Thread(target=self._main, name="toy-cluster", daemon=True)
         self._turns: dict[tuple[str, int], count[int]] = {}
 
     def start(self) -> None:
@@ -53,6 +53,7 @@ class ToyCluster:
         with contextlib.suppress(RuntimeError):  # the process has already ended
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(STOP_SECONDS)
+        assert not self._thread.is_alive(), f"the cluster does not stop:\n{thread_stacks()}"
         if self._failure is not None:
             raise self._failure
 

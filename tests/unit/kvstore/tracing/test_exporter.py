@@ -64,11 +64,9 @@ def test_hanging_collector_costs_a_bounded_queue():
 
 def test_entries_with_a_share_leave_the_rest_of_the_queue():
     exporter = TraceExporter(Collector().send, most_waiting=10, export_seconds=600)
-    for _ in range(20):
-        exporter.put(lambda: [a_span("refused")], 0.5)
+    assert [exporter.put(lambda: [a_span("refused")], 0.5) for _ in range(20)] == [True] * 5 + [False] * 15
     assert exporter.waiting == 5
-    for _ in range(5):
-        exporter.put(lambda: [a_span("failed")])
+    assert all(exporter.put(lambda: [a_span("failed")]) for _ in range(5))
     assert (exporter.waiting, exporter.overflowed) == (10, 15)
     exporter.close()
 

@@ -6,6 +6,7 @@ Rules:
 2. A sampled attempt is exported when it ends. An attempt that is not sampled is kept in memory after its end, because
    its request may still become slow or fail elsewhere. The router then requests the attempts of this request, and they
    are exported too. Other requests of the same trace are not. At most `MOST_HELD` attempts are kept, the newest ones.
+   If the router says so, the attempts of the request leave room in the queue for those of failures.
 3. Below the attempt's span there are "queue" (until the engine takes it), "kv_transfer" (blocks from elsewhere),
    "prefill" (until the first token) and "decode" (until the last one). If the engine does not report one of these
    parts, the next part includes its time.
@@ -21,6 +22,7 @@ from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import Finish, KvReport, Source
 from fleet.core.roles import Phase
 from fleet.core.work import AttemptTimes, KeepTrace, Progress, Rejected
+from fleet.tracing.sampling import REFUSED_SHARE
 from kvstore.tracing.context import TraceContext
 from kvstore.tracing.exporter import TraceExporter
 from kvstore.tracing.spans import Attributes, AttributeValue, SpanEvent, SpanIds, SpanRecord, SpanSide
@@ -56,6 +58,7 @@ class AttemptFacts(Struct, kw_only=True):
     error: str = ""
     kv: KvReport | None = None
     times: AttemptTimes | None = None
+    share: float = 1.0  # share of the export queue that the spans may use
 
 
 class AttemptTraces:
@@ -104,14 +107,16 @@ class AttemptTraces:
         A router that names no attempts means all of the trace.
         """
         trace_id, parents = request.trace_id, frozenset(request.parent_ids)
+        share = REFUSED_SHARE if request.leave_room else 1.0
         keys = [(trace_id, each) for each in request.parent_ids] or [each for each in self._held if each[0] == trace_id]
         for key in keys:
             if (facts := self._held.pop(key, None)) is not None:
+                facts.share = share
                 self._export(facts)
         for facts in self._running.values():
             trace = facts.trace
             if trace.trace_id == trace_id and (not parents or trace.parent_id in parents):
-                facts.trace = structs.replace(trace, sampled=True)
+                facts.trace, facts.share = structs.replace(trace, sampled=True), share
 
     @property
     def held(self) -> int:
@@ -170,7 +175,7 @@ class AttemptTraces:
             self._held.popitem(last=False)
 
     def _export(self, facts: AttemptFacts) -> None:
-        self._exporter.put(lambda: attempt_spans(facts, self._ids))
+        self._exporter.put(lambda: attempt_spans(facts, self._ids), facts.share)
 
 
 def attempt_spans(facts: AttemptFacts, ids: SpanIds) -> Iterator[SpanRecord]:

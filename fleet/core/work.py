@@ -254,6 +254,7 @@ class KeepTrace(Struct, frozen=True, kw_only=True):
     trace_id: bytes
     # the router's spans of the attempts of this request; empty, from an earlier router: all attempts of the trace
     parent_ids: tuple[bytes, ...] = ()
+    leave_room: bool = False  # these spans may fill only a part of the queue for the collector
 
 
 class Step(Struct, frozen=True, kw_only=True):

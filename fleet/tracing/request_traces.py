@@ -8,7 +8,9 @@ Rules:
 2. When an attempt is sent to a worker, `TracedWorkers` adds the trace id and the id of the attempt's span.
 3. If a trace was not sampled but is kept at the end of the request, all workers of the request get the command to
    export their spans of it. The command names the attempts of this request, because a client's trace may have other
-   requests, which are not kept.
+   requests, which are not kept. It tells the workers to leave room in their queues if the request itself may use only
+   a part of the router's queue. No command is sent if the router's queue does not take the request's spans, which are
+   the parents of the workers' spans.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -144,18 +146,24 @@ class RequestTraces:
             if why is None:
                 return
             kept = why
-            parents: dict[WorkerId, list[bytes]] = {}
-            for attempt in facts.attempts:
-                parents.setdefault(attempt.worker_id, []).append(attempt.span_id)
-            for worker_id, span_ids in parents.items():
-                message = KeepTrace(trace_id=context.trace_id, parent_ids=tuple(span_ids))
-                self._keep_trace_at(worker_id, message)
-        self.kept[kept] += 1
         facts.unix_offset = self._unix_nanoseconds() - self._clock.now()
         for placed in facts.placements:
             placed.explained = placed.decision.explained()
         share = export_share(self._settings, end.outcome, first, ended)
-        self.exporter.put(lambda: request_spans(facts, self._ids), share)
+        if not self.exporter.put(lambda: request_spans(facts, self._ids), share):
+            return
+        self.kept[kept] += 1
+        if not context.sampled:
+            self._ask_workers(facts, leave_room=share < 1)
+
+    def _ask_workers(self, facts: RequestFacts, *, leave_room: bool) -> None:
+        """Let the workers of a request export the spans of its attempts (rule 3)."""
+        parents: dict[WorkerId, list[bytes]] = {}
+        for attempt in facts.attempts:
+            parents.setdefault(attempt.worker_id, []).append(attempt.span_id)
+        for worker_id, span_ids in parents.items():
+            message = KeepTrace(trace_id=facts.context.trace_id, parent_ids=tuple(span_ids), leave_room=leave_room)
+            self._keep_trace_at(worker_id, message)
 
     # Methods for `TracedWorkers`:
 

@@ -10,7 +10,7 @@ Rules:
    their facts for a while.
 3. A request that was refused by a rule (`REFUSALS`) before its answer had begun has not failed. Clients can send any
    number of such requests. Their traces are therefore kept only if they were slow, and get only `REFUSED_SHARE` of the
-   queue for the collector. So a flood of them displaces no trace of a failure.
+   queue for the collector, at the router and at the workers. So a flood of them displaces no trace of a failure.
 4. A request whose deadline passed before its first token has failed, but its client has chosen the deadline, which may
    be a millisecond. Its trace is therefore kept, but gets only `REFUSED_SHARE` of the queue too, unless it was slow.
 """

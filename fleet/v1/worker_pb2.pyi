@@ -245,8 +245,13 @@ class KeepTrace(_message.Message):
 
     TRACE_ID_FIELD_NUMBER: _builtins.int
     PARENT_IDS_FIELD_NUMBER: _builtins.int
+    LEAVE_ROOM_FIELD_NUMBER: _builtins.int
     trace_id: _builtins.bytes
     """16 bytes"""
+    leave_room: _builtins.bool
+    """Leave room for the spans of failures: drop these spans if half of the worker's queue for its collector is filled. False, also from
+    an earlier router: use the whole queue, as workers of an earlier version always do.
+    """
     @_builtins.property
     def parent_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """The request's attempts, by `Trace.parent_id` of each. Empty from an earlier router: all attempts of the trace, also those of its
@@ -258,10 +263,11 @@ class KeepTrace(_message.Message):
         *,
         trace_id: _builtins.bytes = ...,
         parent_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+        leave_room: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent_ids", b"parent_ids", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leave_room", b"leave_room", "parent_ids", b"parent_ids", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -123,7 +123,11 @@ def encode_router_message(message: RouterMessage) -> pb.RouterMessage:
                 hello=pb.Hello(router_id=message.router_id, protocols=range_message(message.protocols))
             )
         case KeepTrace():
-            return pb.RouterMessage(keep_trace=pb.KeepTrace(trace_id=message.trace_id, parent_ids=message.parent_ids))
+            return pb.RouterMessage(
+                keep_trace=pb.KeepTrace(
+                    trace_id=message.trace_id, parent_ids=message.parent_ids, leave_room=message.leave_room
+                )
+            )
         case _:
             assert_never(message)
 
@@ -143,7 +147,8 @@ def decode_router_message(message: pb.RouterMessage) -> RouterMessage | None:
             router_id = _filled(message.hello.router_id, "hello.router_id")
             return RouterHello(router_id=router_id, protocols=parse_range(message.hello))
         case "keep_trace":
-            return KeepTrace(trace_id=message.keep_trace.trace_id, parent_ids=tuple(message.keep_trace.parent_ids))
+            kept = message.keep_trace
+            return KeepTrace(trace_id=kept.trace_id, parent_ids=tuple(kept.parent_ids), leave_room=kept.leave_room)
         case _:
             return None
 

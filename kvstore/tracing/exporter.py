@@ -58,8 +58,8 @@ class TraceExporter:
         self._thread = threading.Thread(target=self._run, name="trace exporter", daemon=True)
         self._thread.start()
 
-    def put(self, ended: EndedSpans, share: float = 1.0) -> None:
-        """Queue an entry for the next export, or drop it if too many wait. Any thread may call this.
+    def put(self, ended: EndedSpans, share: float = 1.0) -> bool:
+        """Queue an entry for the next export, or drop it and return False if too many wait. Any thread may call this.
 
         Args:
             ended: The entry.
@@ -67,8 +67,9 @@ class TraceExporter:
         """
         if len(self._waiting) >= self._most_waiting * share:
             self.overflowed += 1
-        else:
-            self._waiting.append(ended)
+            return False
+        self._waiting.append(ended)
+        return True
 
     @property
     def waiting(self) -> int:

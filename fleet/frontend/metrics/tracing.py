@@ -7,7 +7,9 @@ from prometheus_client.core import Metric
 
 from kvstore.metric_definitions import CounterDefinition, MetricDefinition
 
-KEPT = CounterDefinition("fleet_traces_kept", "Requests whose spans are exported, by why", ("why",), "requests")
+KEPT = CounterDefinition(
+    "fleet_traces_kept", "Requests whose spans were queued for export, by why", ("why",), "requests"
+)
 IGNORED = CounterDefinition(
     "fleet_traceparents_ignored",
     "Headers traceparent that are invalid; their requests begin traces of their own",
@@ -20,7 +22,7 @@ METRICS: Sequence[MetricDefinition] = (KEPT, IGNORED)
 class TracingCounts(Struct, frozen=True, kw_only=True):
     """Counters of tracing since the start of the process."""
 
-    kept: Mapping[str, int]  # number of traced requests, by the reason why they were kept
+    kept: Mapping[str, int]  # number of requests whose spans were queued for export, by the reason why they were kept
     ignored_headers: int  # number of requests with an invalid header `traceparent`
 
 

@@ -25,6 +25,7 @@ from fleet.net.http.exchange import (
     HeadCache,
     HeldBodyBytes,
     HttpHead,
+    HttpRequest,
     MalformedRequest,
 )
 from fleet.net.limit_log import ClientLog, ConnectionLimitLog
@@ -98,7 +99,7 @@ class HttpServer:
         self.draining = False
         self.streams_body: StreamsBody | None = None  # None: every body is collected before its request is served
         self.is_stranger: IsStranger | None = None  # None: bodies are taken from every client
-        self.open_paths: Container[str] = ()  # paths whose requests strangers may send too
+        self.open_paths: Container[str] = ()  # paths that serve strangers too, without a body
         self._settings = settings
         self._clock = clock
         self._routes = routes
@@ -127,7 +128,7 @@ class HttpServer:
             self._client_log,
             self._connection_seconds,
             self.streams_body,
-            None if self.is_stranger is None else self._is_refused,
+            self.is_stranger,
         )
 
     def tls_port(self, listening: socket.socket, certificates: ServerCertificates) -> TlsPort:
@@ -223,9 +224,14 @@ class HttpServer:
                 return f"; {other[:200]} exists: correct the base URL of the client"
         return ""
 
-    def _is_refused(self, head: HttpHead) -> bool:
-        """Return whether a request is refused for its client, whatever its body contains."""
-        return self.is_stranger is not None and head.path not in self.open_paths and self.is_stranger(head)
+    def _is_refused(self, request: HttpRequest) -> bool:
+        """Return whether a request is refused for its client, whatever its body contains.
+
+        Handlers of open paths need no body, so they also serve a request whose body was not read.
+        """
+        if self.is_stranger is None or request.path in self.open_paths:
+            return False
+        return request.unread or self.is_stranger(request.head)
 
     async def _route(self, exchange: Exchange) -> None:
         request = exchange.request
@@ -236,7 +242,7 @@ class HttpServer:
         answer = None if methods is None else methods.get("GET" if request.method == "HEAD" else request.method)
         if answer is None:
             answer = self.fallback(request.head)
-        if answer is not None and request.method == "POST" and (request.unread or self._is_refused(request.head)):
+        if answer is not None and request.method == "POST" and self._is_refused(request):
             await self.refuse_stranger(exchange)
         elif answer is not None:
             await answer(exchange)

@@ -126,6 +126,19 @@ async def test_probe_needs_no_key(frontends):
     assert refused(frontends) == 0
 
 
+@pytest.mark.parametrize("known", [False, True])
+async def test_body_of_a_strangers_probe_is_not_held(frontends, known):
+    async with raw_http_client(frontends) as peer:
+        if known:  # the head is then found in the cache
+            await peer.send(post("/ping", b"{}", WRONG))
+            assert (await peer.answer())[0] == 200
+        await peer.send(post("/ping", LONG, WRONG)[:-10])
+        assert (await peer.answer())[0] == 200
+        assert frontends.http.held.bytes == 0
+        assert await peer.rest() == b""
+    assert refused(frontends) == 0
+
+
 async def test_stranger_is_not_asked_for_a_body(frontends):
     sent = post(COMPLETIONS, LONG, WRONG, "expect: 100-continue")
     async with raw_http_client(frontends) as peer:

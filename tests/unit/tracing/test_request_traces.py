@@ -35,10 +35,13 @@ class Exports:
         self.exported = self.failed = self.overflowed = self.waiting = 0
         self.spans: list[SpanRecord] = []
         self.shares: list[float] = []
+        self.is_full = False
 
-    def put(self, ended: EndedSpans, share: float = 1.0) -> None:
+    def put(self, ended: EndedSpans, share: float = 1.0) -> bool:
         self.shares.append(share)
-        self.spans += ended()
+        if not self.is_full:
+            self.spans += ended()
+        return not self.is_full
 
 
 class SentAttempts:
@@ -306,6 +309,34 @@ def test_refused_requests_get_a_share_of_the_export_queue():
         trace, _ = router.begin(context)
         trace.ended(RequestEnd(outcome=outcome))
     assert router.exports.shares == [REFUSED_SHARE, 1.0, REFUSED_SHARE]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "after_ms", "leave_room"),
+    [(Reason.DEADLINE_PASSED, 50, True), (Reason.DEADLINE_PASSED, 60_000, False), (Reason.INTERNAL, 50, False)],
+)
+def test_workers_leave_room_for_failures_as_the_router_does(outcome, after_ms, leave_room):
+    router = TracedRouter(("d1", Role.BOTH))
+    trace, _ = router.begin(UNSAMPLED)
+    router.pass_ms(after_ms)
+    trace.ended(RequestEnd(outcome=outcome))
+    assert [(worker_id, asked.leave_room) for worker_id, asked in router.asked] == [("d1", leave_room)]
+
+
+@pytest.mark.parametrize("context", [CALLER, UNSAMPLED])
+def test_full_queue_asks_no_worker_for_spans_without_a_parent(context):
+    router = TracedRouter(("d1", Role.BOTH))
+    router.exports.is_full = True
+    trace, _ = router.begin(context)
+    trace.ended(RequestEnd(outcome=Reason.DEADLINE_PASSED))
+    assert (router.asked, router.exports.spans) == ([], [])
+    assert sum(router.traces.counts().kept.values()) == 0
+
+    router.exports.is_full = False
+    trace, _ = router.begin(context, request_id="r2")
+    trace.ended(RequestEnd(outcome=Reason.DEADLINE_PASSED))
+    assert [worker_id for worker_id, _ in router.asked] == ([] if context.sampled else ["d1"])
+    assert sum(router.traces.counts().kept.values()) == 1
 
 
 def test_cancelled_request_is_no_error():

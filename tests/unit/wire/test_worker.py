@@ -172,6 +172,7 @@ router_messages = (
         KeepTrace,
         trace_id=st.binary(max_size=20),
         parent_ids=st.lists(st.binary(max_size=9), max_size=3).map(tuple),
+        leave_room=st.booleans(),
     )
 )
 

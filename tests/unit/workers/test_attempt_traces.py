@@ -8,6 +8,7 @@ from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import Finish, KvOrigin, KvReport, Source
 from fleet.core.roles import Phase
 from fleet.core.work import AttemptTimes, KeepTrace, Progress, Rejected
+from fleet.tracing.sampling import REFUSED_SHARE
 from kvstore.tracing.context import TraceContext
 from kvstore.tracing.spans import EndedSpans, SpanIds, SpanRecord, SpanSide
 from tests.support.builders import a_start
@@ -32,8 +33,10 @@ class Exports:
 
     def __init__(self) -> None:
         self.spans: list[SpanRecord] = []
+        self.shares: list[float] = []
 
-    def put(self, ended: EndedSpans) -> None:
+    def put(self, ended: EndedSpans, share: float) -> None:
+        self.shares.append(share)
         self.spans += ended()
 
 
@@ -167,6 +170,21 @@ def test_only_the_attempts_of_the_requested_request_are_exported():
 
     exported = [span.parent_id for span in worker.exports.spans if span.side is SpanSide.SERVER]
     assert (exported, worker.traces.held) == ([*parent_ids], 2)
+
+
+@pytest.mark.parametrize(("leave_room", "share"), [(True, REFUSED_SHARE), (False, 1.0)])
+def test_requested_attempts_leave_room_if_the_router_says_so(leave_room, share):
+    worker = TracedWorker()
+    worker.begin("r1#1", trace=a_trace(sampled=False))
+    worker.begin("r1#2", trace=a_trace(sampled=False, parent_id=b"q" * 8))
+    worker.begin("r2#1", trace=a_trace(2))
+    worker.step(tokens(1, finish=Finish.STOP))
+    worker.traces.keep_trace(
+        KeepTrace(trace_id=a_trace().trace_id, parent_ids=(b"p" * 8, b"q" * 8), leave_room=leave_room)
+    )
+    assert worker.exports.shares == [share]
+    worker.step(*(tokens(1, attempt_id=attempt_id, finish=Finish.STOP) for attempt_id in ("r1#2", "r2#1")))
+    assert worker.exports.shares == [share, share, 1.0]
 
 
 def test_held_attempts_are_bounded():

@@ -1,7 +1,7 @@
 """Two measurements of the time to the first token, without any service.
 
     python -m loadtests.first_token [--json]
-    python -m loadtests.first_token --cancelled [--rounds N] [--step-tokens N] [--json]
+    python -m loadtests.first_token --cancelled [--rounds N] [--step-tokens N ...] [--starts N] [--json]
 
 The first one tests an installation. The checkout is installed into an empty environment by `pip install`, only with its declared
 dependencies. Then, with an empty home folder, one command starts a whole cluster with the simulated engine and sends a request. The
@@ -9,9 +9,11 @@ program ends with status 1 if the first token takes longer than a minute.
 
 With `--cancelled`, a vLLM engine gets long prompts, and when its first step with them has begun, their requests are cancelled. The time
 to the first token of a request that is sent in the same moment is compared with the time on an idle engine, in turn. This is the worst
-moment: a step cannot be interrupted, so the request waits for a whole one. `--step-tokens` limits the prompt tokens of a step. As a check
-of the measurement, it is also taken without the cancellation. The program ends with status 1 if the median after a cancellation is more
-than 1.2 times that of the idle engine.
+moment: a step cannot be interrupted, so the request waits for a whole one. As a check of the measurement, it is also taken without the
+cancellation. `--step-tokens` limits the tokens of a step. With several values, engines with these limits are started in turn, `--starts`
+times each. What a limit costs and gains is measured too: the time to the first token of one long prompt, the rate at which several are
+computed, and the time per token of an answer beside them. The program ends with status 1 if the median after a cancellation is more than
+1.2 times that of the idle engine, with any of the limits.
 """
 
 import argparse
@@ -24,6 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 
 from msgspec import structs
@@ -44,8 +48,10 @@ PROMPT = "Hello"
 MOST_RATIO = 1.2
 LONG_TOKENS, FOLLOW_UP_TOKENS = 4000, 2048
 OTHERS = 4  # long prompts at once; the engine computes the first of them, and the others wait
-WARM_UP_ROUNDS = 3
+WARM_UP_ROUNDS = 2
 CASES = ("idle", "cancelled", "not_cancelled")
+BESIDE = 2  # long prompts beside an answer
+ANSWER_TOKENS = 500  # more than the answer gets while these prompts are computed
 
 
 def main() -> int:
@@ -53,14 +59,19 @@ def main() -> int:
         allow_abbrev=False, prog="python -m loadtests.first_token", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--cancelled", action="store_true", help="measure vLLM after cancelled prefills")
-    parser.add_argument("--rounds", type=int, default=30, help="rounds of --cancelled")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds of --cancelled with one engine")
     parser.add_argument(
-        "--step-tokens", type=int, help="prompt tokens of a step with --cancelled; vLLM's default if left out"
+        "--step-tokens",
+        type=int,
+        nargs="+",
+        default=[None],
+        help="most tokens of a step with --cancelled, one or several; the worker's default if left out",
     )
+    parser.add_argument("--starts", type=int, default=1, help="engines with each limit of --step-tokens, in turn")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     if arguments.cancelled:
-        return _cancelled(arguments.rounds, arguments.step_tokens, arguments.json)
+        return _cancelled(arguments.rounds, arguments.step_tokens, arguments.starts, arguments.json)
     return _installation(arguments.json)
 
 
@@ -81,31 +92,49 @@ def _installation(as_json: bool) -> int:
     return 0 if first_token <= MOST_SECONDS else 1
 
 
-def _cancelled(rounds: int, step_tokens: int | None, as_json: bool) -> int:
-    limit = {} if step_tokens is None else {"max_num_batched_tokens": step_tokens}
-    seconds: dict[str, list[float]] = {case: [] for case in CASES}
-    with (
-        tempfile.TemporaryDirectory(prefix="first-token-") as name,
-        hosted(_worker(Path(name), limit)) as engines,
-    ):
-        for number in range(WARM_UP_ROUNDS + rounds):
-            for case in CASES if number % 2 else reversed(CASES):
-                found = engines.run(_follow_up(engines.engines[0], case))
-                if number >= WARM_UP_ROUNDS:
-                    seconds[case].append(found)
-    medians = {case: statistics.median(found) for case, found in seconds.items()}
-    ratios = {case: round(medians[case] / medians["idle"], 3) for case in CASES[1:]}
-    quartiles = {
-        case: [round(1e3 * each, 1) for each in statistics.quantiles(found)] for case, found in seconds.items()
+def _cancelled(rounds: int, limits: list[int | None], starts: int, as_json: bool) -> int:
+    measured: dict[int | None, dict[str, list[float]]] = {
+        limit: {name: [] for name in MEASUREMENTS} for limit in limits
     }
+    with tempfile.TemporaryDirectory(prefix="first-token-") as name:
+        for start in range(starts):
+            for limit in limits if start % 2 else reversed(limits):
+                _measure(Path(name), limit, rounds, measured[limit])
+    ratios = {limit: _ratios(found) for limit, found in measured.items()}
     if as_json:
-        told = {"vllm": version(), "rounds": rounds, "step_tokens": step_tokens, "load": round(os.getloadavg()[0], 1)}
-        print(json.dumps({**told, "quartiles_ms": quartiles, "ratios": ratios}))
+        told = {"vllm": version(), "rounds": rounds, "starts": starts, "load": round(os.getloadavg()[0], 1)}
+        of_limits = [
+            {"step_tokens": limit, "quartiles": _quartiles(found), "ratios": ratios[limit]}
+            for limit, found in measured.items()
+        ]
+        print(json.dumps({**told, "limits": of_limits}))
     else:
-        for case, (low, middle, high) in quartiles.items():
-            ratio = f"; {ratios[case]} times idle" if case in ratios else ""
-            print(f"{case}: first token after {middle} ms (quartiles {low} to {high} ms{ratio})")
-    return 0 if ratios["cancelled"] <= MOST_RATIO else 1
+        for limit, found in measured.items():
+            print(f"steps of {'the default number of' if limit is None else limit} tokens:")
+            for name, (low, middle, high) in _quartiles(found).items():
+                ratio = f"; {ratios[limit][name]} times idle" if name in ratios[limit] else ""
+                print(f"  {name}: {middle} {MEASUREMENTS[name][1]} (quartiles {low} and {high}{ratio})")
+    return 0 if all(each["cancelled"] <= MOST_RATIO for each in ratios.values()) else 1
+
+
+def _measure(folder: Path, limit: int | None, rounds: int, measured: dict[str, list[float]]) -> None:
+    """Start an engine, and add what was measured in these rounds to the lists in `measured`."""
+    with hosted(_worker(folder, {} if limit is None else {"max_num_batched_tokens": limit})) as engines:
+        for number in range(WARM_UP_ROUNDS + rounds):
+            for name in MEASUREMENTS if number % 2 else reversed(MEASUREMENTS):
+                measurement, _ = MEASUREMENTS[name]
+                found = engines.run(measurement(engines.engines[0]))
+                if number >= WARM_UP_ROUNDS:
+                    measured[name].append(found)
+
+
+def _ratios(measured: dict[str, list[float]]) -> dict[str, float]:
+    idle = statistics.median(measured["idle"])
+    return {case: round(statistics.median(measured[case]) / idle, 3) for case in CASES[1:]}
+
+
+def _quartiles(measured: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: [round(each, 1) for each in statistics.quantiles(found)] for name, found in measured.items()}
 
 
 def _worker(folder: Path, engine_arguments: dict[str, int]) -> WorkerSettings:
@@ -114,7 +143,7 @@ def _worker(folder: Path, engine_arguments: dict[str, int]) -> WorkerSettings:
 
 
 async def _follow_up(driver: EngineDriver, case: str) -> float:
-    """Return the seconds to the first token of a request that is sent to an idle engine, or after others."""
+    """Return the milliseconds to the first token of a request that is sent to an idle engine, or after others."""
     engine = driver.engine
     if case != "idle":
         others = [an_attempt(fresh_prompt(LONG_TOKENS), 1) for _ in range(OTHERS)]
@@ -124,12 +153,55 @@ async def _follow_up(driver: EngineDriver, case: str) -> float:
         if case == "cancelled":
             for each in others:
                 engine.cancel(each.request_id)
-    start = an_attempt(fresh_prompt(FOLLOW_UP_TOKENS), 1)
+    return await _first_token_ms(driver, FOLLOW_UP_TOKENS)
+
+
+async def _first_token_ms(driver: EngineDriver, tokens: int) -> float:
+    start = an_attempt(fresh_prompt(tokens), 1)
     began = time.perf_counter()
     await driver.do(start)
     elapsed = time.perf_counter() - began
     await driver.idle()
-    return elapsed
+    return 1e3 * elapsed
+
+
+async def _prefill_rate(driver: EngineDriver) -> float:
+    """Return the prompt tokens per second of several long prompts that are sent at once."""
+    return OTHERS * LONG_TOKENS / await _long_prompts(driver, OTHERS)
+
+
+async def _beside_prefills(driver: EngineDriver) -> float:
+    """Return the milliseconds per token of an answer while the engine computes long prompts."""
+    answer = an_attempt(fresh_prompt(1), ANSWER_TOKENS)
+    driver.submit(answer)
+    await driver.until(lambda: driver.tokens[answer.request_id])
+    before = len(driver.tokens[answer.request_id])
+    elapsed = await _long_prompts(driver, BESIDE)
+    tokens = len(driver.tokens[answer.request_id]) - before
+    driver.engine.cancel(answer.request_id)
+    await driver.idle()
+    return 1e3 * elapsed / tokens
+
+
+async def _long_prompts(driver: EngineDriver, number: int) -> float:
+    """Return the seconds until all of these long prompts have been computed."""
+    starts = [an_attempt(fresh_prompt(LONG_TOKENS), 1) for _ in range(number)]
+    began = time.perf_counter()
+    driver.submit(*starts)
+    for each in starts:
+        await driver.end_of(each)
+    return time.perf_counter() - began
+
+
+Measurement = Callable[[EngineDriver], Coroutine[None, None, float]]
+
+MEASUREMENTS: dict[str, tuple[Measurement, str]] = {
+    **{case: (partial(_follow_up, case=case), "ms to the first token") for case in CASES},
+    "one_long": (partial(_first_token_ms, tokens=LONG_TOKENS), f"ms to the first token of {LONG_TOKENS}"),
+    "prefill": (_prefill_rate, f"tokens/s of {OTHERS} prompts of {LONG_TOKENS}"),
+    "beside_prefills": (_beside_prefills, f"ms per token of an answer beside {BESIDE} prompts of {LONG_TOKENS}"),
+}
+"""The measurements of a round, by name: a function, and the unit of what it returns."""
 
 
 def _installed(folder: Path) -> Path:

@@ -26,7 +26,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, as
 from functools import partial
 from itertools import chain
 from math import inf
-from typing import Protocol, assert_never
+from typing import Protocol, TypeVar, assert_never
 
 from msgspec import Struct, structs
 
@@ -85,10 +85,16 @@ from fleet.router.server import RequestStream
 from fleet.router.tenants import Tenants, admit_with_peers
 from kvstore.block import adapter_salt, cache_salt, tenant_salt
 
+Result = TypeVar("Result")
+
 _NO_CALLS = ToolChoice.NONE  # a module variable is ten times as fast as the enum attribute
 # Prompts up to this length are tokenized on the event loop, which takes 0.1 ms with a tokenizer of GPT's kind and up to
 # 1.4 ms with one of BERT's; longer ones are tokenized in a thread.
 INLINE_CHARACTERS = 4096
+# Larger bodies are read in a thread. The longest time for a body of this size is 6 ms, for thousands of short messages.
+INLINE_BODY_BYTES = 64 << 10
+# Answers with more tokens and alternatives, each of which takes up to 7 µs, are formatted in a thread.
+INLINE_ENTRIES = 1024
 # Up to this many known tokens of a resumed answer (8 µs each) are replayed on the event loop; more in a thread.
 INLINE_TOKENS = 256
 RETRY_AFTER_MS = 1000
@@ -220,6 +226,27 @@ class Generation:
     def prompt_text(self, model: ModelName, tokens: TokenBytes) -> str:
         """Return the text of a prompt whose tokens are given."""
         return self._codecs[self._parents.get(model, model)].decode(tokens)
+
+    async def read_body(self, read: Callable[..., Result], body: bytes, *arguments: object) -> Result:
+        """Return what `read` makes of a body and further arguments; a large body is read in a thread.
+
+        Raises:
+            RequestRejected: The body is invalid, or too many large bodies wait to be read.
+        """
+        if len(body) <= INLINE_BODY_BYTES:
+            return read(body, *arguments)
+        return await self._threads.convert(partial(read, body, *arguments))
+
+    async def format_answer(self, formatted: Callable[[], Result], entries: int) -> Result:
+        """Return a formatted answer; a long one is formatted in a thread.
+
+        Args:
+            formatted: Function that formats the answer.
+            entries: Number of its tokens and, if they are wanted, of the alternatives with log probabilities.
+        """
+        if entries <= INLINE_ENTRIES:
+            return formatted()
+        return await self._threads.convert(formatted, is_answer=True)
 
     def serves(self, request_id: RequestId) -> bool:
         """Return whether a running request has this id, for Fleet's own workers or for an external server."""

@@ -3,7 +3,7 @@
 The bytes that all events of a request share are encoded once, so a streamed token costs little.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -39,6 +39,11 @@ class TokenText(Protocol):
     """Function that returns the text of one token, for log probabilities."""
 
     def __call__(self, model: ModelName, token_id: int) -> str: ...
+
+
+def count_entries(logprobs: Iterable[Logprobs]) -> int:
+    """Return how many log probabilities there are, of tokens and of their alternatives."""
+    return sum(1 + len(each.top_ids) for each in logprobs)
 
 
 def model_object(card: ModelCard, created: int) -> Json:
@@ -205,7 +210,8 @@ class ChatFormatter:
         for token_id, token in zip(token_ids, logprobs, strict=True):
             assert token is not None, "chats have no echo"
             top = [self._token(other, logprob) for other, logprob in zip(token.top_ids, token.top, strict=True)]
-            content.append({**self._token(token_id, token.chosen), "top_logprobs": top})
+            # Each token is encoded at once, because its JSON takes a tenth of the memory of the objects.
+            content.append(msgspec.Raw(encode({**self._token(token_id, token.chosen), "top_logprobs": top})))
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> Json:

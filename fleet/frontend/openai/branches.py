@@ -16,10 +16,12 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from email.utils import formatdate
+from functools import partial
 from http import HTTPStatus
 from itertools import chain
 from typing import assert_never
 
+import msgspec
 from msgspec import Struct, structs
 
 from fleet.core.errors import RequestRejected
@@ -48,6 +50,7 @@ from fleet.frontend.openai.answers import (
     ChoicePlace,
     CompletionFormatter,
     Json,
+    count_entries,
     encode,
     fleet_object,
     rate_limit_headers,
@@ -154,8 +157,10 @@ class BranchedAnswers:
             raise first_error(group) from None
         if self._parsed.stream:
             self._end_stream()
-        else:
-            self._respond()
+            return
+        content = await self._generation.format_answer(self._whole, self._entries())
+        headers = (("x-request-id", self._parsed.request.id), *self._limits)
+        self._exchange.respond(HTTPStatus.OK, content, headers=headers)
 
     async def _serve_prompt(self, number: int, prompt: Prompt) -> None:
         lead = self._branch(number, 0, prompt)
@@ -246,7 +251,10 @@ class BranchedAnswers:
             answer.logprobs += delta.logprobs
             answer.reasoning.append(delta.reasoning)
             answer.calls += delta.calls
-        elif chunk := self._writers[key].delta(delta, len(answer.token_ids)):
+            return
+        write = partial(self._writers[key].delta, delta, len(answer.token_ids))
+        entries = count_entries(delta.prompt_logprobs) if delta.prompt_logprobs else 0
+        if chunk := await self._generation.format_answer(write, entries):
             await self._send(chunk)
 
     async def _finished(self, branch: Branch, finished: Finished) -> None:
@@ -300,9 +308,17 @@ class BranchedAnswers:
         usage = usage_chunk(self._parsed, head, self._usage())
         self._exchange.send(usage + DONE, content_type=EVENT_STREAM, last=True)
 
-    def _respond(self) -> None:
+    def _entries(self) -> int:
+        """Return the number of tokens of all answers, with the log probabilities of tokens and prompts."""
+        prompts = [self._prompts[answer.branch.prompt] for answer in self._answers.values()]
+        return sum(len(answer.token_ids) + count_entries(answer.logprobs) for answer in self._answers.values()) + sum(
+            count_entries(prompt.logprobs) for prompt in prompts
+        )
+
+    def _whole(self) -> bytes:
+        """Return all answers as one object."""
         details = self._details
-        choices: list[Json] = []
+        choices: list[msgspec.Raw] = []
         outside: Json = {}
         kv: list[KvPhase] = []
         token_ids: list[list[int]] = []
@@ -320,12 +336,12 @@ class BranchedAnswers:
                 choice |= of_prompt
             else:
                 outside |= of_prompt
-            choices.append(choice)
+            choices.append(msgspec.Raw(encode(choice)))  # takes less memory than the objects
             kv += answer.finished.kv
             token_ids.append(answer.token_ids)
         formatter = self.formatter(0, detailed=False)
         is_completion = isinstance(formatter, CompletionFormatter)
-        content = encode(
+        return encode(
             {
                 **formatter.head,
                 "object": "text_completion" if is_completion else "chat.completion",
@@ -335,8 +351,6 @@ class BranchedAnswers:
                 "fleet": fleet_object(self._parsed, kv, token_ids if len(token_ids) > 1 else token_ids[0]),
             }
         )
-        headers = (("x-request-id", self._parsed.request.id), *self._limits)
-        self._exchange.respond(HTTPStatus.OK, content, headers=headers)
 
     def _choice(self, index: int, answer: CollectedAnswer) -> Json:
         assert answer.finished is not None

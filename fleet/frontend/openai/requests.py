@@ -108,6 +108,8 @@ class Details(Struct, frozen=True, kw_only=True):
 
 
 REASONING_ALONE = AnswerParsing(tool_choice=ToolChoice.NONE)
+MAX_MESSAGES = 16_384  # limit of a chat's messages; each takes several tokens of the prompt, and 4 µs to check
+MAX_PARTS = 4096  # limit of the parts of one message
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -181,6 +183,8 @@ def read_chat(
     parsing = REASONING_ALONE if not chat.tools and chat.tool_choice is None else _parsing(chat)
     tools = chat.tools if parsing.tool_choice is not ToolChoice.NONE else None
     by_effort = chat.reasoning_effort is not None
+    if len(chat.messages) > MAX_MESSAGES:
+        raise invalid("messages", f"has {len(chat.messages):,} messages; at most {MAX_MESSAGES:,} are taken")
     images: list[ImageFile] = []
     messages = tuple([_message(index, message, images) for index, message in enumerate(chat.messages)])
     return _build_request(
@@ -573,6 +577,8 @@ def _message(index: int, message: MessageBody, images: list[ImageFile]) -> ChatM
         case None:
             raise invalid(f"{field}.content", "must not be null")
         case given:
+            if len(given) > MAX_PARTS:
+                raise invalid(f"{field}.content", f"has {len(given):,} parts; at most {MAX_PARTS:,} are taken")
             found = [_part(f"{field}.content[{position}]", part, images) for position, part in enumerate(given)]
             content = "".join([part for part in found if part is not None])
             parts = tuple(found) if None in found else ()

@@ -24,13 +24,14 @@ from fleet.core.errors import Reason, RequestRejected, draining_rejection
 from fleet.core.ids import ModelName, RequestId
 from fleet.core.requests import Admitted, CallDelta, Delta, Finished, GenerateRequest, Logprobs, TextPrompt
 from fleet.core.system_clock import unix_seconds
-from fleet.frontend.generation import Generation, OverflowTerms
+from fleet.frontend.generation import INLINE_BODY_BYTES, Generation, OverflowTerms
 from fleet.frontend.metrics.merged import merge_metrics
 from fleet.frontend.openai.answers import (
     AnswerFormatter,
     ChatFormatter,
     CompletionFormatter,
     Json,
+    count_entries,
     model_object,
     rate_limit_headers,
 )
@@ -335,7 +336,12 @@ class HttpFrontend(HttpServer):
         request_id = new_request_id(headers, self._generation.serves)
         hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
         try:
-            parsed = read(request.body, request_id, self._clock.now(), hinted, strict=self._refuses_unknown_fields)
+            now, strict = self._clock.now(), self._refuses_unknown_fields
+            if len(request.body) <= INLINE_BODY_BYTES:
+                parsed = read(request.body, request_id, now, hinted, strict=strict)
+            else:
+                read_large = partial(read, strict=strict)
+                parsed = await self._generation.read_body(read_large, request.body, request_id, now, hinted)
         except RequestRejected as refused:
             send_rejection(exchange, refused, ("x-request-id", request_id))
             return
@@ -460,7 +466,11 @@ class HttpFrontend(HttpServer):
                     case Finished():
                         assert formatter is not None
                         texts.append(item.text)
-                        content = formatter.whole("".join(texts), token_ids, logprobs, item, "".join(reasoning), calls)
+                        whole = partial(
+                            formatter.whole, "".join(texts), token_ids, logprobs, item, "".join(reasoning), calls
+                        )
+                        entries = len(token_ids) if not logprobs else count_entries(logprobs)
+                        content = await self._generation.format_answer(whole, entries)
                         exchange.respond(HTTPStatus.OK, content, headers=headers)
 
     async def _models(self, exchange: Exchange) -> None:

@@ -112,7 +112,7 @@ class VectorFrontend:
         async with self._answering(exchange) as asked:
             if asked is None:
                 return
-            request = read_embeddings(exchange.request.body, *asked)
+            request = await self._generation.read_body(read_embeddings, exchange.request.body, *asked)
             found = await self._vectors_of(exchange, request, PoolingTask.EMBED)
             write = _base64 if request.base64 else _floats
             data = [
@@ -124,7 +124,7 @@ class VectorFrontend:
         async with self._answering(exchange) as asked:
             if asked is None:
                 return
-            request = read_classify(exchange.request.body, *asked)
+            request = await self._generation.read_body(read_classify, exchange.request.body, *asked)
             found = await self._vectors_of(exchange, request, PoolingTask.CLASSIFY)
             names = self._generation.class_names(found[0].admitted.model)
             data = [_classified(index, each, names) for index, each in enumerate(found)]
@@ -134,7 +134,7 @@ class VectorFrontend:
         async with self._answering(exchange) as asked:
             if asked is None:
                 return
-            request = read_pooling(exchange.request.body, *asked)
+            request = await self._generation.read_body(read_pooling, exchange.request.body, *asked)
             card = self._card(exchange, request.shared)
             task = PoolingTask.EMBED if card.pooling is None else card.pooling.task
             if request.task not in ("", task) and card.pooling is not None:
@@ -160,7 +160,7 @@ class VectorFrontend:
         async with self._answering(exchange) as asked:
             if asked is None:
                 return
-            request = read_rerank(exchange.request.body, *asked)
+            request = await self._generation.read_body(read_rerank, exchange.request.body, *asked)
             scores, found = await self._scores(exchange, request)
             order = sorted(range(len(scores)), key=lambda index: -scores[index])
             results: list[Json] = []
@@ -173,7 +173,7 @@ class VectorFrontend:
         async with self._answering(exchange) as asked:
             if asked is None:
                 return
-            request = read_score(exchange.request.body, *asked)
+            request = await self._generation.read_body(read_score, exchange.request.body, *asked)
             scores, found = await self._scores(exchange, request)
             data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
             self._respond(exchange, found, {"object": "list", "data": data})

@@ -1,4 +1,4 @@
-"""Tokenizer threads: tokenize long prompts outside the event loop, which they would block.
+"""Tokenizer threads: tokenize long prompts, and convert large bodies and answers, outside the event loop, which they would block.
 
 Rules:
 
@@ -9,6 +9,8 @@ Rules:
    them may wait. So a client that sends many very long texts delays only itself, and other long prompts go first.
 4. Each very long text is tokenized in a new thread, which then ends. A tokenizer keeps scratch memory for each thread, about
    43 bytes for a byte of white space (320 MB for 7.5 MB), and only frees it when the thread ends.
+5. Large bodies and answers are converted in one further thread. This work holds the interpreter lock, and the event loop gets
+   the lock in turn with every thread that wants it. So a second thread would only delay the event loop.
 """
 
 import asyncio
@@ -43,6 +45,8 @@ class TokenizerThreads:
         self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
         self._very_long = _ThreadShare(THREADS - 1, MAX_VERY_LONG_TASKS)
         self._others = _ThreadShare(THREADS, MAX_TASKS)
+        self._converter = ThreadPoolExecutor(1, thread_name_prefix="convert")
+        self._conversions = _ThreadShare(1, MAX_TASKS)
         # Tasks with very long texts begin first, but may not take all threads.
         self._lanes = (self._very_long, self._others)
 
@@ -61,6 +65,25 @@ class TokenizerThreads:
             raise RequestRejected(
                 Reason.QUEUE_FULL, "too many long prompts wait to be tokenised", retry_after_ms=RETRY_AFTER_MS
             )
+        return self._enter(lane, work)
+
+    def convert(self, work: Callable[[], Result], *, is_answer: bool = False) -> "asyncio.Future[Result]":
+        """Convert a large body or answer in a thread (rule 5).
+
+        Args:
+            work: Function to call in the thread.
+            is_answer: True for an answer, which is never rejected, because its tokens were computed already.
+
+        Raises:
+            RequestRejected: QUEUE_FULL; too many large bodies wait.
+        """
+        if self._conversions.full and not is_answer:
+            raise RequestRejected(
+                Reason.QUEUE_FULL, "too many large bodies wait to be read", retry_after_ms=RETRY_AFTER_MS
+            )
+        return self._enter(self._conversions, work)
+
+    def _enter(self, lane: "_ThreadShare", work: Callable[[], Result]) -> "asyncio.Future[Result]":
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         lane.waiting[future] = work
         future.add_done_callback(lane.forget)
@@ -71,9 +94,10 @@ class TokenizerThreads:
         """Shut the threads down. All callers of `run` must have ended before."""
         if self._trim_due is not None:
             self._trim_due.cancel()
-        for lane in self._lanes:
+        for lane in (*self._lanes, self._conversions):
             lane.waiting.clear()
         self._executor.shutdown(wait=False, cancel_futures=True)
+        self._converter.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self) -> None:
         loop = asyncio.get_running_loop()
@@ -86,6 +110,12 @@ class TokenizerThreads:
                 begun = loop.run_in_executor(self._executor, work)
                 lane.running += 1
                 begun.add_done_callback(partial(self._done, lane, future))
+        lane = self._conversions
+        if lane.waiting and not lane.running:
+            future = next(iter(lane.waiting))
+            begun = loop.run_in_executor(self._converter, lane.waiting.pop(future))
+            lane.running += 1
+            begun.add_done_callback(partial(self._done, lane, future))
 
     @staticmethod
     def _run_alone(work: Callable[[], Result]) -> Result:

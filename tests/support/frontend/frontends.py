@@ -37,6 +37,7 @@ class Frontends(Struct):
     router: FakeRouter
     codec: TextCodec
     generation: Generation
+    threads: TokenizerThreads
     clock: SystemClock
     tenants: Tenants
     http: HttpFrontend
@@ -113,5 +114,5 @@ async def open_frontends(
         ) as control,
     ):
         registry.register(OverflowMetrics(hosted))
-        yield Frontends(router, codec, generation, clock, known_tenants, http, grpc_front, control, registry)
+        yield Frontends(router, codec, generation, threads, clock, known_tenants, http, grpc_front, control, registry)
     threads.close()

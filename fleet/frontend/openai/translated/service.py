@@ -80,7 +80,8 @@ class TranslatedFrontend:
             if self._is_draining():
                 raise draining_rejection()
             hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
-            asked = api.read(exchange.request.body, request_id, self._clock.now(), hinted)
+            body = exchange.request.body
+            asked = await self._generation.read_body(api.read, body, request_id, self._clock.now(), hinted)
             names = asked.chat.names
             if (tracing := self._generation.tracing) is not None:
                 traced = structs.replace(asked.chat.request, trace=tracing.read(headers))
@@ -143,7 +144,8 @@ class TranslatedFrontend:
     async def _count_tokens(self, exchange: Exchange) -> None:
         request_id = RequestId(uuid.uuid4().hex)
         try:
-            asked = COUNT_TOKENS_API.read(exchange.request.body, request_id, self._clock.now(), None)
+            body, now = exchange.request.body, self._clock.now()
+            asked = await self._generation.read_body(COUNT_TOKENS_API.read, body, request_id, now, None)
             _, token_ids = await self._tokens(exchange, asked.chat.request)
         except RequestRejected as refused:
             _reject(exchange, refused, COUNT_TOKENS_API.errors)
@@ -152,7 +154,8 @@ class TranslatedFrontend:
 
     async def _tokenize(self, exchange: Exchange) -> None:
         try:
-            asked = read_tokenize(exchange.request.body, RequestId(uuid.uuid4().hex), self._clock.now())
+            body, request_id = exchange.request.body, RequestId(uuid.uuid4().hex)
+            asked = await self._generation.read_body(read_tokenize, body, request_id, self._clock.now())
             card, token_ids = await self._tokens(exchange, asked.request)
             strings = await self._generation.token_texts(card.name, token_ids) if asked.with_strings else None
         except RequestRejected as refused:
@@ -162,7 +165,7 @@ class TranslatedFrontend:
 
     async def _detokenize(self, exchange: Exchange) -> None:
         try:
-            model, tokens = read_detokenize(exchange.request.body)
+            model, tokens = await self._generation.read_body(read_detokenize, exchange.request.body)
             asked = GenerateRequest(id=RequestId(uuid.uuid4().hex), model=model, prompt=TokenPrompt(tokens))
             text = await self._generation.text_of(asked, authorization_of(exchange.request.headers))
         except RequestRejected as refused:

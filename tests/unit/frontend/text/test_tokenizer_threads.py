@@ -143,3 +143,32 @@ async def test_very_long_prompt_is_not_starved(threads):
             await each
 
     assert order.index("very long") < len(others)
+
+
+async def test_conversions_have_one_thread_and_leave_the_others(threads):
+    slow = Slow()
+    waiting = [threads.convert(slow), threads.convert(slow, is_answer=True)]
+    assert await asyncio.to_thread(slow.started.wait, 60)
+
+    async with asyncio.timeout(60):
+        assert await threads.run(lambda: 7, SIZE) == 7
+    assert slow.begun == 1
+    slow.go.set()
+    async with asyncio.timeout(60):
+        assert [await each for each in waiting] == [7, 7]
+
+
+async def test_number_of_waiting_bodies_is_bounded(threads):
+    slow = Slow()
+    waiting = [threads.convert(slow) for _ in range(MAX_TASKS)]
+
+    with pytest.raises(RequestRejected, match="large bodies") as refused:
+        threads.convert(slow)
+
+    assert refused.value.reason is Reason.QUEUE_FULL
+    waiting.append(
+        threads.convert(slow, is_answer=True)
+    )  # the tokens of an answer were computed, so it is never rejected
+    slow.go.set()
+    async with asyncio.timeout(60):
+        assert [await each for each in waiting] == [7] * (MAX_TASKS + 1)

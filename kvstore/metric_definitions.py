@@ -4,9 +4,10 @@ Every metric is made from a definition. docs/metrics.md is written from the same
 agree.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import accumulate
+from typing import Self
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -47,6 +48,17 @@ class MetricDefinition(Struct, frozen=True):
     meaning: str
     labels: Labels = ()
     unit: str = ""  # if empty, the suffix of the name determines the unit (see `UNITS`)
+
+    @classmethod
+    def by_field(cls, prefix: str, labels: Labels, fields: Iterable[tuple[str, str, str]]) -> dict[str, Self]:
+        """Return one definition for each field of a Struct, by the name of the field.
+
+        Args:
+            prefix: Prefix of the metrics' names; the name of the field follows.
+            labels: Labels of each metric.
+            fields: Name of each field, and meaning and unit of its metric.
+        """
+        return {name: cls(f"{prefix}{name}", meaning, labels, unit) for name, meaning, unit in fields}
 
     @property
     def type(self) -> MetricType:

@@ -102,6 +102,21 @@ DATA_URL = "must be a data URL in base64, as data:image/png;base64,…"
 MAX_BAD_SEQUENCES = 128  # limit of vLLM's sampler for the token sequences of one request's `bad_words`
 
 
+class PromptPace:
+    """Lets the prompts of one HTTP request begin over several turns of the event loop, because each short one is tokenized on it."""
+
+    def __init__(self) -> None:
+        self._begun = 0  # number of characters of the prompts that have begun in this turn
+
+    async def before(self, prompt: Prompt) -> None:
+        """Wait for the next turn if this prompt and those begun in this turn have more than `INLINE_CHARACTERS` together."""
+        characters = len(prompt.text) if isinstance(prompt, TextPrompt) else 0
+        if self._begun and self._begun + characters > INLINE_CHARACTERS:
+            await asyncio.sleep(0)
+            self._begun = 0
+        self._begun += characters
+
+
 class OverflowTerms(Protocol):
     """Port that decides for one request after which wait it overflows to a hosted endpoint."""
 

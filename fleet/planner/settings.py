@@ -118,7 +118,7 @@ class MetricsDemandSettings(
     """File with a key that may read the pages (`metrics_access` of the routers); empty: none is sent. It is read before each query."""
 
     insecure: bool = False
-    """Send the key over http to other hosts too. For networks that nobody else is on."""
+    """Allow sending the key over http, without encryption, to other hosts. Set this only for networks to which nobody else has access."""
 
     every_seconds: IntervalSeconds = 5.0
     stale_seconds: Seconds = 15.0
@@ -155,7 +155,7 @@ class PrometheusDemandSettings(
     """File with a bearer token; empty: no token is sent. It is read before each query."""
 
     insecure: bool = False
-    """Send the token over http to another host too. For networks that nobody else is on."""
+    """Allow sending the token over http, without encryption, to another host. Set this only for networks to which nobody else has access."""
 
     authority: str = ""
     """Certificates (PEM) that verify the server over https; empty: those of the system."""

@@ -24,7 +24,8 @@ class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """
 
     insecure: bool = False
-    """Listen beyond loopback although anybody there can read and write everything. For closed networks."""
+    """Allow listening beyond loopback without credentials. Everybody in that network can then read and write everything, so set this only in
+    closed networks."""
 
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):

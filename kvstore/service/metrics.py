@@ -16,9 +16,10 @@ from kvstore.messages import POOL_TIER, Stats, TierStatus
 from kvstore.metric_definitions import CounterDefinition, GaugeDefinition, HistogramDefinition, MetricDefinition
 
 _BY_TIER = ("tier",)
-TRANSFERS: Mapping[str, CounterDefinition] = {
-    name: CounterDefinition(f"kvstore_hierarchy_{name}", meaning, _BY_TIER, unit)
-    for name, meaning, unit in (
+TRANSFERS: Mapping[str, CounterDefinition] = CounterDefinition.by_field(
+    "kvstore_hierarchy_",
+    _BY_TIER,
+    (
         ("loaded", "Blocks promoted to the pool", "KV blocks"),
         ("kept", "Blocks demoted to the tier", "KV blocks"),
         ("dropped", "Blocks not demoted because the queue was full", "KV blocks"),
@@ -29,8 +30,8 @@ TRANSFERS: Mapping[str, CounterDefinition] = {
         ),
         ("failures", "Transfers that failed or missed their deadline", "transfers"),
         ("fenced", "Times that a failure opened the tier's circuit breaker", "times"),
-    )
-}
+    ),
+)
 """Metrics of the counters of `TierCounters`, by the name of the counter's field."""
 
 
@@ -53,9 +54,10 @@ LATENCY_BUCKETS = (
 )
 """Upper bounds of the histogram's buckets in seconds, three per decade: from a look-up in memory to a hanging disk."""
 
-COUNTERS: Mapping[str, CounterDefinition] = {
-    name: CounterDefinition(f"kvstore_tier_{name}", meaning, _BY_TIER, unit)
-    for name, meaning, unit in (
+COUNTERS: Mapping[str, CounterDefinition] = CounterDefinition.by_field(
+    "kvstore_tier_",
+    _BY_TIER,
+    (
         ("hits", "Blocks that were asked for and found", "KV blocks"),
         ("misses", "Blocks that were asked for and not found, including corrupt ones", "KV blocks"),
         ("bytes_read", "Bytes of the blocks that were found", "bytes"),
@@ -65,19 +67,20 @@ COUNTERS: Mapping[str, CounterDefinition] = {
         ("corrupt", "Blocks whose bytes were found wrong", "KV blocks"),
         ("failures", "Calls of the tier that failed or missed their deadline, as the tier counts them", "calls"),
         ("damaged", "Blocks that were damaged in transit; the tier keeps them", "KV blocks"),
-    )
-}
+    ),
+)
 """Metrics of the counters of `TierStatus`, by the name of the counter's field."""
 
-GAUGES: Mapping[str, GaugeDefinition] = {
-    name: GaugeDefinition(f"kvstore_tier_{name}", meaning, _BY_TIER, unit)
-    for name, meaning, unit in (
+GAUGES: Mapping[str, GaugeDefinition] = GaugeDefinition.by_field(
+    "kvstore_tier_",
+    _BY_TIER,
+    (
         ("blocks", "Blocks held now", ""),
         ("bytes", "Bytes that they occupy", ""),
         ("capacity_bytes", "Capacity in bytes; 0 if unknown", ""),
         ("fenced", "Servers of the tier that are fenced now because their answers are damaged often", "servers"),
-    )
-}
+    ),
+)
 """Metrics of those numbers of `TierStatus` that can also fall, by the name of their field."""
 
 OPERATIONS = HistogramDefinition(

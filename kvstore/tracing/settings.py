@@ -27,7 +27,7 @@ class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """File with further headers, such as a mounted Secret: a line ``name: value`` for each. It is read at the start, and repeats no header."""
 
     insecure: bool = False
-    """Send `headers` over http to another host too. For networks that nobody else is on."""
+    """Allow sending `headers` over http, without encryption, to another host. Set this only for networks to which nobody else has access."""
 
     certificate: str = ""
     """File with the authority of a collector with ``https``; empty: the authorities that the machine trusts."""

@@ -8,7 +8,6 @@ Rules:
 """
 
 import argparse
-import importlib.metadata
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -87,7 +86,9 @@ class _VersionAction(argparse.Action):
     """The option `--version`, which looks the version up only when it is used."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(f"fleet {importlib.metadata.version('fleet-serving')}")
+        from kvstore.protocol.versions import own_protocols  # noqa: PLC0415 - only this option needs it
+
+        print(f"fleet {own_protocols().product or 'of an unknown version'}")
         parser.exit()
 
 

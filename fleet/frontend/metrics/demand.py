@@ -12,9 +12,10 @@ from kvstore.metric_definitions import CounterDefinition, GaugeDefinition, Metri
 UPTIME = GaugeDefinition(
     "fleet_demand_uptime_seconds", "Time since the router's counters of demand began", ("source", "incarnation")
 )
-COUNTERS: Mapping[str, CounterDefinition] = {
-    name: CounterDefinition(f"fleet_demand_{name}", meaning, ("model",), unit)
-    for name, meaning, unit in (
+COUNTERS: Mapping[str, CounterDefinition] = CounterDefinition.by_field(
+    "fleet_demand_",
+    ("model",),
+    (
         ("arrivals", "Requests that arrived", "requests"),
         ("waited", "Requests that entered the admission queue", "requests"),
         ("refused", "Requests that were refused for load", "requests"),
@@ -29,8 +30,8 @@ COUNTERS: Mapping[str, CounterDefinition] = {
         ("answer_squares", "Sum of the squares of the answers' lengths", "tokens²"),
         ("overflowed", "Refused requests that a hosted endpoint has answered", "requests"),
         ("overflow_dollars", "Cost of the hosted endpoint", ""),
-    )
-}
+    ),
+)
 """The counter for each field of `ModelDemand` that is a number."""
 
 HISTOGRAMS: Mapping[str, CounterDefinition] = {

@@ -25,9 +25,10 @@ from kvstore.metric_definitions import CounterDefinition, GaugeDefinition, Metri
 log = logging.getLogger(__name__)
 
 _LABELS = ("model", "role", "worker", "of")
-PREDICTION_GAUGES: Mapping[str, GaugeDefinition] = {
-    name: GaugeDefinition(f"fleet_prediction_{name}", meaning, _LABELS, unit)
-    for name, meaning, unit in (
+PREDICTION_GAUGES: Mapping[str, GaugeDefinition] = GaugeDefinition.by_field(
+    "fleet_prediction_",
+    _LABELS,
+    (
         ("error", "Median relative error of predictions with the worker's correction", "share of the measured time"),
         ("close", "Share of predictions within 20 % of the measured time", "share from 0 to 1"),
         ("profile_error", "Median relative error of the profile without correction", "share of the measured time"),
@@ -38,8 +39,8 @@ PREDICTION_GAUGES: Mapping[str, GaugeDefinition] = {
         ),
         ("factor", "Learned factor between measured and predicted times", ""),
         ("added_ms", "Learned additional milliseconds", ""),
-    )
-}
+    ),
+)
 """The gauge for each field of `PredictionAccuracy`."""
 
 MADE = CounterDefinition(

@@ -18,9 +18,10 @@ from kvstore.metric_definitions import CounterDefinition, GaugeDefinition, Label
 
 Value = TypeVar("Value", bound=StrEnum)
 
-COUNTERS: Mapping[str, CounterDefinition] = {
-    name: CounterDefinition(f"fleet_{name}", meaning, ("model",), unit)
-    for name, meaning, unit in (
+COUNTERS: Mapping[str, CounterDefinition] = CounterDefinition.by_field(
+    "fleet_",
+    ("model",),
+    (
         ("retried", "Attempts that failed and were followed by another", "attempts"),
         ("fallbacks", "Prompts computed by the decode worker because a prefill worker had failed", "prompts"),
         ("continued", "Streams that another worker continued after tokens had been sent", "streams"),
@@ -31,13 +32,14 @@ COUNTERS: Mapping[str, CounterDefinition] = {
             "attempts",
         ),
         ("policy_fallbacks", "Decisions of the default policy after the chosen policy failed", "decisions"),
-    )
-}
+    ),
+)
 """The counter for each field of `RouterCounters`."""
 
-WORKER_GAUGES: Mapping[str, GaugeDefinition] = {
-    name: GaugeDefinition(f"fleet_worker_{name}", meaning, ("model", "role", "worker"), unit)
-    for name, meaning, unit in (
+WORKER_GAUGES: Mapping[str, GaugeDefinition] = GaugeDefinition.by_field(
+    "fleet_worker_",
+    ("model", "role", "worker"),
+    (
         ("running", "Running requests, as reported by the worker", "requests"),
         ("waiting", "Requests that wait in the engine, as reported by the worker", "requests"),
         ("kv_blocks_used", "Blocks of running requests, as reported by the worker", "KV blocks"),
@@ -47,8 +49,8 @@ WORKER_GAUGES: Mapping[str, GaugeDefinition] = {
         ("booked_elsewhere", "Requests reserved by peer routers", "requests"),
         ("booked_blocks", "Blocks reserved by this router", ""),
         ("booked_prefill_tokens", "Prompt tokens reserved by this router and not computed yet", ""),
-    )
-}
+    ),
+)
 """The gauge for each field of `WorkerSnapshot`. The labels `model` and `role` name the worker's pool."""
 
 PULLED_BLOCKS = CounterDefinition(
@@ -89,16 +91,17 @@ INCOMPATIBLE_PEERS = GaugeDefinition(
 STORE_BLOCKS = GaugeDefinition(
     "fleet_store_blocks", "Blocks in the prefix index by store tier", ("store", "namespace", "tier")
 )
-CACHE_GAUGES: Mapping[str, GaugeDefinition] = {
-    name: GaugeDefinition(f"fleet_cache_{name}", meaning, ("knowledge",), unit)
-    for name, meaning, unit in (
+CACHE_GAUGES: Mapping[str, GaugeDefinition] = GaugeDefinition.by_field(
+    "fleet_cache_",
+    ("knowledge",),
+    (
         ("workers", "Workers by how the router knows their cache", ""),
         ("drifting_workers", "Workers whose reported cache differs from what the router believes", ""),
         ("precision", "Part of the predicted cached tokens that was cached, recently", "share from 0 to 1"),
         ("recall", "Part of the cached tokens that was predicted, recently", "share from 0 to 1"),
         ("hit_rate_error", "Predicted hit rate minus the reported one, for recent prompts with hits", "-1 to 1"),
-    )
-}
+    ),
+)
 COMPARED_TOKENS = CounterDefinition(
     "fleet_cache_compared_tokens",
     "Prompt tokens of compared requests: all, predicted as cached, reported as cached, both",

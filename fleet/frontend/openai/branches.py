@@ -42,7 +42,7 @@ from fleet.core.requests import (
     Usage,
 )
 from fleet.core.system_clock import unix_seconds
-from fleet.frontend.generation import Generation
+from fleet.frontend.generation import Generation, PromptPace
 from fleet.frontend.openai.answers import (
     DONE,
     MIN_LOGPROB,
@@ -149,9 +149,11 @@ class BranchedAnswers:
 
     async def _serve_prompts(self) -> None:
         prompts: Sequence[Prompt] = (self._parsed.request.prompt, *self._details.more_prompts)
+        pace = PromptPace()
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number, prompt in enumerate(prompts):
+                    await pace.before(prompt)
                     tasks.create_task(self._serve_prompt(number, prompt))
         except ExceptionGroup as group:
             raise first_error(group) from None

@@ -4,7 +4,8 @@ Rules:
 
 1. To the router, each prompt of an HTTP request is a request of its own, with the same key, deadline and limits. The
    first one has the id of the HTTP request. If one fails, the others are cancelled, and the HTTP request fails with its error.
-2. At most `CONCURRENT` prompts of one HTTP request are on their way, so that a long list does not fill the admission queue.
+2. At most `CONCURRENT` prompts of one HTTP request are on their way, so that a long list does not fill the admission queue. They begin
+   over several turns of the event loop (`PromptPace`), so that tokenizing them does not hold it up.
 3. A model with the task classify reads each pair of texts as one prompt and gives its score. For a model with the task embed,
    the score of a pair is the cosine of the angle between the embeddings of both texts. Each text is embedded once.
 """
@@ -36,7 +37,7 @@ from fleet.core.requests import (
 )
 from fleet.core.system_clock import unix_seconds
 from fleet.core.validation import validate_task
-from fleet.frontend.generation import Generation
+from fleet.frontend.generation import Generation, PromptPace
 from fleet.frontend.openai.answers import Json, rate_limit_headers
 from fleet.frontend.openai.bodies import HINT_HEADER_NAMES, OPENAI_FIELD_NAMES
 from fleet.frontend.openai.branches import first_error
@@ -247,7 +248,7 @@ class VectorFrontend:
         Raises:
             RequestRejected: A prompt failed, and the others have ended.
         """
-        room = asyncio.Semaphore(CONCURRENT)
+        room, pace = asyncio.Semaphore(CONCURRENT), PromptPace()
         requests = [
             structs.replace(each, id=numbered_request_id(each.id, number, self._generation.serves)) if number else each
             for number, each in enumerate(requests)
@@ -258,16 +259,21 @@ class VectorFrontend:
         authorization = authorization_of(exchange.request.headers)
 
         async def serve(number: int) -> PromptVector:
-            async with room:
-                try:
-                    return await self._vector(requests[number], authorization)
-                except RequestRejected as refused:
-                    named = field if len(requests) == 1 else f"{field}[{number}]"
-                    raise rename_field(refused, {"text": named, "token_ids": named} if field else {}) from refused
+            try:
+                return await self._vector(requests[number], authorization)
+            except RequestRejected as refused:
+                named = field if len(requests) == 1 else f"{field}[{number}]"
+                raise rename_field(refused, {"text": named, "token_ids": named} if field else {}) from refused
+            finally:
+                room.release()
 
+        running = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(serve(number)) for number in range(len(requests))]
+                for number, each in enumerate(requests):
+                    await room.acquire()
+                    await pace.before(each.prompt)
+                    running.append(tasks.create_task(serve(number)))
         except ExceptionGroup as group:
             raise first_error(group) from None
         return [each.result() for each in running]

@@ -34,13 +34,13 @@ def endpoint_in(text: str) -> str:
 
 
 class PickerLease(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A Lease (coordination.k8s.io) for pickers that do not know each other's reservations: gateways ask its holder."""
+    """The Lease (coordination.k8s.io) that chooses one of several pickers that do not know each other's reservations. Gateways ask its holder."""
 
     name: Annotated[str, Meta(min_length=1, max_length=63)]
 
     identity: Annotated[str, Meta(min_length=1, max_length=253)]
-    """Unique among the pickers that share the Lease: the pod's name. Processes of one router have the same identity, because they tell
-    each other their reservations."""
+    """The identity of this picker, which must be unique among the pickers that share the Lease; use the name of its pod. All processes of
+    one router have the same identity, because they tell each other their reservations."""
 
     namespace: str = ""
     """The namespace of the Lease; empty: that of the pod."""
@@ -70,8 +70,8 @@ class PickerLease(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 class EndpointPickerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: str = "0.0.0.0"  # noqa: S104 - see below
-    """Listening address: all addresses (``[::]``: IPv6 too), because a gateway is on another host. It asks for no key: a
-    NetworkPolicy keeps other hosts out."""
+    """The address at which the picker listens. The default is all IPv4 addresses (``[::]``: IPv6 too), because gateways run on other hosts.
+    The picker asks for no key, so use a NetworkPolicy to keep other hosts out."""
 
     port: Port = 9002
     """The customary port; 0 takes a free one."""

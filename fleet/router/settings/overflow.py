@@ -29,7 +29,7 @@ class OverflowSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     The client's own token is never passed on."""
 
     insecure: bool = False
-    """Send the token over http to another host too. For networks that nobody else is on."""
+    """Allow sending the token over http, without encryption, to another host. Set this only for networks to which nobody else has access."""
 
     dollars_per_hour: Annotated[float, Meta(gt=0, le=1e9)]
     """The most that all requests of any 60 minutes may cost, by the prices below. A request first takes the price of its prompt and of

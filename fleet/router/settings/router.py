@@ -122,7 +122,7 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Bearer token for the server, instead of the client's token; empty: the client's token is passed on."""
 
     insecure: bool = False
-    """Send `api_key` over http to another host too. For networks that nobody else is on."""
+    """Allow sending `api_key` over http, without encryption, to another host. Set this only for networks to which nobody else has access."""
 
     kv_events: Annotated[str, Meta(pattern=ENDPOINT)] = ""
     """ZeroMQ endpoint where vLLM or SGLang publishes its KV events (``tcp://host:port``); empty: prompts that were sent to the server are
@@ -313,13 +313,14 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """`replicas_listen` of the peer routers."""
 
     replicas_name: str = ""
-    """host:port whose name stands for all routers of the cluster, this one among them, such as a headless Service of Kubernetes.
-    It is resolved every two seconds. `replicas_listen` must then be this router's own ip:port. Empty: only `replicas` are peers."""
+    """host:port with a name that resolves to the addresses of all routers of the cluster, including this one, such as the name of a
+    headless Service of Kubernetes. The router resolves it every two seconds. If it is set, `replicas_listen` must be the ip:port of this
+    router. Empty: the peers are only those in `replicas`."""
 
     replicas_credentials: Credentials = Credentials()
     """Credentials of routers towards each other over TCP, the same on all of them: the secret in `secret_file`, or certificates signed by
     `authority`, with a `certificate` and `key` for each router. Without either, a host:port is refused, also on loopback, unless
-    `insecure` says that nobody else is on that network. Unix sockets need none."""
+    `insecure` says that nobody else has access to that network. Unix sockets need none."""
 
     grpc_listen: str = "127.0.0.1:50051"
     """host:port of the gRPC API for clients."""
@@ -399,8 +400,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Streams that go on after the death of their router."""
 
     prefer_direct: bool = False
-    """Prefer the direct KV path from engine to engine where both paths are open. Off: on CPUs the store is faster and
-    steadier, and blocks that went through it can be reused by all workers."""
+    """Prefer the direct KV path, from engine to engine, for a handoff that can use either path. The default is off, because on CPUs the
+    store is faster and its times vary less, and because all workers can reuse blocks that went through the store."""
 
     tenants: dict[str, TenantSettings] = {}
     """API keys, weights and limits by tenant. If any tenant has a key, every request needs one."""
@@ -506,8 +507,8 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
     """Maximum pause between two attempts to reach a worker that is still a member; the first pause is 50 ms."""
 
     catch_up_seconds: Annotated[float, Meta(ge=0, le=20)] = 5.0
-    """The longest time that a starting router waits to hear of the existing workers, before it reports that it is ready and,
-    if it shares its ports, before it accepts connections."""
+    """The longest time in seconds for which a starting router waits until it has heard of the existing workers. Until then it does not
+    report that it is ready and, if it shares its ports, accepts no connections. Afterwards it serves with the workers that it knows."""
 
     @property
     def counts_limits_without_redis(self) -> bool:

@@ -9,12 +9,13 @@ import openai
 import pytest
 
 from fleet.core.errors import Reason, RequestRejected
-from fleet.core.requests import AnswerParsers, Logprobs
+from fleet.core.requests import AnswerParsers, Logprobs, PoolingModel, PoolingTask
+from fleet.frontend.generation import INLINE_CHARACTERS
 from tests.support.builders import token_ids
 from tests.support.frontend.frontends import Frontends, open_frontends
 from tests.support.frontend.text_model import EOS, write_json
 from tests.support.router.fake_router import a_model_card
-from tests.support.waiting import until
+from tests.support.waiting import turns, until
 
 pytestmark = pytest.mark.integration
 
@@ -51,6 +52,43 @@ async def test_n_answers_have_their_index_and_a_summed_usage(frontends, client):
     assert [arrived.sampling.seed for arrived in (lead, *others)] == [7, 8, 9]
     assert {other.tokens for other in others} == {lead.tokens}
     assert len(chat.fleet["kv"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "card"),
+    [
+        ("/v1/completions", "prompt", a_model_card()),
+        ("/v1/embeddings", "input", a_model_card(pooling=PoolingModel(task=PoolingTask.EMBED))),
+    ],
+)
+async def test_short_prompts_are_tokenized_over_several_turns(frontends, monkeypatch, path, field, card):
+    """Count the characters that are tokenized between two turns of the event loop."""
+    in_turn = [0]
+    encode = type(frontends.codec).encode
+
+    def noted(codec, text: str, special: bool = True) -> bytes:
+        in_turn[-1] += len(text)
+        return encode(codec, text, special)
+
+    async def count_turns() -> None:
+        while True:
+            in_turn.append(0)
+            await turns()
+
+    monkeypatch.setattr(type(frontends.codec), "encode", noted)
+    frontends.router.cards = (card,)
+    frontends.router.hold_after = 0
+    texts = [f"{number:1000}" for number in range(40)]
+    async with httpx.AsyncClient(base_url=frontends.url, timeout=60) as client:
+        asked = asyncio.create_task(client.post(path, json={"model": "tiny", field: texts}))
+        counting = asyncio.create_task(count_turns())
+        await until(lambda: len(frontends.router.submitted) == len(texts))
+        for each in (asked, counting):
+            each.cancel()
+        await asyncio.gather(asked, counting, return_exceptions=True)
+
+    assert sum(in_turn) == 1000 * len(texts)
+    assert max(in_turn) <= INLINE_CHARACTERS
 
 
 async def test_tool_calls_are_parsed_in_every_answer(model_dir, tmp_path):

@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from fleet.cli.status import uptime_words
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.roles import KvPath, Role
 from fleet.local.settings import Topology
+from kvstore.protocol import versions
 
 
 def options(*argv):
@@ -181,6 +182,18 @@ def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit, match="0"):
         run(["--version"])
     assert capsys.readouterr().out == f"fleet {version('fleet-serving')}\n"
+
+
+def test_version_of_a_program_that_is_not_installed_is_unknown(monkeypatch, capsys):
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions, "version", missing)
+    versions.own_protocols.cache_clear()
+    with pytest.raises(SystemExit, match="0"):
+        run(["--version"])
+    versions.own_protocols.cache_clear()
+    assert capsys.readouterr().out == "fleet of an unknown version\n"
 
 
 def test_closed_output_pipe_ends_without_traceback():

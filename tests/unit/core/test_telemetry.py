@@ -17,7 +17,7 @@ from fleet.core.telemetry import (
     ModelRequests,
     RouterProcessMetrics,
 )
-from kvstore.metric_definitions import HistogramDefinition
+from kvstore.metric_definitions import GaugeDefinition, HistogramDefinition
 from tests.support.builders import a_kv_report
 
 USAGE = Usage(prompt_tokens=64, completion_tokens=3, cached_tokens=32)
@@ -128,3 +128,12 @@ def test_control_characters_of_names_are_escaped_in_the_log():
     line = LogLineFormatter().format(record)
 
     assert line.endswith(r"worker joined worker=é\x00\x1b[31m\r\x85\u202e")
+
+
+def test_definitions_by_field_are_named_after_their_fields():
+    found = GaugeDefinition.by_field("fleet_cache_", ("tier",), (("hits", "Hits", "hits"), ("blocks", "Blocks", "")))
+
+    assert found == {
+        "hits": GaugeDefinition("fleet_cache_hits", "Hits", ("tier",), "hits"),
+        "blocks": GaugeDefinition("fleet_cache_blocks", "Blocks", ("tier",)),
+    }

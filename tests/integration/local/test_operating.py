@@ -164,7 +164,7 @@ def test_logs_are_merged_by_time_or_shown_for_one_process(cluster):
     assert (unknown.returncode, "'rooter' has no log; there are decode-0" in unknown.stderr) == (3, True)
 
 
-def test_second_cluster_with_one_log_folder_is_refused_until_the_first_has_ended(tmp_path):
+def test_log_folder_of_a_running_cluster_is_refused(tmp_path):
     logs, first, second = (tmp_path / name for name in ("logs", "first", "second"))
     for folder in (first, second):
         folder.mkdir()

@@ -142,7 +142,7 @@ def test_port_for_metrics_that_is_in_use_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, "no certificate"])
-def test_authority_for_images_that_cannot_be_used_is_named_by_its_path(tmp_path, content):
+def test_bad_authority_for_images_is_named_by_its_path(tmp_path, content):
     file = tmp_path / "ca.pem"
     if content is not None:
         file.write_text(content)

@@ -337,9 +337,9 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     simulated: SimulatedSettings = field(default_factory=SimulatedSettings)
 
     def __post_init__(self) -> None:
-        for name in ("listen", "control_listen"):
-            check_listen_address(name, getattr(self, name), or_unix=True)
-        check_listen_address("metrics_listen", self.metrics_listen)
+        check_listen_address("listen", self.listen, or_unix=True, optional=True)  # empty in the digest of a rank
+        check_listen_address("control_listen", self.control_listen, or_unix=True, optional=True)
+        check_listen_address("metrics_listen", self.metrics_listen, optional=True)
         if not self.engine:
             raise ValueError("engine: is empty; name one of the installed engines")
         if len(set(self.kv_paths)) != len(self.kv_paths):

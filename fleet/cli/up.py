@@ -75,7 +75,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--access-log", action="store_true", help="write a line for each request to the router's log (see fleet logs)"
     )
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="keep the logs of all processes there")
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="keep the logs of all processes there; a folder for one running cluster",
+    )
     parser.add_argument("--demo", metavar="TEXT", help="send this prompt when ready and show the answer")
     parser.add_argument(
         "--check", action="store_true", help="compare tokens with one aggregated engine, report, and end"

@@ -9,7 +9,7 @@ from typing import Self, Unpack
 import grpc
 
 from fleet.client.control import ControlPort, control_errors
-from fleet.client.errors import Cancelled, FleetError, error_of
+from fleet.client.errors import Cancelled, FleetError, error_of, may_be_tls, with_cause
 from fleet.client.requests import Options, PromptLike, api_key_metadata, build_message, tune_request
 from fleet.client.results import (
     ClusterStatus,
@@ -26,7 +26,7 @@ from fleet.client.results import (
 )
 from fleet.client.resumption import RESUMABLE_OPTIONS, Resumption, RouterRing, addresses_of, resume_limit
 from fleet.client.sync import CALL_SECONDS
-from fleet.client.tls import ClientTls, check_key_is_safe, may_need_tls, open_aio_channel
+from fleet.client.tls import ClientTls, check_key_is_safe, open_aio_channel
 from fleet.client.vectors import AT_ONCE, VectorOptions, VectorResult, build_vector_messages, vector_result
 from fleet.core.errors import Reason
 from fleet.core.requests import Delta, ModelCard, Pooling, PoolingTask
@@ -68,7 +68,7 @@ class AsyncClient:
         options = (*CHANNEL_OPTIONS, *(RESUMABLE_OPTIONS if self._resume_seconds else ()))
         self._channels = [open_aio_channel(each, options, tls) for each in addresses]
         stubs: list[inference_pb2_grpc.InferenceAsyncStub] = list(map(inference_pb2_grpc.InferenceStub, self._channels))
-        self._routers = RouterRing(stubs, may_need_tls=may_need_tls(addresses, tls))
+        self._routers = RouterRing(stubs, addresses, tls)
         self._control_port = ControlPort(addresses[0], control, control_credentials)
         self._control_channel: grpc.aio.Channel | None = None
 
@@ -148,12 +148,15 @@ class AsyncClient:
 
     async def models(self) -> tuple[ModelCard, ...]:
         """Return the models that at least one live worker serves."""
+        router = self._routers.current
         try:
-            response = await self._routers.current.ListModels(
+            response = await router.ListModels(
                 inference_pb2.ListModelsRequest(), timeout=CALL_SECONDS, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
-            raise error_of(error, may_need_tls=self._routers.may_need_tls) from error
+            failure = error_of(error)
+            cause = await asyncio.to_thread(self._routers.tls_cause, router) if may_be_tls(failure) else ""
+            raise with_cause(failure, cause) from error
         return tuple(decode_model(model) for model in response.models)
 
     async def status(self) -> ClusterStatus:
@@ -263,11 +266,15 @@ class AsyncStream(StreamedAnswer):
         Raises:
             FleetError: No further attempt is made.
         """
-        failure = error_of(error, may_need_tls=self._routers.may_need_tls and not self.request_id)
         try:
-            pause = self._resumption.pause(failure)
+            pause = self._resumption.pause(error_of(error))
         except FleetError as final:
-            raise final from error
+            cause = (
+                await asyncio.to_thread(self._routers.tls_cause, self._router)
+                if may_be_tls(final) and not self.request_id
+                else ""
+            )
+            raise with_cause(final, cause) from error
         self._routers.leave(self._router)
         if pause:
             await asyncio.sleep(pause)

@@ -4,6 +4,7 @@ A client sends a request again by itself only if `resume_seconds` is above 0 (`f
 """
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import grpc
 from google.rpc import status_pb2
@@ -15,11 +16,15 @@ NO_CLIENTS_PORT = "that is an address of another part of the cluster, such as a 
 # Message of gRPC servers for an unknown method, which all ports send except the router's port for clients.
 NO_METHOD = "Method not found!"
 
-CUT_OFF = ("Socket closed", "onnection reset", "roken pipe")
-"""Parts of gRPC's messages about a connection that the server has closed. A port with TLS does this when it receives a
-request without TLS."""
-
-MAY_SPEAK_TLS = "; the port may speak TLS: give the client tls=ClientTls(authority=FILE), or a command --ca FILE"
+TLS_SIGNS = (
+    *(
+        "Socket closed",
+        "onnection reset",
+        "roken pipe",
+    ),  # so a server ends the connection of a client that it does not understand
+    *("SSL", "Ssl", "ecurity handshake", "erification", "SETTINGS frame", "ALPN"),
+)
+"""Parts of gRPC's messages about connections that may have failed because of TLS."""
 
 DETAILS_KEY = "grpc-status-details-bin"  # key of the call metadata in which gRPC sends a google.rpc.Status
 
@@ -38,6 +43,9 @@ class FleetError(Exception):
         self.message = message
         self.reason = reason
         self.cause = ""
+
+
+Error = TypeVar("Error", bound=FleetError)
 
 
 class InvalidRequest(FleetError):
@@ -130,18 +138,23 @@ _REASONS: Mapping[Reason, type[FleetError]] = {
 }
 
 
-def error_of(call: grpc.RpcError, *, may_need_tls: bool = False) -> FleetError:
-    """Translate the error of a failed gRPC call into a `FleetError`.
+def may_be_tls(error: FleetError) -> bool:
+    """Return whether TLS may be the cause of an error, which says only that a connection failed."""
+    return isinstance(error, Unavailable) and error.reason is None and any(sign in error.message for sign in TLS_SIGNS)
 
-    Args:
-        call: The failed call.
-        may_need_tls: True if the client does not use TLS and the server has not answered this call. If the server
-            closed the connection, the error then says that the port may need TLS.
-    """
+
+def with_cause(error: Error, cause: str) -> Error:
+    """Add the cause to the message of an error, and return the error; an empty cause adds nothing."""
+    if cause:
+        error.message = f"{cause} ({error.message})"
+        error.args = (error.message,)
+    return error
+
+
+def error_of(call: grpc.RpcError) -> FleetError:
+    """Translate the error of a failed gRPC call into a `FleetError`."""
     assert isinstance(call, (grpc.Call, grpc.aio.AioRpcError)), call
     message = call.details() or call.code().name
-    if may_need_tls and call.code() is grpc.StatusCode.UNAVAILABLE and any(sign in message for sign in CUT_OFF):
-        message += MAY_SPEAK_TLS
     if call.code() is grpc.StatusCode.UNIMPLEMENTED and message == NO_METHOD:
         message = NO_CLIENTS_PORT
     detail = _detail(call)

@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 from fleet.client.errors import DeadlineExceeded, FleetError, Unavailable
 from fleet.client.results import StreamedAnswer
+from fleet.client.tls import ClientTls, tls_cause
 from fleet.core.clock import SECOND, Clock
 from fleet.core.errors import ConfigurationRefused, Reason
 from fleet.core.system_clock import SystemClock
@@ -41,9 +42,10 @@ Router = TypeVar("Router")
 class RouterRing(Generic[Router]):
     """Chooses the router of a cluster to which requests go: `current`, until it fails, and then the next one."""
 
-    def __init__(self, routers: Sequence[Router], *, may_need_tls: bool) -> None:
-        """Begin with the first router; `may_need_tls` is the result of `fleet.client.tls.may_need_tls`."""
-        self.may_need_tls = may_need_tls
+    def __init__(self, routers: Sequence[Router], addresses: Sequence[str], tls: ClientTls | None = None) -> None:
+        """Begin with the first router. `addresses` are those of the routers, and `tls` the files for all of them."""
+        self._addresses = addresses
+        self._tls = tls
         self._routers = tuple(routers)
         self._position = 0
 
@@ -53,6 +55,10 @@ class RouterRing(Generic[Router]):
     @property
     def current(self) -> Router:
         return self._routers[self._position]
+
+    def tls_cause(self, router: Router) -> str:
+        """Return the result of `fleet.client.tls.tls_cause` for the address of a router."""
+        return tls_cause(self._addresses[self._routers.index(router)], self._tls)
 
     def leave(self, router: Router) -> None:
         """Change to the next router, because `router` has failed, unless another stream has already done this."""

@@ -9,7 +9,7 @@ from typing import Self, Unpack
 import grpc
 
 from fleet.client.control import ControlPort, control_errors
-from fleet.client.errors import Cancelled, FleetError, error_of
+from fleet.client.errors import Cancelled, FleetError, error_of, may_be_tls, with_cause
 from fleet.client.requests import Options, PromptLike, api_key_metadata, build_message, tune_request
 from fleet.client.results import (
     ClusterStatus,
@@ -25,7 +25,7 @@ from fleet.client.results import (
     thresholds_of,
 )
 from fleet.client.resumption import RESUMABLE_OPTIONS, Resumption, RouterRing, addresses_of, resume_limit
-from fleet.client.tls import ClientTls, check_key_is_safe, may_need_tls, open_channel
+from fleet.client.tls import ClientTls, check_key_is_safe, open_channel
 from fleet.client.vectors import AT_ONCE, VectorOptions, VectorResult, build_vector_messages, vector_result
 from fleet.core.demand_reports import DemandReport
 from fleet.core.errors import Reason
@@ -91,7 +91,7 @@ class Client:
         self._channels = [open_channel(each, options, tls) for each in addresses]
         self.channel = self._channels[0]
         stubs = [inference_pb2_grpc.InferenceStub(each) for each in self._channels]
-        self._routers = RouterRing(stubs, may_need_tls=may_need_tls(addresses, tls))
+        self._routers = RouterRing(stubs, addresses, tls)
         self._control_port = ControlPort(addresses[0], control, control_credentials)
         self._control_channel: grpc.Channel | None = None
 
@@ -215,12 +215,15 @@ class Client:
             Unauthenticated: The cluster has tenants, and this client has no valid key.
             FleetError: The call failed.
         """
+        router = self._routers.current
         try:
-            response = self._routers.current.ListModels(
+            response = router.ListModels(
                 inference_pb2.ListModelsRequest(), timeout=CALL_SECONDS, metadata=self._metadata
             )
         except grpc.RpcError as error:
-            raise error_of(error, may_need_tls=self._routers.may_need_tls) from error
+            failure = error_of(error)
+            cause = self._routers.tls_cause(router) if may_be_tls(failure) else ""
+            raise with_cause(failure, cause) from error
         return tuple(decode_model(model) for model in response.models)
 
     def status(self) -> ClusterStatus:
@@ -357,11 +360,11 @@ class Stream(StreamedAnswer):
         Raises:
             FleetError: No further attempt is made.
         """
-        failure = error_of(error, may_need_tls=self._routers.may_need_tls and not self.request_id)
         try:
-            pause = self._resumption.pause(failure)
+            pause = self._resumption.pause(error_of(error))
         except FleetError as final:
-            raise final from error
+            cause = self._routers.tls_cause(self._router) if may_be_tls(final) and not self.request_id else ""
+            raise with_cause(final, cause) from error
         self._routers.leave(self._router)
         if pause:
             time.sleep(pause)

@@ -7,8 +7,11 @@ from typing import Any
 import grpc
 from msgspec import Struct
 
+from fleet.config import grpc_authorities
 from fleet.core.errors import ConfigurationRefused
 from kvstore.net.addresses import is_local
+from kvstore.security.credentials import Credentials
+from kvstore.security.tls_diagnosis import diagnose_address
 
 
 class ClientTls(Struct, frozen=True, kw_only=True):
@@ -41,6 +44,12 @@ class ClientTls(Struct, frozen=True, kw_only=True):
 
 Options = Sequence[tuple[str, Any]]
 
+DIAGNOSIS_SECONDS = 0.5  # limit for each step of the connections of a TLS diagnosis
+
+LEAVE_OUT_TLS = "; leave out tls"
+GIVE_TLS = ": give it tls=ClientTls(authority=FILE)"
+"""Ends of the causes that TLS is used on one end only, which commands say in the words of their options."""
+
 
 def open_channel(address: str, options: Options, tls: ClientTls | None) -> grpc.Channel:
     """Return a channel for synchronous calls; raise ConfigurationRefused like `ClientTls.credentials`."""
@@ -56,9 +65,22 @@ def open_aio_channel(address: str, options: Options, tls: ClientTls | None) -> g
     return grpc.aio.secure_channel(address, tls.credentials(), options=options)
 
 
-def may_need_tls(addresses: Sequence[str], tls: ClientTls | None) -> bool:
-    """Return whether a client connects without TLS to a TCP address, at which the router may demand TLS."""
-    return tls is None and any(not each.startswith("unix:") for each in addresses)
+def tls_cause(address: str, tls: ClientTls | None) -> str:
+    """Return why TLS with a router's port for clients fails, and what to correct; empty if TLS is not the cause.
+
+    The diagnosis connects to the address, and takes a few seconds at most. Fields of `ClientTls` are named as ``tls.FIELD``.
+    """
+    files, known = Credentials(), grpc_authorities()
+    if tls is not None:
+        files = Credentials(authority=tls.authority or known, certificate=tls.certificate, key=tls.key)
+    cause = diagnose_address(address, files, field="tls", timeout_seconds=DIAGNOSIS_SECONDS)
+    for told, meaning in (
+        (": tls.authority is set", LEAVE_OUT_TLS),
+        (": set tls.authority", GIVE_TLS),
+        (f"the authority in {known}", "an authority that gRPC knows; tls.authority names the file of another one"),
+    ):
+        cause = cause.replace(told, meaning)
+    return cause
 
 
 def check_key_is_safe(address: str, api_key: str, tls: ClientTls | None, *, insecure: bool) -> None:

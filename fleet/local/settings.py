@@ -169,7 +169,7 @@ class StoreSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """host:port of the node's /metrics; empty: there is none. `metrics_access` and `metrics_tls` are for it too."""
 
     def __post_init__(self) -> None:
-        check_listen_address("metrics_listen", self.metrics_listen)
+        check_listen_address("metrics_listen", self.metrics_listen, optional=True)
 
 
 class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -190,7 +190,7 @@ class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     watchdog: WatchdogSettings = WatchdogSettings()
 
     def __post_init__(self) -> None:
-        check_listen_address("metrics_listen", self.metrics_listen)
+        check_listen_address("metrics_listen", self.metrics_listen, optional=True)
 
 
 class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -254,7 +254,7 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """File for a recording of all decisions, for `fleet plan decide`; empty: none."""
 
     def __post_init__(self) -> None:
-        check_listen_address("metrics_listen", self.metrics_listen)
+        check_listen_address("metrics_listen", self.metrics_listen, optional=True)
 
 
 class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -38,6 +38,7 @@ from fleet.local.settings import SIMULATED, TINY, ClusterSection, PoolSection, S
 from fleet.local.supervision import ChildProcess
 from fleet.planner.messages import PoolName, worker_prefix
 from fleet.router.settings.endpoint_picker import EndpointPickerSettings
+from fleet.router.settings.images import ImageSettings
 from fleet.router.settings.router import RouterSettings
 from kvstore.clock import nanos
 from kvstore.net.addresses import unix_path
@@ -124,6 +125,7 @@ def plan(topology: Topology, *, folder: Path, model_dir: Path, model: ModelName)
             has no readable configuration.
     """
     _check_engine(topology.cluster.engine)
+    _check_images(topology.router.images)
     for name in topology.router.overflow:
         if name != model:
             raise ConfigurationRefused(f"router.overflow.{name}: this cluster serves no such model, only {model}")
@@ -223,6 +225,14 @@ def _check_engine(name: str) -> None:
         raise ConfigurationRefused(
             f"cluster.engine: vllm is not installed; run {install_command('vllm')}, or use the engine simulated"
         )
+
+
+def _check_images(settings: ImageSettings) -> None:
+    """Refuse an authority for images that the router could not read, under the name that the setting has in a topology."""
+    if settings.fetch_urls and settings.authority:
+        from fleet.frontend.images.fetcher import load_trust  # noqa: PLC0415 - most routers fetch no images
+
+        load_trust(settings.authority, field="router.images.authority")
 
 
 def _prompt_secret(router: RouterSettings) -> str:

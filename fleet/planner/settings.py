@@ -337,8 +337,8 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Time after a plan over which its prediction is compared with what happened."""
 
     def __post_init__(self) -> None:
-        check_listen_address("listen", self.listen, or_unix=True)
-        check_listen_address("metrics_listen", self.metrics_listen)
+        check_listen_address("listen", self.listen, or_unix=True, optional=True)
+        check_listen_address("metrics_listen", self.metrics_listen, optional=True)
         proof = self.control_credentials
         asks = proof.secret_file or (proof.certificate and proof.authority) or proof.insecure
         if self.listen and not unix_path(self.listen) and not asks:

@@ -22,18 +22,19 @@ def host_port(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def check_listen_address(field: str, address: str, *, or_unix: bool = False) -> None:
-    """Check the form of an address to listen at; an empty one is valid.
+def check_listen_address(field: str, address: str, *, or_unix: bool = False, optional: bool = False) -> None:
+    """Check the form of an address to listen at.
 
     Args:
         field: The settings field of the address, for the message.
         address: ``host:port``. The host must be written, also for all addresses of the machine.
         or_unix: True if ``unix:/path`` is valid too.
+        optional: True if an empty address is valid too.
 
     Raises:
         ValueError: The address has another form.
     """
-    if not address or (or_unix and unix_path(address)):
+    if (optional and not address) or (or_unix and unix_path(address)):
         return
     try:
         host_port(address)

@@ -137,4 +137,4 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                     f"tiers[{index}]: there is a tier of kind {kind} already; give that one more directories or peers"
                 )
         for field in ("data_listen", "metrics_listen"):
-            check_listen_address(field, getattr(self, field))
+            check_listen_address(field, getattr(self, field), optional=True)

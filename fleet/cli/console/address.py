@@ -6,13 +6,12 @@ import shlex
 from fleet.client import Client, ClientTls, DeadlineExceeded, FleetError, ServerError, Unauthenticated, Unavailable
 from fleet.client.control import CLIENTS_PORT, NOT_KNOWN
 from fleet.client.errors import NO_CLIENTS_PORT
-from fleet.config import grpc_authorities
+from fleet.client.tls import GIVE_TLS, LEAVE_OUT_TLS, tls_cause
 from fleet.core.errors import ConfigurationRefused
 from fleet.local.runs import run_at
 from fleet.local.settings import Topology
-from fleet.net.control.access import DIAGNOSIS_SECONDS, load_control_access
+from fleet.net.control.access import load_control_access
 from kvstore.security.credentials import Credentials
-from kvstore.security.tls_diagnosis import diagnose_address
 
 DEFAULT_ADDRESS = Topology().router.grpc_listen
 MOST_PORT = 65535
@@ -165,15 +164,11 @@ def describe_error(error: FleetError, address: str, tls: ClientTls | None = None
 
 
 def _tls_cause(address: str, tls: ClientTls | None) -> str:
-    """Return why TLS with a router's port for clients fails, and which option to correct; empty if TLS is not the cause."""
-    files, known = Credentials(), grpc_authorities()
-    if tls is not None:
-        files = Credentials(authority=tls.authority or known, certificate=tls.certificate, key=tls.key)
-    cause = diagnose_address(address, files, field="tls", timeout_seconds=DIAGNOSIS_SECONDS)
+    """Return the result of `tls_cause` in the words of the options of `add_tls`."""
+    cause = tls_cause(address, tls)
     for told, meaning in (
-        (": tls.authority is set", "; leave out --tls, --ca and --certificate"),
-        (": set tls.authority", ": set --ca, or --tls if gRPC knows the authority"),
-        (f"the authority in {known}", "an authority that gRPC knows; --ca names the file of another one"),
+        (LEAVE_OUT_TLS, "; leave out --tls, --ca and --certificate"),
+        (GIVE_TLS, ": set --ca, or --tls if gRPC knows the authority"),
         ("tls.authority", "--ca"),
         ("tls.", "--"),
     ):

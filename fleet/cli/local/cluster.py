@@ -1,13 +1,15 @@
 """Local cluster: `with_cluster` starts a cluster, runs the work of `fleet up` or of its check, and stops the cluster."""
 
 import asyncio
+import fcntl
 import ipaddress
 import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -113,7 +115,7 @@ async def with_cluster(
     adapters = adapter_folders(topology.cluster, surroundings.relative_to)
     topology = structs.replace(topology, cluster=structs.replace(topology.cluster, adapters=adapters))
     _clean_up_killed_runs()
-    with runtime_folder() as runtime:
+    with _log_folder(surroundings.logs) as logs, runtime_folder() as runtime:
         note_supervisor(runtime)
         topology = with_certificate(topology, runtime)
         model = served_name(topology.cluster, folder)
@@ -125,7 +127,7 @@ async def with_cluster(
         processes = LocalProcesses(
             planned.processes,
             folder=runtime,
-            logs=_log_folder(surroundings.logs) or runtime,
+            logs=logs or runtime,
             environment=child_environment(),
             clock=SystemClock(),
             say=say,
@@ -164,13 +166,36 @@ async def hold(processes: LocalProcesses, when_ready: Callable[[], Awaitable[Non
             loop.remove_signal_handler(number)
 
 
-def _log_folder(wanted: Path | None) -> Path | None:
-    if wanted is not None:
+@contextmanager
+def _log_folder(wanted: Path | None) -> Iterator[Path | None]:
+    """Make the folder of `--log-dir`, and keep other clusters from it while the context is open; yield it.
+
+    Two clusters would mix their lines in the files of equal names, and the cleanup after one would take processes of the other for its own.
+
+    Raises:
+        ConfigurationRefused: The folder cannot be made, or another cluster keeps its logs there.
+    """
+    if wanted is None:
+        yield None
+        return
+    with ExitStack() as held:
         try:
             wanted.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(
+                wanted, os.O_RDONLY | os.O_DIRECTORY
+            )  # closed on exec, so child processes do not inherit the lock
+            held.callback(os.close, descriptor)
         except OSError as error:
             raise ConfigurationRefused(f"--log-dir: {wanted}: {error.strerror}") from error
-    return wanted
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigurationRefused(
+                f"--log-dir: {wanted}: another cluster of fleet up keeps its logs there; name another folder, or stop that cluster with fleet down"
+            ) from error
+        except OSError:  # a file system without locks on folders, such as NFS
+            pass
+        yield wanted
 
 
 async def _wait_until_serving(planned: LocalPlan) -> None:

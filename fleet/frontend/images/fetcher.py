@@ -88,7 +88,7 @@ class ImageFetcher:
         self._settings = settings
         self._rule = AddressRule(settings.networks)
         self._hosts = tuple((_canonical(host), port) for host, port in map(host_and_port, settings.hosts))
-        self._tls = _trust(settings.authority)
+        self._tls = load_trust(settings.authority, field="images.authority")
         self._threads = DaemonThreads("image-names", settings.max_fetches) if resolve is None else None
         self._resolve = self._system_addresses if resolve is None else resolve
         self._all = _Budget(settings.max_fetches, MAX_WAITING, settings.max_held_mib * MIB)
@@ -397,11 +397,16 @@ async def _content(answer: aiohttp.ClientResponse, field: str, held: _HeldBytes)
     return bytes(content)
 
 
-def _trust(authority: str) -> ssl.SSLContext:
+def load_trust(authority: str, *, field: str) -> ssl.SSLContext:
+    """Return the TLS context that verifies https servers by the certificates in a file; an empty name: by those of the system.
+
+    Raises:
+        ConfigurationRefused: The file cannot be used. `field` is the path of the setting, for the message.
+    """
     try:
         return ssl.create_default_context(cafile=authority or None)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigurationRefused(f"images.authority: {authority}: {error.strerror or error}") from error
+        raise ConfigurationRefused(f"{field}: {authority}: {error.strerror or error}") from error
 
 
 def _host(url: URL) -> str:

@@ -517,10 +517,12 @@ class RouterSettings(Thresholds, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other. The message of the error begins with the name of the field."""
-        for name in ("http_listen", "health_listen", "grpc_listen", "kserve_listen"):
+        for name in ("http_listen", "grpc_listen"):
             check_listen_address(name, getattr(self, name))
+        for name in ("health_listen", "kserve_listen"):
+            check_listen_address(name, getattr(self, name), optional=True)
         for name in ("control_listen", "replicas_listen"):
-            check_listen_address(name, getattr(self, name), or_unix=True)
+            check_listen_address(name, getattr(self, name), or_unix=True, optional=True)
         self._check_control()
         first: dict[str, int] = {}
         tokenizers: dict[str, tuple[str, bool]] = {}

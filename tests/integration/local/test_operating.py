@@ -164,6 +164,26 @@ def test_logs_are_merged_by_time_or_shown_for_one_process(cluster):
     assert (unknown.returncode, "'rooter' has no log; there are decode-0" in unknown.stderr) == (3, True)
 
 
+def test_log_folder_of_a_running_cluster_is_refused(tmp_path):
+    logs, first, second = (tmp_path / name for name in ("logs", "first", "second"))
+    for folder in (first, second):
+        folder.mkdir()
+    with fleet_up(first, "--prefill", "0", "--log-dir", str(logs)):
+        written = {file.name for file in logs.iterdir()}
+        link = tmp_path / "link"
+        link.symlink_to(logs)
+        refused = run_fleet(
+            "up", "--engine", "simulated", "--log-dir", str(link), "--http-port", "0", "--grpc-port", "0"
+        )
+        assert refused.returncode == 3
+        assert refused.stderr.startswith(
+            f"fleet: --log-dir: {link}: another cluster of fleet up keeps its logs there; name another"
+        )
+        assert {file.name for file in logs.iterdir()} == written == {"decode-0.log", "kvstore.log", "router.log"}
+    with fleet_up(second, "--prefill", "0", "--log-dir", str(logs)):
+        assert {file.name for file in logs.iterdir()} == written
+
+
 def test_followed_logs_go_on_until_the_cluster_is_down(tmp_path):
     log = tmp_path / "logs.txt"
     with fleet_up(tmp_path, "--prefill", "0", "--log-dir", str(tmp_path / "logs")) as up, log.open("w") as output:

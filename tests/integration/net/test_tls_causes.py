@@ -1,5 +1,6 @@
-"""Tests of the messages of `fleet generate` about a port whose TLS does not fit its options."""
+"""Tests of the messages of `fleet generate` and of the clients about a port whose TLS does not fit what they were given."""
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ import grpc
 import pytest
 
 from fleet.cli.main import run
+from fleet.client import AsyncClient, Client, ClientTls, Unavailable
 from kvstore.security.channels import LoadedCredentials, load
 from kvstore.security.credentials import Credentials
 from tests.support.certificates import Authority
@@ -84,4 +86,61 @@ def test_generate_names_an_authority_that_grpc_does_not_know(authority, monkeypa
     with a_server(Credentials(**authority.issue("router"))) as port:
         assert "is not signed by an authority that gRPC knows; --ca names the file of another one" in told(
             port, "--tls"
+        )
+
+
+async def causes(port: int, tls: ClientTls | None, host: str = "127.0.0.1") -> str:
+    """Return what the errors of both clients say, without gRPC's own words; all calls say the same."""
+    said = set()
+    with Client(f"{host}:{port}", tls=tls) as client:
+        for call in (client.models, lambda: client.complete("hi", timeout_seconds=20)):
+            with pytest.raises(Unavailable) as failed:
+                await asyncio.to_thread(call)
+            said.add(failed.value.message)
+            assert str(failed.value) == failed.value.message
+    async with AsyncClient(f"{host}:{port}", tls=tls) as client:
+        for call in (client.models, lambda: client.complete("hi", timeout_seconds=20)):
+            with pytest.raises(Unavailable) as failed:
+                await call()
+            said.add(failed.value.message)
+    (cause,) = {each.partition(" (failed to connect")[0].partition(" (Socket closed")[0] for each in said}
+    return cause
+
+
+async def test_clients_say_that_one_end_does_not_speak_tls(authority):
+    with a_server(Credentials()) as port:
+        assert await causes(port, ClientTls(authority=authority.file)) == (
+            f"127.0.0.1:{port} does not speak TLS, and this client does; leave out tls"
+        )
+    with a_server(Credentials(**authority.issue("router"))) as port:
+        assert await causes(port, None) == (
+            f"127.0.0.1:{port} speaks TLS, and this client does not: give it tls=ClientTls(authority=FILE)"
+        )
+
+
+async def test_clients_say_why_a_certificate_is_refused(authority, tmp_path):
+    trusted = ClientTls(authority=authority.file)
+    with a_server(Credentials(**authority.issue("router"))) as port:
+        assert await causes(port, trusted, "localhost") == (
+            f"the certificate of localhost:{port} is for 127.0.0.1, not for localhost"
+        )
+    with a_server(Credentials(**authority.issue("old", hours=(-9, -8)))) as port:
+        assert (await causes(port, trusted)).startswith(f"the certificate of 127.0.0.1:{port} expired on ")
+    with a_server(Credentials(authority=authority.file, **authority.issue("router"))) as port:
+        assert (await causes(port, trusted)).endswith(
+            "this client shows no certificate: set tls.certificate and tls.key"
+        )
+    stranger = Authority(tmp_path, "stranger")
+    with a_server(Credentials(**stranger.issue("router"))) as port:
+        assert await causes(port, trusted) == (
+            f"the certificate of 127.0.0.1:{port} is not signed by the authority in {authority.file} (it is signed by commonName=stranger)"
+        )
+
+
+async def test_clients_name_an_authority_that_grpc_does_not_know(authority, monkeypatch):
+    monkeypatch.delenv(ROOTS, raising=False)
+    with a_server(Credentials(**authority.issue("router"))) as port:
+        assert (
+            "is not signed by an authority that gRPC knows; tls.authority names the file of another one"
+            in await causes(port, ClientTls())
         )

@@ -86,6 +86,16 @@ def test_paths_that_page_names_exist(page):
     assert missing_paths(ROOT / page) == []
 
 
+def test_readme_lists_every_extra_for_users():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    _, _, table = (ROOT / "README.md").read_text().partition("| extra | needed for |\n|---|---|\n")
+    rows = table.partition("\n\n")[0].splitlines()
+
+    assert sorted(name for row in rows for name in re.findall("`([^`]+)`", row.split("|")[1])) == sorted(
+        extras - {"dev", "kube-tests"}
+    )
+
+
 @pytest.mark.parametrize("block", [each for each in BLOCKS if "settings" in each.clauses], ids=str)
 def test_settings_example_is_loaded(block, tmp_path):
     kind, required = SETTINGS[block.clauses["settings"]]

@@ -135,7 +135,7 @@ def test_check_refuses_a_file_with_the_path_of_the_key(argv, content, cause, tmp
         (["worker"], "worker_id = 'w'\nmodel = 'm'\nmodel_dir = '/m'\n", "listen"),
     ],
 )
-def test_check_refuses_an_address_without_a_host_as_the_process_does(argv, section, field, tmp_path, capsys):
+def test_check_and_process_refuse_an_address_without_a_host(argv, section, field, tmp_path, capsys):
     file = tmp_path / "settings.toml"
     file.write_text(f"{section}{field.rpartition(' ')[2]} = ':9450'\n")
     process = ["up"] if argv == ["up"] else ["serve", *argv]

@@ -149,7 +149,7 @@ def test_resumed_answer_keeps_the_id_of_the_first_request():
 
 
 def test_ring_moves_on_once_from_a_router_that_failed():
-    ring = RouterRing(["a", "b", "c"], may_need_tls=False)
+    ring = RouterRing(["a", "b", "c"], ["a:1", "b:1", "c:1"])
     ring.leave("a")
     ring.leave("a")
     assert ring.current == "b"

@@ -12,6 +12,7 @@ from fleet.core.ids import ModelName
 from fleet.local.settings import ClusterSection, Topology
 from fleet.local.topology import claim_address, plan
 from fleet.router.settings.endpoint_picker import EndpointPickerSettings
+from fleet.router.settings.images import ImageSettings
 from fleet.router.settings.router import RouterSettings
 from tests.support.servers.processes import free_ports
 
@@ -138,6 +139,18 @@ def test_port_for_metrics_that_is_in_use_is_refused(tmp_path):
         port = other.getsockname()[1]
         with pytest.raises(ConfigurationRefused, match=rf"^pools\[0\]\.metrics_listen: 127\.0\.0\.1:{port} is in use"):
             planned(tmp_path, f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_bad_authority_for_images_is_named_by_its_path(tmp_path, content):
+    file = tmp_path / "ca.pem"
+    if content is not None:
+        file.write_text(content)
+    images = ImageSettings(fetch_urls=True, authority=str(file))
+    topology = Topology(cluster=ClusterSection(engine="simulated"), router=RouterSettings(images=images))
+
+    with pytest.raises(ConfigurationRefused, match=rf"^router\.images\.authority: {re.escape(str(file))}: "):
+        plan(topology, folder=tmp_path, model_dir=tmp_path, model=ModelName("m"))
 
 
 def test_metrics_of_a_store_that_is_not_there_are_refused(tmp_path):

@@ -247,7 +247,7 @@ async def test_client_without_chunks_gets_the_plain_content():
         assert content == b"one two three"
 
 
-async def test_client_without_chunks_keeps_its_connection_for_answers_with_a_length():
+async def test_sized_passage_keeps_the_connection_of_an_old_client():
     async with a_world(ApiServer()) as (world, _), raw_http_client(world) as peer:
         for _ in range(2):
             await peer.send(b"GET /v1/files/f HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")

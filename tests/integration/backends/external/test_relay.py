@@ -452,7 +452,7 @@ async def test_connection_close_of_a_client_is_honoured(server, version):
         assert await peer.rest() == b""
 
 
-async def test_old_client_keeps_its_connection_for_answers_with_a_length(server):
+async def test_sized_answer_keeps_the_connection_of_an_old_client(server):
     async def sized(exchange: ServerExchange) -> None:
         await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
 

@@ -6,6 +6,7 @@ The engine is found by its name among the entry points `workers.engines`, whose 
 
 import asyncio
 import faulthandler
+import os
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -105,7 +106,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
             tokenizer_digests=digests,
             evacuator=evacuator,
             store_goes=own_store,
-            start_seconds=process_age(),
+            start_seconds=process_age(os.getpid()),
             observer=None if tracing is None else _attempt_traces(settings, tracing),
         )
         listening = await held.enter_async_context(serve_routers(worker, settings.listen, identity))

@@ -15,7 +15,7 @@ from fleet.cli.local.rates import RecentRates
 from fleet.client import ClusterStatus, FleetError, WorkerStatus
 from fleet.core.clock import SECOND
 from fleet.core.errors import ConfigurationRefused
-from fleet.core.system_clock import unix_milliseconds
+from fleet.core.system_clock import process_age
 from fleet.local.runs import run_at
 from fleet.planner.connectors.open import connector_of
 from fleet.planner.messages import PlanWriter
@@ -87,8 +87,7 @@ def _place(address: str) -> Iterator[str]:
         "control": told.control_listen,
     }
     others = "".join(f"  {name} {way}" for name, way in ways.items() if way)
-    up = uptime_words((unix_milliseconds() / 1000) - supervisor.started)
-    yield f"http {scheme}://{told.http_listen}/v1{others}  up {up}"
+    yield f"http {scheme}://{told.http_listen}/v1{others}  up {uptime_words(process_age(supervisor.pid))}"
 
 
 def uptime_words(seconds: float) -> str:

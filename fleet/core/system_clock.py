@@ -7,7 +7,15 @@ from pathlib import Path
 
 from kvstore.system_clock import MonotonicClock as SystemClock
 
-__all__ = ["SystemClock", "process_age", "unix_milliseconds", "unix_nanoseconds", "unix_seconds", "utc_now"]
+__all__ = [
+    "SystemClock",
+    "process_age",
+    "process_start",
+    "unix_milliseconds",
+    "unix_nanoseconds",
+    "unix_seconds",
+    "utc_now",
+]
 
 
 def unix_seconds() -> int:
@@ -30,12 +38,20 @@ def utc_now() -> datetime:
     return datetime.fromtimestamp(time.time(), UTC)
 
 
-def process_age() -> float:
-    """Return the seconds since this process was started, or 0 on systems other than Linux."""
+def process_start(pid: int) -> float | None:
+    """Return the start of a process in seconds after the boot of the machine.
+
+    Return None if the process has ended, and on systems other than Linux. The number stays the same when the wall clock is corrected.
+    """
     try:
-        stat = Path("/proc/self/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return 0.0
+        return None
     # field 22 of /proc/PID/stat: start of the process, in clock ticks after the boot of the system
-    began = int(stat[stat.rindex(")") + 2 :].split()[19]) / os.sysconf("SC_CLK_TCK")
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+    return int(stat[stat.rindex(b")") + 2 :].split()[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def process_age(pid: int) -> float:
+    """Return the seconds since the start of a process, or 0 if it has ended, and on systems other than Linux."""
+    began = process_start(pid)
+    return 0.0 if began is None else max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)

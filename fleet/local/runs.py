@@ -20,10 +20,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
-import psutil
 from msgspec import Struct
 
 from fleet.core.file_locks import ALIVE_FILE, hold_lock_file, is_abandoned, remove_locked_folder, take_abandoned
+from fleet.core.system_clock import process_start
 from fleet.local.orphan_reaper import SILENT_FILE
 from fleet.local.process_group import end_group, members
 from fleet.planner.connectors.folder import REPORT
@@ -65,14 +65,14 @@ class SupervisorRecord(Struct, frozen=True, kw_only=True):
     """Identifies the process that runs `fleet up`, by its id and its start time."""
 
     pid: int
-    started: float  # start of the process in seconds since 1970, as the kernel reports it
+    # Start of the process in seconds after the boot of the machine. The start in seconds since 1970 would not identify the process,
+    # because it changes with each correction of the wall clock.
+    started_after_boot: float
 
     @property
     def alive(self) -> bool:
         """True if this process still runs. A later process with the same id does not count."""
-        with suppress(psutil.Error):
-            return psutil.Process(self.pid).create_time() == self.started
-        return False
+        return process_start(self.pid) == self.started_after_boot
 
 
 class ProcessReport(Struct, frozen=True, kw_only=True):
@@ -227,7 +227,7 @@ def note_supervisor(folder: Path) -> None:
     Raises:
         OSError: The record cannot be written.
     """
-    record = SupervisorRecord(pid=os.getpid(), started=psutil.Process().create_time())
+    record = SupervisorRecord(pid=os.getpid(), started_after_boot=process_start(os.getpid()) or 0.0)
     unfinished = folder / f".{SUPERVISOR}"
     unfinished.write_bytes(msgspec.json.encode(record))
     unfinished.replace(folder / SUPERVISOR)

@@ -1,14 +1,12 @@
 """The cluster of `fleet up` that a command is about, and the message when there are several."""
 
 import json
-import os
 
-import psutil
 import pytest
 
 from fleet.cli.local import running
 from fleet.cli.main import run
-from fleet.local.runs import LocalRun
+from fleet.local.runs import LocalRun, note_supervisor
 
 
 @pytest.fixture
@@ -18,8 +16,7 @@ def two_clusters(tmp_path, monkeypatch):
         folder = tmp_path / f"fleet-{port}"
         folder.mkdir()
         (folder / "router.json").write_text(json.dumps({"grpc_listen": f"127.0.0.1:{port}"}))
-        record = {"pid": os.getpid(), "started": psutil.Process().create_time()}
-        (folder / "supervisor.json").write_text(json.dumps(record))
+        note_supervisor(folder)
         runs.append(LocalRun(folder))
     monkeypatch.setattr(running, "local_runs", lambda: runs)
     return runs

@@ -1,0 +1,38 @@
+"""Supervisor records of local runs."""
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+from msgspec import structs
+
+from fleet.local.runs import LocalRun, note_supervisor
+
+
+@pytest.fixture
+def run(tmp_path):
+    note_supervisor(tmp_path)
+    return LocalRun(tmp_path)
+
+
+def test_supervisor_is_found_after_the_wall_clock_was_set(run, monkeypatch):
+    """The kernel's boot time in seconds since 1970 follows the wall clock; here it moves by a second."""
+    boot_time = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_time + 1.0)
+
+    assert run.supervisor() is not None
+
+
+def test_later_process_with_the_same_id_is_no_supervisor(run):
+    record = run.supervisor()
+
+    assert not structs.replace(record, started_after_boot=record.started_after_boot - 0.01).alive
+
+
+def test_ended_process_is_no_supervisor(tmp_path):
+    note = f"from pathlib import Path; from fleet.local.runs import note_supervisor; note_supervisor(Path({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", note], check=True)
+
+    assert (tmp_path / "supervisor.json").exists()
+    assert LocalRun(tmp_path).supervisor() is None

@@ -5,6 +5,7 @@ when the time for which the prompt is believed to be cached is over. A prompt th
 conversation, replaces the earlier one. A block that several prompts share is kept as long as one of these prompts.
 """
 
+import heapq
 from collections import OrderedDict
 from itertools import islice
 
@@ -13,6 +14,8 @@ from fleet.router.kv_index.radix_tree import Chain, ChainHolder, Keys, RadixTree
 
 # Limit for the block keys of all prompts, as a multiple of the capacity; a shared block counts once for each of its prompts.
 MAX_LISTED_FACTOR = 8
+# Limit for the notes about earlier prompts, as a multiple of the limit above.
+MAX_NOTED_FACTOR = 2
 
 
 class AssumedCache:
@@ -31,6 +34,9 @@ class AssumedCache:
         self._held = ChainHolder(bit)
         # The assumed prompts by their last block key. The least recently sent one is first.
         self._sent: OrderedDict[int, Chain] = OrderedDict()
+        # A heap with the end and the last block key of prompts that may stand behind prompts with a later end. A prompt may have been
+        # forgotten, replaced or sent again since.
+        self._earlier: list[tuple[Nanos, int]] = []
         self.listed = 0
 
     def __len__(self) -> int:
@@ -38,7 +44,10 @@ class AssumedCache:
         return self._held.blocks
 
     def sent(self, keys: Keys, until: Nanos) -> None:
-        """Add a prompt, cut to the capacity. It is believed until `until`, or longer if the prompt that it continues was believed longer."""
+        """Add a prompt, cut to the capacity. It is believed until `until`, or longer if the prompt that it continues was believed longer.
+
+        No call may have an earlier `until` than a call before it; `add_earlier` adds such prompts.
+        """
         keys = keys[: self.capacity]
         if not keys:
             return
@@ -59,8 +68,14 @@ class AssumedCache:
 
     def add_earlier(self, keys: Keys, until: Nanos) -> None:
         """Add a prompt that was sent some time ago, unless it is known already. For the order of forgetting, it counts as sent now."""
-        if keys and keys[: self.capacity][-1] not in self._sent:
-            self.sent(keys, until)
+        keys = keys[: self.capacity]
+        if not keys or keys[-1] in self._sent:
+            return
+        self.sent(keys, until)
+        heapq.heappush(self._earlier, (self._sent[keys[-1]].until, keys[-1]))
+        if len(self._earlier) > MAX_NOTED_FACTOR * MAX_LISTED_FACTOR * self.capacity:
+            self._earlier = [(chain.until, last) for last, chain in self._sent.items()]
+            heapq.heapify(self._earlier)
 
     def latest(self, count: int) -> list[Chain]:
         """Return the most recently sent prompts, at most `count`, the latest one first."""
@@ -70,13 +85,20 @@ class AssumedCache:
         """Forget the prompts whose time of being believed is over."""
         while self._sent and next(iter(self._sent.values())).until <= now:
             self._forget_first()
+        while self._earlier and self._earlier[0][0] <= now:
+            _, last = heapq.heappop(self._earlier)
+            if (chain := self._sent.get(last)) is not None and chain.until <= now:
+                self._forget(last)
 
     def clear(self) -> None:
         while self._sent:
             self._forget_first()
 
     def _forget_first(self) -> None:
-        _, chain = self._sent.popitem(last=False)
+        self._forget(next(iter(self._sent)))
+
+    def _forget(self, last: int) -> None:
+        chain = self._sent.pop(last)
         self.listed -= len(chain.keys)
         self._chains.remove(chain)
 
@@ -89,3 +111,4 @@ class AssumedCache:
         assert len({key for chain in self.chains() for key in chain.keys}) == self._held.blocks <= self.capacity
         assert self.listed == sum(len(chain.keys) for chain in self.chains())
         assert all(chain.keys[-1] == last for last, chain in self._sent.items())
+        assert len(self._earlier) <= MAX_NOTED_FACTOR * MAX_LISTED_FACTOR * self.capacity

@@ -100,9 +100,13 @@ def test_limits_hold_for_any_prompts(seed):
         path = [rng.randrange(2) for _ in range(rng.randrange(12))]
         keys = tuple(hash((3, *path[: end + 1])) for end in range(len(path)))
         cache = rng.choice(caches)
-        cache.sent(keys, Nanos(step + rng.randrange(5)))
+        if rng.randrange(2):
+            cache.sent(keys, Nanos(step + 5))
+        else:
+            cache.add_earlier(keys, Nanos(step + rng.randrange(5)))
         if step % 7 == 0:
-            cache.expire(Nanos(step - 20))
+            cache.expire(now := Nanos(step - 20))
+            assert all(chain.until > now for chain in cache.chains())
         for each in caches:
             each.check()
             assert each.listed <= MAX_LISTED_FACTOR * each.capacity
@@ -153,6 +157,38 @@ def test_earlier_prompt_does_not_shorten_the_one_it_continues():
     cache.add_earlier((1, 2, 3), Nanos(START + SECOND))
     cache.expire(Nanos(START + SECOND))
     assert len(cache) == 3
+
+
+def test_earlier_prompt_expires_behind_a_later_one():
+    """The prompt of a peer was added last but sent first; it must not be believed as long as the prompt before it."""
+    chains, cache = a_cache(100)
+    cache.sent((1, 2), LATER)
+    cache.add_earlier((5, 6, 7), START)
+
+    cache.expire(START)
+
+    assert (chains.runs((1, 2)), chains.runs((5, 6, 7))) == ([(2, 1)], [])
+    cache.check()
+
+
+def test_continued_prompt_expires_behind_a_later_one():
+    chains, cache = a_cache(100)
+    cache.sent((1, 2), START)
+    cache.sent((8, 9), LATER)
+    cache.add_earlier((1, 2, 3), Nanos(START - SECOND))
+
+    cache.expire(Nanos(START - 1))
+    assert chains.runs((1, 2, 3)) == [(3, 1)]
+    cache.expire(START)
+    assert chains.runs((1, 2, 3)) == []
+
+
+def test_earlier_prompt_that_was_sent_again_stays():
+    _, cache = a_cache(100)
+    cache.add_earlier((1, 2), START)
+    cache.sent((1, 2), LATER)
+    cache.expire(START)
+    assert len(cache) == 2
 
 
 def test_prompt_returns_to_its_worker_until_expiry():

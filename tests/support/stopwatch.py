@@ -22,7 +22,7 @@ def at_most(seconds: float) -> Iterator[None]:
         while not through.wait(TICK_SECONDS):
             ticks += 1
 
-    counter = threading.Thread(target=count, name="stopwatch")
+    counter = threading.Thread(target=count, name="stopwatch", daemon=True)
     counter.start()
     try:
         yield

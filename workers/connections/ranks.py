@@ -9,7 +9,7 @@ import itertools
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TypeVar
 
 import msgspec
@@ -58,10 +58,12 @@ class _Gone(Exception):
 class GroupLeader:
     """Leads a group of ranks in the process of its first rank; made by `leading_group`."""
 
-    def __init__(self, group: GroupSettings, common: str, clock: Clock) -> None:
+    def __init__(self, group: GroupSettings, common: str, clock: Clock, reserved: ExitStack) -> None:
+        """Prepare to lead a group; sockets that reserve ports for the engine are pushed to `reserved`."""
         self.group = group
         """The group's settings; once all ranks have joined, they contain the address and ports for the engine."""
 
+        self._reserved = reserved
         self._rendezvous = RankRendezvous(group, common, clock.now())
         self._clock = clock
         self._links: dict[int, asyncio.StreamWriter] = {}  # connections of the ranks that have joined, by rank
@@ -78,7 +80,8 @@ class GroupLeader:
             call()
 
     def serving(self) -> None:
-        """Notify the other ranks that the whole engine runs."""
+        """Notify the other ranks that the whole engine runs, and end the reservation of its ports, which it uses now."""
+        self._reserved.close()
         self._tell(GroupServing())
 
     def end(self) -> None:
@@ -93,7 +96,7 @@ class GroupLeader:
             await self._joined.wait()
         # The address of this host by which rank 1 has reached it.
         address = str(self._links[1].get_extra_info("sockname")[0])
-        ports = self.group.engine_ports or _free_ports(address)
+        ports = self.group.engine_ports or _reserve_ports(self._reserved, address)
         begin = Begin(address=address, ports=ports)
         self._rendezvous.begin()
         self.group = engine_group(self.group, begin)
@@ -191,8 +194,8 @@ async def leading_group(group: GroupSettings, common: str, clock: Clock) -> Asyn
     """
     listening, _ = bind_tcp(group.listen or group.leader, setting="group.listen" if group.listen else "group.leader")
     listening.setblocking(False)
-    lead = GroupLeader(group, common, clock)
-    with listening:
+    with listening, ExitStack() as reserved:
+        lead = GroupLeader(group, common, clock, reserved)
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(lead.listen(listening)), tasks.create_task(lead.watch())]
             try:
@@ -386,14 +389,16 @@ def _say(writer: asyncio.StreamWriter, word: FromRank | FromLeader) -> None:
         writer.write(msgspec.json.encode(word) + b"\n")
 
 
-def _free_ports(address: str) -> tuple[int, ...]:
-    """Return free ports of this host's address; another process may take them before they are used."""
+def _reserve_ports(reserved: ExitStack, address: str) -> tuple[int, ...]:
+    """Bind sockets to free ports of this host's address, and return the ports; `reserved` closes the sockets.
+
+    These sockets never listen. The system gives a bound port to nobody else, except to sockets that allow, like these,
+    that an address is used again (SO_REUSEADDR in Linux's socket(7)): those of engines do.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    probes = [socket.socket(family, socket.SOCK_STREAM) for _ in range(ENGINE_PORTS)]
-    try:
-        for probe in probes:
-            probe.bind((address, 0))
-        return tuple(int(probe.getsockname()[1]) for probe in probes)
-    finally:
-        for probe in probes:
-            probe.close()
+    held = [reserved.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(ENGINE_PORTS)]
+    for each in held:
+        each.bind((address, 0))
+        # Set after binding, so that the socket shares no port with the reservation of another process.
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return tuple(int(each.getsockname()[1]) for each in held)

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
             is_over = cluster.killed or not cluster.folder.exists()
             if not arguments.names and folder.exists():
                 files = _files(folder, ())  # read again, because pools may have got new workers
-            _show(_new_lines(files, places), labelled=len(files) > 1)
+            _show(new_lines(files, places), labelled=len(files) > 1)
     except KeyboardInterrupt:  # Ctrl-C is the usual end of this command
         pass
     return DONE
@@ -130,7 +130,7 @@ def _lines_between(file: Path, start: int, end: int) -> Iterator[str]:
         yield from _text(line)
 
 
-def _new_lines(files: Mapping[str, Path], places: dict[str, int]) -> Iterator[tuple[str, str]]:
+def new_lines(files: Mapping[str, Path], places: dict[str, int]) -> Iterator[tuple[str, str]]:
     """Yield the complete lines that were written since the last call.
 
     Update `places`, the positions in the logs up to which lines were read.

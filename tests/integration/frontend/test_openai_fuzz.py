@@ -46,12 +46,13 @@ def serving(model_dir):
         await external.stop()
 
     loops: list[asyncio.AbstractEventLoop] = []
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(120)
     yield started
     loops[0].call_soon_threadsafe(stop.set)
-    thread.join(30)
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")

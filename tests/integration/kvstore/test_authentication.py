@@ -144,7 +144,7 @@ def test_node_without_the_secret_gets_no_request():
             after.append(connection.recv(1))
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=pretend)
+        thread = threading.Thread(target=pretend, daemon=True)
         thread.start()
         with pytest.raises(StoreUnreachable, match="is not the node"):
             fetch(f"127.0.0.1:{server.getsockname()[1]}", b"d" * 16, Slot(0, 1), SECRET)
@@ -182,7 +182,7 @@ async def a_control_plane(access: LoadedCredentials, *more: str) -> AsyncIterato
 
 def ask(address: str, access: LoadedCredentials, now=unix_seconds, metadata=()) -> str:
     with access.channel(address, (), now) as channel:
-        response = pb_grpc.BlockStoreStub(channel).Stats(pb.StatsRequest(), timeout=5, metadata=metadata)
+        response = pb_grpc.BlockStoreStub(channel).Stats(pb.StatsRequest(), timeout=60, metadata=metadata)
         return response.store_id
 
 
@@ -372,7 +372,7 @@ def capture_request(address: str, digest: bytes, slot: Slot) -> bytes:
                     heard.extend(data)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=relay)
+        thread = threading.Thread(target=relay, daemon=True)
         thread.start()
         fetch(f"127.0.0.1:{listener.getsockname()[1]}", digest, slot, SECRET)
         thread.join()

@@ -282,7 +282,7 @@ def test_closing_ends_the_calls_in_progress():
             except grpc.RpcError as error:
                 ended.append(error.code())
 
-        thread = threading.Thread(target=ask)
+        thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         eventually(lambda: not calls.idle)
         with at_most(10):

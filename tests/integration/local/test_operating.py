@@ -196,7 +196,7 @@ def test_followed_logs_go_on_until_the_cluster_is_down(tmp_path):
             down = run_fleet("down", "--address", up.grpc)
 
             assert (down.returncode, down.stdout) == (0, f"stopped {up.grpc}\n")
-            assert up.process.wait(10) == 0
+            assert up.process.wait(60) == 0
             assert not [pid for pid in pids if psutil.pid_exists(pid)]
             assert follow.wait(60) == 0
             assert log.stat().st_size > seen

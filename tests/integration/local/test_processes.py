@@ -227,9 +227,11 @@ async def test_cancelling_kills_everything_at_once(folder):
         pids.update(processes.pids)
         await asyncio.Event().wait()
 
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(2):
-            await processes.hold(body)
+    holding = asyncio.ensure_future(processes.hold(body))
+    await until(lambda: pids or holding.done())
+    holding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await holding
 
     assert pids
     assert alive(pids.values()) == []

@@ -66,11 +66,20 @@ def test_prometheus_scrapes_every_process_of_the_cluster(up):
     with a_prometheus_server([up.metrics[name] for name in up.metrics], scrape=scrape) as server:
         expected = {address: "0" if name == "decode-2" else "1" for name, address in up.metrics.items()}
         eventually(lambda: server.query("up") == expected, otherwise=lambda: server.query("up"))
-        assert set(server.query("sum by (instance) (fleet_worker_phase)")) == {
-            up.metrics[name] for name in started if name not in ("router", "store")
+        series = {
+            "fleet_worker_phase": {up.metrics[name] for name in started if name not in ("router", "store")},
+            "kvstore_pinned_blocks": {up.metrics["store"]},
+            "fleet_worker_running": {up.metrics["router"]},
         }
-        assert set(server.query("kvstore_pinned_blocks")) == {up.metrics["store"]}
-        assert up.metrics["router"] in server.query("sum by (instance) (fleet_worker_running)")
+        for (
+            name,
+            sources,
+        ) in series.items():  # the server leaves out a process that it could not scrape in time just before
+
+            def found(name=name):
+                return set(server.query(f"sum by (instance) ({name})"))
+
+            eventually(lambda found=found, sources=sources: found() == sources, otherwise=found)
 
         scaled = run_fleet("scale", "decode=3", "--address", up.grpc)
         assert scaled.returncode == 0, scaled.stderr

@@ -152,7 +152,7 @@ async def a_world(monkeypatch, limits):
 async def test_client_that_speaks_tls_is_logged(world, caplog):
     async with grpc.aio.secure_channel(f"127.0.0.1:{world.port}", grpc.ssl_channel_credentials()) as channel:
         with pytest.raises(grpc.aio.AioRpcError):
-            await channel.unary_unary("/x.Y/Thrice")(b"a", timeout=2)
+            await channel.unary_unary("/x.Y/Thrice")(b"a", timeout=60)
 
     await until(lambda: "clients speak TLS, and this port does not" in caplog.messages)
 

@@ -51,14 +51,15 @@ def serving():
         await stop.wait()
         await server.stop(None)
 
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(120)
     try:
         yield started
     finally:
         loops[0].call_soon_threadsafe(stop.set)
-        thread.join(30)
+        thread.join(60)
+    assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def test_reservations_of_one_router_keep_the_others_away(routers):
     body = {"model": "tiny", "max_tokens": 3000, "ignore_eos": True, "temperature": 0, "stream": True}
     with ExitStack() as held:
         for number in range(8):
-            connection = held.enter_context(closing(HTTPConnection(routers.http, timeout=20)))
+            connection = held.enter_context(closing(HTTPConnection(routers.http, timeout=60)))
             asked = json.dumps({**body, "prompt": f"{number} is a number"})
             connection.request("POST", "/v1/completions", asked, {"content-type": "application/json"})
             held.enter_context(connection.getresponse())
@@ -109,7 +109,7 @@ def test_reservations_of_one_router_keep_the_others_away(routers):
 
 def metric_samples(routers):
     """Return all samples of one answer by name and labels."""
-    with closing(HTTPConnection(routers.http, timeout=20)) as connection:
+    with closing(HTTPConnection(routers.http, timeout=60)) as connection:
         connection.request("GET", "/metrics")
         text = connection.getresponse().read().decode()
     return {
@@ -142,10 +142,10 @@ def test_lease_report_reaches_the_router_that_gave_the_lease(routers):
         options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own, and so any of the routers
         with grpc.insecure_channel(control_socket(routers.grpc), options) as channel:
             stub = SelectionStub(channel)
-            told = stub.Report(ReportRequest(lease_id=lease.lease_id, answer_tokens=1), timeout=10)
+            told = stub.Report(ReportRequest(lease_id=lease.lease_id, answer_tokens=1), timeout=60)
             assert told.lease_ms == 20_000
     with grpc.insecure_channel(control_socket(routers.grpc)) as channel:
-        SelectionStub(channel).Release(ReleaseRequest(lease_id=lease.lease_id), timeout=10)
+        SelectionStub(channel).Release(ReleaseRequest(lease_id=lease.lease_id), timeout=60)
     eventually(lambda: {sum(booked.values()) for booked in routers.asked(reservations_seen_by)} == {0})
 
 

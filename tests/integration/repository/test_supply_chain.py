@@ -49,7 +49,7 @@ class AdvisoryService:
 @pytest.fixture
 def service():
     service = AdvisoryService()
-    thread = threading.Thread(target=service.server.serve_forever)
+    thread = threading.Thread(target=service.server.serve_forever, daemon=True)
     thread.start()
     yield service
     service.server.shutdown()

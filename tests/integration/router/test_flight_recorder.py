@@ -96,7 +96,7 @@ def test_recorded_incident_replays_to_the_same_commands(cluster, capsys):
     with Client(cluster.grpc) as client:
         eventually(lambda: workers_seen(client) == {"w0", "w1"})
     answers = []
-    asking = [Thread(target=ask, args=(cluster, number, TOKENS, answers)) for number in range(6)]
+    asking = [Thread(target=ask, args=(cluster, number, TOKENS, answers), daemon=True) for number in range(6)]
     for each in asking:
         each.start()
     eventually(lambda: cluster.recorded(b'"Arrived"') == 6 and cluster.recorded(b'["emit"') > 20)

@@ -239,7 +239,7 @@ def test_two_processes_with_one_cache_download_each_file_once(hub, request_for, 
     process = a_download(request_for())
     assert hub.holding.wait(SECONDS)
     found = []
-    other = threading.Thread(target=lambda: found.append(outcome(request_for())))
+    other = threading.Thread(target=lambda: found.append(outcome(request_for())), daemon=True)
     other.start()
     blobs = tmp_path / "cache" / "models--fleet-tests--tiny" / "blobs"
     heads = lambda: sum(path.endswith(last) and method == "HEAD" for method, path in hub.asked)  # noqa: E731

@@ -78,7 +78,7 @@ async def test_pin_expires():
 
         holds.keep([a_pin(lasting=Nanos(300 * MILLISECOND))])
 
-        await until_held(client, 10)
+        await until(lambda: holds.pinned == 1)  # a busy machine may see the blocks held only when they are not any more
         await until_held(client, 0)
 
 

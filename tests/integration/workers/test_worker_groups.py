@@ -21,6 +21,7 @@ from kvstore.security.credentials import Credentials
 from kvstore.security.metrics_access import MetricsTls
 from tests.support.builders import token_bytes
 from tests.support.certificates import Authority
+from tests.support.servers.processes import a_free_port
 from tests.support.waiting import turns, until_answered
 from tests.support.workers.engine_driver import an_attempt
 from tests.support.workers.worker_processes import WorkerProcess, a_router_stream
@@ -35,19 +36,13 @@ SECONDS = 30
 PROMPT = token_bytes(range(5, 105))
 
 
-def a_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture
 def group():
     def of_rank(rank=0, **fields):
         told = {"nodes": 2, "rank": rank, "leader": f"127.0.0.1:{port}", "join_timeout_ms": 20_000, "silence_ms": 1000}
         return GroupSettings(**told | fields)
 
-    port = a_port()
+    port = a_free_port()
     return of_rank
 
 
@@ -105,6 +100,24 @@ async def test_all_ranks_learn_the_rendezvous_the_start_and_the_end(group):
         assert not follow.over.is_set()
         lead.end()
         await follow.over.wait()
+
+
+async def test_ports_of_the_engine_are_reserved_until_it_serves(group):
+    def bind(port, *, again):
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, again)
+            other.bind(("127.0.0.1", port))
+
+    async with a_leader(group) as ready, joined_group(group(1), "same", SystemClock()) as follow:
+        lead = await ready
+        assert follow.group.engine_ports == lead.group.engine_ports
+        for port in lead.group.engine_ports:
+            with pytest.raises(OSError, match="in use"):
+                bind(port, again=False)
+            bind(port, again=True)  # as the sockets of engines do
+        lead.serving()
+        for port in lead.group.engine_ports:
+            bind(port, again=False)
 
 
 async def test_leader_starts_when_its_own_ranks_are_present(group):

@@ -482,7 +482,7 @@ def test_of_two_racing_puts_of_a_lease_one_wins(api, leases, address):
             start.wait()
             codes.append(mine.put(f"{leases}/leader", made | {"spec": made["spec"] | {"holderIdentity": holder}}).code)
 
-    racers = [threading.Thread(target=take, args=(holder,)) for holder in ("one", "two")]
+    racers = [threading.Thread(target=take, args=(holder,), daemon=True) for holder in ("one", "two")]
     for each in racers:
         each.start()
     for each in racers:

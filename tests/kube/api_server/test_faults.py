@@ -151,7 +151,7 @@ def test_held_writes_of_a_former_leader_arrive_late(server, api):
         with Api(server.url, agent="first/1") as mine:
             answers.append(mine.patch(f"{PATH}/a", "merge", {"data": {"leader": "first"}}).code)
 
-    leading = threading.Thread(target=first)
+    leading = threading.Thread(target=first, daemon=True)
     leading.start()
     eventually(lambda: server.faults()[str(held)]["struck"] == 1)
     api.patch(f"{PATH}/a", "merge", {"data": {"leader": "second"}}).expect(200)

@@ -400,7 +400,7 @@ def test_racing_writers_lose_no_update(server):
                     if mine.put(f"{CORE}/configmaps/count", item).code == 200:
                         break
 
-    writers = [threading.Thread(target=count) for _ in range(4)]
+    writers = [threading.Thread(target=count, daemon=True) for _ in range(4)]
     for each in writers:
         each.start()
     for each in writers:

@@ -70,7 +70,8 @@ class Load:
         self._grpc, self._http = grpc, http
         self._stop = threading.Event()
         self._threads = [
-            threading.Thread(target=self._by_http if number % 2 else self._by_grpc) for number in range(threads)
+            threading.Thread(target=self._by_http if number % 2 else self._by_grpc, daemon=True)
+            for number in range(threads)
         ]
 
     def __enter__(self) -> Self:

@@ -88,7 +88,7 @@ class RisingLoad:
         self.failed: list[str] = []
         self._http = http
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(self.MOST)]
+        self._threads = [threading.Thread(target=self._ask, args=(number,), daemon=True) for number in range(self.MOST)]
 
     def __enter__(self) -> Self:
         for thread in self._threads:

@@ -87,7 +87,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def registry():
     with Registry() as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server
         server.released.set()

@@ -91,7 +91,7 @@ def a_custom_metrics_api(rules: AdapterRules, api: Api) -> Iterator[str]:
             """Log nothing about requests."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

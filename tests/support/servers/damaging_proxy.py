@@ -46,7 +46,7 @@ class DamagingProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(0.05)
         self._open: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
     @property
@@ -76,7 +76,7 @@ class DamagingProxy:
             server = socket.create_connection(self._server)
             self._open += [client, server]
             for threads in ((client, server, False), (server, client, True)):
-                self._threads.append(threading.Thread(target=self._pass_on, args=threads))
+                self._threads.append(threading.Thread(target=self._pass_on, args=threads, daemon=True))
                 self._threads[-1].start()
 
     def _pass_on(self, source: socket.socket, sink: socket.socket, meddles: bool) -> None:
@@ -188,7 +188,7 @@ class _ForwardingHandler(http.server.BaseHTTPRequestHandler):
 @contextmanager
 def a_damaging_http_proxy(server: tuple[str, int], damage: Callable[[bytes], bytes]) -> Iterator[DamagingHttpProxy]:
     with DamagingHttpProxy(server, damage) as proxy:
-        thread = threading.Thread(target=proxy.serve_forever)
+        thread = threading.Thread(target=proxy.serve_forever, daemon=True)
         thread.start()
         try:
             yield proxy

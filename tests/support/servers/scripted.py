@@ -41,7 +41,7 @@ def a_scripted_server(script: Script) -> Iterator[int]:
                     connection.shutdown(socket.SHUT_WR)
             held.append(connection)  # closing a socket with unread bytes would discard the sent ones
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
         yield listener.getsockname()[1]

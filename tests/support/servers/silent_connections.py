@@ -43,7 +43,7 @@ class IdleHttp2Connections:
         self.ended = 0
         self.over = Event()
         self.selector = selectors.DefaultSelector()
-        self.thread = Thread(target=self._acknowledge)
+        self.thread = Thread(target=self._acknowledge, daemon=True)
 
     @classmethod
     @contextmanager

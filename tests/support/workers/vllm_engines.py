@@ -80,7 +80,9 @@ class VllmEngines:
 def hosted(*settings: WorkerSettings) -> Iterator[VllmEngines]:
     ready: Future[VllmEngines] = Future()
     cancel: Future[Callable[[], object]] = Future()
-    thread = threading.Thread(target=asyncio.run, args=(_host(settings, ready, cancel),), name="vllm-engines")
+    thread = threading.Thread(
+        target=asyncio.run, args=(_host(settings, ready, cancel),), name="vllm-engines", daemon=True
+    )
     thread.start()
     try:
         engines = ready.result(START_SECONDS)

@@ -19,7 +19,7 @@ def run(tmp_path):
 def test_supervisor_is_found_after_the_wall_clock_was_set(run, monkeypatch):
     """The kernel's boot time in seconds since 1970 follows the wall clock; here it moves by a second."""
     boot_time = psutil.boot_time()
-    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time + 1.0)
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_time + 1.0)
 
     assert run.supervisor() is not None
 

@@ -50,7 +50,7 @@ def faults():
 def in_thread(act):
     """Call `act` in a thread; return the thread and a list for its result."""
     results = []
-    thread = threading.Thread(target=lambda: results.append(act()))
+    thread = threading.Thread(target=lambda: results.append(act()), daemon=True)
     thread.start()
     return thread, results
 

@@ -364,7 +364,7 @@ def a_node_that_only_opens(and_says: bytes = b"") -> Iterator[str]:
 
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=answer)
+        thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
         over.set()
@@ -415,7 +415,7 @@ class SlowLink:
         self.port = self._listener.getsockname()[1]
         self._open = threading.Event()
         self._bytes = 0
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def set(self) -> None:
@@ -433,7 +433,7 @@ class SlowLink:
     def _run(self) -> None:
         client, _ = self._listener.accept()
         with client, socket.create_connection(("127.0.0.1", self._server_port), 5) as server:
-            forth = threading.Thread(target=self._forth, args=(client, server))
+            forth = threading.Thread(target=self._forth, args=(client, server), daemon=True)
             forth.start()
             with suppress(OSError):
                 while data := server.recv(1 << 16):

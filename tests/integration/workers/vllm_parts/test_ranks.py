@@ -330,7 +330,9 @@ def test_late_rank_is_not_waited_for_and_spoils_nothing(pair, node, client, monk
 
     monkeypatch.setattr(pair.clients[1], "write_shard", slow)
     saving = threading.Thread(
-        target=pair.movers[1].save, args=[a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])]
+        target=pair.movers[1].save,
+        args=[a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])],
+        daemon=True,
     )
     saving.start()
     pair.movers[0].save(a_step(1, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))

@@ -89,7 +89,7 @@ def test_new_lines_are_followed_when_they_are_complete(tmp_path):
     def new(written):
         with log.open("a") as file:
             file.write(written)
-        return [line for _, line in logs._new_lines({"router": log}, places)]
+        return [line for _, line in logs.new_lines({"router": log}, places)]
 
     assert new("one\ntw") == ["one"]
     assert new("") == []
@@ -101,6 +101,6 @@ def test_followed_line_without_end_is_shown_in_pieces(tmp_path):
     log = tmp_path / "router.log"
     log.write_text("x" * (2 * logs.MOST_BYTES + 5))
 
-    lengths = [len(line) for _, line in logs._new_lines({"router": log}, {})]
+    lengths = [len(line) for _, line in logs.new_lines({"router": log}, {})]
 
     assert lengths == [logs.MOST_BYTES, logs.MOST_BYTES]

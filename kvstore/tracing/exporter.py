@@ -33,7 +33,7 @@ BATCH_SPANS = 512  # spans of one export: about 500 KB, an eighth of what gRPC s
 CLOSE_SECONDS = 2.0  # time limit to send the waiting spans when the process ends
 LONGEST_CAUSE = 500  # characters of a collector's message that are logged
 SHORTEST_SECRET = (
-    4  # characters; shorter words of headers are no secrets, and would blot out parts of other words
+    4  # characters; shorter words of headers are not masked: they are not secret, and other words contain them
 )
 
 SendSpans = Callable[[Sequence[SpanRecord]], bool]
@@ -246,7 +246,7 @@ def _headers_of_file(path: str, others: Iterable[str]) -> dict[str, str]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = "is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        why = "is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise StoreNotStarted(f"tracing.headers_file: {path}: {why}") from error
     headers = {}
     taken = {name.lower() for name in others}

@@ -274,7 +274,7 @@ def test_headers_of_a_file_are_sent_beside_those_of_the_settings(tmp_path):
         (None, "No such file"),
         (b"secret", "line 1 is not `name: value`"),
         (b"a: b\nsecret word: c", "line 2 is not"),
-        (b"\xff\xfe", "is no text"),
+        (b"\xff\xfe", "is not text"),
         (b"x-key: secret\nX-Key: secret", "line 2: the header X-Key is in an earlier line"),
         (b"\nX-One: secret", "line 2: the header X-One is .* in `tracing.headers` already"),
     ],

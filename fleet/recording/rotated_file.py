@@ -5,7 +5,8 @@ Rules:
 1. Adding a line never waits for the disk: a thread writes the lines, ten times a second. If more than `MAX_BACKLOG_BYTES` wait to be
    written, for example because the disk is full, new lines are dropped and counted. This is logged at most once a minute.
 2. A file that has reached its full size is renamed to `.1`, the earlier `.1` to `.2`, and so on. The number of files to keep is a setting.
-   If this fails, the file grows, no line is lost, and the log says so at most once a minute.
+   If this fails, the file grows, no line is lost, and the log says so at most once a minute. The oldest file is therefore removed last;
+   until then its number is one too high. A failed or interrupted rotation leaves a number free, up to which the next one moves files.
 3. Several processes may append to one file. Before each write, a process checks whether another process, or a program such as logrotate,
    has renamed the file. If so, it continues in the new file. The file is locked while it is renamed, so that only one process renames
    it. Other processes do not wait for this process, because it may hang: they append to the full file until it is renamed.
@@ -169,9 +170,14 @@ class RotatedFile:
                 fcntl.flock(full, fcntl.LOCK_UN)
 
     def _shift(self) -> None:
-        earlier = [self._path.with_name(f"{self._path.name}.{number}") for number in range(self._kept, 0, -1)]
-        for later, sooner in pairwise([*earlier, self._path]):
-            if sooner.exists():
-                sooner.replace(later)
         if not self._kept:
             self._path.unlink()
+            return
+        numbered = [self._path.with_name(f"{self._path.name}.{number}") for number in range(1, self._kept + 2)]
+        free = next((index for index, each in enumerate(numbered) if not each.exists()), self._kept)
+        for later, sooner in pairwise([*reversed(numbered[: free + 1]), self._path]):
+            sooner.replace(later)
+        try:
+            numbered[-1].unlink(missing_ok=True)
+        except OSError as error:
+            self._complain("oldest file not removed", error.strerror or str(error))

@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 BATCH_SPANS = 512  # spans of one export: about 500 KB, an eighth of what gRPC servers accept by default
 CLOSE_SECONDS = 2.0  # time limit to send the waiting spans when the process ends
 LONGEST_CAUSE = 500  # characters of a collector's message that are logged
-SHORTEST_SECRET = 4  # characters; shorter words of headers are no secrets, and would blot out parts of other words
+SHORTEST_SECRET = (
+    4  # characters; shorter words of headers are not masked: they are not secret, and other words contain them
+)
 
 SendSpans = Callable[[Sequence[SpanRecord]], bool]
 """A function that sends spans within a time limit, and returns True if the collector has taken them."""
@@ -44,7 +46,10 @@ class TraceExporter:
     def __init__(
         self, send: SendSpans, most_waiting: int, export_seconds: float, cause: Callable[[], str] = str
     ) -> None:
-        """Start the thread. `cause` returns why the collector has not taken the latest spans; empty if that is not known."""
+        """Start the thread, which alone calls `send` and `cause`.
+
+        `cause` returns why the collector has not taken the latest spans; empty if that is not known.
+        """
         self.exported = 0  # number of spans that the collector has taken
         self.failed = 0  # number of spans that the collector has not taken
         self.overflowed = 0  # number of entries that were dropped because the queue was full
@@ -124,20 +129,46 @@ class TraceExporter:
                 )
 
 
-class _LastMessage(logging.Handler):
-    """Keeps the last message of OpenTelemetry's loggers, without the values of headers, which collectors may repeat."""
+class _LastMessages(logging.Handler):
+    """Keeps the last message of OpenTelemetry's loggers for each thread, and writes no log.
 
-    def __init__(self, headers: Iterable[str]) -> None:
+    A process may have several exporters: a worker and its embedded store have one each. All of them use the same loggers,
+    each from its own thread. Collectors may repeat the values of headers, so the messages are kept without those of any
+    exporter. The object is for the whole process, because the thread of an exporter may still send after its end.
+    """
+
+    def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        words = {word for value in headers for word in (value, *value.split())}
-        self._secrets = sorted((word for word in words if len(word) >= SHORTEST_SECRET), key=len, reverse=True)
-        self.text = ""
+        self._secrets: list[str] = []  # the longest first, because a secret may be a part of another one
+        self._of_thread = threading.local()
+
+    def collect(self, headers: Iterable[str]) -> None:
+        """Take the messages of OpenTelemetry from now on, also without these values of headers."""
+        words = {word for value in headers for word in (value, *value.split()) if len(word) >= SHORTEST_SECRET}
+        self.acquire()
+        try:
+            self._secrets = sorted(words.union(self._secrets), key=len, reverse=True)
+        finally:
+            self.release()
+        library = logging.getLogger("opentelemetry")
+        library.setLevel(logging.WARNING)
+        library.propagate = False
+        library.addHandler(self)
+        # This logger drops a message like its latest one, which may be that of another exporter.
+        logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").filters.clear()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        self.text = "".join(filter(str.isprintable, text))[:LONGEST_CAUSE]
+        self._of_thread.text = "".join(filter(str.isprintable, text))[:LONGEST_CAUSE]
+
+    def of_this_thread(self) -> str:
+        """Return the last message that the calling thread has caused; empty if there is none."""
+        return getattr(self._of_thread, "text", "")
+
+
+_last_messages = _LastMessages()
 
 
 @contextmanager
@@ -162,20 +193,15 @@ def open_trace_exporter(
         message = f"tracing.endpoint: needs the package {error.name}: pip install 'fleet-serving[tracing]'"
         raise StoreNotStarted(message) from error
     # The library would log a line for each batch that the collector does not take. Our own line has its last message.
-    library, last = logging.getLogger("opentelemetry"), _LastMessage(headers.values())
-    library.setLevel(logging.WARNING)
-    library.propagate = False
-    library.addHandler(last)
+    _last_messages.collect(headers.values())
     send = _sender(exporter, service, instance, version)
-    queue = TraceExporter(send, settings.most_waiting, settings.export_seconds, lambda: last.text)
+    queue = TraceExporter(send, settings.most_waiting, settings.export_seconds, _last_messages.of_this_thread)
     log.info("traces go to a collector", extra={"endpoint": settings.endpoint, "sample_ratio": settings.sample_ratio})
     try:
         yield queue
     finally:
         queue.close()
         exporter.shutdown()
-        library.setLevel(logging.CRITICAL)  # a thread that still sends must not log to stderr for lack of a handler
-        library.removeHandler(last)
 
 
 def _otlp_exporter(settings: TracingSettings, headers: Mapping[str, str]) -> "SpanExporter":
@@ -220,7 +246,7 @@ def _headers_of_file(path: str, others: Iterable[str]) -> dict[str, str]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = "is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        why = "is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise StoreNotStarted(f"tracing.headers_file: {path}: {why}") from error
     headers = {}
     taken = {name.lower() for name in others}

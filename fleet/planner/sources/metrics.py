@@ -100,7 +100,7 @@ def _key_header(key_file: str) -> dict[str, str]:
     except OSError as error:
         raise BadKeyFile(f"source.key_file: {key_file}: {error.strerror}") from error
     except ValueError:  # its text may contain the key
-        raise BadKeyFile(f"source.key_file: {key_file}: is no ASCII text; it must hold the key alone") from None
+        raise BadKeyFile(f"source.key_file: {key_file}: is not ASCII text; it must hold the key alone") from None
     if not key or not key.isprintable():
         raise BadKeyFile(f"source.key_file: {key_file}: is not one line of printable text; it must hold the key alone")
     return {"authorization": f"Bearer {key}"}

@@ -95,7 +95,7 @@ def test_page_of_several_processes_gives_each_its_report():
 @pytest.mark.parametrize(
     ("content", "cause"),
     [
-        (b"secret-\xff", "is no ASCII text"),
+        (b"secret-\xff", "is not ASCII text"),
         (b"secret-1\nsecret-2\n", "is not one line of printable text"),
         (b"\n", "is not one line of printable text"),
         (None, "No such file or directory"),

@@ -1,5 +1,6 @@
 """Tests of files that are renamed when they are full."""
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -139,7 +140,8 @@ def test_lines_are_dropped_and_counted_while_the_disk_hangs(tmp_path, monkeypatc
 
 def test_failed_rotation_is_logged_and_loses_no_line(tmp_path, caplog):
     path = tmp_path / "a"
-    named(path, 1).mkdir()  # a file cannot be renamed to the name of a folder
+    named(path, 1).touch()
+    named(path, 2).mkdir()  # a file cannot be renamed to the name of a folder
     with a_file(path, kept=1) as file:
         file.add(b"x" * MOST + b"\n")
         eventually(lambda: caplog.records)
@@ -147,6 +149,44 @@ def test_failed_rotation_is_logged_and_loses_no_line(tmp_path, caplog):
     assert [record.message for record in caplog.records] == ["full file not renamed, it grows"]
     assert caplog.records[0].cause == "Is a directory"
     assert lines_of(path) == ["x" * MOST, "y"]
+
+
+def test_rotation_that_keeps_failing_removes_no_earlier_file(tmp_path, monkeypatch):
+    path, replace, refused = tmp_path / "a", Path.replace, []
+
+    def replace_others(source, target):
+        if source == path:
+            refused.append(target)
+            raise PermissionError(errno.EPERM, "refused")
+        return replace(source, target)
+
+    monkeypatch.setattr(Path, "replace", replace_others)
+    for number in (1, 2, 3):
+        named(path, number).write_text(f"earlier {number}\n")
+    with a_file(path, kept=3) as file:
+        for count in range(5):
+            file.add(b"%d" % count + b"x" * MOST + b"\n")
+            eventually(lambda seen=count: len(refused) == seen + 1)
+        files = list(tmp_path.iterdir())
+        assert sorted(line[:9] for line in lines_of(*files) if "x" not in line) == [f"earlier {n}" for n in (1, 2, 3)]
+        assert [line[0] for line in lines_of(path)] == ["0", "1", "2", "3", "4"]
+
+        monkeypatch.undo()
+        file.add(b"last\n")
+        eventually(lambda: lines_of(named(path, 1))[-1:] == ["last"])
+        eventually(lambda: not named(path, 4).exists())
+    assert len(lines_of(named(path, 1))) == 6
+    assert lines_of(named(path, 2), named(path, 3)) == ["earlier 1", "earlier 2"]
+
+
+def test_oldest_file_that_cannot_be_removed_is_logged(tmp_path, caplog):
+    path = tmp_path / "a"
+    named(path, 1).mkdir()
+    with a_file(path, kept=1) as file:
+        file.add(b"x" * MOST + b"\n")
+        eventually(lambda: caplog.records)
+    assert [record.message for record in caplog.records] == ["oldest file not removed"]
+    assert lines_of(named(path, 1)) == ["x" * MOST]
 
 
 def test_backlog_is_not_copied_at_each_partial_write(tmp_path, monkeypatch):

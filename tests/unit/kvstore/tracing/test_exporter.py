@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import repeat, takewhile
 
 import pytest
@@ -193,6 +193,66 @@ def test_log_says_why_the_collector_takes_no_spans(caplog, protocol, head, cause
     assert "s3cret" not in record.cause
 
 
+def causes_of(caplog) -> list[str]:
+    message = "trace collector takes no spans, they are dropped"
+    return [record.cause for record in caplog.records if record.message == message]
+
+
+def refuse_spans(exporter: TraceExporter) -> None:
+    exporter.put(lambda: [a_span()])
+    eventually(lambda: exporter.failed == 1)
+
+
+REPEATED_KEYS = b"HTTP/1.1 401 %s: no key like key-of-store or key-of-worker\r\nContent-Length: 0\r\n\r\n"
+
+
+def test_exporters_of_a_process_mask_the_keys_of_all(caplog):
+    with ExitStack() as opened:
+        worker, store = (
+            opened.enter_context(
+                open_trace_exporter(
+                    TracingSettings(
+                        endpoint=opened.enter_context(http_collector(REPEATED_KEYS % name.encode(), iter([])))[0],
+                        protocol="http",
+                        export_seconds=0.1,
+                        headers={"x-key": f"key-of-{name}"},
+                    ),
+                    "fleet-test",
+                    name,
+                    "",
+                )
+            )
+            for name in ("worker", "store")
+        )
+        refuse_spans(store)
+        refuse_spans(worker)
+    causes = causes_of(caplog)
+    assert [("store:" in cause, "worker:" in cause) for cause in causes] == [(True, False), (False, True)]
+    assert not any("key-of" in cause for cause in causes)
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["both are open", "one is closed"])
+def test_exporters_of_a_process_log_their_own_causes(caplog, is_closed):
+    with ExitStack() as opened:
+        ports = [opened.enter_context(socket.socket()) for _ in range(2)]  # they are bound, but do not listen
+        for port in ports:
+            port.bind(("127.0.0.1", 0))
+        endpoints = [f"127.0.0.1:{port.getsockname()[1]}" for port in ports]
+        worker, store = (
+            TracingSettings(endpoint=f"http://{each}", export_seconds=0.1, timeout_seconds=0.5) for each in endpoints
+        )
+        exporter = opened.enter_context(open_trace_exporter(worker, "fleet-test", "worker", ""))
+        with ExitStack() as inner:
+            refuse_spans(inner.enter_context(open_trace_exporter(store, "fleet-test", "store", "")))
+            if not is_closed:
+                opened.push(inner.pop_all())
+        refuse_spans(exporter)
+    numbers = [endpoint.split(":")[1] for endpoint in endpoints]
+    of_store, of_worker = causes_of(caplog)
+    assert [number in of_store for number in numbers] == [False, True]
+    assert [number in of_worker for number in numbers] == [True, False]
+
+
 def test_headers_of_a_file_are_sent_beside_those_of_the_settings(tmp_path):
     file, requests = tmp_path / "headers", []
     file.write_text("Authorization: Bearer a:b=\n\nx-scope: fleet\n")
@@ -214,7 +274,7 @@ def test_headers_of_a_file_are_sent_beside_those_of_the_settings(tmp_path):
         (None, "No such file"),
         (b"secret", "line 1 is not `name: value`"),
         (b"a: b\nsecret word: c", "line 2 is not"),
-        (b"\xff\xfe", "is no text"),
+        (b"\xff\xfe", "is not text"),
         (b"x-key: secret\nX-Key: secret", "line 2: the header X-Key is in an earlier line"),
         (b"\nX-One: secret", "line 2: the header X-One is .* in `tracing.headers` already"),
     ],

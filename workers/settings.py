@@ -48,7 +48,8 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     engines; off for accelerators, whose blocks would have to be copied to host memory for it."""
 
     extra_args: dict[str, Any] = {}
-    """Any other argument of vLLM's `AsyncEngineArgs`; it overrides the fields above."""
+    """Any other argument of vLLM's `AsyncEngineArgs`; it overrides the fields above. A step of a CPU engine with one rank and
+    a model that generates from text has at most 256 tokens, unless `max_num_batched_tokens` is given here."""
 
 
 class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

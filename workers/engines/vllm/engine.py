@@ -234,7 +234,7 @@ def _configure(settings: WorkerSettings, revision: str, scratch: Path, parsers: 
     reasoning_parser = "" if parsers is None else parsers.reasoning
     args = vllm_launch.engine_args(settings, revision=revision, scratch=scratch, reasoning_parser=reasoning_parser)
     try:
-        return args.create_engine_config()
+        return vllm_launch.engine_config(settings, args)
     except (RuntimeError, ValueError) as error:
         raise ConfigurationRefused(f"vllm: {error}") from error
 

@@ -5,6 +5,7 @@
 
 import atexit
 import contextlib
+import dataclasses
 import gc
 import importlib.metadata
 import importlib.util
@@ -39,6 +40,13 @@ ENGINE_OVERHEAD_BYTES = 2 * GIB
 RANK_OVERHEAD_BYTES = GIB  # memory that each rank after the first one needs in addition
 
 CPU_BLOCK_TOKENS = 32  # the block size of vLLM's attention kernels for CPUs has to be a multiple of this
+
+STEP_TOKENS = 256
+"""Most tokens of a step of an engine on CPUs, where vLLM's default is 2,048. A step cannot be interrupted, so a request that
+arrives after cancelled prompts waits for the rest of one (docs/reliability.md, "Figures")."""
+
+STEP_ARGUMENTS = ("max_num_batched_tokens", "performance_mode")
+"""Arguments by which a user chooses the tokens of a step; with one of them, Fleet changes nothing."""
 
 PORT_ATTEMPTS = 20
 
@@ -448,6 +456,39 @@ def engine_args(
         return AsyncEngineArgs(**(arguments | settings.vllm.extra_args))
     except TypeError as error:
         raise ConfigurationRefused(f"vllm.extra_args: {error}") from error
+
+
+def engine_config(settings: WorkerSettings, args: "AsyncEngineArgs") -> "VllmConfig":
+    """Return the configuration that vLLM makes of its arguments, with short steps where Fleet wants them."""
+    config = args.create_engine_config()
+    limit = step_tokens(settings, config)
+    if limit is None:
+        return config
+    return dataclasses.replace(args, max_num_batched_tokens=limit).create_engine_config()
+
+
+def step_tokens(settings: WorkerSettings, config: "VllmConfig") -> int | None:
+    """Return the most tokens of a step that Fleet wants, or None to leave the limit as it is.
+
+    Fleet wants another limit than vLLM only where it was measured: one rank on CPUs, with a model that generates tokens
+    from text. vLLM needs longer steps for a prompt that cannot be divided (chunked prefill is off), for a whole image,
+    for an encoder's input, for the state of a hybrid model, and for the drafts of speculative decoding.
+
+    Args:
+        settings: Checked settings with the model's task.
+        config: The configuration that vLLM made with its own limit.
+    """
+    model, scheduler = config.model_config, config.scheduler_config
+    chosen = any(name in settings.vllm.extra_args for name in STEP_ARGUMENTS)
+    ranks = vllm_spread.ranks(settings) * vllm_spread.engines(settings)
+    if chosen or not built_for_cpu() or ranks > 1 or settings.task in POOLING_TASKS:
+        return None
+    undivided = not scheduler.enable_chunked_prefill or config.speculative_config is not None
+    if undivided or model.is_multimodal_model or model.is_encoder_decoder or model.is_hybrid or model.has_inner_state:
+        return None
+    # Each running answer takes a token of every step, and at least half of a full batch's step is left for prompts.
+    limit = max(STEP_TOKENS, 2 * scheduler.max_num_seqs)
+    return limit if limit < scheduler.max_num_batched_tokens else None
 
 
 def tells_events(settings: WorkerSettings) -> bool:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fleet.core.errors import ConfigurationRefused
-from fleet.local.tiny_model import build_tiny_model
+from fleet.local.tiny_model import MAX_MODEL_LEN, build_tiny_model
 from tests.support.kvstore.builders import a_node
 from tests.support.workers.vllm_engines import tiny_namespace, vllm_worker
 from workers.engines.vllm import launch as vllm_launch
@@ -131,6 +131,21 @@ def test_large_model_is_identified_by_its_headers(model_dir, tmp_path, monkeypat
         (copy / file.name).write_bytes(file.read_bytes().replace(b"layers.0", b"layers.9"))
 
     assert weights_revision(copy) != before
+
+
+def test_short_steps_are_the_default_and_vllm_takes_them(model_dir, tmp_path):
+    def step_of(*, max_running: int = 16, **extra: object) -> int:
+        worker = msgspec.structs.replace(
+            vllm_worker(model_dir), max_running=max_running, vllm=VllmSettings(extra_args=extra)
+        )
+        args = vllm_launch.engine_args(worker, revision="r", scratch=tmp_path)
+        return vllm_launch.engine_config(worker, args).scheduler_config.max_num_batched_tokens
+
+    assert step_of() == vllm_launch.STEP_TOKENS
+    assert step_of(max_running=600) == 2 * 600
+    assert step_of(max_num_batched_tokens=1024) == 1024
+    assert step_of(performance_mode="throughput") == 2 * 2048
+    assert step_of(enable_chunked_prefill=False) == MAX_MODEL_LEN
 
 
 def test_model_gets_its_own_process_with_ranks_or_bound_threads(model_dir, tmp_path, monkeypatch):

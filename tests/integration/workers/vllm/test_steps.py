@@ -14,7 +14,7 @@ from tests.contract.workers.engine_contract import (
     steps_of,
 )
 from tests.support.fleet_processes import alive, command_of
-from tests.support.waiting import eventually, pace, until_still
+from tests.support.waiting import eventually, pace, until, until_still
 from tests.support.workers.engine_driver import EngineDriver, an_attempt, fresh_prompt
 from tests.support.workers.vllm_engines import VllmEngines, hosted, vllm_worker
 from workers.engines.vllm import launch as vllm_launch
@@ -59,6 +59,25 @@ def test_a_long_prompt_steps_chunk_by_chunk(ranks):
     steps = ranks.run(steps_before_the_first_token(ranks.engines[0], chunks * CHUNK_TOKENS))
 
     assert chunks <= steps <= chunks + 4
+
+
+async def steps_after_cancelled_prefills(one: EngineDriver, others: int, tokens: int) -> int:
+    """Cancel prompts in their first step, and return the steps to the first token of a prompt that follows them."""
+    cancelled = [an_attempt(fresh_prompt(tokens), 1) for _ in range(others)]
+    before = steps_of(one)
+    one.submit(*cancelled)
+    await until(lambda: steps_of(one) > before, between_seconds=0.001)
+    for each in cancelled:
+        one.engine.cancel(each.request_id)
+    return await steps_before_the_first_token(one, tokens)
+
+
+def test_cancelled_prefills_free_their_slot_for_a_follow_up(ranks):
+    chunks, others = 30, 4
+
+    steps = ranks.run(steps_after_cancelled_prefills(ranks.engines[0], others, chunks * CHUNK_TOKENS))
+
+    assert chunks <= steps < 2 * chunks, f"{others} prompts of {chunks} steps were before it"
 
 
 async def steps_when_stopped(one: EngineDriver, rank: psutil.Process) -> tuple[int, int]:

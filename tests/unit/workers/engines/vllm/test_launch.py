@@ -14,7 +14,7 @@ from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import ModelName, WorkerId
 from fleet.core.roles import KvPath, Role
 from workers.engines.vllm import launch as vllm_launch
-from workers.settings import VllmSettings, WorkerSettings
+from workers.settings import ModelTask, VllmSettings, WorkerSettings
 
 
 def a_config(*, heads: int = 8, ranks: int = 1, speculative: Any = None, **fields: Any) -> Any:
@@ -65,6 +65,75 @@ def test_invalid_number_of_ranks_is_refused_by_name(size):
     with pytest.raises(ConfigurationRefused, match=r"^vllm.extra_args.tensor_parallel_size: must be at least 1"):
         vllm_launch.ranks_of(settings)
     assert vllm_launch.ranks_of(msgspec.structs.replace(settings, vllm=VllmSettings())) == 1
+
+
+def a_step(*, tokens: int = 2048, answers: int = 16, chunked: bool = True, **fields: Any) -> Any:
+    """Return the parts of vLLM's configuration from which the tokens of a step follow, for a model on text."""
+    model = {"is_multimodal_model": False, "is_encoder_decoder": False, "is_hybrid": False, "has_inner_state": False}
+    scheduler = {"max_num_batched_tokens": tokens, "max_num_seqs": answers, "enable_chunked_prefill": chunked}
+    speculative = fields.pop("speculative", None)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**(model | fields)),
+        scheduler_config=SimpleNamespace(**scheduler),
+        speculative_config=speculative,
+    )
+
+
+def steps_of(config: Any, *, task: ModelTask = ModelTask.GENERATE, **extra: Any) -> int | None:
+    settings = msgspec.structs.replace(a_direct_worker(**extra), task=task, kv_paths=())
+    return vllm_launch.step_tokens(settings, config)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_launch, "built_for_cpu", lambda: True)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("answers", "tokens"), [(1, 256), (16, 256), (128, 256), (129, 258), (500, 1000)])
+def test_cpu_engine_has_short_steps_with_room_for_prompts(answers, tokens):
+    assert steps_of(a_step(answers=answers)) == tokens
+
+
+def test_accelerator_keeps_the_steps_of_vllm(monkeypatch):
+    monkeypatch.setattr(vllm_launch, "built_for_cpu", lambda: False)
+
+    assert steps_of(a_step()) is None
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("extra", [{"max_num_batched_tokens": 2048}, {"performance_mode": "throughput"}])
+def test_steps_that_the_user_chose_are_kept(extra):
+    assert steps_of(a_step(), **extra) is None
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("tokens", [100, 256])
+def test_steps_of_a_cpu_engine_are_never_lengthened(tokens):
+    assert steps_of(a_step(tokens=tokens)) is None
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chunked": False},
+        {"speculative": SimpleNamespace()},
+        {"is_multimodal_model": True},
+        {"is_encoder_decoder": True},
+        {"is_hybrid": True},
+        {"has_inner_state": True},
+    ],
+)
+def test_model_that_may_need_long_steps_keeps_them(fields):
+    assert steps_of(a_step(**fields)) is None
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_engines_whose_steps_were_not_measured_keep_them():
+    assert steps_of(a_step(), task=ModelTask.EMBED) is None
+    assert steps_of(a_step(), tensor_parallel_size=2) is None
+    assert steps_of(a_step(), data_parallel_size=2) is None
 
 
 def a_direct_worker(**vllm: Any) -> WorkerSettings:

@@ -50,7 +50,9 @@ class ImageSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             try:
                 ip_network(network)
             except ValueError as error:
-                raise ValueError(f"networks[{index}]: {error}; write it as 10.20.0.0/16") from error
+                raise ValueError(
+                    f"networks[{index}]: {error}; write the first address of the network, as 10.20.0.0/16"
+                ) from error
 
 
 def host_and_port(host: str) -> tuple[str, str]:

@@ -56,6 +56,9 @@ MAX_BIAS = 100.0
 # Maximum number of forbidden strings. vLLM's sampler has room for only this number of token sequences.
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
+MAX_MESSAGES = (
+    16_384  # limit of a chat's messages; each takes several tokens of the prompt, and some microseconds to check
+)
 MAX_IMAGES = 64  # maximum number of images in a prompt; engines have lower limits
 MAX_PIXELS = 50_000_000  # maximum for one image; a decoded image takes 3 or 4 bytes per pixel, up to 200 MB
 MAX_REQUEST_PIXELS = 100_000_000  # maximum for all images of a prompt together
@@ -170,6 +173,16 @@ def validate_length(request: GenerateRequest, card: ModelCard, prompt_tokens: in
             f"{request.sampling.max_tokens} and the prompt's {prompt_tokens} are more tokens than the model takes, "
             f"{card.max_model_len}; ask for at most {room}",
         )
+
+
+def check_message_count(count: int, field: str) -> None:
+    """Check the number of messages of a chat.
+
+    Raises:
+        RequestRejected: INVALID_ARGUMENT for the field; there are more than `MAX_MESSAGES`.
+    """
+    if count > MAX_MESSAGES:
+        raise invalid(field, f"has {count:,} entries, and {MAX_MESSAGES:,} are allowed")
 
 
 def validate_images(request: GenerateRequest, card: ModelCard) -> None:

@@ -78,6 +78,7 @@ from fleet.frontend.text.image_keys import image_digests, image_keys
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer
 from fleet.frontend.text.parsing_plan import ParsingPlans
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
+from fleet.net.status_codes import REASON_STATUSES
 from fleet.router.api import RouterApi
 from fleet.router.messages import Arrived, Complete, StartedOver
 from fleet.router.ports import TextCodec
@@ -245,19 +246,27 @@ class Generation:
     async def read_body(self, read: Callable[..., Result], body: bytes, *arguments: object) -> Result:
         """Return what `read` makes of a body and further arguments; a large body is read in a thread.
 
+        If one of the arguments is the id of the request, another request may take the id meanwhile (`unused_id`).
+
         Raises:
             RequestRejected: The body is invalid, or too many large bodies wait to be read.
         """
         if len(body) <= INLINE_BODY_BYTES:
             return read(body, *arguments)
-        return await self._threads.convert(partial(read, body, *arguments))
+        try:
+            reading = self._threads.convert(partial(read, body, *arguments))
+        except RequestRejected as refused:
+            self.metrics.unserved(REASON_STATUSES[refused.reason].http)
+            raise
+        return await reading
 
     async def format_answer(self, formatted: Callable[[], Result], entries: int) -> Result:
         """Return a formatted answer; a long one is formatted in a thread.
 
         Args:
             formatted: Function that formats the answer.
-            entries: Number of its tokens and, if they are wanted, of the alternatives with log probabilities.
+            entries: Number of its log probabilities, with those of alternatives (`count_entries`), and an eighth of the number
+                of its tokens.
         """
         if entries <= INLINE_ENTRIES:
             return formatted()

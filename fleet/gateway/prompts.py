@@ -68,7 +68,7 @@ class ApiPromptReader:
         if path == EMBEDDINGS:
             raise invalid("model", "no model here gives embeddings")
         read = read_chat if path == CHAT else read_completion
-        asked = read(body, request_id, self._clock.now())
+        asked = await self._generation.read_body(read, body, request_id, self._clock.now())
         try:
             return await self._generation.arrival(asked.request, authorization)
         except RequestRejected as refused:

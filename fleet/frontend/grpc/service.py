@@ -1,6 +1,7 @@
 """gRPC port for clients: `fleet.v1.Inference`, health and reflection. Other services are on the control port."""
 
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -9,8 +10,9 @@ from google.protobuf.message import Message
 
 from fleet.core.ids import RequestId
 from fleet.core.requests import Admitted
+from fleet.core.validation import check_message_count
 from fleet.frontend.grpc.client_port import ClientPort
-from fleet.frontend.openai.requests import REQUEST_ID_HEADER, new_request_id
+from fleet.frontend.openai.requests import REQUEST_ID_HEADER, new_request_id, unused_id
 from fleet.net.grpc.calls import (
     Context,
     answer_call,
@@ -46,12 +48,15 @@ class GrpcFrontend(ClientPort):
 
     async def _stream(self, content: bytes, context: Context) -> None:
         self.check_admitted()
-        message = parse_message(inference_pb2.GenerateRequest, content)
+        read_body = self._generation.read_body
+        message = await read_body(partial(parse_message, inference_pb2.GenerateRequest), content)
+        check_message_count(len(message.chat.messages), "chat.messages")
         deadline = self.deadline(context, message.timeout_ms)
         headers = headers_of(context, CALL_HEADERS)
         named = REQUEST_ID_HEADER in headers and not message.request_id
         request_id = new_request_id(headers, self._generation.serves) if named else RequestId(uuid4().hex)
-        request = decode_request(message, request_id, deadline)
+        request = await read_body(lambda _: decode_request(message, request_id, deadline), content)
+        request = unused_id(request, request_id, self._generation.serves)
         if self._generation.tracing is not None:
             request = self.traced(request, context)
         model = request.model

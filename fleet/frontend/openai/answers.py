@@ -3,7 +3,7 @@
 The bytes that all events of a request share are encoded once, so a streamed token costs little.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -41,9 +41,15 @@ class TokenText(Protocol):
     def __call__(self, model: ModelName, token_id: int) -> str: ...
 
 
-def count_entries(logprobs: Iterable[Logprobs]) -> int:
-    """Return how many log probabilities there are, of tokens and of their alternatives."""
-    return sum(1 + len(each.top_ids) for each in logprobs)
+def count_entries(tokens: int, logprobs: int, alternatives: int | None) -> int:
+    """Return the size of an answer for `Generation.format_answer`.
+
+    Args:
+        tokens: Number of tokens.
+        logprobs: Number of tokens that have log probabilities.
+        alternatives: Number of alternatives that each of these tokens has; None: 0.
+    """
+    return tokens // 8 + logprobs * (1 + (alternatives or 0))
 
 
 def model_object(card: ModelCard, created: int) -> Json:

@@ -255,7 +255,7 @@ class BranchedAnswers:
             answer.calls += delta.calls
             return
         write = partial(self._writers[key].delta, delta, len(answer.token_ids))
-        entries = count_entries(delta.prompt_logprobs) if delta.prompt_logprobs else 0
+        entries = count_entries(0, len(delta.prompt_logprobs), self._parsed.request.sampling.prompt_logprobs)
         if chunk := await self._generation.format_answer(write, entries):
             await self._send(chunk)
 
@@ -311,10 +311,12 @@ class BranchedAnswers:
         self._exchange.send(usage + DONE, content_type=EVENT_STREAM, last=True)
 
     def _entries(self) -> int:
-        """Return the number of tokens of all answers, with the log probabilities of tokens and prompts."""
-        prompts = [self._prompts[answer.branch.prompt] for answer in self._answers.values()]
-        return sum(len(answer.token_ids) + count_entries(answer.logprobs) for answer in self._answers.values()) + sum(
-            count_entries(prompt.logprobs) for prompt in prompts
+        """Return the size of all answers together, with the log probabilities of prompts, for `format_answer`."""
+        sampling, details = self._parsed.request.sampling, self._details
+        answers = self._answers.values()
+        prompts = count_entries(0, sum(len(each.logprobs) for each in self._prompts), sampling.prompt_logprobs)
+        return prompts * details.best_of + count_entries(
+            sum(len(each.token_ids) for each in answers), sum(len(each.logprobs) for each in answers), sampling.logprobs
         )
 
     def _whole(self) -> bytes:

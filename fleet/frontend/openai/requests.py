@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from fleet.core.clock import MILLISECOND, Nanos
 from fleet.core.errors import Reason, RequestRejected, invalid, split_validation_error, with_allowed_values
@@ -50,6 +50,7 @@ from fleet.core.validation import (
     MAX_PRIORITY,
     MAX_REQUEST_ID_CHARACTERS,
     REQUEST_ID,
+    check_message_count,
     checked_request_id,
 )
 from fleet.frontend.images.files import ImageFile, add_image, remote_images
@@ -108,7 +109,6 @@ class Details(Struct, frozen=True, kw_only=True):
 
 
 REASONING_ALONE = AnswerParsing(tool_choice=ToolChoice.NONE)
-MAX_MESSAGES = 16_384  # limit of a chat's messages; each takes several tokens of the prompt, and 4 µs to check
 MAX_PARTS = 4096  # limit of the parts of one message
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -183,8 +183,7 @@ def read_chat(
     parsing = REASONING_ALONE if not chat.tools and chat.tool_choice is None else _parsing(chat)
     tools = chat.tools if parsing.tool_choice is not ToolChoice.NONE else None
     by_effort = chat.reasoning_effort is not None
-    if len(chat.messages) > MAX_MESSAGES:
-        raise invalid("messages", f"has {len(chat.messages):,} messages; at most {MAX_MESSAGES:,} are taken")
+    check_message_count(len(chat.messages), "messages")
     images: list[ImageFile] = []
     messages = tuple([_message(index, message, images) for index, message in enumerate(chat.messages)])
     return _build_request(
@@ -578,7 +577,7 @@ def _message(index: int, message: MessageBody, images: list[ImageFile]) -> ChatM
             raise invalid(f"{field}.content", "must not be null")
         case given:
             if len(given) > MAX_PARTS:
-                raise invalid(f"{field}.content", f"has {len(given):,} parts; at most {MAX_PARTS:,} are taken")
+                raise invalid(f"{field}.content", f"has {len(given):,} entries, and {MAX_PARTS:,} are allowed")
             found = [_part(f"{field}.content[{position}]", part, images) for position, part in enumerate(given)]
             content = "".join([part for part in found if part is not None])
             parts = tuple(found) if None in found else ()
@@ -656,6 +655,13 @@ def new_request_id(
         if REQUEST_ID.fullmatch(chosen) and not is_running(chosen):
             return chosen
     return RequestId(uuid.uuid4().hex) if otherwise is None else otherwise
+
+
+def unused_id(request: GenerateRequest, chosen: RequestId, is_running: Callable[[RequestId], bool]) -> GenerateRequest:
+    """Return a request with another id if a request that has come meanwhile runs under the id `chosen` by `new_request_id`."""
+    if request.id != chosen or not is_running(chosen):
+        return request
+    return structs.replace(request, id=RequestId(uuid.uuid4().hex))
 
 
 def numbered_request_id(request_id: RequestId, number: int, is_running: Callable[[RequestId], bool]) -> RequestId:

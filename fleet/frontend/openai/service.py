@@ -40,7 +40,14 @@ from fleet.frontend.openai.branches import BranchedAnswers
 from fleet.frontend.openai.openapi import openapi_document
 from fleet.frontend.openai.relay import ERROR_FORMS, Relay
 from fleet.frontend.openai.relayed_paths import PathClass
-from fleet.frontend.openai.requests import OpenAiRequest, authorization_of, new_request_id, read_chat, read_completion
+from fleet.frontend.openai.requests import (
+    OpenAiRequest,
+    authorization_of,
+    new_request_id,
+    read_chat,
+    read_completion,
+    unused_id,
+)
 from fleet.frontend.openai.resumable_stream import EventIds
 from fleet.frontend.openai.translated.service import TranslatedFrontend, id_headers
 from fleet.frontend.openai.vectors import VectorFrontend
@@ -337,11 +344,14 @@ class HttpFrontend(HttpServer):
         hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
         try:
             now, strict = self._clock.now(), self._refuses_unknown_fields
-            if len(request.body) <= INLINE_BODY_BYTES:
+            if (
+                len(request.body) <= INLINE_BODY_BYTES
+            ):  # without the call of `read_body`, which most requests do not need
                 parsed = read(request.body, request_id, now, hinted, strict=strict)
             else:
                 read_large = partial(read, strict=strict)
                 parsed = await self._generation.read_body(read_large, request.body, request_id, now, hinted)
+                parsed = structs.replace(parsed, request=unused_id(parsed.request, request_id, self._generation.serves))
         except RequestRejected as refused:
             send_rejection(exchange, refused, ("x-request-id", request_id))
             return
@@ -469,7 +479,7 @@ class HttpFrontend(HttpServer):
                         whole = partial(
                             formatter.whole, "".join(texts), token_ids, logprobs, item, "".join(reasoning), calls
                         )
-                        entries = len(token_ids) if not logprobs else count_entries(logprobs)
+                        entries = count_entries(len(token_ids), len(logprobs), parsed.request.sampling.logprobs)
                         content = await self._generation.format_answer(whole, entries)
                         exchange.respond(HTTPStatus.OK, content, headers=headers)
 

@@ -12,9 +12,11 @@ Rules:
 
 import asyncio
 import base64
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from http import HTTPStatus
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -59,7 +61,11 @@ from fleet.net.http.exchange import Exchange
 from fleet.net.http.server import RouteHandler
 from fleet.net.status_codes import rename_field
 
+Read = TypeVar("Read", InputsRequest, ScoringRequest)
+
 CONCURRENT = 64
+NUMBER_BYTES = 4
+NUMBERS_PER_ENTRY = 32  # so many numbers of a vector take as long to write as one log probability
 
 FIELD_NAMES = {**OPENAI_FIELD_NAMES, "pooling.dimensions": "dimensions", "pooling": "use_activation"}
 
@@ -113,29 +119,37 @@ class VectorFrontend:
         async with self._answering(exchange) as asked:
             if asked is None:
                 return
-            request = await self._generation.read_body(read_embeddings, exchange.request.body, *asked)
+            request = await self._read(exchange, read_embeddings, asked)
             found = await self._vectors_of(exchange, request, PoolingTask.EMBED)
             write = _base64 if request.base64 else _floats
-            data = [
-                {"index": index, "object": "embedding", "embedding": write(each)} for index, each in enumerate(found)
-            ]
-            self._respond(exchange, found, {"object": "list", "data": data})
+
+            def answer() -> Json:
+                data = [
+                    {"index": index, "object": "embedding", "embedding": write(each)}
+                    for index, each in enumerate(found)
+                ]
+                return {"object": "list", "data": data}
+
+            await self._respond(exchange, found, answer)
 
     async def _classify(self, exchange: Exchange) -> None:
         async with self._answering(exchange) as asked:
             if asked is None:
                 return
-            request = await self._generation.read_body(read_classify, exchange.request.body, *asked)
+            request = await self._read(exchange, read_classify, asked)
             found = await self._vectors_of(exchange, request, PoolingTask.CLASSIFY)
             names = self._generation.class_names(found[0].admitted.model)
-            data = [_classified(index, each, names) for index, each in enumerate(found)]
-            self._respond(exchange, found, {"object": "list", "data": data})
+
+            def answer() -> Json:
+                return {"object": "list", "data": [_classified(index, each, names) for index, each in enumerate(found)]}
+
+            await self._respond(exchange, found, answer)
 
     async def _pool(self, exchange: Exchange) -> None:
         async with self._answering(exchange) as asked:
             if asked is None:
                 return
-            request = await self._generation.read_body(read_pooling, exchange.request.body, *asked)
+            request = await self._read(exchange, read_pooling, asked)
             card = self._card(exchange, request.shared)
             task = PoolingTask.EMBED if card.pooling is None else card.pooling.task
             if request.task not in ("", task) and card.pooling is not None:
@@ -144,8 +158,12 @@ class VectorFrontend:
                 )
             found = await self._vectors_of(exchange, request, task)
             write = _base64 if request.base64 else _floats
-            data = [{"index": index, "object": "pooling", "data": write(each)} for index, each in enumerate(found)]
-            self._respond(exchange, found, {"object": "list", "data": data})
+
+            def answer() -> Json:
+                data = [{"index": index, "object": "pooling", "data": write(each)} for index, each in enumerate(found)]
+                return {"object": "list", "data": data}
+
+            await self._respond(exchange, found, answer)
 
     async def _vectors_of(self, exchange: Exchange, asked: InputsRequest, task: PoolingTask) -> Sequence[PromptVector]:
         """Return the vectors of the inputs, in their order.
@@ -161,23 +179,23 @@ class VectorFrontend:
         async with self._answering(exchange) as asked:
             if asked is None:
                 return
-            request = await self._generation.read_body(read_rerank, exchange.request.body, *asked)
+            request = await self._read(exchange, read_rerank, asked)
             scores, found = await self._scores(exchange, request)
             order = sorted(range(len(scores)), key=lambda index: -scores[index])
             results: list[Json] = []
             for index in order[: request.top or None]:
                 document = {"document": {"text": request.seconds[index]}} if request.returns_documents else {}
                 results.append({"index": index, **document, "relevance_score": scores[index]})
-            self._respond(exchange, found, {"results": results})
+            await self._respond(exchange, found, lambda: {"results": results})
 
     async def _score(self, exchange: Exchange) -> None:
         async with self._answering(exchange) as asked:
             if asked is None:
                 return
-            request = await self._generation.read_body(read_score, exchange.request.body, *asked)
+            request = await self._read(exchange, read_score, asked)
             scores, found = await self._scores(exchange, request)
             data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-            self._respond(exchange, found, {"object": "list", "data": data})
+            await self._respond(exchange, found, lambda: {"object": "list", "data": data})
 
     @asynccontextmanager
     async def _answering(self, exchange: Exchange) -> AsyncIterator[tuple[RequestId, Nanos, Headers | None] | None]:
@@ -195,6 +213,16 @@ class VectorFrontend:
             yield request_id, self._clock.now(), None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
         except RequestRejected as refused:
             send_rejection(exchange, rename_field(refused, FIELD_NAMES), ("x-request-id", request_id))
+
+    async def _read(
+        self, exchange: Exchange, read: Callable[..., Read], asked: tuple[RequestId, Nanos, Headers | None]
+    ) -> Read:
+        """Return the request in the body, with an id that no other request has taken meanwhile."""
+        request = await self._generation.read_body(read, exchange.request.body, *asked)
+        if request.shared.id == asked[0] and self._generation.serves(asked[0]):
+            shared = structs.replace(request.shared, id=RequestId(uuid.uuid4().hex))
+            request = structs.replace(request, shared=shared)
+        return request
 
     def _card(self, exchange: Exchange, shared: VectorRequest) -> ModelCard:
         authorization = authorization_of(exchange.request.headers)
@@ -299,19 +327,27 @@ class VectorFrontend:
                         )
         raise AssertionError("a request ends with `Finished`")
 
-    def _respond(self, exchange: Exchange, found: Sequence[PromptVector], answer: Json) -> None:
+    async def _respond(self, exchange: Exchange, found: Sequence[PromptVector], answer: Callable[[], Json]) -> None:
+        """Send the answer, whose own fields the function `answer` returns. Many vectors are converted in a thread."""
         admitted = found[0].admitted
         tokens = sum(each.tokens for each in found)
-        content = {
-            "id": admitted.request_id,
-            "created": unix_seconds(),
-            "model": admitted.model,
-            **answer,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-            "fleet": {"workers": list(dict.fromkeys(each.worker_id for each in found))},
-        }
+
+        def content() -> bytes:
+            return msgspec.json.encode(
+                {
+                    "id": admitted.request_id,
+                    "created": unix_seconds(),
+                    "model": admitted.model,
+                    **answer(),
+                    "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+                    "fleet": {"workers": list(dict.fromkeys(each.worker_id for each in found))},
+                }
+            )
+
         headers = (("x-request-id", admitted.request_id), *rate_limit_headers(found[-1].admitted.allowance))
-        exchange.respond(HTTPStatus.OK, msgspec.json.encode(content), headers=headers)
+        numbers = sum(len(each.vector) for each in found) // NUMBER_BYTES
+        formatted = await self._generation.format_answer(content, numbers // NUMBERS_PER_ENTRY)
+        exchange.respond(HTTPStatus.OK, formatted, headers=headers)
 
 
 def _classified(index: int, found: PromptVector, names: Mapping[int, str]) -> Json:

@@ -10,7 +10,7 @@ Rules:
 4. Each very long text is tokenized in a new thread, which then ends. A tokenizer keeps scratch memory for each thread, about
    43 bytes for a byte of white space (320 MB for 7.5 MB), and only frees it when the thread ends.
 5. Large bodies and answers are converted in one further thread. This work holds the interpreter lock, and the event loop gets
-   the lock in turn with every thread that wants it. So a second thread would only delay the event loop.
+   the lock in turn with every thread that wants it. So a second thread would only delay the event loop. Answers go first.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 
 class TokenizerThreads:
-    """Runs tokenizing tasks in threads, for all frontends and models of one router process."""
+    """Runs tokenizing tasks and conversions in threads, for all frontends and models of one router process."""
 
     def __init__(self, trim: Callable[[], None] | None = None) -> None:
         """Create the executor; its threads start with the first task.
@@ -46,7 +46,8 @@ class TokenizerThreads:
         self._very_long = _ThreadShare(THREADS - 1, MAX_VERY_LONG_TASKS)
         self._others = _ThreadShare(THREADS, MAX_TASKS)
         self._converter = ThreadPoolExecutor(1, thread_name_prefix="convert")
-        self._conversions = _ThreadShare(1, MAX_TASKS)
+        self._answers = _ThreadShare(1, MAX_TASKS)
+        self._bodies = _ThreadShare(1, MAX_TASKS)
         # Tasks with very long texts begin first, but may not take all threads.
         self._lanes = (self._very_long, self._others)
 
@@ -77,11 +78,11 @@ class TokenizerThreads:
         Raises:
             RequestRejected: QUEUE_FULL; too many large bodies wait.
         """
-        if self._conversions.full and not is_answer:
+        if self._bodies.full and not is_answer:
             raise RequestRejected(
                 Reason.QUEUE_FULL, "too many large bodies wait to be read", retry_after_ms=RETRY_AFTER_MS
             )
-        return self._enter(self._conversions, work)
+        return self._enter(self._answers if is_answer else self._bodies, work)
 
     def _enter(self, lane: "_ThreadShare", work: Callable[[], Result]) -> "asyncio.Future[Result]":
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
@@ -90,11 +91,16 @@ class TokenizerThreads:
         self._begin()
         return future
 
+    @property
+    def waiting_conversions(self) -> int:
+        """Number of large bodies and answers whose conversion has not begun."""
+        return len(self._answers.waiting) + len(self._bodies.waiting)
+
     def close(self) -> None:
-        """Shut the threads down. All callers of `run` must have ended before."""
+        """Shut the threads down. All callers of `run` and `convert` must have ended before."""
         if self._trim_due is not None:
             self._trim_due.cancel()
-        for lane in (*self._lanes, self._conversions):
+        for lane in (*self._lanes, self._answers, self._bodies):
             lane.waiting.clear()
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._converter.shutdown(wait=False, cancel_futures=True)
@@ -110,8 +116,8 @@ class TokenizerThreads:
                 begun = loop.run_in_executor(self._executor, work)
                 lane.running += 1
                 begun.add_done_callback(partial(self._done, lane, future))
-        lane = self._conversions
-        if lane.waiting and not lane.running:
+        lane = self._answers if self._answers.waiting else self._bodies
+        if lane.waiting and not self._answers.running + self._bodies.running:
             future = next(iter(lane.waiting))
             begun = loop.run_in_executor(self._converter, lane.waiting.pop(future))
             lane.running += 1

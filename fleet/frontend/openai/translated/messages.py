@@ -19,6 +19,7 @@ from fleet.core.clock import Nanos
 from fleet.core.errors import invalid
 from fleet.core.ids import RequestId
 from fleet.core.requests import Delta, Finish, Finished, Usage
+from fleet.core.validation import check_message_count
 from fleet.frontend.images.files import ImageFile, image_part
 from fleet.frontend.openai.bodies import FleetOptions
 from fleet.frontend.openai.requests import decode_body
@@ -190,6 +191,7 @@ def _prompt(body: CountTokensBody, images: list[ImageFile]) -> Json:
     for field in UNSUPPORTED:
         if getattr(body, field):
             raise invalid(field, "is not supported")
+    check_message_count(len(body.messages), "messages")
     messages: list[Json] = []
     if body.system:
         messages.append({"role": "system", "content": _text("system", body.system)})

@@ -18,6 +18,7 @@ from fleet.core.clock import Nanos
 from fleet.core.errors import invalid
 from fleet.core.ids import RequestId
 from fleet.core.requests import Delta, Finish, Finished, Usage
+from fleet.core.validation import check_message_count
 from fleet.frontend.images.files import ImageFile, image_part
 from fleet.frontend.openai.bodies import ACCEPTED_VALUES as CHAT_ACCEPTED_VALUES
 from fleet.frontend.openai.bodies import FleetOptions, unsupported
@@ -215,6 +216,7 @@ def _messages(body: ResponsesBody, images: list[ImageFile]) -> list[Json]:
     if isinstance(body.input, str):
         messages.append({"role": "user", "content": body.input})
         return messages
+    check_message_count(len(body.input), "input")
     turn: Json | None = None  # the assistant's message that further items extend (rule 2)
     for index, item in enumerate(body.input):
         where = f"input[{index}]"

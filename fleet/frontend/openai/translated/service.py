@@ -19,7 +19,7 @@ from fleet.frontend.generation import Generation
 from fleet.frontend.openai.answers import rate_limit_headers
 from fleet.frontend.openai.bodies import HINT_HEADER_NAMES
 from fleet.frontend.openai.relayed_paths import COUNT_TOKENS, MESSAGES, RESPONSES
-from fleet.frontend.openai.requests import authorization_of, new_request_id
+from fleet.frontend.openai.requests import authorization_of, new_request_id, unused_id
 from fleet.frontend.openai.translated.answer_events import AnswerEvents
 from fleet.frontend.openai.translated.api import AnswerStart, AnswerWriter, TranslatedApi, TranslatedRequest
 from fleet.frontend.openai.translated.messages import COUNT_TOKENS_API, MESSAGES_API
@@ -82,6 +82,9 @@ class TranslatedFrontend:
             hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
             body = exchange.request.body
             asked = await self._generation.read_body(api.read, body, request_id, self._clock.now(), hinted)
+            unused = unused_id(asked.chat.request, request_id, self._generation.serves)
+            if unused is not asked.chat.request:
+                asked = structs.replace(asked, chat=structs.replace(asked.chat, request=unused))
             names = asked.chat.names
             if (tracing := self._generation.tracing) is not None:
                 traced = structs.replace(asked.chat.request, trace=tracing.read(headers))

@@ -338,7 +338,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     simulated: SimulatedSettings = field(default_factory=SimulatedSettings)
 
     def __post_init__(self) -> None:
-        check_listen_address("listen", self.listen, or_unix=True, optional=True)  # empty in the digest of a rank
+        check_listen_address("listen", self.listen, or_unix=True)
         check_listen_address("control_listen", self.control_listen, or_unix=True, optional=True)
         check_listen_address("metrics_listen", self.metrics_listen, optional=True)
         if not self.engine:

@@ -138,7 +138,7 @@ def test_expected_requests_are_refused_above_what_is_left():
     )
 
 
-def test_expected_request_is_told_that_the_limit_is_used_up_if_it_is():
+def test_expected_request_is_told_if_the_limit_is_used_up():
     acme = limited(requests_per_minute=1)
     with acme.expected("acme", START):
         acme.admit("acme", 1, START)

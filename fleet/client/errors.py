@@ -16,11 +16,8 @@ NO_CLIENTS_PORT = "that is an address of another part of the cluster, such as a 
 NO_METHOD = "Method not found!"
 
 TLS_SIGNS = (
-    *(
-        "Socket closed",
-        "onnection reset",
-        "roken pipe",
-    ),  # so a server ends the connection of a client that it does not understand
+    # A server ends the connection of a client that it does not understand with one of these.
+    *("Socket closed", "onnection reset", "roken pipe"),
     *("SSL", "Ssl", "ecurity handshake", "erification", "SETTINGS frame", "ALPN"),
 )
 """Parts of gRPC's messages about connections that may have failed because of TLS."""

@@ -228,8 +228,9 @@ class Exports:
         self.exported = self.failed = self.overflowed = self.waiting = 0
         self.spans: list[SpanRecord] = []
 
-    def put(self, ended: EndedSpans, share: float = 1.0) -> None:
+    def put(self, ended: EndedSpans, share: float = 1.0) -> bool:
         self.spans += ended()
+        return True
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}])

@@ -78,7 +78,7 @@ def common_settings_digest(settings: WorkerSettings) -> str:
     common = structs.replace(
         settings,
         worker_id=WorkerId(""),
-        listen="",
+        listen="127.0.0.1:0",
         control_listen="",
         control_credentials=Credentials(),
         advertise="",

@@ -49,7 +49,8 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     extra_args: dict[str, Any] = {}
     """Any other argument of vLLM's `AsyncEngineArgs`; it overrides the fields above. A step of a CPU engine with one rank and
-    a model that generates from text has at most 256 tokens, unless `max_num_batched_tokens` is given here."""
+    a model that generates from text has at most 256 tokens, or twice `max_running` if that is more, unless
+    `max_num_batched_tokens` or `performance_mode` is given here."""
 
 
 class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -338,7 +339,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     simulated: SimulatedSettings = field(default_factory=SimulatedSettings)
 
     def __post_init__(self) -> None:
-        check_listen_address("listen", self.listen, or_unix=True, optional=True)  # empty in the digest of a rank
+        check_listen_address("listen", self.listen, or_unix=True)
         check_listen_address("control_listen", self.control_listen, or_unix=True, optional=True)
         check_listen_address("metrics_listen", self.metrics_listen, optional=True)
         if not self.engine:

@@ -4,7 +4,6 @@ A client sends a request again by itself only if `resume_seconds` is above 0 (`f
 """
 
 from collections.abc import Mapping
-from typing import TypeVar
 
 import grpc
 from google.rpc import status_pb2
@@ -17,11 +16,8 @@ NO_CLIENTS_PORT = "that is an address of another part of the cluster, such as a 
 NO_METHOD = "Method not found!"
 
 TLS_SIGNS = (
-    *(
-        "Socket closed",
-        "onnection reset",
-        "roken pipe",
-    ),  # so a server ends the connection of a client that it does not understand
+    # A server ends the connection of a client that it does not understand with one of these.
+    *("Socket closed", "onnection reset", "roken pipe"),
     *("SSL", "Ssl", "ecurity handshake", "erification", "SETTINGS frame", "ALPN"),
 )
 """Parts of gRPC's messages about connections that may have failed because of TLS."""
@@ -36,6 +32,7 @@ class FleetError(Exception):
         message: One sentence for a person.
         reason: The machine-readable reason, or None if the server gave none or was not reached.
         cause: Detailed code of a failed placement (`RejectionCause` of the router); empty for other reasons.
+        tls_cause: Result of `fleet.client.tls.tls_cause`, which `message` begins with; None if no diagnosis was made.
     """
 
     def __init__(self, message: str, reason: Reason | None = None):
@@ -43,9 +40,7 @@ class FleetError(Exception):
         self.message = message
         self.reason = reason
         self.cause = ""
-
-
-Error = TypeVar("Error", bound=FleetError)
+        self.tls_cause: str | None = None
 
 
 class InvalidRequest(FleetError):
@@ -143,12 +138,12 @@ def may_be_tls(error: FleetError) -> bool:
     return isinstance(error, Unavailable) and error.reason is None and any(sign in error.message for sign in TLS_SIGNS)
 
 
-def with_cause(error: Error, cause: str) -> Error:
-    """Add the cause to the message of an error, and return the error; an empty cause adds nothing."""
+def add_tls_cause(error: FleetError, cause: str) -> None:
+    """Add the result of a TLS diagnosis to an error, and to its message unless the result is empty."""
+    error.tls_cause = cause
     if cause:
         error.message = f"{cause} ({error.message})"
         error.args = (error.message,)
-    return error
 
 
 def error_of(call: grpc.RpcError) -> FleetError:

@@ -9,7 +9,7 @@ from typing import Self, Unpack
 import grpc
 
 from fleet.client.control import ControlPort, control_errors
-from fleet.client.errors import Cancelled, FleetError, error_of, may_be_tls, with_cause
+from fleet.client.errors import Cancelled, FleetError, add_tls_cause, error_of, may_be_tls
 from fleet.client.requests import Options, PromptLike, api_key_metadata, build_message, tune_request
 from fleet.client.results import (
     ClusterStatus,
@@ -222,8 +222,9 @@ class Client:
             )
         except grpc.RpcError as error:
             failure = error_of(error)
-            cause = self._routers.tls_cause(router) if may_be_tls(failure) else ""
-            raise with_cause(failure, cause) from error
+            if may_be_tls(failure):
+                add_tls_cause(failure, self._routers.tls_cause(router))
+            raise failure from error
         return tuple(decode_model(model) for model in response.models)
 
     def status(self) -> ClusterStatus:
@@ -363,8 +364,9 @@ class Stream(StreamedAnswer):
         try:
             pause = self._resumption.pause(error_of(error))
         except FleetError as final:
-            cause = self._routers.tls_cause(self._router) if may_be_tls(final) and not self.request_id else ""
-            raise with_cause(final, cause) from error
+            if may_be_tls(final) and not self.request_id:
+                add_tls_cause(final, self._routers.tls_cause(self._router))
+            raise final from error
         self._routers.leave(self._router)
         if pause:
             time.sleep(pause)

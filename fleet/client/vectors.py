@@ -47,11 +47,15 @@ def build_vector_messages(
     Raises:
         InvalidRequest: `texts` is not a list of texts or lists of token ids, or a value does not fit its field.
     """
-    if not _is_list(texts) or not all(isinstance(text, str) or _is_list(text) for text in texts):
+    if not _is_list(texts) or not all(isinstance(text, str) or _is_token_ids(text) for text in texts):
         message = "texts: must be a list of texts, or of lists of token ids"
         raise InvalidRequest(message, Reason.INVALID_ARGUMENT, field="text")
     for text in texts:
         yield build_message(text, cast(Options, options), pooling)
+
+
+def _is_token_ids(value: object) -> bool:
+    return _is_list(value) and all(isinstance(token, int | np.integer) for token in cast(Sequence[object], value))
 
 
 def _is_list(value: object) -> bool:

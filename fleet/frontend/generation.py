@@ -461,8 +461,8 @@ class Generation:
         if request.remote_images:
             raise invalid(request.remote_images[0].field, f"{DATA_URL}; images are not fetched for other programs")
         card, _, tokens, sampling = await self._checked(request)
-        digests = await image_digests(request.images) if request.images else ()
         await admit_with_peers(self._tenants, tenant, len(tokens) // TOKEN_BYTES, self._clock)
+        digests = await image_digests(request.images) if request.images else ()
         # The router never continues an answer with a seed on another worker. It must not continue this one either, because it
         # does not know the tokens.
         told = Sampling(max_tokens=sampling.max_tokens, seed=0, form=sampling.form)
@@ -528,7 +528,9 @@ class Generation:
         resumed: ResumedAnswer | None,
     ) -> AsyncGenerator[GenerateEvent]:
         card, codec, tokens, sampling = await self._checked(request)
-        digests = await image_digests(request.images) if request.images else ()
+        digests: Sequence[bytes] = ()
+        if request.images and (request.resumable or resumed is not None):
+            digests = await image_digests(request.images)  # resume tokens are bound to the images
         if measured.counts.model != (model := card.parent or card.name):
             measured.counts = self.metrics.begin(model, measured.counts.operation)
         measured.served_model = card.name
@@ -585,6 +587,8 @@ class Generation:
             counted_tokens = 0 if request.sibling else prompt_tokens
             allowance = await admit_with_peers(self._tenants, request.tenant, counted_tokens, self._clock)
         measured.admitted(counted_tokens)
+        if request.images and not digests:
+            digests = await image_digests(request.images)
         complete: Complete | None = None
         last: Delta | None = None
         task = None if parsing is None or card.parsers is None else parsing.task

@@ -36,6 +36,9 @@ MINUTE_SECONDS = 60
 # Maximum number of times that one request waits until the peers have confirmed (rule 4). After each wait, this router may
 # admit at least its equal share of what is left of the tenant's limit.
 ROUNDS = 100
+# Time after which a request may try again that only requests with images to fetch keep out (rule 5): their fetches may fail,
+# and then they take nothing.
+RETRY_EXPECTED_SECONDS = 1.0
 
 PerMinute = Annotated[float, Meta(ge=0, le=1e12)]
 Sha256Hex = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -119,14 +122,12 @@ class _TenantLimits:
     def __init__(self, settings: TenantSettings, now: Nanos) -> None:
         self.requests = TokenBucket(settings.requests_per_minute, now) if settings.requests_per_minute else None
         self.tokens = TokenBucket(settings.tokens_per_minute, now) if settings.tokens_per_minute else None
-        self.expected = (
-            0  # number of requests that have asked for admission, and whose images are being fetched (rule 5)
-        )
+        # The number of requests that have asked for admission, and whose images are being fetched (rule 5).
+        self.expected = 0
         self.taken_requests = 0.0
         self.taken_tokens = 0.0
-        self.told = TenantUsageDelta(
-            requests=0.0, tokens=0.0
-        )  # The total that was taken here since the start, which the peers must learn. It never falls.
+        # The total that was taken here since the start, which the peers must learn. It never falls.
+        self.told = TenantUsageDelta(requests=0.0, tokens=0.0)
         self.heard = self.told  # the part of `told` that all peers have confirmed
 
     @property
@@ -218,17 +219,22 @@ class Tenants:
 
     @contextmanager
     def expected(self, tenant: str, now: Nanos) -> Iterator[None]:
-        """Refuse a request that `admit` would refuse; else expect it as long as the context lasts. Nothing is taken (rule 5).
+        """Refuse a request that `admit` would refuse now, or after the expected ones; else expect it as long as the context lasts.
+
+        Nothing is taken (rule 5).
 
         Raises:
-            RequestRejected: RATE_LIMITED, with the time after which a request can be admitted.
+            RequestRejected: RATE_LIMITED. It has the time after which a request can be admitted, but at most `RETRY_EXPECTED_SECONDS`
+            if only expected requests are in the way, which may end at any time.
         """
         limited = self._limited.get(tenant)
         if limited is None:
             yield
             return
-        _check(limited.requests, "requests", now, limited.expected)
+        _check(limited.requests, "requests", now)
         _check(limited.tokens, "tokens", now)
+        if limited.requests is not None:
+            _check_expected(limited.requests, limited.expected, now)
         limited.expected += 1
         try:
             yield
@@ -383,11 +389,28 @@ def _is_used(bucket: TokenBucket | None, now: Nanos) -> bool:
     return bucket is not None and bucket.level(now) < bucket.per_minute
 
 
-def _check(bucket: TokenBucket | None, what: str, now: Nanos, expected: int = 0) -> None:
-    if bucket is None or (seconds := bucket.seconds_until(1 + expected, now)) == 0:
+def _check(bucket: TokenBucket | None, what: str, now: Nanos) -> None:
+    if bucket is None or (seconds := bucket.seconds_until(1, now)) == 0:
         return
     message = f"this tenant has used up its {bucket.per_minute:g} {what} a minute; retry in {seconds:.1f} s"
-    raise RequestRejected(Reason.RATE_LIMITED, message, retry_after_ms=max(1, ceil(seconds * SECOND / MILLISECOND)))
+    raise RequestRejected(Reason.RATE_LIMITED, message, retry_after_ms=_milliseconds(seconds))
+
+
+def _check_expected(requests: TokenBucket, expected: int, now: Nanos) -> None:
+    """Refuse a request if the bucket has not one request for it besides one for each expected request (rule 5)."""
+    seconds = min(RETRY_EXPECTED_SECONDS, requests.seconds_until(1 + expected, now))
+    if seconds == 0:
+        return
+    raise RequestRejected(
+        Reason.RATE_LIMITED,
+        f"images of {expected} of this tenant's requests are being fetched, and its limit of {requests.per_minute:g} requests a minute"
+        f" leaves no room for more; retry in {seconds:.1f} s",
+        retry_after_ms=_milliseconds(seconds),
+    )
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, ceil(seconds * SECOND / MILLISECOND))
 
 
 def _remaining(bucket: TokenBucket | None, now: Nanos) -> RemainingLimit | None:

@@ -175,9 +175,8 @@ class Upstream(asyncio.Protocol):
         self._work_id = RequestId("")
         self._relayed: RelayedRequest | None = None
         self._path = ""  # path of the running request
-        self._client: asyncio.Transport | None = (
-            None  # connection to the client; None until the answer's head was passed on to it
-        )
+        # The connection to the client; None until the answer's head was passed on to it.
+        self._client: asyncio.Transport | None = None
         self._complete = False  # True if the answer is complete, but not reported to `owner` yet
         self._head: AnswerHead | None = None
         self._held = b""  # bytes that wait for the rest of the head, or for the first content (rule 3)

@@ -147,7 +147,7 @@ def _unreachable_control(error: FleetError, arguments: argparse.Namespace) -> st
 def describe_error(error: FleetError, address: str, tls: ClientTls | None = None) -> str:
     """Return why a call to an address failed, and what to do. `tls` are the TLS files of the client.
 
-    A diagnosis of TLS takes a few seconds at most.
+    A diagnosis of TLS takes a few seconds at most, and is made only if the client has made none.
     """
     if error.reason is None and isinstance(error, DeadlineExceeded):
         return f"{address}: no answer in time; --address names a router's gRPC address, which its HTTP address is not"
@@ -158,14 +158,13 @@ def describe_error(error: FleetError, address: str, tls: ClientTls | None = None
     run = run_at(address)
     if run is not None and run.killed:
         return f"{address}: the cluster in {run.folder} was killed; fleet up cleans up after it and starts another"
-    if cause := _tls_cause(address, tls):
-        return cause
+    if cause := tls_cause(address, tls) if error.tls_cause is None else error.tls_cause:
+        return _in_options(cause)
     return f"{address}: {_cause(error)}; fleet up starts a cluster on this machine, --address names another's router"
 
 
-def _tls_cause(address: str, tls: ClientTls | None) -> str:
-    """Return the result of `tls_cause` in the words of the options of `add_tls`."""
-    cause = tls_cause(address, tls)
+def _in_options(cause: str) -> str:
+    """Return a result of `tls_cause` in the words of the options of `add_tls`."""
     for told, meaning in (
         (LEAVE_OUT_TLS, "; leave out --tls, --ca and --certificate"),
         (GIVE_TLS, ": set --ca, or --tls if gRPC knows the authority"),

@@ -181,9 +181,8 @@ def _log_folder(wanted: Path | None) -> Iterator[Path | None]:
     with ExitStack() as held:
         try:
             wanted.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(
-                wanted, os.O_RDONLY | os.O_DIRECTORY
-            )  # closed on exec, so child processes do not inherit the lock
+            # Python closes the descriptor on exec, so child processes do not inherit the lock.
+            descriptor = os.open(wanted, os.O_RDONLY | os.O_DIRECTORY)
             held.callback(os.close, descriptor)
         except OSError as error:
             raise ConfigurationRefused(f"--log-dir: {wanted}: {error.strerror}") from error

@@ -6,8 +6,9 @@ Rules:
    allow it, after the client is known.
 2. The type and the size of an image are read from its header, whatever the URL says. The pixels are decoded by the worker,
    which compares their number with the limits again: formats such as GIF can state a larger size behind the header.
-3. Images in data URLs are read in the event loop, before the client is known. So their number is limited before one is read, and the work
-   for a header is bounded: a few fields at fixed places, or at most `MAX_SEGMENTS` segments of a JPEG.
+3. Images in data URLs are read with the body of the request, before its tenant's limits are asked: in the event loop, or in a thread
+   if an HTTP body has more than 64 KiB. So their number is limited before one is read, and the work for a
+   header is bounded: a few fields at fixed places, or at most `MAX_SEGMENTS` segments of a JPEG.
 
 Formats: PNG (ISO/IEC 15948, 11.2.2), GIF (GIF89a, 18), JPEG (ITU-T T.81, annex B) and WebP (RFC 9649, 2.5 to 2.7).
 """

@@ -208,7 +208,10 @@ async def test_images_are_fetched_for_as_many_requests_as_are_left(tmp_path, ser
         body = a_chat(server.url("/silent"), **fields)
         waiting = [asyncio.create_task(post(frontends, body)) for _ in range(2)]
         await until(lambda: server.silent == 2)
-        assert (await post(frontends, body)).status_code == 429
+        answer = await post(frontends, body)
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "1"
+        assert "images of 2 of this tenant's requests are being fetched" in answer.json()["error"]["message"]
         for each in waiting:
             each.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -225,8 +228,9 @@ class Exports:
         self.exported = self.failed = self.overflowed = self.waiting = 0
         self.spans: list[SpanRecord] = []
 
-    def put(self, ended: EndedSpans, share: float = 1.0) -> None:
+    def put(self, ended: EndedSpans, share: float = 1.0) -> bool:
         self.spans += ended()
+        return True
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}])

@@ -71,10 +71,8 @@ def test_prometheus_scrapes_every_process_of_the_cluster(up):
             "kvstore_pinned_blocks": {up.metrics["store"]},
             "fleet_worker_running": {up.metrics["router"]},
         }
-        for (
-            name,
-            sources,
-        ) in series.items():  # the server leaves out a process that it could not scrape in time just before
+        # The server leaves out a process that it could not scrape in time just before.
+        for name, sources in series.items():
 
             def found(name=name):
                 return set(server.query(f"sum by (instance) ({name})"))

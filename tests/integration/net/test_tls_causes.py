@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from fleet.cli.main import run
-from fleet.client import AsyncClient, Client, ClientTls, Unavailable
+from fleet.client import AsyncClient, Client, ClientTls, Unavailable, tls
 from kvstore.security.channels import LoadedCredentials, load
 from kvstore.security.credentials import Credentials
 from tests.support.certificates import Authority
@@ -87,6 +87,15 @@ def test_generate_names_an_authority_that_grpc_does_not_know(authority, monkeypa
         assert "is not signed by an authority that gRPC knows; --ca names the file of another one" in told(
             port, "--tls"
         )
+
+
+@pytest.mark.parametrize("speaks", [False, True])
+def test_generate_diagnoses_tls_once(speaks, authority, monkeypatch, told):
+    diagnosed = []
+    monkeypatch.setattr(tls, "diagnose_address", lambda address, *_, **__: diagnosed.append(address) or "")
+    with a_server(Credentials(**authority.issue("router")) if speaks else Credentials()) as port:
+        assert told(port, *(() if speaks else ("--tls",))).startswith(f"fleet: 127.0.0.1:{port}: ")
+    assert diagnosed == [f"127.0.0.1:{port}"]
 
 
 async def causes(port: int, tls: ClientTls | None, host: str = "127.0.0.1") -> str:

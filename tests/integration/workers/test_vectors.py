@@ -429,7 +429,8 @@ async def test_failed_text_fails_the_list_and_cancels_the_rest(embedding):
     async with AsyncClient(embedding.grpc_address, api_key=KEY) as client:
         with pytest.raises(InvalidRequest, match="text: must not be empty"):
             await client.embed(["rain", "", *(f"text number {number}" for number in range(200))])
-        for wrong in ("rain", [3], [None], 5, [b"rain"], {"rain": 1}, (each for each in ("rain", "sun"))):
+        no_lists = ("rain", [3], [None], 5, [b"rain"], {"rain": 1}, (each for each in ("rain", "sun")))
+        for wrong in (*no_lists, [[1.5]], [["x"]], ["rain", [3, None]], [np.array([1.5])]):
             with pytest.raises(InvalidRequest, match="texts: must be a list of texts"):
                 await client.embed(wrong)
         for dimensions in (-1, "x"):

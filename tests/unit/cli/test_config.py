@@ -133,17 +133,21 @@ def test_check_refuses_a_file_with_the_path_of_the_key(argv, content, cause, tmp
         (["kvstore"], "store_id = 's'\nlisten = ['unix:/s']\n", "metrics_listen"),
         (["worker"], "worker_id = 'w'\nmodel = 'm'\nmodel_dir = '/m'\n", "metrics_listen"),
         (["worker"], "worker_id = 'w'\nmodel = 'm'\nmodel_dir = '/m'\n", "listen"),
+        (["worker"], "worker_id = 'w'\nmodel = 'm'\nmodel_dir = '/m'\n", "listen = ''"),
     ],
 )
 def test_check_and_process_refuse_an_address_without_a_host(argv, section, field, tmp_path, capsys):
     file = tmp_path / "settings.toml"
-    file.write_text(f"{section}{field.rpartition(' ')[2]} = ':9450'\n")
+    field, _, empty = field.partition(" = ")
+    address = empty or "':9450'"
+    file.write_text(f"{section}{field.rpartition(' ')[2]} = {address}\n")
     process = ["up"] if argv == ["up"] else ["serve", *argv]
 
     told = printed(capsys, *argv, "--check", str(file), status=3).err
 
-    assert told.startswith(f"fleet: {file}: {field}: ':9450' is n")
-    assert told.endswith("host:port with a port up to 65535; 0.0.0.0:9450 listens at all addresses\n")
+    assert told.startswith(f"fleet: {file}: {field}: {address} is n")
+    advice = "" if empty else "; 0.0.0.0:9450 listens at all addresses"
+    assert told.endswith(f"host:port with a port up to 65535{advice}\n")
     assert run([*process, "--config", str(file)]) == 3
     assert capsys.readouterr().err == told
 

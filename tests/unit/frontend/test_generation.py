@@ -827,6 +827,25 @@ async def test_large_images_are_hashed_outside_the_event_loop(generations, seein
     assert router.submitted[0].images == images
 
 
+@pytest.mark.parametrize("external", [False, True])
+async def test_images_of_a_request_over_the_rate_limit_are_not_hashed(generations, seeing, external):
+    tenants = Tenants({"t": TenantSettings(requests_per_minute=1)}, Stopped().now())
+    generation = generations(FakeRouter(cards=[SEES]), {MODEL: seeing}, counted=tenants)
+    request = a_chat_with_images(b"a", tenant="t")
+
+    async def serve() -> None:
+        await (generation.arrival(request) if external else collect(generation.generate(request)))
+
+    with count_calls() as admitted:
+        await serve()
+    with count_calls() as rejected, pytest.raises(RequestRejected) as refused:
+        await serve()
+
+    assert refused.value.reason is Reason.RATE_LIMITED
+    hashed = [any(each.co_name == "image_digests" for each in calls.by_function) for calls in (admitted, rejected)]
+    assert hashed == [True, False]
+
+
 async def test_tokens_of_images_count_as_prompt_for_client_and_tenant(generations, seeing):
     router = FakeRouter(cards=[SEES], image_tokens=30)
     tenants = Tenants({"acme": TenantSettings(api_key_sha256=(sha256(b"key").hexdigest(),))}, Stopped().now())

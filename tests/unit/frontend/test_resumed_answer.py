@@ -7,7 +7,18 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from fleet.core.errors import Reason, RequestRejected
-from fleet.core.requests import Admitted, AnswerParsers, CallDelta, Delta, Finished, Resume, Sampling, TextPrompt
+from fleet.core.requests import (
+    Admitted,
+    AnswerParsers,
+    CallDelta,
+    ChatMessage,
+    ChatPrompt,
+    Delta,
+    Finished,
+    Resume,
+    Sampling,
+    TextPrompt,
+)
 from fleet.core.system_clock import SystemClock
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.work import ParsedDelta, Progress
@@ -22,8 +33,8 @@ from fleet.frontend.text.response_templates import ResponseTemplates
 from fleet.frontend.text.tokenizer_threads import TokenizerThreads
 from fleet.router.tenants import Tenants, TenantSettings
 from tests.support.builders import MODEL, a_request, token_ids
-from tests.support.frontend.text_model import EOS
-from tests.support.router.fake_router import FakeRouter
+from tests.support.frontend.text_model import EOS, write_seeing_model
+from tests.support.router.fake_router import FakeRouter, a_model_card
 
 GREEDY = Sampling(max_tokens=100, temperature=0)
 TEXT = "Zwölf 漢字 🎉 of STOP, STOPPED"
@@ -39,7 +50,7 @@ def open_generation(codec):
     """Return a factory of the generations of several routers of one cluster."""
     threads = TokenizerThreads()
 
-    def make(router, **tenants) -> Generation:
+    def make(router, codec=codec, **tenants) -> Generation:
         clock = SystemClock()
         return Generation(
             router,
@@ -207,6 +218,26 @@ async def test_token_for_another_prompt_or_tenant_is_refused(open_generation, co
     for wrong in ({"prompt": TextPrompt("another prompt")}, {"tenant": "other"}):
         refused = await refusal_of(generation, structs.replace(request, **wrong))
         assert (refused.reason, refused.field) == (Reason.INVALID_ARGUMENT, "resume.token"), wrong
+
+
+@pytest.mark.parametrize("image", [b"a", b"b"])
+async def test_answer_is_resumed_only_with_the_same_image(image, open_generation, tmp_path):
+    seeing = load_codec(write_seeing_model(tmp_path))
+    answer = token_ids(seeing.encode("the quick brown fox jumps"))[1:]
+    chat = ChatPrompt((ChatMessage(role="user", content="see", parts=("see", None)),))
+    request = a_request(prompt=chat, images=(b"a",), sampling=GREEDY, resumable=True)
+    router = FakeRouter(answer, cards=[a_model_card(takes_images=True)])
+    seen = (await events_of(open_generation(router, seeing), request))[:3]
+    resumed = structs.replace(request, images=(image,), resume=resumption(seen))
+
+    second = open_generation(router, seeing)
+    if image == b"a":
+        assert isinstance((await events_of(second, resumed))[-1], Finished)
+        first, again = router.submitted
+        assert again.keys == first.keys
+    else:
+        refused = await refusal_of(second, resumed)
+        assert (refused.reason, refused.field) == (Reason.INVALID_ARGUMENT, "resume.token")
 
 
 async def test_missing_tokens_of_random_answers_are_refused(open_generation, codec):

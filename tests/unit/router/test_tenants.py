@@ -127,9 +127,22 @@ def test_expected_requests_are_refused_above_what_is_left():
     acme.admit("acme", 1, START)
     with acme.expected("acme", START):
         with acme.expected("acme", START):
-            assert refusal(acme.expected("acme", START).__enter__).retry_after_ms == 20_000
+            refused = refusal(acme.expected("acme", START).__enter__)
+            soon = refusal(acme.expected("acme", after(19.5)).__enter__)
         with acme.expected("acme", START):
             pass
+    assert (refused.reason, refused.retry_after_ms, soon.retry_after_ms) == (Reason.RATE_LIMITED, 1000, 500)
+    assert refused.message == (
+        "images of 2 of this tenant's requests are being fetched, and its limit of 3 requests a minute leaves no room for more;"
+        " retry in 1.0 s"
+    )
+
+
+def test_expected_request_is_told_if_the_limit_is_used_up():
+    acme = limited(requests_per_minute=1)
+    with acme.expected("acme", START):
+        acme.admit("acme", 1, START)
+        assert refusal(acme.expected("acme", START).__enter__).message == refusal(acme.admit, "acme", 1, START).message
 
 
 def test_expected_request_takes_nothing():

@@ -400,6 +400,20 @@ class Admitted(Struct, frozen=True, kw_only=True):
     began: int = 0  # Unix time in seconds at which the continued answer began; 0 for a new answer
 
 
+def without_surrogates(text: str) -> str:
+    """Return a text with U+FFFD in place of lone surrogates, which UTF-8 cannot encode. Pairs become their character.
+
+    Models write a lone surrogate as a JSON escape without its second half.
+    """
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 class CallDelta(Struct, frozen=True, kw_only=True):
     """Holds the next part of a tool call; the first part of a call has its id and the name of the function."""
 

@@ -104,14 +104,16 @@ class ChatTemplate:
             variables = self._further_variables(template_args) if template_args else {}
             declared = json.loads(tools) if tools else None
             try:
-                return self._rendered(messages, declared, variables)
+                text = self._rendered(messages, declared, variables)
             except (jinja2.UndefinedError, TypeError):
                 # The template of gpt-oss fails on functions whose description is absent or null. OpenAI's API leaves it optional.
                 if not declared or all(each["function"].get("description") is not None for each in declared):
                     raise
-                return self._rendered(messages, [_described(each) for each in declared], variables)
+                text = self._rendered(messages, [_described(each) for each in declared], variables)
+            text.encode()  # fails on half a surrogate pair, which the arguments of a call may have as a JSON escape
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise invalid("chat.messages", f"the model's chat template does not accept them: {error}") from error
+        return text
 
     def _rendered(self, messages: Sequence[ChatMessage], tools: Any, variables: Mapping[str, Any]) -> str:
         return self._template.render(

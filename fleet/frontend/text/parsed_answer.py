@@ -20,7 +20,7 @@ from typing import Any
 
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.ids import RequestId
-from fleet.core.requests import CallDelta, Delta, Logprobs, ToolCall, join_calls
+from fleet.core.requests import CallDelta, Delta, Logprobs, ToolCall, join_calls, without_surrogates
 from fleet.core.work import ParsedDelta, Progress
 from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.response_templates import CONTENT, REASONING, TOOL_CALLS
@@ -319,7 +319,7 @@ def _call(value: Mapping[str, Any]) -> ToolCall:
     if not isinstance(name, str) or not name:
         raise ValueError("the call names no function")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(id="", name=name, arguments=text)
+    return ToolCall(id="", name=without_surrogates(name), arguments=without_surrogates(text))
 
 
 def _delimiter_characters(template: Any) -> tuple[str, str]:

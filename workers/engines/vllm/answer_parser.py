@@ -24,7 +24,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from fleet.core.errors import ConfigurationRefused
-from fleet.core.requests import AnswerParsers, CallDelta, ToolCallForm, ToolChoice
+from fleet.core.requests import AnswerParsers, CallDelta, ToolCallForm, ToolChoice, without_surrogates
 from fleet.core.work import ParsedDelta, ParsingTask, Start
 from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.codec import IncrementalDecoder
@@ -306,7 +306,12 @@ class VllmAnswerParser:
             log.warning("parser failed, passing the rest as text", extra={"cause": type(error).__name__})
             content, calls = "".join(self._answer), []
         for index, call in enumerate(calls or ()):
-            part = CallDelta(index=index, id=call.id or "", name=call.name, arguments=call.arguments)
+            part = CallDelta(
+                index=index,
+                id=call.id or "",
+                name=without_surrogates(call.name),
+                arguments=without_surrogates(call.arguments),
+            )
             self._parts.append(("", "", [part]))
         sent = "".join(self._sent)
         if content and content.startswith(sent):
@@ -376,8 +381,8 @@ class _CallParts:
     def add(self, call: Any) -> list[CallDelta]:
         """Return the parts of calls that can be sent after a ``DeltaToolCall`` of vLLM's parser."""
         function = call.function
-        name = (function.name if function is not None else None) or ""
-        arguments = (function.arguments if function is not None else None) or ""
+        name = without_surrogates((function.name if function is not None else None) or "")
+        arguments = without_surrogates((function.arguments if function is not None else None) or "")
         number = self._numbers.get(call.index)
         if number is None:
             arguments = self._early.pop(call.index, "") + arguments

@@ -20,9 +20,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import ModelName, RequestId, WorkerId
 from fleet.core.requests import AnswerParsers, JsonSchema, Sampling, ToolCall, ToolChoice, join_calls
-from fleet.core.work import ParsingTask, Progress, Start
+from fleet.core.work import ParsingTask, Progress, Start, Step
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer
 from fleet.local.tiny_model import build_tiny_model
+from fleet.wire.worker import encode_worker_message
 from tests.support.builders import a_start, token_bytes
 from workers.engines.vllm.answer_parser import VllmAnswerParser, VllmAnswerParsers, check_names
 from workers.settings import VllmSettings, WorkerSettings
@@ -257,7 +258,9 @@ def parts_of(
             parser, lost_at = opened(family, [*PROMPT, *tokens[:begin]], begun=begin, **fields), None
         step = tokens[begin:end]
         _, parsed = parser.add(step, is_finished=end == len(tokens))
-        deltas.append(answer.take(Progress(request_id=ID, token_ids=tuple(step), parsed=parsed)))
+        progress = Progress(request_id=ID, token_ids=tuple(step), parsed=parsed)
+        encode_worker_message(Step(progress=(progress,)))
+        deltas.append(answer.take(progress))
     calls = join_calls(call for delta in deltas for call in delta.calls)
     assert len({call.id for call in calls}) == len(calls)
     assert all(call.name for call in calls)
@@ -322,7 +325,17 @@ def test_parts_do_not_depend_on_how_text_is_cut_into_tokens(case, cuts):
 )
 def test_malformed_output_is_parsed_alike_however_it_is_cut(family, pieces, cuts, lost_at):
     """Output is put together from pieces of good answers, and may end anywhere."""
-    fragments = [*family.special, '{"', "}", "[", "\ufffd", "<", "null", *re.findall(r"\w+|\W", family.answers[-1][0])]
+    fragments = [
+        *family.special,
+        '{"',
+        "}",
+        "[",
+        "\ufffd",
+        '"\\ud83d"',
+        "<",
+        "null",
+        *re.findall(r"\w+|\W", family.answers[-1][0]),
+    ]
     tokens = [token for piece in pieces for token in encoded(family, fragments[piece % len(fragments)])]
     tokens = tokens or [2]
 
@@ -334,6 +347,17 @@ def test_malformed_output_is_parsed_alike_however_it_is_cut(family, pieces, cuts
     assert outcome([]) == whole
     assert outcome(cuts) == whole
     assert outcome(cuts, lost_at % len(tokens)) == whole
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family.tool_calls}-{family.reasoning}")
+def test_half_a_surrogate_pair_in_arguments_can_be_sent(family):
+    """The parts of the answer are encoded as the worker sends them."""
+    text = re.sub(r'": ?"[^"<]+"', '": "\\\\ud83d"', family.answers[-1][0])
+    tokens = encoded(family, text)
+
+    for cuts in ([], list(range(len(tokens)))):
+        _, content, calls = parts_of(family, tokens, cuts)
+        json.dumps([content, [(call.name, call.arguments) for call in calls]], ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family.tool_calls}-{family.reasoning}")

@@ -411,6 +411,18 @@ def test_template_that_needs_descriptions_gets_empty_ones(tmp_path):
     assert text == "medium a: b:B c: user"
 
 
+def test_half_a_surrogate_pair_in_a_call_is_refused(tmp_path):
+    folder = write_model(tmp_path)
+    template = "{% for m in messages %}{{ (m.tool_calls or [{'function': {'arguments': {'x': ''}}}])[0].function.arguments.x }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    calls = json.dumps([{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": "\\ud83d"}'}}])
+
+    with pytest.raises(RequestRejected, match="surrogates not allowed") as refused:
+        load_codec(folder).render([ChatMessage(role="assistant", content="", tool_calls=calls)])
+
+    assert refused.value.field == "chat.messages"
+
+
 @pytest.mark.parametrize(
     "name", ["messages", "tools", "add_generation_prompt", "raise_exception", "eos_token", "effort"]
 )

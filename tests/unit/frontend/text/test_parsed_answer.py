@@ -99,7 +99,7 @@ def test_answer_is_taken_apart_at_several_splits(case, positions):
 
 
 FRAGMENTS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<function=f>", "</function>", "<parameter=a>",
-             "</parameter>", '{"name": "f", "arguments": ', "{}", "}", "<", ">", " ", "\n", "é", "\x01", "\ufffd", "null"]  # fmt: skip
+             "</parameter>", '{"name": "f", "arguments": ', "{}", "}", "<", ">", " ", "\n", "é", "\x01", "\ufffd", '"\\ud83d"', "null"]  # fmt: skip
 
 
 @given(
@@ -116,6 +116,15 @@ def test_any_output_is_parsed_alike_whole_and_in_pieces(parsers, text, positions
     assert parse(an_answer(parsers, ""), cut(text, positions)) == whole
     for _, arguments in whole[2]:
         json.loads(arguments)
+    json.dumps(whole, ensure_ascii=False).encode()
+
+
+def test_half_a_surrogate_pair_in_arguments_is_replaced():
+    output = '<tool_call>\n{"name": "add", "arguments": {"x": "\\ud83d", "y": "\\ud83d\\ude00"}}\n</tool_call>'
+
+    [(name, arguments)] = parse(an_answer(JSON_CALLS, ""), list(output))[2]
+
+    assert (name, json.loads(arguments)) == ("add", {"x": "\ufffd", "y": "\U0001f600"})
 
 
 def test_single_call_leaves_out_further_ones():

@@ -12,6 +12,7 @@ Rules:
 import argparse
 import os
 import sys
+import sysconfig
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="run scenarios with all combinations of the given values",
         description="Run scenarios with all combinations of some values, on all cores or on a Ray cluster.",
     )
-    sweep.add_argument("scenario", type=Path, nargs="+", help="TOML files")
+    sweep.add_argument("scenario", type=scenario_file, nargs="+", help="TOML files, or names of studies in the wheel")
     _set(sweep)
     sweep.add_argument(
         "--over",
@@ -129,8 +130,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _scenario(agree)
 
 
+def scenario_file(given: str) -> Path:
+    """Return the file of a scenario: the file at this path, or else the study of this name that the wheel has installed."""
+    path = Path(given)
+    study = Path(sysconfig.get_path("data"), "share", "fleet", "studies", f"{given}.toml")
+    return study if not path.exists() and study.exists() else path
+
+
 def _scenario(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("scenario", type=Path, help="TOML file: see docs/simulator.md")
+    parser.add_argument(
+        "scenario", type=scenario_file, help="TOML file (docs/simulator.md), or name of a study in the wheel"
+    )
     _set(parser)
     parser.add_argument("--seed", type=int, metavar="N", help="seed instead of the scenario's")
     _json(parser)

@@ -26,6 +26,8 @@ def wheel(tmp_path_factory):
         shutil.copy(ROOT / name, source)
     for package in PACKAGES:
         shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for folder in ("deploy/samples", "loadtests/studies"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     command = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(made), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=BUILD_SECONDS)
     assert done.returncode == 0, done.stderr
@@ -39,6 +41,18 @@ def test_one_wheel_serves_python_3_11_and_later(wheel):
     modules = [Path(name).name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     assert len(modules) == 5
     assert all(name.endswith(".abi3.so") for name in modules)
+
+
+def test_wheel_has_all_studies_and_samples(wheel):
+    names = {name.partition(".data/data/share/fleet/")[2] for name in zipfile.ZipFile(wheel).namelist()}
+    studies, samples = ROOT / "loadtests" / "studies", ROOT / "deploy" / "samples"
+    files = {f"studies/{each.relative_to(studies)}" for each in studies.rglob("*") if each.is_file()}
+    wanted = {each for each in files if not each.endswith((".py", ".pyc"))} | {
+        f"samples/{each.name}" for each in samples.glob("*.yaml")
+    }
+
+    assert wanted == names - {""}
+    assert "studies/conversation.toml" in wanted
 
 
 def test_installed_wheel_reaches_a_first_token_in_two_commands(wheel, tmp_path):

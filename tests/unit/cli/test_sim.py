@@ -2,10 +2,12 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from fleet.cli.main import run
+from fleet.cli.sim import scenario_file
 from tests.support.sim.model_configs import LLAMA_8B
 from tests.support.sim.traces import CONVERSATION
 
@@ -201,3 +203,16 @@ def test_a_range_of_seeds_is_counted_before_it_is_written_out(scenario, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(["sim", "sweep", str(scenario), "--seeds", "1:9999999999999"])
     assert "are 9999999999999 seeds" in capsys.readouterr().err
+
+
+def test_study_of_the_wheel_is_found_by_its_name(tmp_path, monkeypatch):
+    study = tmp_path / "share" / "fleet" / "studies" / "conversation.toml"
+    study.parent.mkdir(parents=True)
+    study.touch()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path) if name == "data" else "")
+    own = tmp_path / "own.toml"
+    own.touch()
+
+    assert scenario_file("conversation") == study
+    assert scenario_file(str(own)) == own
+    assert scenario_file("unknown") == Path("unknown")

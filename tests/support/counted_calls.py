@@ -1,4 +1,4 @@
-"""Counted calls: counts the calls of functions in `fleet`, for tests that limit the work for a request or a token."""
+"""Counted calls: counts the calls of Python functions, for tests that limit the work for a request or a token."""
 
 import sys
 from collections.abc import Iterator
@@ -33,13 +33,17 @@ def file_of(function: CodeType) -> str:
 
 
 @contextmanager
-def count_calls() -> Iterator[CountedCalls]:
-    """Count the calls of functions in `fleet` on this thread."""
+def count_calls(folder: str = OURS) -> Iterator[CountedCalls]:
+    """Count the calls of Python functions on this thread.
+
+    Args:
+        folder: Count only functions whose path begins so; an empty string counts those of all libraries too.
+    """
     counted = CountedCalls()
     by_function = counted.by_function
 
     def called(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and (function := frame.f_code).co_filename.startswith(OURS):
+        if event == "call" and (function := frame.f_code).co_filename.startswith(folder):
             by_function[function] = by_function.get(function, 0) + 1
 
     before = sys.getprofile()

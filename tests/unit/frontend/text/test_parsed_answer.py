@@ -1,7 +1,9 @@
 """Parsed answers: the parts do not depend on how the answer was cut, and malformed output is text."""
 
 import json
+import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -60,9 +62,11 @@ class Characters:
         return ""
 
 
-def an_answer(parsers: AnswerParsers, prefill: str, **options: object) -> TemplateParsedAnswer:
+def an_answer(
+    parsers: AnswerParsers | None, prefill: str, own: dict[str, Any] | None = None, **options: object
+) -> TemplateParsedAnswer:
     text = AnswerText(Characters(), end_token_ids=frozenset({0}))
-    template = TEMPLATES.compiled(f"{parsers}", None, parsers)
+    template = TEMPLATES.compiled(f"{parsers} {own}", own, parsers)
     prompt = f"<|user|>{CALL}<|end|><|assistant|>{prefill}"
     return TemplateParsedAnswer(ID, text, template, prompt=prompt, tools=TOOLS, **options)
 
@@ -127,6 +131,98 @@ def test_half_a_surrogate_pair_in_arguments_is_replaced():
     assert (name, json.loads(arguments)) == ("add", {"x": "\ufffd", "y": "\U0001f600"})
 
 
+def own_template(**fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a response template as a model folder has it."""
+    return {"version": 1, "start_anchor": "<|assistant|>", "fields": fields}
+
+
+def a_field(open_pattern: str, close_pattern: str, **more: object) -> dict[str, Any]:
+    return {"open_pattern": open_pattern, "close_pattern": close_pattern, "repeats": True, **more}
+
+
+VERBATIM = {"content": "text", "content_args": {"strip": False}}
+AS_CALL = {"content": "json", "transform": {"type": "function", "function": "{content}"}}
+ADD = '{"name": "add", "arguments": {"x": 3, "y": "<b> é"}}'
+ESCAPED = own_template(
+    content=VERBATIM,
+    thinking=a_field(r"\[THINK\]", r"\[/THINK\]", join="", **VERBATIM),
+    tool_calls=a_field(r"\[TOOL_CALLS\]\s*", r"\[/TOOL_CALLS\]", **AS_CALL),
+)
+ALTERNATIVES = own_template(content=VERBATIM, tool_calls=a_field(r"@call:|call=", r"(?<=\})(?:;|\n|\Z)", **AS_CALL))
+FLAGGED = own_template(content=VERBATIM, tool_calls=a_field(r"(?i)call:", r";(?i)end", **AS_CALL))
+LITERAL_START = own_template(content=VERBATIM, tool_calls=a_field(r"@\w+:\s*", r";\d", **AS_CALL))
+PIPES = own_template(content=VERBATIM, tool_calls=a_field(r"<\|call\|>", r"<\|end\|>", **AS_CALL))
+MIXED = own_template(
+    content=VERBATIM,
+    thinking={"open": "<think>", "close": "</think>", "repeats": True, "join": "", **VERBATIM},
+    tool_calls=a_field(r"[@#]call\s", r";+", **AS_CALL),
+)
+ONLY_REASONING = own_template(thinking=VERBATIM)
+ONLY_A_CALL = own_template(tool_calls={**AS_CALL, "repeats": True})
+
+OWN_CORPUS = [
+    (ESCAPED, f"So [TOOL_CALLS]{ADD}[/TOOL_CALLS] done", ("", "So done", [PARSED_CALL])),
+    (ESCAPED, f"[THINK]a [b] \\c[/THINK]So [TOOL_CALLS] {ADD}[/TOOL_CALLS]", ("a [b] \\c", "So ", [PARSED_CALL])),
+    (ESCAPED, f"a[TOOL_CALLS]{ADD}[/TOOL_CALLS][TOOL_CALLS]{ADD}[/TOOL_CALLS]", ("", "a", [PARSED_CALL, PARSED_CALL])),
+    (ESCAPED, "a[0] \\[TOOL_CALL]", ("", "a[0] \\[TOOL_CALL]", [])),
+    (ESCAPED, "a[TOOL_CALLS]{bad[/TOOL_CALLS]b", ("", "a[TOOL_CALLS]{bad[/TOOL_CALLS]b", [])),
+    (ALTERNATIVES, f"So @call:{ADD};and call={ADD}", ("", "So and ", [PARSED_CALL, PARSED_CALL])),
+    (FLAGGED, f"So CALL:{ADD};END done", ("", "So done", [PARSED_CALL])),
+    (LITERAL_START, f"a@b @add: {ADD};1;@add:{ADD};2", ("", "a@b ;", [PARSED_CALL, PARSED_CALL])),
+    (LITERAL_START, "a@add: {bad;1b", ("", "a@add: {bad;1b", [])),
+    (PIPES, f"a<|b|>|call|<|call|>{ADD}<|end|>", ("", "a<|b|>|call|", [PARSED_CALL])),
+    (MIXED, f"<think>x<y</think>So #call {ADD};;@call {ADD};", ("x<y", "So ", [PARSED_CALL, PARSED_CALL])),
+    (ONLY_REASONING, "why [not] <x>", ("why [not] <x>", "", [])),
+    (ONLY_A_CALL, ADD, ("", "", [PARSED_CALL])),
+    (ONLY_A_CALL, "{bad", ("", "{bad", [])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("own", "text", "expected"), OWN_CORPUS)
+def test_own_template_gives_the_same_at_each_split(own, text, expected):
+    for position in range(len(text) + 1):
+        assert parse(an_answer(None, "", own), [text[:position], text[position:]]) == expected
+    assert parse(an_answer(None, "", own), list(text)) == expected
+
+
+OWN_FRAGMENTS = ["[TOOL_CALLS]", "[/TOOL_CALLS]", "[THINK]", "[/THINK]", "@call:", "call=", "#call ", "@x:", "Call:", ";end", "<think>", "<|call|>", "<|end|>",
+                 "</think>", ";1", ";", "[", "\\", "@", "\n", " ", "}", "é", ADD]  # fmt: skip
+
+
+@given(
+    st.sampled_from([case[0] for case in OWN_CORPUS]),
+    st.lists(st.sampled_from(OWN_FRAGMENTS) | st.text(max_size=3), max_size=12)
+    .map("".join)
+    .filter(lambda text: "\0" not in text),
+    st.lists(st.integers(0, 200)),
+)
+def test_own_template_parses_alike_whole_and_in_pieces(own, text, positions):
+    assert parse(an_answer(None, "", own), cut(text, positions)) == parse(an_answer(None, "", own), [text])
+
+
+@pytest.mark.parametrize("pattern", [r"\[X\]", "<tool", r"<\|x\|>", r"a(?P<n>[^>]+)>", r"\\x", r"a\d+", "a(?:b)?"])
+def test_pattern_of_known_beginning_leaves_other_text_alone(pattern):
+    answer = an_answer(
+        None, "", own_template(content=VERBATIM, thinking={"open_pattern": pattern, "transform": ["{n}"]})
+    )
+    answer.take(Progress(request_id=ID, token_ids=(ord("u"),)))
+
+    with count_calls("") as counted:
+        answer.take(Progress(request_id=ID, token_ids=tuple(map(ord, "word"))))
+
+    assert not any("chat_parsing" in file for file in counted.files)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a|w", "a?w", "a*w", "a{0}w", r"\w", "[aw]", "(?i)W", r"a\K|w", "(?:a|w)", "(?=w)w"]
+)
+def test_pattern_of_unknown_beginning_is_searched_in_all_text(pattern):
+    answer = an_answer(None, "", own_template(content=VERBATIM, thinking={"open_pattern": pattern, **VERBATIM}))
+    answer.take(Progress(request_id=ID, token_ids=(ord("-"),)))
+
+    assert parse(answer, ["wo", "rd"]) == ("ord", "", [])
+
+
 def test_single_call_leaves_out_further_ones():
     answer = an_answer(JSON_CALLS, "", is_single=True)
 
@@ -153,7 +249,7 @@ def a_call(index: int, name: str = "", arguments: str = "") -> CallDelta:
 @pytest.mark.parametrize(
     "begun", ["", "<think>why", '<tool_call>\n{"name": "add", "arguments": {"y": "'], ids=["text", "reasoning", "call"]
 )
-def test_token_that_the_router_parses_takes_two_calls(begun):
+def test_token_that_cannot_begin_a_delimiter_takes_two_calls(begun):
     """Two calls take less than a microsecond; a token of an unparsed answer takes one of them."""
     answer = an_answer(JSON_CALLS, "")
     for character in begun:
@@ -164,7 +260,26 @@ def test_token_that_the_router_parses_takes_two_calls(begun):
         for step in steps:
             answer.take(step)
 
-    assert counted.calls <= 2 * len(steps) + 10, "the parser is asked only where a delimiter may end"
+    assert counted.calls <= 2 * len(steps) + 10, "the parser is asked only where a delimiter may begin"
+
+
+@pytest.mark.parametrize(
+    ("parsers", "own", "most"),
+    [(JSON_CALLS, None, 9), (XML_CALLS, None, 10), (None, ALTERNATIVES, 22)],
+    ids=["literals", "patterns of known beginning", "patterns of unknown beginning"],
+)
+def test_token_that_may_begin_a_delimiter_takes_more(parsers, own, most):
+    """The calls of all libraries are counted, because here the parser of `transformers` takes most of the time."""
+    answer = an_answer(parsers, "", own)
+    answer.take(Progress(request_id=ID, token_ids=(ord("a"),)))
+    tokens = re.findall(r"</?|\w+|>", "<b>word</b>" * 40)
+    steps = [Progress(request_id=ID, token_ids=tuple(map(ord, token))) for token in tokens]
+
+    with count_calls("") as counted:
+        for step in steps:
+            answer.take(step)
+
+    assert counted.calls <= most * len(steps)
 
 
 @pytest.mark.parametrize(

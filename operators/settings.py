@@ -50,6 +50,7 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The namespaces whose DisaggDeployments the operator manages; empty: all namespaces."""
 
     lease: LeaseSettings = LeaseSettings()
+    """The Lease that elects the operator that acts; the others wait for its end."""
 
     listen: str = "0.0.0.0:8080"
     """host:port of /healthz, /readyz and /metrics."""
@@ -73,6 +74,7 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The time between two polls while a deployment is not Ready; six times as long when it is."""
 
     probe: ProbeSettings = ProbeSettings()
+    """The requests that show whether a deployment serves."""
 
     plans_obeyed: bool = False
     """A planner runs (`fleet serve kube-planner`) and writes the statuses of ServingPlans. If off, the operator says in them

@@ -180,6 +180,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Unique in the cluster; it stays the same when the process restarts."""
 
     role: Role = Role.BOTH
+    """The phases of a request that the worker runs: prefill, decode, or both."""
 
     engine: str = "vllm"
     """Name of an entry point in the group `workers.engines`."""
@@ -335,8 +336,10 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The worker group, and the rank of this process in it; absent: the engine runs on one node."""
 
     vllm: VllmSettings = field(default_factory=VllmSettings)
+    """Settings of the engine vllm; other engines ignore them."""
 
     simulated: SimulatedSettings = field(default_factory=SimulatedSettings)
+    """Settings of the simulated engine; other engines ignore them."""
 
     def __post_init__(self) -> None:
         check_listen_address("listen", self.listen, or_unix=True)

@@ -190,7 +190,7 @@ def _packages(extra: str, use: str, distributions: Mapping[str, str], port: int 
     """
 
     def probe() -> DoctorVerdict:
-        missing = [name for module, name in distributions.items() if importlib.util.find_spec(module) is None]
+        missing = [name for module, name in distributions.items() if not _is_found(module)]
         installed = ", ".join(_version_of(name) for name in distributions.values() if name not in missing)
         lacking = ", ".join(f"{name} is not installed" for name in missing)
         detail = "; ".join(each for each in (installed, lacking, use) if each)
@@ -199,6 +199,13 @@ def _packages(extra: str, use: str, distributions: Mapping[str, str], port: int 
         return DoctorVerdict(not missing, detail, f"pip install 'fleet-serving[{extra}]'" if missing else "")
 
     return probe
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package around it is not installed
+        return False
 
 
 def _external_engine(module: str, distribution: str, remedy: str) -> Probe:
@@ -317,6 +324,18 @@ PROBES: Sequence[tuple[str, Probe]] = (
     (
         "parsers",
         _packages("parsers", "for tool calls of engines that do not parse", {"transformers": "transformers"}),
+    ),
+    (
+        "tracing",
+        _packages(
+            "tracing",
+            "for traces that a collector of OpenTelemetry takes",
+            {
+                "opentelemetry.sdk": "opentelemetry-sdk",
+                "opentelemetry.exporter.otlp.proto.grpc": "opentelemetry-exporter-otlp-proto-grpc",
+                "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
+            },
+        ),
     ),
     ("ray", _packages("ray", "for fleet sim sweep --ray", {"ray": "ray"})),
     ("parquet", _packages("parquet", "for fleet sim run --requests", {"pyarrow": "pyarrow"})),

@@ -176,7 +176,11 @@ class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """A pool of equal workers."""
 
     role: Role
+    """The phases of a request that the workers run: prefill, decode, or both."""
+
     replicas: Annotated[int, Meta(ge=0, le=64)] = 1
+    """Number of workers that the cluster starts with."""
+
     max_running: Positive = 16
     """Requests in one batch."""
 
@@ -186,8 +190,13 @@ class PoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     `metrics_access` and `metrics_tls` are for them too."""
 
     vllm: VllmSettings = VllmSettings()
+    """Settings of the engine vllm; other engines ignore them."""
+
     simulated: SimulatedSettings = SimulatedSettings()
+    """Settings of the simulated engine; other engines ignore them."""
+
     watchdog: WatchdogSettings = WatchdogSettings()
+    """Settings of the watchdog, which decides when an engine without progress counts as hung."""
 
     def __post_init__(self) -> None:
         check_listen_address("metrics_listen", self.metrics_listen, optional=True)
@@ -197,6 +206,8 @@ class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Bounds and costs of a pool, for the planner."""
 
     least: Annotated[int, Meta(ge=0, le=64)] = 1
+    """Minimum number of workers."""
+
     most: Annotated[int, Meta(ge=0, le=64)] | None = None
     """Maximum number of workers; by default `cluster.most_workers`."""
 
@@ -213,6 +224,7 @@ class PlannedPoolSection(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Time until a new worker serves, before one was measured."""
 
     drain_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 60.0
+    """Time from telling a worker to end until it has ended."""
 
 
 class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -222,7 +234,11 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`off`, `shadow` (plans are made and shown, not applied) or `active`."""
 
     goals: PlanGoals
+    """Latency goals of the model."""
+
     budget: PlanBudget = PlanBudget()
+    """Limits on GPUs, on dollars, and on the ratio of prefill to decode workers."""
+
     pools: dict[PoolName, PlannedPoolSection] = {}
     """Bounds by pool, such as `decode`; pools that are not named have from 1 to `cluster.most_workers` workers."""
 
@@ -237,7 +253,11 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Engine by pool; for the simulated engine they follow from the pools."""
 
     rule: FleetRuleSettings | LoadRuleSettings = FleetRuleSettings()
+    """The rule that sizes the pools: `fleet` by models of their engines, or `load` by the number of requests."""
+
     rehearsal: RehearsalSettings = RehearsalSettings()
+    """Rehearsal of plans in the simulator."""
+
     score_seconds: Annotated[float, Meta(gt=0, le=1e6)] = 60.0
     """Time after a plan over which its prediction is compared with what happened."""
 
@@ -261,9 +281,17 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole cluster on one machine, for `fleet up`."""
 
     cluster: ClusterSection = ClusterSection()
+    """Settings that all processes of the cluster share, such as the engine and the model."""
+
     hub: HubSettings = HubSettings()
+    """The hub from which a model is downloaded, and the folder for downloads."""
+
     router: RouterSettings = RouterSettings()
+    """Settings of the router."""
+
     store: StoreSection = StoreSection()
+    """The KV store node."""
+
     tracing: TracingSettings = TracingSettings()
     """Traces of all processes: the router, the workers and the store node."""
 
@@ -274,8 +302,13 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """TLS of the metrics of the workers, the store node and the planner. `cluster.tls` makes a certificate for them too."""
 
     supervision: SupervisionSettings = SupervisionSettings()
+    """How processes that end or hang are started again."""
+
     pools: tuple[PoolSection, ...] = (PoolSection(role=Role.PREFILL), PoolSection(role=Role.DECODE))
+    """The pools of workers. Default: a prefill and a decode pool, each with one worker."""
+
     planner: LocalPlannerSection | None = None
+    """The planner, which changes the sizes of the pools by demand; absent: there is none."""
 
     def replicas(self, role: Role) -> int:
         return sum(pool.replicas for pool in self.pools if pool.role is role)

@@ -34,7 +34,11 @@ class PlanGoals(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """States the latency goals of a model; each goal has to hold for a share of all requests."""
 
     ttft_seconds: Annotated[float, Meta(gt=0, le=1e6)]
+    """Maximum time to first token."""
+
     tpot_seconds: Annotated[float, Meta(gt=0, le=1e6)]
+    """Maximum time per output token after the first."""
+
     percentile: Annotated[float, Meta(gt=0, lt=1)] = 0.95
     """Share of requests that must keep each goal."""
 
@@ -43,7 +47,11 @@ class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Describes a pool that a planner may size: its role, its GPUs, its bounds and its price."""
 
     name: PoolName
+    """Name of the pool."""
+
     role: Role
+    """The phases of a request that its workers run: prefill, decode, or both."""
+
     gpu: str = ""
     """Short name of its GPU type; empty: no GPU."""
 
@@ -51,7 +59,11 @@ class PlannedPool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """GPUs of one replica."""
 
     least: Replicas = 0
+    """Minimum number of replicas."""
+
     most: Replicas = MOST_REPLICAS
+    """Maximum number of replicas."""
+
     dollars_per_hour: float = 0.0
     """Price of one GPU, or of one replica without a GPU."""
 
@@ -76,11 +88,16 @@ class PlanBudget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits that hold at every instant, including replicas that start or drain. None: there is no limit."""
 
     gpus: Annotated[int, Meta(ge=0)] | None = None
+    """Maximum number of GPUs."""
+
     dollars_per_hour: Annotated[float, Meta(ge=0)] | None = None
+    """Maximum price of all replicas together."""
+
     least_ratio: Annotated[float, Meta(ge=0)] | None = None
     """Fewest prefill replicas for one decode replica."""
 
     most_ratio: Annotated[float, Meta(ge=0)] | None = None
+    """Most prefill replicas for one decode replica."""
 
 
 class PlanConditionType(StrEnum):

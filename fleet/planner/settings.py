@@ -24,6 +24,7 @@ class FolderTarget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Target of plans: a folder in which an orchestrator (`fleet up`, or your own) reads plans and reports pools."""
 
     folder: Text
+    """Path of the folder."""
 
 
 class EtcdTarget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="etcd"):
@@ -51,7 +52,11 @@ class KubernetesTarget(
     """
 
     deployment: Text
+    """Name of the DisaggDeployment."""
+
     namespace: Text = "default"
+    """Namespace of the DisaggDeployment."""
+
     kubeconfig: str = ""
     """Kubeconfig file; empty: the service account of the pod."""
 
@@ -121,7 +126,10 @@ class MetricsDemandSettings(
     """Allow sending the key over http, without encryption, to other hosts. Set this only for networks to which nobody else has access."""
 
     every_seconds: IntervalSeconds = 5.0
+    """Time between two queries."""
+
     stale_seconds: Seconds = 15.0
+    """Longest time without an answer of a router; then the planner holds."""
 
     def __post_init__(self) -> None:
         if self.key_file and not self.insecure:
@@ -185,17 +193,23 @@ class FileElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Leader election by a file lock, for planners on one machine or on a common file system with locks (NFS 4)."""
 
     path: Text
+    """Path of the file that the leader locks."""
 
 
 class EtcdElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="etcd"):
     """Leader election by a key in etcd, which ends with the lease of the leader."""
 
     endpoints: Annotated[tuple[Text, ...], Meta(min_length=1)]
+    """Addresses of etcd's servers: host:port."""
+
     key: Text = "/fleet/planner/leader"
+    """Key that the leader holds. Planners of different models need different keys."""
+
     lease_seconds: Annotated[int, Meta(ge=2, le=3600)] = 10
     """Time after which another planner leads if the leader was killed."""
 
     credentials: Credentials = Credentials()
+    """Credentials for etcd."""
 
     def __post_init__(self) -> None:
         _check_addresses("endpoints", self.endpoints)
@@ -207,10 +221,14 @@ class KubernetesElectionSettings(
     """Leader election by a Lease of Kubernetes; the planner needs the verbs get, create and update on leases."""
 
     name: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet-planner"
+    """Name of the Lease."""
+
     namespace: str = ""
     """Namespace of the Lease; empty: the pod's."""
 
     duration_seconds: Annotated[int, Meta(ge=3, le=3600)] = 15
+    """Time for which other planners wait for a leader that no longer renews the Lease."""
+
     kubeconfig: str = ""
     """Kubeconfig file; empty: the service account of the pod."""
 
@@ -221,10 +239,14 @@ class LinearEngineSettings(
     """Describes the engine of a pool whose step times are linear, such as the simulated engine."""
 
     latency: EngineLatency = EngineLatency()
+    """Coefficients of the engine's step times."""
+
     speedup: Annotated[float, Meta(gt=0)] = 1.0
     """Divides every latency."""
 
     max_running: Positive = 16
+    """Maximum number of requests in one batch of a replica."""
+
     kv_tokens: Positive = 131_072
     """Tokens of KV that one replica holds."""
 
@@ -232,6 +254,7 @@ class LinearEngineSettings(
     """Maximum number of prompt tokens of one step."""
 
     bytes_per_token: Annotated[float, Meta(ge=0)] = 64.0
+    """Bytes of KV of one token."""
 
 
 class GpuEngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="gpu"):
@@ -241,12 +264,25 @@ class GpuEngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Folder with a Hugging Face config.json, or that file, or the repository of a model that Fleet knows."""
 
     backend: Literal["vllm", "sglang", "trtllm"] = "vllm"
+    """The engine whose measured efficiencies are used."""
+
     tp: Positive = 1
+    """Tensor parallelism, in GPUs."""
+
     pp: Positive = 1
+    """Pipeline parallelism, in GPUs."""
+
     dp: Positive = 1
+    """Data parallelism of the attention, in GPUs."""
+
     ep: Positive = 1
+    """Expert parallelism, in GPUs."""
+
     max_running: Positive = 256
+    """Maximum number of requests in one batch of a replica."""
+
     step_tokens: Positive = 8192
+    """Maximum number of prompt tokens of one step."""
 
 
 class LoadRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="load"):
@@ -256,6 +292,8 @@ class LoadRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Running and waiting requests that one replica should have."""
 
     interval_seconds: IntervalSeconds = 5.0
+    """Time between two decisions."""
+
     cool_down_seconds: Annotated[float, Meta(ge=0, le=1e6)] = 300.0
     """Time for which a lower need must last before a pool shrinks."""
 
@@ -264,12 +302,15 @@ class FleetRuleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Fleet's own rule (`fleet.planner.machine`), which sizes pools by the models of their engines."""
 
     settings: PlannerRuleSettings = PlannerRuleSettings()
+    """Settings of the rule."""
 
 
 class RehearsalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rehearsal of plans in the simulator."""
 
     enabled: bool = True
+    """Rehearse each plan before it is applied. If off, plans are applied without a rehearsal."""
+
     limit_seconds: Annotated[float, Meta(gt=0, le=60)] = 10.0
     """Maximum rehearsal; then it is skipped, and the plan says so."""
 
@@ -281,8 +322,14 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Name under which the routers serve the model."""
 
     mode: PlannerMode = PlannerMode.SHADOW
+    """`off`, `shadow` (plans are made and shown, not applied) or `active`."""
+
     goals: PlanGoals
+    """Latency goals of the model."""
+
     budget: PlanBudget = PlanBudget()
+    """Limits on GPUs, on dollars, and on the ratio of prefill to decode replicas."""
+
     pools: Annotated[tuple[PlannedPool, ...], Meta(min_length=1)]
     """The pools that the planner sizes. Others are left alone."""
 
@@ -297,7 +344,11 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Engine of each pool. The rule `fleet` and rehearsals need all of them."""
 
     rule: FleetRuleSettings | LoadRuleSettings = FleetRuleSettings()
+    """The rule that sizes the pools: `fleet` by models of their engines, or `load` by the number of requests."""
+
     source: RouterDemandSettings | MetricsDemandSettings | PrometheusDemandSettings
+    """Where the planner learns the demand."""
+
     target: Target
     """Where plans are written."""
 
@@ -333,6 +384,8 @@ class PlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """MiB after which a recording ends; its beginning is kept. A MiB holds about an hour with a decision each five seconds."""
 
     rehearsal: RehearsalSettings = RehearsalSettings()
+    """Rehearsal of plans in the simulator."""
+
     score_seconds: Seconds = 60.0
     """Time after a plan over which its prediction is compared with what happened."""
 

@@ -2,8 +2,9 @@
 
     python -m loadtests.clients [--engine vllm|simulated] [--clients all|quick|NAME,...] [--url URL] [--json FILE] [--cache DIR]
 
-Without --clients, all run; `quick` leaves out those whose packages take longer than two minutes to install. With the engine vllm, plain vLLM runs after Fleet, and every call of the OpenAI client that it serves has to be served by Fleet too, or be
-refused by the name of a field; otherwise the exit status is 1. Other programs are installed once, into environments in a cache folder.
+Without --clients, all run; `quick` leaves out those whose packages take longer than two minutes to install. Every call of the OpenAI client has to be served,
+or be one that Fleet is known to refuse, with the name of the field; otherwise the exit status is 1. With the engine vllm, plain vLLM runs after Fleet, and
+this holds only for the calls that it serves. Other programs are installed once, into environments in a cache folder.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from fleet.config import default_cache_dir
-from loadtests.clients.openai_calls import run_calls
+from loadtests.clients.openai_calls import REFUSALS, SIMULATED_REFUSALS, run_calls
 from loadtests.clients.programs.registry import PROGRAMS, run_program
 from loadtests.clients.results import CallResult, ClientResult, missing_here, summed
 from loadtests.clients.servers import MODEL, ServerAddresses, fleet_up, model_folder, vllm_serve
@@ -73,20 +74,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(
     names: Sequence[str], engine: str, url: str | None, model: str, cache: Path, folder: Path
 ) -> tuple[list[ClientResult], dict[str, str]]:
-    """Run all clients; return their results, and the OpenAI calls that only plain vLLM serves."""
+    """Run all clients; return their results, and the OpenAI calls that were to be served and were not."""
     own: list[CallResult] = []
     with _server(url, folder, engine) as addresses:
         if OPENAI in names:
             own = run_calls(addresses.http, model)
         programs = [_program(name, addresses, model, cache, folder) for name in names if name in PROGRAMS]
     beside: ClientResult | None = None
-    theirs: list[CallResult] = []
+    theirs: list[CallResult] | None = None
+    refusals = SIMULATED_REFUSALS  # of a server at a URL, too, whose engine is not known
     if own and engine == "vllm" and url is None:
         with vllm_serve(folder) as address:
             theirs = run_calls(address, MODEL)
+        refusals = REFUSALS
         beside = summed("vllm", version(), theirs)
     openai = [summed(OPENAI, importlib.metadata.version(OPENAI), own, beside)] if own else []
-    return openai + programs, missing_here(own, theirs)
+    return openai + programs, missing_here(own, refusals, theirs)
 
 
 @contextmanager
@@ -121,7 +124,7 @@ def _show(results: Sequence[ClientResult], missing: dict[str, str]) -> None:
                 f"  plain {beside.name} {beside.version}: {beside.passed} passed, {beside.refused} refused, {beside.failed} failed"
             )
     for call, why in missing.items():
-        print(f"only plain vLLM serves: {call}: {why}")
+        print(f"neither served nor known to be refused: {call}: {why}")
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ def _result(name: str, call: Call, client: openai.OpenAI, model: str) -> CallRes
     try:
         call(client, model)
     except openai.BadRequestError as error:
-        field = error.body.get("param") if isinstance(error.body, Mapping) else None
+        field = (error.body.get("param") if isinstance(error.body, Mapping) else None) or ""
         outcome = CallOutcome.REFUSED if field else CallOutcome.FAILED
-        return CallResult(call=name, outcome=outcome, why=f"{field}: {error.message}"[:300])
+        return CallResult(call=name, outcome=outcome, field=field, why=f"{field}: {error.message}"[:300])
     except Exception as error:  # noqa: BLE001 - supervisor: the other calls go on
         return CallResult(call=name, outcome=CallOutcome.FAILED, why=f"{type(error).__name__}: {error}"[:300])
     return CallResult(call=name, outcome=CallOutcome.PASSED)
@@ -270,3 +270,17 @@ CALLS: Mapping[str, Call] = {
     "detokenize": _raw("/detokenize", {"tokens": [5, 6, 7]}),
 }
 """Calls by name."""
+
+REFUSALS: Mapping[str, str] = {
+    "completions suffix": "suffix",
+    "completions beam search": "use_beam_search",
+    "chat reasoning_effort": "reasoning_effort",  # the template of the built-in model does not read it
+}
+"""Calls that Fleet is known to refuse with every engine, each with the field that the refusal names."""
+
+SIMULATED_REFUSALS: Mapping[str, str] = {
+    **REFUSALS,
+    "completions structured regex": "structured_outputs.regex",
+    "chat structural_tag": "response_format",
+}
+"""The same with the simulated engine, which keeps no other forms of answers than JSON schemas and choices."""

@@ -19,6 +19,7 @@ class CallResult(Struct, frozen=True, kw_only=True):
 
     call: str
     outcome: CallOutcome
+    field: str = ""  # that a refusal names
     why: str = ""
 
 
@@ -48,7 +49,20 @@ def summed(name: str, version: str, results: list[CallResult], beside: ClientRes
     )
 
 
-def missing_here(ours: list[CallResult], theirs: list[CallResult]) -> dict[str, str]:
-    """Return the calls that the other server serves, and that this one neither serves nor refuses by name."""
-    served = {result.call for result in theirs if result.outcome is CallOutcome.PASSED}
-    return {each.call: each.why for each in ours if each.outcome is CallOutcome.FAILED and each.call in served}
+def missing_here(
+    ours: list[CallResult], refusals: Mapping[str, str], theirs: list[CallResult] | None = None
+) -> dict[str, str]:
+    """Return the reasons of the calls that this server neither serves nor is known to refuse.
+
+    Args:
+        ours: The calls of this server.
+        refusals: The field that each call which is known to be refused names.
+        theirs: The calls of a server beside it; those that it does not serve either are left out. None: there was no such server.
+    """
+    return {
+        each.call: each.why
+        for each in ours
+        if each.outcome is not CallOutcome.PASSED
+        and not (each.outcome is CallOutcome.REFUSED and refusals.get(each.call) == each.field)
+        and (theirs is None or any(it.call == each.call and it.outcome is CallOutcome.PASSED for it in theirs))
+    }

@@ -89,9 +89,16 @@ class Images(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Holds the default container images of routers and workers, which come from the values of the Helm chart."""
 
     router: str
+    """Image of routers."""
+
     worker_cpu: str
+    """Image of workers on CPUs."""
+
     worker_cuda: str
+    """Image of workers on NVIDIA GPUs."""
+
     worker_rocm: str
+    """Image of workers on AMD GPUs."""
 
     def of(self, spec: DisaggDeploymentSpec, role: RoleSpec) -> str:
         if role.type is RoleType.ROUTER:

@@ -18,6 +18,7 @@ class PlannerLeaseSettings(LeaseSettings, frozen=True, kw_only=True, forbid_unkn
     """Settings of the Lease that elects the acting planner. It must not be the operator's."""
 
     name: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet-planner"
+    """The name of the Lease."""
 
 
 class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,6 +62,8 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Maximum time after which changed numbers in the messages of a ServingPlan's status are written. Changes of state are written at once."""
 
     rehearsal: RehearsalSettings = RehearsalSettings()
+    """Rehearsal of plans in the simulator."""
+
     score_seconds: Seconds = 60.0
     """Time after a plan over which its prediction is compared with what happened."""
 

@@ -23,14 +23,29 @@ class EngineLatency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     prefill_base_ms: Milliseconds = 5.0
+    """Constant time of a step that has prompt tokens."""
+
     prefill_ms_per_token: Milliseconds = 0.07
-    # The default is 0, because the effect is too small to measure with the tiny model, even at 4,096 tokens.
+    """Time for each prompt token of a step."""
+
     prefill_ms_per_token_and_context: Milliseconds = 0.0
+    """Time for each pair of a prompt token and a token before it. The default is 0, because the effect is too small to measure with the tiny
+    model, even at 4,096 tokens."""
+
     step_base_ms: Milliseconds = 2.2
+    """Constant time of a decode step."""
+
     step_ms_per_sequence: Milliseconds = 0.2
+    """Time for each sequence of a decode step."""
+
     step_ms_per_context_token: Milliseconds = 0.0
+    """Time for each token in the context of the sequences of a decode step."""
+
     transfer_base_ms: Milliseconds = 0.5
-    transfer_ms_per_mib: Milliseconds = 0.3  # 3.4 GB/s, as measured on a loopback socket
+    """Constant time of a transfer of blocks."""
+
+    transfer_ms_per_mib: Milliseconds = 0.3
+    """Time for each MiB of a transfer. The default is 3.4 GB/s, as measured on a loopback socket."""
 
     def seconds(self, prefill_tokens: float, prefill_pairs: float, decodes: float, decode_context: float) -> float:
         """Return the duration of a step in seconds.

@@ -43,6 +43,7 @@ class LeaseSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Settings of the Lease that elects the acting operator. The defaults are those of Kubernetes' own controllers."""
 
     name: Annotated[str, Meta(min_length=1, max_length=63)] = "fleet-operator"
+    """The name of the Lease."""
 
     namespace: str = ""
     """The namespace of the Lease; empty: the pod's namespace."""

@@ -37,6 +37,7 @@ class PickerLease(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The Lease (coordination.k8s.io) that chooses one of several pickers that do not know each other's reservations. Gateways ask its holder."""
 
     name: Annotated[str, Meta(min_length=1, max_length=63)]
+    """The name of the Lease, which all pickers that share it have in common."""
 
     identity: Annotated[str, Meta(min_length=1, max_length=253)]
     """The identity of this picker, which must be unique among the pickers that share the Lease; use the name of its pod. All processes of

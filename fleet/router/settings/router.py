@@ -54,10 +54,16 @@ class ProfileSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The engine whose measured efficiencies are used."""
 
     tp: Degree = 1
+    """Tensor parallelism, in GPUs."""
+
     pp: Degree = 1
+    """Pipeline parallelism, in GPUs."""
+
     dp: Degree = 1
+    """Data parallelism of the attention, in GPUs."""
+
     ep: Degree = 1
-    """Parallelism in GPUs: tensor, pipeline, attention data, and expert parallelism."""
+    """Expert parallelism, in GPUs."""
 
     step_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] = 8192
     """The most prompt tokens of one step."""

@@ -28,17 +28,18 @@ pytestmark = pytest.mark.integration
 FEW, MANY = 20, 220  # tokens; the tests count the difference
 
 RELAYED = 2
-"""Calls for a token of an external backend, from socket to socket. It takes one, the read that passes it on."""
+"""Calls for a token of an external backend, from socket to socket. It takes one, the read that passes it on, and a share of a second call
+that differs between runs."""
 
-FRONTED = 26
-"""Calls for a token of Fleet's own worker from the router's stream to the socket: text, stop strings, JSON, write. It takes 22."""
+FRONTED = 20
+"""Calls for a token of Fleet's own worker from the router's stream to the socket: text, stop strings, JSON, write. This is what it takes."""
 
 REQUESTED = 545
-"""Calls for a streamed completion of Fleet's own worker with `FEW` tokens, in the frontend. It takes 543; what a setting turns on comes on
-top, and costs nothing while the setting is off: access records, tracing."""
+"""Calls for a streamed completion of Fleet's own worker with `FEW` tokens, in the frontend. This is what it takes; what a setting turns on
+comes on top, and costs nothing while the setting is off: access records, tracing."""
 
-DECIDED = 9
-"""Calls for a token of Fleet's own worker in the router machine. It takes 7."""
+DECIDED = 5
+"""Calls for a token of Fleet's own worker in the router machine. This is what it takes."""
 
 
 async def stream_tokens(address: str, model: str, tokens: int, received: asyncio.Semaphore) -> None:
@@ -87,16 +88,17 @@ async def test_token_of_an_external_backend_takes_few_calls():
 
 
 async def test_token_of_a_worker_takes_few_calls_to_the_socket(model_dir):
-    calls = []
+    """Take the least of several runs, because timers of other parts run too."""
+    calls = {FEW: [], MANY: []}
     async with open_frontends(model_dir) as frontends:
-        for tokens in (FEW, FEW, MANY):
+        for tokens in (FEW, *(FEW, MANY) * 3):  # the first run warms up
             frontends.will_answer("word " * tokens)
             frontends.router.answer = frontends.router.answer[:tokens]
             with count_calls() as counted:
                 await stream_tokens(frontends.http.address, OWN_MODEL, tokens, asyncio.Semaphore(0))
-            calls.append(counted.calls)
+            calls[tokens].append(counted.calls)
 
-    assert (calls[2] - calls[1]) / (MANY - FEW) <= FRONTED
+    assert (min(calls[MANY]) - min(calls[FEW])) / (MANY - FEW) <= FRONTED, calls
 
 
 async def test_request_without_records_takes_few_calls(model_dir):

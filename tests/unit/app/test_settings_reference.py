@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fleet.app.settings_reference import reference
+from fleet.app.settings_reference import KINDS, reference, settings_keys
 
 PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
 
@@ -16,3 +16,9 @@ def test_page_of_settings_explains_nested_sections():
 
     assert "| `max_queue_seconds` | `10.0` |" in page
     assert "`watchdog.floor_seconds`" in page
+
+
+def test_every_key_of_every_settings_file_has_a_meaning():
+    keys = [(part, key) for part, kind in KINDS.items() for key in settings_keys(kind)]
+
+    assert [f"{part}: {key.path}" for part, key in keys if not key.meaning] == []

@@ -41,6 +41,7 @@ def test_every_part_that_is_optional_has_a_line():
         "s3",
         "codecs",
         "kv events",
+        "tracing",
     ]
     assert names >= {*wanted, "shared memory"}
     assert names >= {f"engine {engine}" for engine in ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "simulated")}
@@ -59,7 +60,7 @@ def test_extras_of_fleet_have_the_packages_that_it_probes():
     extras = {*importlib.metadata.metadata("fleet-serving").get_all("Provides-Extra")}
     findings = {finding.name: finding for finding in examine(light_probes())}
 
-    for name in ("etcd", "redis", "s3", "codecs", "kv events", "ray", "parquet", "kubernetes"):
+    for name in ("etcd", "redis", "s3", "codecs", "kv events", "ray", "parquet", "kubernetes", "tracing"):
         assert name.replace(" ", "-") in extras
         assert "makes no use of it" not in findings[name].detail
 

@@ -5,18 +5,19 @@ import sys
 import pytest
 from msgspec import structs
 
-from loadtests.clients.__main__ import MISUSED, main
+from loadtests.clients import __main__ as command
+from loadtests.clients.__main__ import DONE, FAILED, MISUSED, main
 from loadtests.clients.programs import registry
 from loadtests.clients.results import CallOutcome, CallResult, missing_here, summed
 
 
-def result(call: str, outcome: CallOutcome, why: str = "") -> CallResult:
-    return CallResult(call=call, outcome=outcome, why=why)
+def result(call: str, outcome: CallOutcome, why: str = "", field: str = "") -> CallResult:
+    return CallResult(call=call, outcome=outcome, why=why, field=field)
 
 
 OURS = [
     result("a", CallOutcome.PASSED),
-    result("b", CallOutcome.REFUSED, "suffix: is not supported"),
+    result("b", CallOutcome.REFUSED, "suffix: is not supported", field="suffix"),
     result("c", CallOutcome.FAILED, "404"),
     result("d", CallOutcome.FAILED, "500"),
 ]
@@ -32,7 +33,26 @@ def test_calls_are_summed_with_the_reasons_of_those_not_served():
 def test_only_failed_calls_that_the_other_serves_are_missing():
     theirs = [result(call, CallOutcome.PASSED) for call in "abc"] + [result("d", CallOutcome.FAILED)]
 
-    assert missing_here(OURS, theirs) == {"c": "404"}
+    assert missing_here(OURS, {"b": "suffix"}, theirs) == {"c": "404"}
+
+
+def test_every_failed_call_is_missing_where_no_other_runs():
+    assert missing_here(OURS, {"b": "suffix"}) == {"c": "404", "d": "500"}
+
+
+@pytest.mark.parametrize("refusals", [{}, {"b": "echo"}, {"a": "suffix"}])
+def test_refusal_that_is_not_known_is_missing(refusals):
+    theirs = [result("b", CallOutcome.PASSED)]
+
+    assert missing_here(OURS, refusals, theirs) == {"b": "suffix: is not supported"}
+
+
+@pytest.mark.parametrize(("outcome", "status"), [(CallOutcome.PASSED, DONE), (CallOutcome.FAILED, FAILED)])
+def test_failed_call_of_the_openai_client_fails_the_command(monkeypatch, outcome, status):
+    monkeypatch.setattr(command, "model_folder", lambda folder: folder)
+    monkeypatch.setattr(command, "run_calls", lambda address, model: [result("chat", outcome)])
+
+    assert main(["--engine", "simulated", "--clients", "openai", "--url", "http://127.0.0.1:1/v1"]) == status
 
 
 LINES = """

@@ -552,6 +552,9 @@ class ApiKey(_Values, frozen=True):
     key: str = "api-key"
     """Key in the Secret."""
 
+    insecure: bool = False
+    """Send the key without TLS, on a network that nobody else is on. Needed if `routers.tls.secret` is empty."""
+
 
 class Test(_Values, frozen=True):
     enabled: bool = True

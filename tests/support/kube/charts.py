@@ -91,7 +91,7 @@ VALUES: Mapping[str, Document] = {
         "discovery": {"source": "Etcd"},
         "etcd": {"install": True, "replicas": 3, "storageClass": "fast"},
         "redis": {"install": True},
-        "test": {"model": "llama", "apiKey": {"name": "fleet-test"}},
+        "test": {"model": "llama", "apiKey": {"name": "fleet-test", "insecure": True}},
     },
     "brought": {
         "discovery": {"source": "Kubernetes", "cluster": "llama"},

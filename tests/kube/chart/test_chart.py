@@ -805,6 +805,10 @@ def test_chart_can_be_a_subchart(tmp_path):
             {"discovery": {"source": "Etcd"}, "etcd": {"endpoints": ["etcd:2379"], "tls": True}},
             "etcd.tls: needs a certificate",
         ),
+        (
+            {"operator": {"secrets": [{"setting": "probe.keys", "name": "fleet-probes", "key": "keys.json"}]}},
+            "set operator.settings.probe.insecure",
+        ),
         ({"routers": {"autoscaling": {"enabled": True, "least": 3, "most": 2}}}, "least, 3, is more than most, 2"),
     ],
 )

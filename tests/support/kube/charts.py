@@ -69,7 +69,7 @@ VALUES: Mapping[str, Document] = {
         },
         "operator": {
             "scope": "Cluster",
-            "settings": {"at_once": 16, "lease": {"duration_seconds": 30}},
+            "settings": {"at_once": 16, "lease": {"duration_seconds": 30}, "probe": {"insecure": True}},
             "secrets": [{"setting": "probe.keys", "name": "fleet-probes", "key": "keys.json"}],
         },
         "planner": {

@@ -34,7 +34,11 @@ class ProbeSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     keys: Mapping[str, str] = {}
     """API keys by `namespace/name` of the deployment whose routers require one. Each key is sent to these routers only,
-    and never written down."""
+    and only if `insecure` allows it, and never written down."""
+
+    insecure: bool = False
+    """Send `keys` in the clear to the routers' pods, on a network that nobody else is on. If off, no key is sent, and the
+    condition Ready of a deployment whose routers require one names this setting."""
 
 
 class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,8 +88,7 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Deployments that are reconciled at the same time."""
 
     resync_seconds: Annotated[float, Meta(ge=1, le=86_400)] = 600.0
-    """The time between two reconciles of everything without a change; they also restore children that somebody edited.
-    The time between two reconciles of everything without a change; they also restore children that somebody edited."""
+    """The time between two reconciles of everything without a change; they also restore children that somebody edited."""
 
     most_objects: Annotated[int, Meta(ge=1)] = 10_000
     """DisaggDeployments and other custom objects that may wait for a reconcile; with more of them, they take turns."""

@@ -23,7 +23,9 @@ async def run_operator(settings: OperatorSettings, announce: Announce) -> None:
 
     async with stop_signal() as stop:
         routers = RouterRegistrations() if settings.ask_routers else None
-        clients = HttpProbeSender(settings.probe.keys, settings.probe.deadline_seconds)
+        clients = HttpProbeSender(
+            settings.probe.keys, settings.probe.deadline_seconds, insecure=settings.probe.insecure
+        )
         await serve_operator(settings, routers, clients, SystemClock(), utc_now, CollectorRegistry(), announce, stop)
 
 

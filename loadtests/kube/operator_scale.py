@@ -244,10 +244,16 @@ def flat(found: dict[str, Any], path: str = "") -> dict[str, float]:
     return figures
 
 
-def exceeded(found: dict[str, Any], most_mib: int) -> Iterator[str]:
-    """Yield the limits that the figures exceed."""
-    if found["memory_mib"] > most_mib:
+def exceeded(found: dict[str, Any], most_mib: int, most_seconds: float, most_scale_ms: int) -> Iterator[str]:
+    """Yield the limits that the figures exceed; a limit of 0 is none. With any limit, those of writes hold too."""
+    if not (most_mib or most_seconds or most_scale_ms):
+        return
+    if most_mib and found["memory_mib"] > most_mib:
         yield f"the operator needs {found['memory_mib']} MiB, of {most_mib}"
+    if most_seconds and (seconds := found["made"]["seconds"]) > most_seconds:
+        yield f"all deployments are Ready after {seconds:g} s, of {most_seconds:g}"
+    if most_scale_ms and (milliseconds := found["scale_change_ms"]) > most_scale_ms:
+        yield f"a scale change reaches its object after {milliseconds} ms, of {most_scale_ms}"
     for name in ("made", "changed"):
         for what, most in (("child", 1), ("status", 2)):
             if (writes := found[name][f"most_writes_of_a_{what}"]) > most:
@@ -263,7 +269,19 @@ def main() -> None:
         "--most-mib",
         type=int,
         default=0,
-        help="fail above this memory, or with more writes than allowed; 0: only measure",
+        help="fail above this memory, or with more writes than allowed; 0: no limit",
+    )
+    parser.add_argument(
+        "--most-seconds",
+        type=float,
+        default=0,
+        help="fail if all deployments are Ready later, or with more writes than allowed; 0: no limit",
+    )
+    parser.add_argument(
+        "--most-scale-ms",
+        type=int,
+        default=0,
+        help="fail if a scale change reaches its object later, or with more writes than allowed; 0: no limit",
     )
     arguments = parser.parse_args()
     if arguments.before:
@@ -284,7 +302,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = asyncio.run(measure(server, server_cpu, arguments.deployments, Path(folder)))
         print(json.dumps(found, indent=2))
-        if arguments.most_mib and (broken := list(exceeded(found, arguments.most_mib))):
+        if broken := list(exceeded(found, arguments.most_mib, arguments.most_seconds, arguments.most_scale_ms)):
             sys.exit("\n".join(broken))
     finally:
         ours.send("end")

@@ -336,7 +336,8 @@ class OperatorValues(_Values, frozen=True):
 
     secrets: tuple[SecretSetting, ...] = ()
     """Settings whose values are in Secrets, like those of routers: `{setting: probe.keys, name: fleet-probes, key:
-    keys.json}`, with the file `{"namespace/name": "API key"}` for DisaggDeployments whose routers require a key."""
+    keys.json}`, with the file `{"namespace/name": "API key"}` for DisaggDeployments whose routers require a key. These
+    keys need `settings.probe.insecure`, because probes have no TLS."""
 
     disruption_budget: DisruptionBudget = DisruptionBudget()
     service_account: ServiceAccount = ServiceAccount()
@@ -551,6 +552,9 @@ class ApiKey(_Values, frozen=True):
 
     key: str = "api-key"
     """Key in the Secret."""
+
+    insecure: bool = False
+    """Send the key without TLS, on a network that nobody else is on. Needed if `routers.tls.secret` is empty."""
 
 
 class Test(_Values, frozen=True):

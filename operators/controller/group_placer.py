@@ -1,6 +1,6 @@
 """Group placer: chooses the domain of each worker group that one reconcile creates.
 
-Pure. `operators.observed.domains` has the rules for the choice of a domain.
+Pure, apart from the clock. `operators.observed.domains` has the rules for the choice of a domain.
 
 Rules:
 
@@ -12,12 +12,16 @@ Rules:
    scheduling gate, if the cluster supports scheduling gates, and `operators.controller.gate_keeper` lets one group at a
    time pass. If only a part of a group's pods found nodes, the group is removed and created again. The new group may
    not use the nodes that the old one had found.
+4. A domain in which the scheduler found no nodes for a group's pods is remembered for a time (`FailedDomains`). Later
+   groups of the role get it only if no other domain has room.
 """
 
 import msgspec
 from msgspec import Struct
 
+from fleet.core.clock import SECOND, Clock, Nanos
 from operators.api.disagg_deployment import RoleSpec
+from operators.keys import ReconcileKey
 from operators.manifests.names import DesiredDeployment, GroupPlacement
 from operators.manifests.pods import Images, pod_template
 from operators.manifests.workloads import ANYWHERE
@@ -26,6 +30,40 @@ from operators.observed.pod_troubles import PodTrouble, TroubleReason
 from operators.observed.state import ObservedState
 
 MOST_TOLD = 4
+
+FAILED = Nanos(1800 * SECOND)
+"""The time for which a failed domain is remembered: a group is removed after at most 120 s, so it can try some others."""
+
+MOST_FAILED = 64
+"""The maximum number of failed domains that are remembered for one role."""
+
+
+class FailedDomains:
+    """Remembers the domains in which pods of roles found no nodes, for a time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._failed: dict[ReconcileKey, dict[tuple[str, str], Nanos]] = {}
+
+    def add(self, key: ReconcileKey, role: str, domain: str) -> None:
+        found = self._failed.setdefault(key, {})
+        found.pop((role, domain), None)
+        found[role, domain] = self._clock.now()
+        own = [each for each in found if each[0] == role]
+        for each in own[:-MOST_FAILED]:
+            del found[each]
+
+    def of(self, key: ReconcileKey) -> dict[str, tuple[str, ...]]:
+        """Return the failed domains of a deployment by role, the one that failed first before the others."""
+        now = self._clock.now()
+        found = {each: at for each, at in self._failed.pop(key, {}).items() if now < at + FAILED}
+        if not found:
+            return {}
+        self._failed[key] = found
+        return {role: tuple(domain for of, domain in found if of == role) for role, _ in found}
+
+    def forget(self, key: ReconcileKey) -> None:
+        self._failed.pop(key, None)
 
 
 class PlacedGroup(Struct, frozen=True):
@@ -47,6 +85,7 @@ class GroupPlacer:
         self._images = images
         self._room: ClusterRoom | None = observed.room
         self._avoided = observed.avoided
+        self._failed_domains = observed.failed_domains
         self._gates = observed.served.scheduling_gates
 
     def place(self, role: RoleSpec, name: str) -> GroupPlacement | None:
@@ -60,7 +99,7 @@ class GroupPlacer:
             return GroupPlacement(avoided=self._avoided.get(role.name, ()), gated=self._gates)
         template = pod_template(self._desired, role, self._images, "")
         demand = demand_of(template, role.topology.domain, role.nodes_per_replica)
-        domain, left = choose(self._room, demand)
+        domain, left = choose(self._room, demand, self._failed_domains.get(role.name, ()))
         if not domain:
             self.unfit.append(PodTrouble(TroubleReason.NoDomainFits, name, _why(self._room, demand)))
             return None

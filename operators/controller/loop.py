@@ -21,6 +21,7 @@ from operators.controller import events, serving_request
 from operators.controller.applier import Applier
 from operators.controller.control_secrets import ControlSecret, ControlSecrets, UnusableSecret
 from operators.controller.gate_keeper import GateKeeper
+from operators.controller.group_placer import FailedDomains
 from operators.controller.reconcile import reconcile
 from operators.controller.room_reader import RoomReader
 from operators.controller.work_queue import IMMEDIATELY
@@ -99,6 +100,7 @@ class Controller:
         self._limiter: StatusRateLimiter[ReconcileKey] = StatusRateLimiter()
         self._room = room
         self._gates = GateKeeper()
+        self._failed_domains = FailedDomains(clock)
         self._avoided: dict[ReconcileKey, dict[str, tuple[str, ...]]] = {}
         self._sizes: dict[ReconcileKey, tuple[str, Mapping[str, int]]] = {}
         self._worker_revisions = WorkerRevisions(lambda desired: revision(desired, images))
@@ -132,6 +134,7 @@ class Controller:
             self._write_streaks.pop(key, None)
             self._edits.pop(key, None)
             self._avoided.pop(key, None)
+            self._failed_domains.forget(key)
             self._gates.forget(key)
             self._sizes.pop(key, None)
             self._worker_revisions.forget(key)
@@ -159,7 +162,9 @@ class Controller:
         observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence, drift)
         edited = {key: self._metadata(*key, custom) for key in observed.drifted}
         sizes = {**observed.sizes, **self._last_sizes(key, desired, observed.scalers)}
-        observed = msgspec.structs.replace(observed, avoided=self._avoided.get(key, {}), sizes=sizes)
+        observed = msgspec.structs.replace(
+            observed, avoided=self._avoided.get(key, {}), failed_domains=self._failed_domains.of(key), sizes=sizes
+        )
         worker_revision = self._worker_revisions.of(key, desired)
         observed_afresh = msgspec.structs.replace(observed, afresh=afresh)
         decided = reconcile(desired, observed_afresh, self._images, self._now(), worker_revision)
@@ -223,10 +228,12 @@ class Controller:
     def _avoid_nodes(self, key: ReconcileKey, observed: ObservedState) -> None:
         """Remember the nodes that had room for only a part of a group, so that the next group of the role avoids them.
 
-        If a group found no node at all, forget the nodes of its role.
+        The domain that was chosen for the group is remembered, too. If a group found no node at all, forget the nodes of its role.
         """
         for child in observed.children:
             for name in child.half_scheduled[-1:]:
+                if domain := child.placements[name].domain:
+                    self._failed_domains.add(key, child.role, domain)
                 avoided = self._avoided.setdefault(key, {})
                 nodes = (*avoided.get(child.role, ()), *child.nodes[name]) if child.nodes[name] else ()
                 avoided[child.role] = tuple(dict.fromkeys(nodes))[-MOST_AVOIDED:]

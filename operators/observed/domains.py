@@ -4,12 +4,14 @@ Rules:
 
 1. A domain is all nodes with the same value of one label (`topology.domain`). A group fits into a domain if the nodes
    of the domain have room for all pods of the group. The room of a node is what it can allocate, less the requests of
-   all pods on it, whoever they belong to.
+   all pods on it, whoever they belong to. A pod requests what its containers and its init containers need, its
+   overhead, and one of the pods that a node may run.
 2. As soon as a domain was chosen for a group, the room of the group counts as taken, even before its pods exist.
 3. Of the domains with enough room, the one with the least room is chosen, so that the others stay free for larger
-   groups.
-4. Nodes that a pod cannot use do not count: nodes that are unschedulable or not ready, nodes without the labels that
-   the pod selects, and nodes with taints that the pod does not tolerate.
+   groups. Domains in which pods of the role found no nodes a short time ago are chosen last: the scheduler may know
+   obstacles that are not counted here.
+4. Nodes that a pod cannot use do not count: nodes that are unschedulable or not ready, nodes that the pod's
+   nodeSelector or its required nodeAffinity excludes, and nodes with taints that the pod does not tolerate.
 """
 
 import re
@@ -35,6 +37,11 @@ FACTORS = {
     },
     **{f"{letter}i": Decimal(1024) ** power for power, letter in enumerate("KMGTPE", 1)},
 }
+PODS = "pods"
+"""Resource of a node: the number of pods that it may run."""
+
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+
 REPELLING = frozenset({"NoSchedule", "NoExecute"})
 
 
@@ -71,6 +78,8 @@ class Node(NamedObject, frozen=True, kw_only=True, rename="camel"):
 class PlacedPodSpec(_Part, frozen=True):
     node_name: str = ""
     containers: tuple[dict[str, Any], ...] = ()
+    init_containers: tuple[dict[str, Any], ...] | None = ()
+    overhead: dict[str, Any] | None = None
 
 
 class PlacedPodStatus(_Part, frozen=True):
@@ -93,12 +102,16 @@ class GroupDemand(Struct, frozen=True):
     pods: int
     each: Amounts
     selector: Mapping[str, str] = {}
+    terms: tuple[Mapping[str, Any], ...] = ()
+    """Terms of the required nodeAffinity, of which a node has to match one; empty: every node matches."""
+
     tolerations: tuple[Mapping[str, Any], ...] = ()
 
 
 class NodeRoom(Struct, frozen=True):
-    """Holds the labels and taints of a node, and those of its resources that no pod requests."""
+    """Holds the name, labels and taints of a node, and those of its resources that no pod requests."""
 
+    name: str
     labels: Mapping[str, str]
     taints: tuple[Taint, ...]
     free: Amounts
@@ -125,7 +138,7 @@ def cluster_room(
     for pod in pods:
         if pod.status.phase in {"Succeeded", "Failed"}:
             continue
-        asked = requested(pod.spec.containers)
+        asked = requested(pod.spec.containers, pod.spec.init_containers or (), pod.spec.overhead)
         if pod.spec.node_name:
             there = used.setdefault(pod.spec.node_name, {})
             for resource, amount in asked.items():
@@ -135,6 +148,7 @@ def cluster_room(
             waiting.append((GroupDemand(name, 1, asked), value))
     room = [
         NodeRoom(
+            each.metadata.name,
             each.metadata.labels,
             tuple(each.spec.taints or ()),
             _less(_amounts(each.status.allocatable), used.get(each.metadata.name, {})),
@@ -147,15 +161,16 @@ def cluster_room(
     return ClusterRoom(tuple(room))
 
 
-def choose(room: ClusterRoom, demand: GroupDemand) -> tuple[str, ClusterRoom]:
+def choose(room: ClusterRoom, demand: GroupDemand, avoided: Sequence[str] = ()) -> tuple[str, ClusterRoom]:
     """Return the domain for a group, and the room without the group's share; the domain is empty if none has room.
 
-    The room must be known: `room.nodes` is not None.
+    The room must be known: `room.nodes` is not None. An avoided domain is chosen only if no other one has room, the
+    first of `avoided` first.
     """
     slots = {value: count for value, count in slots_by_domain(room, demand).items() if count >= demand.pods}
     if not slots:
         return "", room
-    value = min(slots, key=lambda each: (slots[each], each))
+    value = min(slots, key=lambda each: (avoided.index(each) if each in avoided else -1, slots[each], each))
     left = list(room.nodes or ())
     _take(left, demand, value)
     return value, ClusterRoom(tuple(left))
@@ -173,24 +188,57 @@ def slots_by_domain(room: ClusterRoom, demand: GroupDemand) -> dict[str, int]:
 def demand_of(template: Manifest, label: str, pods: int) -> GroupDemand:
     """Return the demand of a group of `pods` pods that are made from this pod template."""
     spec = mapping(template.get("spec"))
-    containers, tolerations = spec.get("containers"), spec.get("tolerations")
+    required = mapping(mapping(mapping(spec.get("affinity")).get("nodeAffinity")).get(REQUIRED))
     return GroupDemand(
         label=label,
         pods=pods,
-        each=requested([each for each in containers if isinstance(each, dict)] if isinstance(containers, list) else []),
+        each=requested(
+            _objects(spec.get("containers")), _objects(spec.get("initContainers")), mapping(spec.get("overhead"))
+        ),
         selector={key: value for key, value in mapping(spec.get("nodeSelector")).items() if isinstance(value, str)},
-        tolerations=tuple(mapping(each) for each in tolerations) if isinstance(tolerations, list) else (),
+        terms=_objects(required.get("nodeSelectorTerms")),
+        tolerations=_objects(spec.get("tolerations")),
     )
 
 
-def requested(containers: Iterable[Mapping[str, Any]]) -> dict[str, Decimal]:
-    """Return the resources that all containers request together. A limit counts as the request if no request is set."""
-    found: dict[str, Decimal] = {}
+def requested(
+    containers: Iterable[Mapping[str, Any]],
+    init_containers: Iterable[Mapping[str, Any]] = (),
+    overhead: Mapping[str, Any] | None = None,
+) -> dict[str, Decimal]:
+    """Return the resources that a pod requests, as the scheduler counts them.
+
+    Init containers run one after the other before the containers, except those that always restart: these keep running
+    beside all that start after them.
+    """
+    beside: dict[str, Decimal] = {}
+    most: dict[str, Decimal] = {}
+    for each in init_containers:
+        running = _sum(beside, _request(each))
+        most = _most(most, running)
+        if each.get("restartPolicy") == "Always":
+            beside = running
     for each in containers:
-        given = mapping(each.get("resources"))
-        for resource, amount in _amounts({**mapping(given.get("limits")), **mapping(given.get("requests"))}).items():
-            found[resource] = found.get(resource, Decimal(0)) + amount
-    return found
+        beside = _sum(beside, _request(each))
+    return {**_sum(_most(most, beside), _amounts(overhead or {})), PODS: Decimal(1)}
+
+
+def _request(container: Mapping[str, Any]) -> dict[str, Decimal]:
+    """Return what a container requests. A limit counts as the request if no request is set."""
+    given = mapping(container.get("resources"))
+    return _amounts({**mapping(given.get("limits")), **mapping(given.get("requests"))})
+
+
+def _sum(one: Amounts, other: Amounts) -> dict[str, Decimal]:
+    return {each: one.get(each, Decimal(0)) + other.get(each, Decimal(0)) for each in {**one, **other}}
+
+
+def _most(one: Amounts, other: Amounts) -> dict[str, Decimal]:
+    return {each: max(one.get(each, Decimal(0)), other.get(each, Decimal(0))) for each in {**one, **other}}
+
+
+def _objects(value: Any) -> tuple[Mapping[str, Any], ...]:
+    return tuple(each for each in value if isinstance(each, dict)) if isinstance(value, list) else ()
 
 
 def _amounts(quantities: Mapping[str, Any]) -> dict[str, Decimal]:
@@ -218,7 +266,44 @@ def _usable(node: NodeRoom, demand: GroupDemand) -> bool:
     repelled = (
         taint for taint in node.taints if taint.effect in REPELLING and not _tolerated(taint, demand.tolerations)
     )
-    return demand.selector.items() <= node.labels.items() and not any(True for _ in repelled)
+    return (
+        demand.selector.items() <= node.labels.items()
+        and (not demand.terms or any(_matches(node, each) for each in demand.terms))
+        and not any(True for _ in repelled)
+    )
+
+
+def _matches(node: NodeRoom, term: Mapping[str, Any]) -> bool:
+    """Return whether a node matches a term of a required nodeAffinity.
+
+    An empty term matches, because the operator adds the domain to each term.
+    """
+    fields = {"metadata.name": node.name}
+    return all(_holds(node.labels, each) for each in _objects(term.get("matchExpressions"))) and all(
+        _holds(fields, each) for each in _objects(term.get("matchFields"))
+    )
+
+
+def _holds(labels: Mapping[str, str], expression: Mapping[str, Any]) -> bool:
+    value, given = labels.get(str(expression.get("key"))), expression.get("values")
+    values = given if isinstance(given, list) else []
+    match expression.get("operator"):
+        case "In":
+            return value in values
+        case "NotIn":
+            return value not in values
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+        case "Gt" | "Lt" as operator:
+            try:
+                difference = int(value or "") - int(values[0])
+            except (ValueError, IndexError, TypeError):
+                return False
+            return difference > 0 if operator == "Gt" else difference < 0
+        case _:
+            return False
 
 
 def _tolerated(taint: Taint, tolerations: Iterable[Mapping[str, Any]]) -> bool:
@@ -233,9 +318,14 @@ def _tolerated(taint: Taint, tolerations: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _slots(node: NodeRoom, demand: GroupDemand) -> int:
-    """Return the number of pods of the group for which a node has room."""
+    """Return the number of pods of the group for which a node has room.
+
+    A node that does not say how many pods it may run has no such limit.
+    """
     room = [
-        int(node.free.get(resource, Decimal(0)) // amount) for resource, amount in demand.each.items() if amount > 0
+        int(node.free.get(resource, Decimal(0)) // amount)
+        for resource, amount in demand.each.items()
+        if amount > 0 and not (resource == PODS and PODS not in node.free)
     ]
     return max(0, min(room, default=demand.pods))
 

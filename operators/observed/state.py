@@ -166,6 +166,9 @@ class ObservedState(Struct, frozen=True, kw_only=True):
     """Nodes, by role, that had too little room for a group of the role. It is filled only if the operator may not list
     nodes."""
 
+    failed_domains: Mapping[str, tuple[str, ...]] = {}
+    """Domains, by role, in which pods of a group of the role found no nodes a short time ago; the oldest is first."""
+
     refusals: tuple[ApiRefusal, ...] = ()
     """The writes of this reconcile that the API server has refused."""
 

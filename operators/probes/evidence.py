@@ -128,6 +128,9 @@ class ProbeFailure(Struct, frozen=True):
     """A short description without secrets, which conditions may show."""
 
     wants_key: bool = False
+    key_withheld: bool = False
+    """True if the operator has a key that the routers want, but must not send it in the clear."""
+
     busy: bool = False
     """True if a router rejected the probe because its queue is full or a rate limit was reached."""
 

@@ -12,6 +12,7 @@ Rules:
 4. An API key is never sent to a Service, because everybody who may write Services or EndpointSlices could redirect the
    request and read the key. So the operator first sends the request to the Service without a key. If the answer is 401,
    it sends the request with the key to the IP address of a router's pod, which only the node of the pod can set.
+   The key crosses the network in the clear there, so it is sent only if a setting (`probe.insecure`) allows it.
 5. A probe has the normal priority, because priority counts only among requests of one tenant, and a tenant with few
    waiting requests is admitted first anyway (`fleet.router.queueing.admission_queue`, rule 4). The probe states a time
    limit, so that a router that cannot place it in time rejects it.
@@ -49,6 +50,8 @@ NO_SUCH_JSON = (msgspec.MsgspecError, RecursionError)
 
 WORDS = " ".join(f"and then comes number {number}," for number in range(40))
 """Text of about 200 tokens that follows the random words in each prompt."""
+
+WITHHELD = "its routers want an API key, and the operator's key would cross the network in the clear"
 
 ELSEWHERE = frozenset({Source.DIRECT, Source.STORE})
 
@@ -122,6 +125,8 @@ class HttpProbeSender:
         self,
         keys: Mapping[str, str],
         deadline_seconds: float,
+        *,
+        insecure: bool,
         service: Callable[[str, str], str] = service_address,
         router: Callable[[str], str] = router_address,
     ) -> None:
@@ -130,11 +135,13 @@ class HttpProbeSender:
         Args:
             keys: API key of each deployment that needs one, by the deployment's `namespace/name`.
             deadline_seconds: Time limit of one probe in seconds.
+            insecure: If true, keys may cross the network in the clear; if false, none is sent.
             service: Returns the host:port of a Service; its arguments are namespace and name.
             router: Returns the host:port of a router for the IP address of its pod.
         """
         self._keys = keys
         self._deadline_seconds = deadline_seconds
+        self._insecure = insecure
         self._service = service
         self._router = router
 
@@ -146,6 +153,8 @@ class HttpProbeSender:
                 found = await self._sent(probe, self._service(probe.namespace, probe.service), "")
                 if not (isinstance(found, ProbeFailure) and found.wants_key and key):
                     return found
+                if not self._insecure:
+                    return ProbeFailure(found.status, WITHHELD, wants_key=True, key_withheld=True)
                 if not probe.router_address:
                     return ProbeFailure(0, "its routers want an API key, and none of them has an address")
                 return await self._sent(probe, self._router(probe.router_address), key)

@@ -262,12 +262,12 @@ def _served(desired: DesiredDeployment, observed: ObservedState, wanted: Pending
     if failure is None:
         return "Ready", FALSE, "ServedProbePending", what
     if failure.wants_key:
-        return (
-            "Ready",
-            UNKNOWN,
-            "ServedProbeNeedsKey",
-            f"{failure}; give the operator one for {desired.namespace}/{desired.name}: probe.keys",
+        remedy = (
+            "set the operator's probe.insecure on a network that nobody else is on"
+            if failure.key_withheld
+            else f"give the operator one for {desired.namespace}/{desired.name}: probe.keys"
         )
+        return "Ready", UNKNOWN, "ServedProbeNeedsKey", f"{failure}; {remedy}"
     return "Ready", FALSE, "ServedProbeFailed", f"{evidence.failed}: {failure}"
 
 

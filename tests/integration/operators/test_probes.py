@@ -41,7 +41,7 @@ def a_probe(worker="w1", *, pair=False, router_address="10.0.0.1", wants_vector=
     )
 
 
-def probes(url, keys=None, seconds=SECONDS, router=None):
+def probes(url, keys=None, seconds=SECONDS, router=None, *, insecure=True):
     """Probe the listener through the Service, and at the router pod's address if it differs."""
 
     def service(namespace, name):
@@ -52,7 +52,7 @@ def probes(url, keys=None, seconds=SECONDS, router=None):
         assert host == "10.0.0.1"
         return (router or url).removeprefix("http://")
 
-    return HttpProbeSender(keys or {}, seconds, service, router_address)
+    return HttpProbeSender(keys or {}, seconds, insecure=insecure, service=service, router=router_address)
 
 
 @asynccontextmanager
@@ -155,6 +155,16 @@ async def test_key_is_sent_only_to_its_own_deployment(model_dir):
     async with exchange(b"{}", 401) as service, exchange(msgspec.json.encode(refusal), 500) as router:
         found = await probes(service, {"ns/dd": KEY}, router=router).ask(a_probe())
         assert found == ProbeFailure(500, "internal: Bearer (key) is bad")
+
+
+async def test_key_needs_a_setting_that_allows_a_plain_connection(model_dir):
+    heard = []
+    async with open_frontends(model_dir, TENANTS) as frontends, exchange(b"{}", 401, heard) as router:
+        found = await probes(frontends.url, {"ns/dd": KEY}, router=router, insecure=False).ask(a_probe())
+
+    assert (found.status, found.wants_key, found.key_withheld) == (401, True, True)
+    assert "in the clear" in found.text
+    assert heard == []
 
 
 async def test_redirected_service_never_sees_the_key(model_dir):

@@ -67,18 +67,23 @@ def test_apply_of_a_fraction_for_an_integer_is_500(api, namespace):
     assert "failed to convert new object" in status["message"]
 
 
-def test_apply_of_unknown_custom_field_is_500(api, namespace):
-    spec = DEFINITION["spec"] | {"group": GROUP}
-    definition = DEFINITION | {"metadata": {"name": f"widgets.{GROUP}"}, "spec": spec}
+@pytest.fixture
+def defined(api):
+    """Define widgets for a test; return the path of the definition."""
     definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    spec = DEFINITION["spec"] | {"group": GROUP}
+    api.post(definitions, DEFINITION | {"metadata": {"name": f"widgets.{GROUP}"}, "spec": spec}).expect(201)
+    yield f"{definitions}/widgets.{GROUP}"
+    api.delete(f"{definitions}/widgets.{GROUP}")
+
+
+@pytest.mark.usefixtures("defined")
+def test_apply_of_unknown_custom_field_is_500(api, namespace):
     path = f"/apis/{GROUP}/v1/namespaces/{namespace}/widgets/a"
     misspelt = a_widget(modle="x") | {"apiVersion": f"{GROUP}/v1"}
-    api.post(definitions, definition).expect(201)
-    try:
-        eventually(lambda: api.get(path.removesuffix("/a")).code == 200)
-        status = eventually(lambda: (each := api.apply(path, misspelt, "one")).code != 404 and each).expect(500)
-    finally:
-        api.delete(f"{definitions}/widgets.{GROUP}")
+
+    eventually(lambda: api.get(path.removesuffix("/a")).code == 200)
+    status = eventually(lambda: (each := api.apply(path, misspelt, "one")).code != 404 and each).expect(500)
 
     assert ".spec.modle: field not declared in schema" in status["message"]
 
@@ -90,7 +95,16 @@ def test_short_watch_ends_without_a_bookmark(api, namespace):
     assert list(api.watch(path, resourceVersion=since, allowWatchBookmarks="true", timeoutSeconds=1)) == []
 
 
-def test_each_group_version_is_an_api_service(api):
+def api_services(api):
     listed = api.get("/apis/apiregistration.k8s.io/v1/apiservices").expect(200)["items"]
+    return {each["metadata"]["name"] for each in listed}
 
-    assert {"v1.", "v1.apps", "v1.coordination.k8s.io"} <= {each["metadata"]["name"] for each in listed}
+
+def test_each_group_version_is_an_api_service(api):
+    assert {"v1.", "v1.apps", "v1.coordination.k8s.io"} <= api_services(api)
+
+
+def test_custom_kind_is_an_api_service_while_it_is_defined(api, defined):
+    eventually(lambda: f"v1.{GROUP}" in api_services(api))
+    api.delete(defined).expect(200)
+    eventually(lambda: f"v1.{GROUP}" not in api_services(api))

@@ -276,7 +276,7 @@ def test_helm_tests_key_is_mounted_only():
     test = by_name(rendered("everything"))["Pod", "fleet-llm-test"]["spec"]
     (container,) = test["containers"]
 
-    assert container["args"] == ["--api-key-file", "/etc/fleet/api-key/key"]
+    assert container["args"] == ["--api-key-file", "/etc/fleet/api-key/key", "--insecure"]
     assert "env" not in container
     secret = {"secretName": "fleet-test", "items": [{"key": "api-key", "path": "key"}]}
     assert {"name": "api-key", "secret": secret} in test["volumes"]
@@ -284,6 +284,22 @@ def test_helm_tests_key_is_mounted_only():
         (keyless,) = by_name(documents(helm_3_render(values)))["Pod", "fleet-test"]["spec"]["containers"]
         assert "args" not in keyless
         assert [each["name"] for each in keyless["volumeMounts"]] == ["scratch"]
+
+
+def test_key_of_the_helm_test_needs_tls_or_an_insecure_value():
+    def options(key, **values):
+        test = {"test": {"model": "llama", "apiKey": {"name": "fleet-test"} | key}}
+        (container,) = by_name(documents(helm_3_render(values | test)))["Pod", "fleet-test"]["spec"]["containers"]
+        return container["args"]
+
+    tls = {"routers": {"tls": {"secret": "public"}}}
+    refused = helm_3_render({"test": {"model": "llama", "apiKey": {"name": "fleet-test"}}}, code=1)
+
+    assert "test.apiKey: the key would cross the network in the clear" in refused
+    assert "test.apiKey.insecure" in refused
+    assert "--insecure" in options({"insecure": True})
+    for key in ({}, {"insecure": True}):
+        assert "--insecure" not in options(key, **tls)
 
 
 def test_releases_own_etcd_keeps_nothing():
@@ -788,6 +804,10 @@ def test_chart_can_be_a_subchart(tmp_path):
         (
             {"discovery": {"source": "Etcd"}, "etcd": {"endpoints": ["etcd:2379"], "tls": True}},
             "etcd.tls: needs a certificate",
+        ),
+        (
+            {"operator": {"secrets": [{"setting": "probe.keys", "name": "fleet-probes", "key": "keys.json"}]}},
+            "set operator.settings.probe.insecure",
         ),
         ({"routers": {"autoscaling": {"enabled": True, "least": 3, "most": 2}}}, "least, 3, is more than most, 2"),
     ],

@@ -3,8 +3,13 @@
 import contextlib
 import hashlib
 import json
+import os
+import socket
+import socketserver
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -111,26 +116,65 @@ def test_routers_control_port_demands_the_mounted_secret(mounted, endpoints):
     assert "router  requests" in status("--control-secret-file", str(mounted / "control" / "secret")).stdout
 
 
+@contextlib.contextmanager
+def a_tunnel(host: str, to: str) -> Iterator[dict[str, str]]:
+    """Give the variables of a proxy that connects clients who ask for `host` to the address `to`, and nobody else."""
+
+    class Tunnel(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            asked = self.rfile.readline().split()
+            while self.rfile.readline().strip():
+                pass
+            if asked[:2] != [b"CONNECT", host.encode()]:
+                self.wfile.write(b"HTTP/1.1 403 Forbidden\r\n\r\n")
+                return
+            with socket.create_connection(to.rsplit(":", 1)) as server:
+                self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+                back = threading.Thread(target=relay, args=(server, self.connection))
+                back.start()
+                relay(self.connection, server)
+                back.join()
+
+    def relay(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while content := source.recv(1 << 16):
+                target.sendall(content)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Tunnel) as proxy:
+        threading.Thread(target=proxy.serve_forever).start()
+        try:
+            url = f"http://127.0.0.1:{proxy.server_address[1]}"
+            yield {"http_proxy": url, "grpc_proxy": url, "no_proxy": "", "no_grpc_proxy": ""}
+        finally:
+            proxy.shutdown()
+
+
 def test_helm_test_sends_its_key_from_a_mounted_file(mounted, endpoints):
-    test = by_name(documents(helm_3_render(VALUES | {"test": {"model": "llama", "apiKey": {"name": "fleet-test"}}})))
-    (asking,) = test["Pod", "fleet-test"]["spec"]["containers"]
+    values = VALUES | {"test": {"model": "llama", "apiKey": {"name": "fleet-test", "insecure": True}}}
+    (asking,) = by_name(documents(helm_3_render(values)))["Pod", "fleet-test"]["spec"]["containers"]
     key = mounted / "api-key" / "key"
     key.parent.mkdir()
     words = [*asking["command"][1:], *asking["args"]]
-    here = [
-        word.replace("fleet-routers:50051", endpoints["grpc"]).replace("/etc/fleet", str(mounted)) for word in words
-    ]
+    here = [word.replace("/etc/fleet", str(mounted)) for word in words]
 
-    def complaint() -> str:
-        command = [*FLEET, *here, "--timeout", "5"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stderr
+    with a_tunnel("fleet-routers:50051", endpoints["grpc"]) as proxy:
 
-    key.write_text("wrong")
-    assert "key" in complaint()
-    key.write_text("open sesame\n")
-    assert "key" not in complaint(), "it is known; only the server behind is not there"
-    key.unlink()
-    assert f"--api-key-file: {key}: No such file" in complaint()
+        def complaint(*without: str) -> str:
+            command = [*FLEET, *(word for word in here if word not in without), "--timeout", "5"]
+            environment = os.environ | proxy
+            return subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=30, check=False
+            ).stderr
+
+        key.write_text("wrong")
+        assert "the key of --api-key is not known" in complaint()
+        key.write_text("open sesame\n")
+        assert "'llama' is not served here" in complaint(), "the key is known; only the server behind is not there"
+        assert "would cross the network to fleet-routers:50051" in complaint("--insecure")
+        key.unlink()
+        assert f"--api-key-file: {key}: No such file" in complaint()
 
 
 def test_three_members_of_etcd_become_one_cluster(tmp_path):

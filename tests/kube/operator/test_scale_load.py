@@ -36,6 +36,18 @@ def test_load_test_fails_above_the_limit_of_memory():
     assert "MiB, of 20" in above.stderr
 
 
+def test_load_test_fails_above_its_limits_of_time():
+    command = [sys.executable, "-m", "loadtests.kube.operator_scale", "--deployments", "1"]
+    limits = ["--most-seconds", "0.001", "--most-scale-ms", "1"]
+
+    done = subprocess.run([*command, *limits], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+    assert done.returncode == 1
+    assert "s, of 0.001" in done.stderr
+    assert "ms, of 1" in done.stderr
+    assert "MiB" not in done.stderr, "no limit was set for the memory"
+
+
 def test_load_test_compares_two_checkouts():
     command = [sys.executable, "-m", "loadtests.kube.operator_scale", "--deployments", "1", "--rounds", "1"]
 

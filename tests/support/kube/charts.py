@@ -69,7 +69,7 @@ VALUES: Mapping[str, Document] = {
         },
         "operator": {
             "scope": "Cluster",
-            "settings": {"at_once": 16, "lease": {"duration_seconds": 30}},
+            "settings": {"at_once": 16, "lease": {"duration_seconds": 30}, "probe": {"insecure": True}},
             "secrets": [{"setting": "probe.keys", "name": "fleet-probes", "key": "keys.json"}],
         },
         "planner": {
@@ -91,7 +91,7 @@ VALUES: Mapping[str, Document] = {
         "discovery": {"source": "Etcd"},
         "etcd": {"install": True, "replicas": 3, "storageClass": "fast"},
         "redis": {"install": True},
-        "test": {"model": "llama", "apiKey": {"name": "fleet-test"}},
+        "test": {"model": "llama", "apiKey": {"name": "fleet-test", "insecure": True}},
     },
     "brought": {
         "discovery": {"source": "Kubernetes", "cluster": "llama"},

@@ -246,6 +246,11 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- $name := printf "%s-operator" (include "fleet.fullname" .) -}}
 {{- $_ := set $own "lease" (dict "name" $name "namespace" .Release.Namespace "owner" $name) -}}
 {{- if not (dig "metrics_access" dict .Values.operator.settings) }}{{- $_ := set $own "metrics_access" (dict "open" true) }}{{ end -}}
+{{- range .Values.operator.secrets -}}
+{{- if and (eq .setting "probe.keys") (not (dig "probe" "insecure" false $.Values.operator.settings)) -}}
+{{- fail "operator.secrets: probe.keys would cross the network in the clear; set operator.settings.probe.insecure on a network that nobody else is on, or leave the keys out" -}}
+{{- end -}}
+{{- end -}}
 {{- mergeOverwrite (deepCopy .Values.operator.settings) $own | toPrettyJson -}}
 {{- end -}}
 

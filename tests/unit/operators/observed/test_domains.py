@@ -109,8 +109,87 @@ def test_demand_is_that_of_all_containers():
 
     demand = demand_of(template, LABEL, 2)
 
-    assert demand.each == {GPU: 4, "cpu": 2, "memory": 2 << 30} == requested(containers)
+    assert demand.each == {GPU: 4, "cpu": 2, "memory": 2 << 30, "pods": 1} == requested(containers)
     assert (demand.pods, demand.selector, demand.tolerations) == (2, {"a": "b"}, ({"operator": "Exists"},))
+
+
+def test_demand_counts_init_containers_and_overhead():
+    def container(cpu, **fields):
+        return {"resources": {"requests": {"cpu": cpu}}, **fields}
+
+    side = container("1", restartPolicy="Always")
+    spec = {"containers": [container("2")], "overhead": {"cpu": "250m"}}
+
+    def cpu(*init):
+        return demand_of({"spec": spec | {"initContainers": list(init)}}, LABEL, 2).each["cpu"]
+
+    assert cpu() == Decimal("2.25")
+    assert cpu(container("1")) == Decimal("2.25"), "it ends before the container starts"
+    assert cpu(container("4")) == Decimal("4.25")
+    assert cpu(side) == Decimal("3.25"), "it runs beside the container"
+    assert (cpu(side, container("4")), cpu(container("4"), side)) == (Decimal("5.25"), Decimal("4.25"))
+
+
+def test_requests_of_init_containers_of_other_pods_count():
+    init = {"name": "fetch", "resources": {"requests": {GPU: "8"}}}
+    pod = msgspec.convert(
+        {"metadata": {"name": "pod"}, "spec": {"nodeName": "a1", "initContainers": [init]}}, PlacedPod
+    )
+
+    assert slots_by_domain(cluster_room([a_node("a1", "a")], [pod]), a_group()) == {"a": 0}
+
+
+@pytest.mark.parametrize(
+    ("terms", "usable"),
+    [
+        ([], ["a", "b", "c"]),
+        ([{}], ["a", "b", "c"]),
+        ([{"matchExpressions": [{"key": "gen", "operator": "In", "values": ["8", "9"]}]}], ["a", "b"]),
+        ([{"matchExpressions": [{"key": "gen", "operator": "NotIn", "values": ["8"]}]}], ["b", "c"]),
+        ([{"matchExpressions": [{"key": "gen", "operator": "Exists"}]}], ["a", "b"]),
+        ([{"matchExpressions": [{"key": "gen", "operator": "DoesNotExist"}]}], ["c"]),
+        ([{"matchExpressions": [{"key": "gen", "operator": "Gt", "values": ["8"]}]}], ["b"]),
+        ([{"matchExpressions": [{"key": "gen", "operator": "Lt", "values": ["9"]}]}], ["a"]),
+        ([{"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["c1"]}]}], ["c"]),
+        (
+            [
+                {"matchExpressions": [{"key": "gen", "operator": "In", "values": ["8"]}]},
+                {"matchExpressions": [{"key": "gen", "operator": "In", "values": ["9"]}]},
+            ],
+            ["a", "b"],
+        ),
+        (
+            [{"matchExpressions": [{"key": "gen", "operator": "Exists"}, {"key": "gen", "operator": "DoesNotExist"}]}],
+            [],
+        ),
+    ],
+    ids=("no-term", "empty", "in", "not-in", "exists", "not-exists", "gt", "lt", "field", "either", "both"),
+)
+def test_nodes_that_required_affinity_excludes_do_not_count(terms, usable):
+    room = cluster_room([a_node("a1", "a", gen="8"), a_node("b1", "b", gen="9"), a_node("c1", "c")], [])
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
+
+    assert sorted(slots_by_domain(room, demand_of({"spec": {"affinity": affinity}}, LABEL, 1))) == usable
+
+
+def test_node_has_room_for_as_many_pods_as_it_may_run():
+    node = a_node("a1", "a", gpus=64)
+    few = msgspec.structs.replace(node.status, allocatable={**node.status.allocatable, "pods": "3"})
+    room = cluster_room([msgspec.structs.replace(node, status=few)], [a_pod("a1", gpus=0)])
+    demand = demand_of({"spec": {"containers": [{"resources": {"limits": {GPU: 1}}}]}}, LABEL, 2)
+
+    assert slots_by_domain(room, demand) == {"a": 2}
+    assert slots_by_domain(choose(room, demand)[1], demand) == {"a": 0}
+
+
+def test_failed_domain_is_chosen_only_if_no_other_has_room():
+    room = cluster_room([a_node("a1", "a"), a_node("b1", "b", gpus=16), a_node("c1", "c", gpus=4)], [])
+    one = a_group(pods=1)
+
+    assert choose(room, one)[0] == "a"
+    assert choose(room, one, ("a",))[0] == "b"
+    assert choose(room, one, ("b", "a"))[0] == "b", "the one that failed longer ago"
+    assert choose(room, one, ("a", "b"))[0] == "a"
 
 
 def test_pods_without_requests_fit_on_each_node():

@@ -82,19 +82,25 @@ def test_deployment_that_answers_errors_is_not_ready():
     assert (found.reason, found.message) == ("ServedProbeFailed", "decode-0: 503 no_worker: nobody serves it")
 
 
-def test_missing_api_key_leaves_ready_unknown():
+@pytest.mark.parametrize(
+    ("withheld", "remedy"),
+    [
+        (False, "give the operator one for ns/dd: probe.keys"),
+        (True, "set the operator's probe.insecure on a network that nobody else is on"),
+    ],
+)
+def test_missing_api_key_leaves_ready_unknown(withheld, remedy):
     observed = settled(desired_deployment())
     subject = reconciled(observed).wanted.subject
     evidence = ProbeEvidence()
     for _ in range(2):
-        evidence = failed(
-            evidence, subject, subject.targets[0], ProbeFailure(401, "its routers want an API key", wants_key=True)
-        )
+        failure = ProbeFailure(401, "its routers want an API key", wants_key=True, key_withheld=withheld)
+        evidence = failed(evidence, subject, subject.targets[0], failure)
 
     found = condition(reconciled(observed, evidence=evidence).status, "Ready")
 
     assert (found.status, found.reason) == ("Unknown", "ServedProbeNeedsKey")
-    assert found.message == "401 its routers want an API key; give the operator one for ns/dd: probe.keys"
+    assert found.message == f"401 its routers want an API key; {remedy}"
 
 
 def test_proved_deployment_stays_ready_for_a_new_operator():

@@ -1,16 +1,21 @@
-"""TLS: opens a client's connections to routers, and refuses to send an API key unencrypted over a network."""
+"""TLS: opens a client's connections to routers, and refuses to send an API key unencrypted over a network.
+
+The files of `ClientTls` are read again when they change: later calls use a new connection, and running calls go on.
+"""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from msgspec import Struct
 
 from fleet.config import grpc_authorities
 from fleet.core.errors import ConfigurationRefused
+from kvstore.errors import BadCredentials
 from kvstore.net.addresses import is_local
+from kvstore.security.certificates import CertificateFiles
 from kvstore.security.credentials import Credentials
+from kvstore.security.renewed_channels import RenewedAioChannel, RenewedChannel
 from kvstore.security.tls_diagnosis import diagnose_address
 
 
@@ -28,18 +33,20 @@ class ClientTls(Struct, frozen=True, kw_only=True):
     key: str = ""
     """PEM file of the private key that belongs to `certificate`."""
 
-    def credentials(self) -> grpc.ChannelCredentials:
-        """Read the files and return gRPC's credentials.
+    def files(self) -> CertificateFiles:
+        """Read the files; the result reads them again when they change.
 
         Raises:
             ConfigurationRefused: A file cannot be read, or only one of `certificate` and `key` is given.
         """
         if bool(self.certificate) != bool(self.key):
             raise ConfigurationRefused("tls.key: certificate and key go together")
-        authority = _content("authority", self.authority)
-        return grpc.ssl_channel_credentials(
-            authority, _content("key", self.key), _content("certificate", self.certificate)
-        )
+        try:
+            return CertificateFiles(
+                certificate=self.certificate, key=self.key, authority=self.authority, field="tls", logs=True
+            )
+        except BadCredentials as error:
+            raise ConfigurationRefused(str(error)) from error
 
 
 Options = Sequence[tuple[str, Any]]
@@ -52,17 +59,21 @@ GIVE_TLS = ": give it tls=ClientTls(authority=FILE)"
 
 
 def open_channel(address: str, options: Options, tls: ClientTls | None) -> grpc.Channel:
-    """Return a channel for synchronous calls; raise ConfigurationRefused like `ClientTls.credentials`."""
+    """Return a channel for synchronous calls; raise ConfigurationRefused like `ClientTls.files`."""
     if tls is None or address.startswith("unix:"):
         return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, tls.credentials(), options=options)
+    renewed: Any = RenewedChannel(tls.files(), lambda opened: grpc.secure_channel(address, opened, options=options))
+    return cast(grpc.Channel, renewed)
 
 
 def open_aio_channel(address: str, options: Options, tls: ClientTls | None) -> grpc.aio.Channel:
-    """Return a channel for calls on an event loop; raise ConfigurationRefused like `ClientTls.credentials`."""
+    """Return a channel for calls on an event loop; raise ConfigurationRefused like `ClientTls.files`."""
     if tls is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, tls.credentials(), options=options)
+    renewed: Any = RenewedAioChannel(
+        tls.files(), lambda opened: grpc.aio.secure_channel(address, opened, options=options)
+    )
+    return cast(grpc.aio.Channel, renewed)
 
 
 def tls_cause(address: str, tls: ClientTls | None) -> str:
@@ -99,12 +110,3 @@ def check_key_is_safe(address: str, api_key: str, tls: ClientTls | None, *, inse
         raise ConfigurationRefused(
             f"api_key: would cross the network to {address} in the clear: use TLS, or set insecure on a network that nobody else is on"
         )
-
-
-def _content(field: str, path: str) -> bytes | None:
-    if not path:
-        return None
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigurationRefused(f"tls.{field}: {path} cannot be read: {error.strerror}") from error

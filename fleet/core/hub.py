@@ -13,6 +13,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from kvstore.net.addresses import refuse_plain_key
+
 HUB_URL = "https://huggingface.co"
 DEFAULT_REVISION = "main"
 
@@ -60,3 +62,10 @@ class HubSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     patience_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 600
     """Time for which the hub may be unreachable or send nothing before the process gives up. Until then it retries."""
+
+    insecure: bool = False
+    """Allows the token to be sent unencrypted to another host, on a network that nobody else can read."""
+
+    def __post_init__(self) -> None:
+        if self.token_file and not self.insecure:
+            refuse_plain_key("endpoint", self.endpoint, "token_file", "insecure")

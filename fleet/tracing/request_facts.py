@@ -125,6 +125,8 @@ def _request_span(facts: RequestFacts) -> SpanRecord:
         attributes["gen_ai.response.time_to_first_chunk"] = (end.first_token - facts.began) / SECOND
     error = ""
     if isinstance(end.outcome, Finish):
+        if request.model:  # a request need not name the only model
+            attributes["gen_ai.response.model"] = request.model
         attributes["gen_ai.response.finish_reasons"] = [end.outcome.value]
     elif end.outcome is not None:
         attributes["error.type"] = end.outcome.value

@@ -124,4 +124,4 @@ class RenewedAioChannel(_RenewedChannel):
 
 
 def _credentials(pem: PemContent) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(pem.authority, pem.key or None, pem.certificate or None)
+    return grpc.ssl_channel_credentials(pem.authority or None, pem.key or None, pem.certificate or None)

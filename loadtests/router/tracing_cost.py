@@ -1,9 +1,10 @@
 """Cost of tracing: CPU time of the router per request without tracing, and with a sampled share of 1 % and of 100 %.
 
-    python -m loadtests.router.tracing_cost [--rounds N] [--requests N] [--tokens N]
+    python -m loadtests.router.tracing_cost [--rounds N] [--requests N] [--tokens N] [--most-percent P]
 
 The three clusters run at the same time and are measured in turn, round by round, so that a change of the machine's speed meets all of them.
 Workers are real processes with the simulated engine. The collector is in this process and throws everything away.
+With `--most-percent` the command fails if the median of the rounds is above this at a sampled share of 1 %.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from loadtests.router.grpc_stream import METHOD, PROMPT_TOKENS, TOPOLOGY, cluste
 from loadtests.router.systems.processes import cores_of_this_process, cpu_seconds, running_on
 
 STREAMS = 16
-OFF = "off"
+OFF, FEW, ALL = "off", "1 %", "100 %"
 
 
 class TraceSink(grpc.GenericRpcHandler):
@@ -77,7 +78,7 @@ async def serve_requests(address: str, prompts: Sequence[Sequence[int]], tokens:
 def measure(rounds: int, requests: int, tokens: int, seed: int = 1) -> dict[str, list[float]]:
     """Return the router's CPU seconds per request of each round, by the share that is sampled."""
     chance, cores = random.Random(seed), cores_of_this_process()
-    shares = {OFF: None, "1 %": 0.01, "100 %": 1.0}
+    shares = {OFF: None, FEW: 0.01, ALL: 1.0}
     found: dict[str, list[float]] = {name: [] for name in shares}
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
@@ -105,23 +106,35 @@ def measure(rounds: int, requests: int, tokens: int, seed: int = 1) -> dict[str,
     return found
 
 
-def main() -> None:
+def main() -> int:
+    """Measure, print the figures, and return 1 if tracing costs more than `--most-percent` says."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--requests", type=int, default=300, help="of a round and cluster")
     parser.add_argument("--tokens", type=int, default=16, help="of each answer")
+    parser.add_argument("--most-percent", type=float, help="fail above this cost at a sampled share of 1 %%")
     arguments = parser.parse_args()
     found = measure(arguments.rounds, arguments.requests, arguments.tokens)
+    status = 0
     for name, figures in found.items():
         ratios = sorted(each / off - 1 for each, off in zip(figures, found[OFF], strict=True))
+        median = statistics.median(ratios)
         middle = ratios[len(ratios) // 4 : len(ratios) - len(ratios) // 4]
         print(
             f"sampled {name:6} {1e6 * statistics.median(figures):6.0f} µs CPU a request,"
-            f" {statistics.median(ratios):+.1%} (middle half of the rounds {middle[0]:+.1%} to {middle[-1]:+.1%})"
+            f" {median:+.1%} (middle half of the rounds {middle[0]:+.1%} to {middle[-1]:+.1%})"
         )
+        if name == FEW and arguments.most_percent is not None and 100 * median > arguments.most_percent:
+            print(
+                f"tracing of 1 % costs {median:+.1%} of the router's CPU time, and --most-percent allows"
+                f" {arguments.most_percent:g} %",
+                file=sys.stderr,
+            )
+            status = 1
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -49,6 +49,9 @@ def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple
         yield from (("spec", why) for why in _of_pooling(spec))
     if spec.model.claim and spec.model.cache_claim:
         yield "spec.model", "cacheClaim: keeps what is fetched, and with claim nothing is"
+    if spec.model.token_secret and not spec.model.insecure and spec.model.endpoint.startswith("http:"):
+        why = "the token of tokenSecret would cross the network in the clear: use https, or set insecure"
+        yield "spec.model", f"endpoint: {why}"
     if spec.watchdog.floor_seconds > spec.watchdog.ceiling_seconds:
         yield "spec", "watchdog.ceilingSeconds: is below watchdog.floorSeconds"
     if spec.tracing.protocol is TraceProtocol.GRPC and re.search(r"//[^/]+/.", spec.tracing.endpoint):

@@ -74,11 +74,18 @@ class ModelSource(Resource, frozen=True):
     endpoint: Annotated[str, Meta(max_length=512, pattern=r"^(https?://[^/ ?#@]+(/[^ ?#@]*)?)?$")] = ""
     """The mirror of the hub from which the repository is fetched. Empty: https://huggingface.co."""
 
+    insecure: bool = False
+    """Allows the token to be sent unencrypted to an `endpoint` with http, on a network that nobody else can read."""
+
 
 MODEL_RULES = rules(
     (
         "self.claim == '' || self.cacheClaim == ''",
         "cacheClaim: keeps what is fetched, and with claim nothing is",
+    ),
+    (
+        "self.tokenSecret == '' || self.insecure || !self.endpoint.startsWith('http:')",
+        "endpoint: the token of tokenSecret would cross the network in the clear: use https, or set insecure",
     ),
 )
 

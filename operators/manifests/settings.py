@@ -206,6 +206,8 @@ def _hub(deployment: DesiredDeployment, **more: float) -> Manifest:
         settings["endpoint"] = model.endpoint
     if model.token_secret:
         settings["token_file"] = f"{HUB_SECRET}/token"
+        if model.insecure:
+            settings["insecure"] = True
     return {"hub": settings}
 
 

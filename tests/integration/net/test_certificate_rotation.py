@@ -1,5 +1,6 @@
 """Tests of a running cluster whose certificates, keys and authority are renewed while it serves."""
 
+import asyncio
 import ssl
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fleet.client import Client, ClientTls
+from fleet.client import AsyncClient, Client, ClientTls
 from operators.chart.metric_catalogue import PLANNER, STORE, WORKER
 from tests.support.metric_pages import differences
 from tests.support.tls_cluster import a_tls_cluster
@@ -143,6 +144,35 @@ def test_all_certificates_are_renewed_without_a_failed_request(cluster):
         line for line in blocks.splitlines() if line.startswith("fleet_kv_blocks_total") and 'source="store"' in line
     ]
     assert any(not line.endswith(" 0.0") for line in moved), "the load went through the store"
+
+
+async def opened(address, tls):
+    return AsyncClient(address, tls=tls)
+
+
+def test_open_clients_follow_a_change_of_the_authority(cluster):
+    """The router is started anew, so that the clients have to connect to it again."""
+    tls = ClientTls(authority=str(cluster.authority))
+    options = {"max_tokens": 4, "ignore_eos": True, "timeout": 60}
+    with asyncio.Runner() as runner, Client(cluster.peer["grpc"], tls=tls) as client:
+        aio_client = runner.run(opened(cluster.peer["grpc"], tls))
+
+        def answered():
+            found = [client.complete(PROMPT, **options), runner.run(aio_client.complete(PROMPT, **options))]
+            return [each.usage.completion_tokens for each in found] == [4, 4]
+
+        assert answered()
+        cluster.trust(cluster.first, cluster.second)
+        eventually(lambda: accepted(cluster, cluster.second_client) == set(cluster.ports), 120)
+        cluster.renew("new", cluster.second)
+        eventually(lambda: not ports_with_old_certificates(cluster), 120)
+        cluster.trust(cluster.second)
+        cluster.restart_peer()
+        eventually(
+            lambda: 'worker="prefill"} 2.0' in lines(metrics(cluster, "prefill-metrics"), "fleet_worker_routers")
+        )
+        assert answered()
+        runner.run(aio_client.close())
 
 
 def test_files_that_cannot_be_used_leave_the_old_certificates(cluster):

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from fleet.app.router import metrics_guards
 from fleet.core.clock import Nanos
+from fleet.core.hub import HubSettings
 from fleet.core.system_clock import SystemClock
 from fleet.net.metrics_port import metrics_port
 from fleet.planner.aggregate import DemandAggregator
@@ -134,6 +135,7 @@ SENDS_A_KEY = [
     (OverflowSettings, {**HOSTED, "api_key_file": "/f"}, "url", "api_key_file"),
     (MetricsDemandSettings, {"kind": "metrics", "key_file": "/f"}, "urls", "key_file"),
     (PrometheusDemandSettings, {"kind": "prometheus", "token_file": "/f"}, "url", "token_file"),
+    (HubSettings, {"token_file": "/f"}, "endpoint", "token_file"),
     (TracingSettings, {"headers": {"x-key": "sk"}, "protocol": "http"}, "endpoint", "headers"),
 ]
 

@@ -4,13 +4,14 @@ import secrets
 
 import grpc
 import httpx
+import msgspec
 import pytest
 
 from fleet.v1 import inference_pb2, inference_pb2_grpc, kserve_pb2, kserve_pb2_grpc
 from operators.chart.metric_catalogue import PROCESSES
 from tests.support.kvstore.builders import a_short_folder
 from tests.support.metric_pages import differences
-from tests.support.servers.otlp_collector import CollectorMode, OtlpCollector, an_otlp_collector
+from tests.support.servers.otlp_collector import CollectedSpan, CollectorMode, OtlpCollector, an_otlp_collector
 from tests.support.traced_cluster import TracedCluster, a_traced_cluster
 from tests.support.waiting import eventually
 
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.integration
 
 REQUEST, WORKER = "text_completion tiny", "worker aggregated"
 BODY = {"model": "tiny", "prompt": "Say something.", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+BAGGAGE = ("baggage", "shop.tier=gold,secret=x")
 
 
 def a_trace_id() -> str:
@@ -26,6 +28,12 @@ def a_trace_id() -> str:
 
 def traceparent(trace_id: str, *, sampled: bool = True) -> str:
     return f"00-{trace_id}-{'a' * 16}-{1 if sampled else 0:02}"
+
+
+def baggage_of(spans: list[CollectedSpan]) -> dict[str, object]:
+    """Return the members of the baggage that the span of a request shows."""
+    (root,) = [span for span in spans if span.name == REQUEST]
+    return {key: value for key, value in root.attributes.items() if key.startswith("fleet.baggage.")}
 
 
 def complete(
@@ -69,8 +77,11 @@ def world(request, model_dir):
             "endpoint": collector.grpc if request.param == "grpc" else collector.http,
             "sample_ratio": 0.0,
             "slow_first_token_seconds": 30,
+            "baggage": ["shop.tier"],
         }
-        with a_traced_cluster(folder, model_dir, tracing, {"w1": "both"}, access_log=True) as cluster:
+        records = {"path": f"{folder}/access.jsonl"}
+        workers = {"w1": "both"}
+        with a_traced_cluster(folder, model_dir, tracing, workers, access_log=True, access_records=records) as cluster:
             yield World(collector, cluster)
 
 
@@ -86,6 +97,19 @@ def test_sampled_request_is_in_the_collector_and_in_the_log(world):
     assert (root.service, root.instance) == ("fleet-router", "router")
     (log,) = [line for line in world.cluster.log("router").splitlines() if f"mine-{trace_id}" in line]
     assert f"trace={trace_id}" in log
+
+
+def test_access_record_has_the_trace_id(world):
+    trace_id = a_trace_id()
+    headers = {"traceparent": traceparent(trace_id, sampled=False), "x-request-id": f"mine-{trace_id}"}
+    assert complete(world.cluster, headers).status_code == 200
+
+    def trace_ids():
+        lines = (world.cluster.folder / "access.jsonl").read_bytes().splitlines(keepends=True)
+        records = [msgspec.json.decode(line) for line in lines if line.endswith(b"\n")]
+        return [each["trace_id"] for each in records if each["request_id"] == f"mine-{trace_id}"]
+
+    eventually(lambda: trace_ids() == [trace_id])
 
 
 def test_unsampled_request_is_not_in_the_collector(world):
@@ -124,11 +148,12 @@ def test_grpc_call_gives_its_trace_by_metadata(world):
     trace_id = a_trace_id()
     message = inference_pb2.GenerateRequest(model="tiny", text="Say something.")
     message.sampling.max_tokens = 4
-    metadata = (("traceparent", traceparent(trace_id)), ("tracestate", "a=1"))
+    metadata = (("traceparent", traceparent(trace_id)), ("tracestate", "a=1"), BAGGAGE)
     with grpc.insecure_channel(world.cluster.grpc) as channel:
         events = list(inference_pb2_grpc.InferenceStub(channel).Generate(message, metadata=metadata, timeout=60))
     spans = world.collector.wait_for(trace_id, REQUEST, WORKER)
     assert {span.state for span in spans if span.service == "fleet-router"} == {"a=1"}
+    assert baggage_of(spans) == {"fleet.baggage.shop.tier": "gold"}
     assert events[0].admitted.request_id in {span.attributes.get("fleet.request.id") for span in spans}
 
 
@@ -139,8 +164,8 @@ def test_kserve_call_gives_its_trace_by_metadata(world):
     message.inputs.add(name="text_input", datatype="BYTES", shape=[1], contents=contents)
     with grpc.insecure_channel(world.cluster.kserve) as channel:
         stub = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
-        stub.ModelInfer(message, metadata=(("traceparent", traceparent(trace_id)),), timeout=60)
-    world.collector.wait_for(trace_id, REQUEST, WORKER)
+        stub.ModelInfer(message, metadata=(("traceparent", traceparent(trace_id)), BAGGAGE), timeout=60)
+    assert baggage_of(world.collector.wait_for(trace_id, REQUEST, WORKER)) == {"fleet.baggage.shop.tier": "gold"}
 
 
 @pytest.mark.parametrize("header", ["garbage", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "0" * 20_000])

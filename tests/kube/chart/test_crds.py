@@ -217,6 +217,11 @@ def test_misspelt_field_is_refused_in_strict_mode(api, path):
             {"model": {"name": "a/b", "claim": "weights", "cacheClaim": "models"}},
             "cacheClaim: keeps what is fetched",
         ),
+        (
+            [a_role("aggregated")],
+            {"model": {"name": "a/b", "endpoint": "http://mirror", "tokenSecret": "hub"}},
+            "endpoint: the token of tokenSecret would cross the network in the clear",
+        ),
         ([a_role("aggregated")], {"model": {"name": "a/b", "endpoint": "mirror:80"}}, "spec.model.endpoint"),
     ],
 )

@@ -137,6 +137,7 @@ def test_request_has_a_span_with_the_attributes_of_genai():
     assert span.began == router.now - 50 * MILLISECOND + UNIX_OFFSET
     assert span.attributes["gen_ai.usage.input_tokens"] == 10
     assert span.attributes["gen_ai.usage.cache_read.input_tokens"] == 4
+    assert span.attributes["gen_ai.response.model"] == "m"
     assert span.attributes["gen_ai.response.finish_reasons"] == ["stop"]
     assert span.attributes["gen_ai.response.time_to_first_chunk"] == pytest.approx(0.03)
     assert span.error == ""

@@ -80,6 +80,18 @@ def test_names_of_a_process_are_unique_and_well_formed(part):
         assert "le" not in each.labels
 
 
+def test_histograms_of_durations_reach_600_s_in_every_process():
+    histograms = [
+        each
+        for definitions in PROCESSES.values()
+        for each in definitions
+        if isinstance(each, HistogramDefinition) and each.shown_unit == "seconds"
+    ]
+    assert {each.name for each in histograms} >= {"fleet_ttft_seconds", "kvstore_tier_operation_seconds"}
+    assert {each.name: each.bounds for each in histograms if each.bounds[-1] < 600} == {}
+    assert {each.name: each.bounds for each in histograms if list(each.bounds) != sorted(set(each.bounds))} == {}
+
+
 def test_pages_rules_and_dashboards_name_existing_metrics():
     listed = subprocess.run(
         ["git", "ls-files", "-z", "docs", "deploy", "README.md"], capture_output=True, text=True, check=True, cwd=ROOT

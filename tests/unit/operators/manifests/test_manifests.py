@@ -8,9 +8,11 @@ import msgspec
 import pytest
 
 from fleet.config import load, parse_changes
+from fleet.core.hub import HubSettings
 from fleet.net.kubernetes.kinds import OptionalKinds
 from fleet.router.settings.router import RouterSettings
 from kvstore.tracing.settings import TracingSettings
+from operators.api.consistency import contradictions
 from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleSpec, TracingSpec, WatchdogSpec
 from operators.manifests.names import AVOIDED, GATE, GATED, INSTANCE, ROLE, TYPE, DesiredDeployment, GroupPlacement
 from operators.manifests.pods import Images, merged
@@ -237,6 +239,19 @@ def test_cache_claim_and_mirror_are_used():
     settings, volumes, _ = hub_parts(HUB_MODEL | {"cacheClaim": "models", "endpoint": "https://mirror.example/hub"})
     assert settings == of_all({"cache": "/hub", "endpoint": "https://mirror.example/hub"})
     assert volumes == 3 * [{"hub": {"name": "hub", "persistentVolumeClaim": {"claimName": "models"}}}]
+
+
+def test_token_goes_to_a_mirror_without_tls_only_with_permission():
+    model = HUB_MODEL | {"endpoint": "http://mirror.example", "tokenSecret": "hugging-face"}
+    [(place, why)] = contradictions(a_deployment(model=model).spec)
+    assert (place, why.partition(":")[0]) == ("spec.model", "endpoint")
+    model |= {"insecure": True}
+    assert list(contradictions(a_deployment(model=model).spec)) == []
+    settings, _, _ = hub_parts(model)
+    hub = {"endpoint": "http://mirror.example", "token_file": "/etc/fleet-hub/token", "insecure": True}
+    assert settings == of_all({"cache": "/hub"} | hub)
+    with pytest.raises(msgspec.ValidationError, match="in the clear"):
+        msgspec.convert(settings[0] | {"insecure": False}, HubSettings)
 
 
 @pytest.mark.parametrize(

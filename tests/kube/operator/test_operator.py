@@ -306,7 +306,7 @@ async def test_later_specification_changes_nothing(asked, monkeypatch):
     before = asked.children()
 
     class Older(Struct, forbid_unknown_fields=True):
-        model: dict[str, str]
+        model: dict[str, object]
 
     monkeypatch.setattr(looking, "DisaggDeploymentSpec", Older)
     async with an_operator(asked):

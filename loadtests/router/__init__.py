@@ -1,4 +1,4 @@
-"""Load tests of Fleet's router: four programs, whose docstrings say how to run them and what they measure.
+"""Load tests and benchmarks of Fleet's router, whose docstrings say how to run them and what they measure.
 
 - `python -m loadtests.router` compares Fleet with other routers. They run as real processes, in turn, with the same mock workers and
   the same client. `scenarios` has the requests, `systems` the routers, `comparison` a round, and `figures` the table. `load.client`,
@@ -7,4 +7,5 @@
 - `python -m loadtests.router.soak` runs the router alone for half an hour while workers join, leave, hang and die.
 - `python -m loadtests.router.leaderboard` compares placement policies in virtual time; `simulated` has its traffic and cluster.
 - `python -m loadtests.router.index_figures` compares the prefix index with a simple one.
+- `python -m loadtests.router.parsing_cost` measures what it costs to parse answers with tool calls and reasoning.
 """

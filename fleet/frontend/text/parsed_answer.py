@@ -14,7 +14,6 @@ Rules:
 import importlib
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,16 +22,13 @@ from fleet.core.ids import RequestId
 from fleet.core.requests import CallDelta, Delta, Logprobs, ToolCall, join_calls, without_surrogates
 from fleet.core.work import ParsedDelta, Progress
 from fleet.frontend.text.answer_text import AnswerText
-from fleet.frontend.text.response_templates import CONTENT, REASONING, TOOL_CALLS
+from fleet.frontend.text.delimiters import Search
+from fleet.frontend.text.response_templates import CONTENT, REASONING, TOOL_CALLS, CompiledTemplate
 
 log = logging.getLogger(__name__)
 
-_Match = Callable[..., re.Match[str] | None]
-_LITERAL_BEGINNING = re.compile(
-    r"(?:\\(\W)|([^\\.^$*+?{}()\[\]|]))(?![*+?{])(?:\\[^K]|(?!\||\(\?(?!P<|:))[^\\])*\Z", re.DOTALL
-)
-"""Matches regular expressions of which the first character is known, and captures that character. It refuses those with
-flags, alternatives or lookarounds."""
+NOWHERE = ""
+"""The region of text that a response template has no place for. It is dropped, as by Hugging Face's parser."""
 
 
 class EngineParsedAnswer:
@@ -139,7 +135,7 @@ class TemplateParsedAnswer:
         self,
         request_id: RequestId,
         text: AnswerText,
-        template: Any,
+        template: CompiledTemplate,
         *,
         prompt: str,
         tools: Sequence[Mapping[str, Any]],
@@ -181,14 +177,15 @@ class TemplateParsedAnswer:
         """Add the tokens of an engine step; return what the client gets for them."""
         delta = self._text.add(progress.token_ids, progress.logprobs)
         regions = self._regions
-        if regions.plain is None or regions.find_delimiter(delta.text) is not None:
+        if regions.plain is None or regions.begun or regions.search(delta.text) is not None:  # type: ignore[misc]
             regions.add(delta.text)
             return self._taken(delta.token_ids, delta.logprobs)
         if regions.plain == CONTENT:
             return delta
         if regions.plain == REASONING:
             return Delta(text="", token_ids=delta.token_ids, logprobs=delta.logprobs, reasoning=delta.text)
-        regions.held.append(delta.text)
+        if regions.plain == TOOL_CALLS:
+            regions.held.append(delta.text)
         return Delta(text="", token_ids=delta.token_ids, logprobs=delta.logprobs)
 
     def finish(self) -> Delta:
@@ -212,24 +209,29 @@ class _Regions:
 
     Rules:
 
-    1. Text that cannot begin a delimiter cannot end a region. Such text is not given to the parser, which takes several
-       microseconds for each piece; without it, a token takes less than one. If the template has a regular expression of
-       which the first character is not known, any text can begin a delimiter, and the parser gets all text.
+    1. Text in which no delimiter begins cannot end a region. Such text is not given to the parser, which takes several
+       microseconds for each piece; without it, a token takes less than one. Where any text may begin a delimiter, the
+       parser gets all text.
     2. The parser gets at most one delimiter at a time. If it raises an error for a piece, only the events of this piece are
        lost. So the result does not depend on how the text was cut into pieces.
     3. White space between a region and the following text is dropped.
     """
 
-    def __init__(self, template: Any, prompt: str, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, compiled: CompiledTemplate, prompt: str, tools: Sequence[Mapping[str, Any]]) -> None:
         parsing = importlib.import_module("transformers.utils.chat_parsing")
+        template = compiled.template
         if template.start_anchor_re.search(prompt) is None:
             prompt = ""  # without an anchor, the parser would take the whole prompt as a part of the answer
         self._fields = template.fields
         self._parser = parsing.ResponseParser(template, prefix=prompt, tools=tools)
-        self.find_delimiter, self._piece, self._plain_piece = _delimiters(template)
-        # The region that text without a delimiter belongs to; None: only the parser can decide.
-        self.plain: str | None = None
+        self._searches = compiled.searches
+        self._outside = template.implicit  # the region of text outside of delimiters; None: such text is dropped
+        self.search: Search | None  # finds delimiters that matter in the region of the parser
+        # The region that text without a delimiter belongs to (NOWHERE: it is dropped); None: only the parser can decide.
+        self.plain: str | None
+        self._enter(self._outside)
         self.held: list[str] = []  # text of a tool call that was not given to the parser yet
+        self.begun = ""  # text, not given to the parser yet, that may be the beginning of a delimiter
         self._unparsed = ""  # text for which the parser has not returned an event yet
         self._call_text = ""  # text of the tool call that is not complete yet
         self._follows = False  # True if the next text directly follows another region (rule 3)
@@ -238,29 +240,26 @@ class _Regions:
         self._texts: list[str] = []
         self._calls: list[ToolCall] = []
         for event in self._parser.initial_events:
+            self._move(event)
             self._follows |= event["type"] == "region_close"
 
     def add(self, text: str) -> None:
-        """Add text of the answer and parse it."""
-        if self.held:
-            text = "".join([*self.held, text])
-            self.held = []
-        if self._malformed:
-            self._texts.append(text)
-            return
-        position = 0
-        while position < len(text):
-            match_piece = self._piece if self.plain is None or self._unparsed else self._plain_piece
-            piece = match_piece(text, position)[0]  # type: ignore[index]  # it matches at every position
-            position += len(piece)
-            self._unparsed += piece
-            self._parse(lambda piece=piece: self._parser.feed(piece))  # type: ignore[misc]  # bound as a default
-        if self._unparsed:
-            self.plain = None
+        """Add text of the answer, and parse it as far as it can be told apart from delimiters."""
+        if self.plain is not None and self.search is not None:
+            text, self.begun = self.begun + text, ""
+            found = self.search(text)
+            begin = len(text) if found is None else found.start()
+            self._add_plain(self.plain, text[:begin])
+            text = text[begin:]
+            if found is None or found.lastindex is None:
+                self.begun = text
+                return
+        self._feed(text)
 
     def finish(self) -> None:
         """End the answer."""
-        self.add("")
+        text, self.begun = self.begun, ""
+        self._feed(text)
         self._parse(lambda: self._parser.finalize()[1])
 
     def take(self) -> tuple[str, str, list[ToolCall]]:
@@ -268,6 +267,52 @@ class _Regions:
         taken = "".join(self._reasoning), "".join(self._texts), self._calls
         self._reasoning, self._texts, self._calls = [], [], []
         return taken
+
+    def _add_plain(self, region: str, text: str) -> None:
+        """Add text without delimiters to the region."""
+        if region == CONTENT:
+            self._texts.append(text)
+        elif region == REASONING:
+            self._reasoning.append(text)
+        elif region == TOOL_CALLS:
+            self.held.append(text)
+
+    def _feed(self, text: str) -> None:
+        """Give the parser the text of a tool call that was held, and `text`."""
+        if self.held:
+            text = "".join([*self.held, text])
+            self.held = []
+        position = 0
+        while position < len(text) and not self._malformed:
+            end = self._piece_end(text, position)
+            piece = text[position:end]
+            position = end
+            if self.plain == NOWHERE and self.search is not None and self.search(piece) is None:
+                continue
+            self._unparsed += piece
+            self._parse(lambda piece=piece: self._parser.feed(piece))  # type: ignore[misc]  # bound as a default
+        if self._malformed:
+            self._texts.append(text[position:])
+        if self._unparsed:
+            self.plain = None
+
+    def _piece_end(self, text: str, position: int) -> int:
+        """Return where the piece for the parser ends that begins at the position (rule 2)."""
+        if self.search is None or self._unparsed:
+            return position + 1
+        if (found := self.search(text, position)) is None:
+            return len(text)
+        return found.start() if found.start() > position else found.end()
+
+    def _move(self, event: Mapping[str, Any]) -> None:
+        """Follow the parser into the region of its event."""
+        if event["type"] != "region_chunk":
+            self._enter(event["field"] if event["type"] == "region_open" else self._outside)
+
+    def _enter(self, region: str | None) -> None:
+        """Note the region that the parser is in; None if it is outside of all regions."""
+        self.search = self._searches[region]
+        self.plain = NOWHERE if region is None and self.search is not None else None
 
     def _parse(self, events: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         if not self._malformed:
@@ -285,6 +330,7 @@ class _Regions:
             self._unparsed = ""
 
     def _pass(self, event: Mapping[str, Any]) -> None:
+        self._move(event)
         field = event["field"]
         if event["type"] == "region_open":
             self._consume(field, self._fields[field].open_re)
@@ -299,7 +345,6 @@ class _Regions:
             self._consume("", self._fields[field].close_re)
             self._call_text = ""
             self._follows = True
-            self.plain = None
 
     def _chunk(self, field: str, text: str) -> None:
         if field == TOOL_CALLS:
@@ -311,11 +356,12 @@ class _Regions:
             self._texts.append(text)
         else:
             return
-        self.plain = field
+        if self.search is not None:
+            self.plain = field if field in (REASONING, TOOL_CALLS) else CONTENT
 
     def _consume(self, field: str, delimiter: Any) -> None:
-        """Remove a delimiter from the beginning of `_unparsed`, if there is one."""
-        if delimiter is not None and (found := delimiter.match(self._unparsed)) is not None:
+        """Remove a delimiter from `_unparsed`, and dropped text before it, if there is one."""
+        if delimiter is not None and (found := delimiter.search(self._unparsed)) is not None:
             if field == TOOL_CALLS:
                 self._call_text = found[0]
             self._unparsed = self._unparsed[found.end() :]
@@ -333,37 +379,6 @@ def _call(value: Mapping[str, Any]) -> ToolCall:
         raise ValueError("the call names no function")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return ToolCall(id="", name=without_surrogates(name), arguments=without_surrogates(text))
-
-
-def _delimiters(template: Any) -> tuple[_Match, _Match, _Match]:
-    """Return how to find a template's delimiters in a text.
-
-    Returns:
-        A search for text that may begin a delimiter, a match of the next piece for the parser, and a match of the next
-        piece while no delimiter has begun. A piece contains the end of at most one delimiter.
-    """
-    first: set[str] = set()
-    last: set[str] = set()
-    patterns: list[str] = []
-    for field in template.fields.values():
-        for literals, pattern in ((field.open_literals, field.open_re), (field.close_literals, field.close_re)):
-            if literals is not None:
-                first.update(literal[0] for literal in literals)
-                last.update(literal[-1] for literal in literals)
-            elif pattern is not None:
-                patterns.append(pattern.pattern)
-    beginnings = [_LITERAL_BEGINNING.match(pattern) for pattern in patterns]
-    first.update(found[1] or found[2] for found in beginnings if found is not None)
-    begins, ends = (re.escape("".join(sorted(characters))) for characters in (first, last))
-    one, rest = re.compile(".", re.DOTALL), re.compile(".+", re.DOTALL)
-    if None in beginnings:
-        return one.search, one.match, one.match
-    if patterns:  # any character may be the last one of a delimiter
-        return re.compile(f"[{begins}]").search, one.match, re.compile(f"[^{begins}]+|.", re.DOTALL).match
-    if not first:
-        return re.compile("(?!)").search, rest.match, rest.match
-    piece = re.compile(f"[^{ends}]*[{ends}]|[^{ends}]+")
-    return re.compile(f"[{begins}]").search, piece.match, piece.match
 
 
 def call_id(request_id: RequestId, index: int) -> str:

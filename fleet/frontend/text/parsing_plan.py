@@ -31,7 +31,13 @@ from fleet.core.requests import (
 from fleet.core.work import ParsingTask
 from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
-from fleet.frontend.text.response_templates import REASONING, TOOL_CALL_FIELDS, TOOL_CALLS, ResponseTemplates
+from fleet.frontend.text.response_templates import (
+    REASONING,
+    TOOL_CALL_FIELDS,
+    TOOL_CALLS,
+    CompiledTemplate,
+    ResponseTemplates,
+)
 from fleet.router.ports import TextCodec
 
 log = logging.getLogger(__name__)
@@ -44,7 +50,7 @@ class ParsingPlan(Struct, frozen=True, kw_only=True):
 
     task: ParsingTask
     tools: list[Mapping[str, Any]]
-    template: Any  # compiled response template; None if the engine parses
+    template: CompiledTemplate | None  # None if the engine parses
     is_demanded: bool  # True if the client demands tool calls, so that structured output must enforce them
 
     def constrained(self, sampling: Sampling) -> Sampling:
@@ -62,6 +68,7 @@ class ParsingPlan(Struct, frozen=True, kw_only=True):
             codec: Decodes the end of the prompt.
             tokens: Tokens of the prompt.
         """
+        assert self.template is not None
         return TemplateParsedAnswer(
             request_id,
             text,
@@ -129,7 +136,7 @@ class ParsingPlans:
             is_demanded=is_demanded or (is_limited and request.sampling.form is None),
         )
 
-    def _template(self, card: ModelCard, codec: TextCodec, *, is_needed: bool) -> Any:
+    def _template(self, card: ModelCard, codec: TextCodec, *, is_needed: bool) -> CompiledTemplate | None:
         """Return the compiled response template of a model; None if there is none.
 
         If the template is unusable, this raises `RequestRejected` if `is_needed`, and otherwise returns None.

@@ -9,8 +9,11 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec import Struct
+
 from fleet.core.errors import invalid
 from fleet.core.requests import AnswerParsers
+from fleet.frontend.text.delimiters import Search, can_be_empty, delimiter_searches
 
 CONTENT, REASONING, TOOL_CALLS = "content", "thinking", "tool_calls"
 """Field names in Hugging Face's response templates."""
@@ -51,13 +54,25 @@ TURN_BEGINS = (
 """Regular expression of the texts by which common chat templates begin the assistant's turn."""
 
 
+class CompiledTemplate(Struct, frozen=True):
+    """A response template, and how to find its delimiters."""
+
+    template: Any  # `ResponseTemplate` of transformers
+    searches: Mapping[str | None, Search | None]  # by the region that the parser is in; see `delimiter_searches`
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Definitions of the regions, by their names."""
+        return self.template.fields  # type: ignore[no-any-return]
+
+
 class ResponseTemplates:
     """Compiles and caches the response templates of one router process."""
 
     def __init__(self) -> None:
         self._parser: Any = None  # module of transformers that compiles templates
         self._missing: ImportError | None = None
-        self._compiled: dict[tuple[str, str, str], Any] = {}
+        self._compiled: dict[tuple[str, str, str], CompiledTemplate | None] = {}
 
     @property
     def is_loaded(self) -> bool:
@@ -72,7 +87,9 @@ class ResponseTemplates:
         except ImportError as error:
             self._missing = error
 
-    def compiled(self, model: str, own: Mapping[str, Any] | None, parsers: AnswerParsers | None) -> Any:
+    def compiled(
+        self, model: str, own: Mapping[str, Any] | None, parsers: AnswerParsers | None
+    ) -> CompiledTemplate | None:
         """Return the compiled response template of a model; None if there is none.
 
         Args:
@@ -90,14 +107,20 @@ class ResponseTemplates:
             self._compiled[key] = None if spec is None else self._compile(model, spec)
         return self._compiled[key]
 
-    def _compile(self, model: str, spec: Mapping[str, Any]) -> Any:
+    def _compile(self, model: str, spec: Mapping[str, Any]) -> CompiledTemplate:
         if self._parser is None:
             message = "this router cannot parse answers: install its extra, pip install 'fleet-serving[parsers]'"
             raise invalid("chat.tools", message) from self._missing
         try:
-            return self._parser.load_response_template(spec)
+            template = self._parser.load_response_template(spec)
         except ValueError as error:
             raise invalid("chat.tools", f"the response template of {model!r} is not valid: {error}") from error
+        for name, field in template.fields.items():
+            anchors = (field.open_re, field.close_re)
+            if all(anchor is not None and can_be_empty(anchor.pattern) for anchor in anchors):
+                cause = f"the field {name!r} can open and close at the same place; let one of its patterns match a character"
+                raise invalid("chat.tools", f"the response template of {model!r} is not valid: {cause}")
+        return CompiledTemplate(template, delimiter_searches(template, held=TOOL_CALLS))
 
 
 def _built_in(tool_calls: str, reasoning: str) -> Mapping[str, Any] | None:

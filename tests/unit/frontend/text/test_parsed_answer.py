@@ -15,7 +15,7 @@ from fleet.core.requests import AnswerParsers, CallDelta, Delta, join_calls
 from fleet.core.work import ParsedDelta, Progress
 from fleet.frontend.text.answer_text import AnswerText
 from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
-from fleet.frontend.text.response_templates import ResponseTemplates
+from fleet.frontend.text.response_templates import CompiledTemplate, ResponseTemplates
 from tests.support.counted_calls import count_calls
 
 ID = RequestId("r")
@@ -143,6 +143,11 @@ def a_field(open_pattern: str, close_pattern: str, **more: object) -> dict[str, 
 VERBATIM = {"content": "text", "content_args": {"strip": False}}
 AS_CALL = {"content": "json", "transform": {"type": "function", "function": "{content}"}}
 ADD = '{"name": "add", "arguments": {"x": 3, "y": "<b> é"}}'
+ANY_CALL = {
+    "content": "text",
+    "content_args": {"strip": False},
+    "transform": {"type": "function", "function": {"name": "f", "arguments": "{content}"}},
+}
 ESCAPED = own_template(
     content=VERBATIM,
     thinking=a_field(r"\[THINK\]", r"\[/THINK\]", join="", **VERBATIM),
@@ -156,6 +161,11 @@ MIXED = own_template(
     content=VERBATIM,
     thinking={"open": "<think>", "close": "</think>", "repeats": True, "join": "", **VERBATIM},
     tool_calls=a_field(r"[@#]call\s", r";+", **AS_CALL),
+)
+CHANNELS = own_template(
+    thinking={"open": "<|analysis|>", "close": "<|end|>", "repeats": True, "join": "", **VERBATIM},
+    content={"open": "<|final|>", "close": "<|end|>", "repeats": True, "join": "", **VERBATIM},
+    tool_calls=a_field(r"<\|call\|>\s*(?=\{)", r"<\|end\|>", **AS_CALL),
 )
 ONLY_REASONING = own_template(thinking=VERBATIM)
 ONLY_A_CALL = own_template(tool_calls={**AS_CALL, "repeats": True})
@@ -172,6 +182,8 @@ OWN_CORPUS = [
     (LITERAL_START, "a@add: {bad;1b", ("", "a@add: {bad;1b", [])),
     (PIPES, f"a<|b|>|call|<|call|>{ADD}<|end|>", ("", "a<|b|>|call|", [PARSED_CALL])),
     (MIXED, f"<think>x<y</think>So #call {ADD};;@call {ADD};", ("x<y", "So ", [PARSED_CALL, PARSED_CALL])),
+    (CHANNELS, f"no <|b <|analysis|>a<b<|end|>no<|call|>no<|call|>{ADD}<|end|>no<|final|>So<|end|>no", ("a<b", "So", [PARSED_CALL])),
+    (CHANNELS, "no<|call|>{bad<|end|>b", ("", "<|call|>{bad<|end|>b", [])),
     (ONLY_REASONING, "why [not] <x>", ("why [not] <x>", "", [])),
     (ONLY_A_CALL, ADD, ("", "", [PARSED_CALL])),
     (ONLY_A_CALL, "{bad", ("", "{bad", [])),
@@ -185,7 +197,7 @@ def test_own_template_gives_the_same_at_each_split(own, text, expected):
     assert parse(an_answer(None, "", own), list(text)) == expected
 
 
-OWN_FRAGMENTS = ["[TOOL_CALLS]", "[/TOOL_CALLS]", "[THINK]", "[/THINK]", "@call:", "call=", "#call ", "@x:", "Call:", ";end", "<think>", "<|call|>", "<|end|>",
+OWN_FRAGMENTS = ["<|analysis|>", "<|final|>", "[TOOL_CALLS]", "[/TOOL_CALLS]", "[THINK]", "[/THINK]", "@call:", "call=", "#call ", "@x:", "Call:", ";end", "<think>", "<|call|>", "<|end|>",
                  "</think>", ";1", ";", "[", "\\", "@", "\n", " ", "}", "é", ADD]  # fmt: skip
 
 
@@ -200,7 +212,46 @@ def test_own_template_parses_alike_whole_and_in_pieces(own, text, positions):
     assert parse(an_answer(None, "", own), cut(text, positions)) == parse(an_answer(None, "", own), [text])
 
 
-@pytest.mark.parametrize("pattern", [r"\[X\]", "<tool", r"<\|x\|>", r"a(?P<n>[^>]+)>", r"\\x", r"a\d+", "a(?:b)?"])
+PATTERN_PARTS = [r"\[", "a", "b", "<", "a|b", "(?:ab|a)", "(ab|b<)", "[ab]", "[^ab]", r"\w", ".", "a?", "b*", "a+", "(?:<a){2}", "(?i:a)", "(?=b)",
+                 "(?!a)", "(?<=a)", "(?<!b)", r"\b", "^", "$", r"\Z", "(?>ab)", "a{1,2}", "é"]  # fmt: skip
+PATTERNS = st.lists(st.sampled_from(PATTERN_PARTS), min_size=1, max_size=4).map("".join)
+OPENS = PATTERNS.map(
+    lambda pattern: f"(?:{pattern})[ab]"
+)  # the parser never ends if nothing can open and close a region
+
+
+@given(
+    OPENS,
+    PATTERNS,
+    st.sampled_from(["", "(?i)"]),
+    st.booleans(),
+    st.text("ab<[Aé \n", max_size=12),
+    st.lists(st.integers(0, 12), max_size=4),
+)
+@example(r"\b[ab]", "<", "", True, "[ [Aa<", [1])
+@example("(?<!A)[ab]", "<", "", True, "[ [Aa<", [1])
+@example("a+<[ab]", r"\[", "", True, "é[aa<a", [1])
+def test_search_for_delimiters_changes_no_answer(begins, ends, flags, is_reasoning, text, positions):
+    """The parser alone, which gets each character, tells what is right."""
+    region = {"open_pattern": flags + begins, "close_pattern": ends, "repeats": True}
+    own = own_template(
+        content=VERBATIM,
+        **{"thinking": {**region, "join": "", **VERBATIM}} if is_reasoning else {"tool_calls": {**region, **ANY_CALL}},
+    )
+    template = TEMPLATES.compiled(f"{own}", own, None)
+    slow = CompiledTemplate(template.template, dict.fromkeys(template.searches))
+
+    def parsed(compiled: CompiledTemplate, pieces: list[str]) -> object:
+        answer_text = AnswerText(Characters(), end_token_ids=frozenset({0}))
+        return parse(TemplateParsedAnswer(ID, answer_text, compiled, prompt="<|assistant|>", tools=TOOLS), pieces)
+
+    assert parsed(template, cut(text, positions)) == parsed(slow, list(text))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"\[X\]", "<tool", r"<\|x\|>", r"a(?P<n>[^>]+)>", r"\\x", r"a\d+", "a(?:b)?", "a|b", "(?i)X", r"(?:x|\Z)"],
+)
 def test_pattern_of_known_beginning_leaves_other_text_alone(pattern):
     answer = an_answer(
         None, "", own_template(content=VERBATIM, thinking={"open_pattern": pattern, "transform": ["{n}"]})
@@ -213,14 +264,19 @@ def test_pattern_of_known_beginning_leaves_other_text_alone(pattern):
     assert not any("chat_parsing" in file for file in counted.files)
 
 
-@pytest.mark.parametrize(
-    "pattern", ["a|w", "a?w", "a*w", "a{0}w", r"\w", "[aw]", "(?i)W", r"a\K|w", "(?:a|w)", "(?=w)w"]
-)
+@pytest.mark.parametrize("pattern", ["a?w", "a*w", "a{0}w", r"\w", "(?=w)w", r"\bw", "(?<!o)w"])
 def test_pattern_of_unknown_beginning_is_searched_in_all_text(pattern):
     answer = an_answer(None, "", own_template(content=VERBATIM, thinking={"open_pattern": pattern, **VERBATIM}))
     answer.take(Progress(request_id=ID, token_ids=(ord("-"),)))
 
     assert parse(answer, ["wo", "rd"]) == ("ord", "", [])
+
+
+def test_template_whose_region_can_be_empty_anywhere_is_refused():
+    own = own_template(content=VERBATIM, thinking={"open_pattern": "a?", "close_pattern": "(?=b)", **VERBATIM})
+
+    with pytest.raises(RequestRejected, match="'thinking' can open and close at the same place"):
+        an_answer(None, "", own)
 
 
 def test_single_call_leaves_out_further_ones():
@@ -247,7 +303,7 @@ def a_call(index: int, name: str = "", arguments: str = "") -> CallDelta:
 
 
 @pytest.mark.parametrize(
-    "begun", ["", "<think>why", '<tool_call>\n{"name": "add", "arguments": {"y": "'], ids=["text", "reasoning", "call"]
+    "begun", ["a", "<think>why", '<tool_call>\n{"name": "add", "arguments": {"y": "'], ids=["text", "reasoning", "call"]
 )
 def test_token_that_cannot_begin_a_delimiter_takes_two_calls(begun):
     """Two calls take less than a microsecond; a token of an unparsed answer takes one of them."""
@@ -265,8 +321,8 @@ def test_token_that_cannot_begin_a_delimiter_takes_two_calls(begun):
 
 @pytest.mark.parametrize(
     ("parsers", "own", "most"),
-    [(JSON_CALLS, None, 9), (XML_CALLS, None, 10), (None, ALTERNATIVES, 22)],
-    ids=["literals", "patterns of known beginning", "patterns of unknown beginning"],
+    [(JSON_CALLS, None, 5), (XML_CALLS, None, 5), (None, ALTERNATIVES, 4)],
+    ids=["literals", "pattern", "alternatives"],
 )
 def test_token_that_may_begin_a_delimiter_takes_more(parsers, own, most):
     """The calls of all libraries are counted, because here the parser of `transformers` takes most of the time."""

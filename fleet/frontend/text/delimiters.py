@@ -1,0 +1,146 @@
+"""Delimiters: where a delimiter of a response template may begin, so that other text need not be given to the parser.
+
+Each delimiter is a regular expression. From the parse tree of the expression follow the texts by which every match begins (its
+prefixes). A search for these prefixes takes a fraction of a microsecond, and the parser takes several for each piece of text.
+"""
+
+import importlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Search = Callable[..., re.Match[str] | None]
+"""Finds the leftmost place where a delimiter may begin. If all of a prefix was found, `lastindex` of the match is not None;
+otherwise the match is the beginning of a prefix, and it ends where the text ends."""
+
+MAX_PREFIXES = 64
+MAX_PREFIX_CHARACTERS = 64
+
+_parser: Any = importlib.import_module("re._parser")  # the parser of `re`, which is not public
+_UNLIKE_RE = re.compile(r"\{(?!\d*(?:,\d*)?\})|\[\[|\[:")
+"""Matches syntax that the package `regex`, which compiles the templates, may read in another way than `re`."""
+
+
+def delimiter_searches(template: Any, *, held: str) -> Mapping[str | None, Search | None]:
+    """Return how to find the delimiters that matter in each region of a compiled response template.
+
+    The parser gets all text of the region `held` when it ends, and of other regions only the delimiters.
+
+    Returns:
+        By the name of the region (None: outside all regions), the search; None if any text may begin a delimiter, so that
+        the parser has to get all text.
+    """
+    fields = template.fields.values()
+    begins = [(field.open_literals, field.open_re) for field in fields if field.open_re is not None]
+    found: dict[str | None, Search | None] = {None: _search(begins, gets_all=False)}
+    for field in fields:
+        ends = [(field.close_literals, field.close_re)] if field.close_re is not None else []
+        watched = begins + ends if field.name == template.implicit else ends
+        found[field.name] = _search(watched, gets_all=field.name == held)
+    return found
+
+
+def _search(delimiters: Iterable[tuple[list[str] | None, Any]], *, gets_all: bool) -> Search | None:
+    """Return the search for delimiters, each with its literals, or None, and its regular expression.
+
+    If the parser gets all text of the region at its end (`gets_all`), a delimiter may depend on the text before it.
+    """
+    alternatives = []
+    for literals, pattern in delimiters:
+        if literals is not None:
+            alternatives.append(_one_of([literal[:MAX_PREFIX_CHARACTERS] for literal in literals]))
+            continue
+        prefixes = _Prefixes(pattern.pattern)
+        if prefixes.texts is None or not (gets_all or prefixes.are_independent):
+            return None
+        if prefixes.texts:
+            flag = "i" if prefixes.ignore_case else ""
+            alternatives.append(f"(?{flag}:{_one_of(prefixes.texts)})")
+    return re.compile("|".join(alternatives) or "(?!)").search
+
+
+def _one_of(texts: Iterable[str], *, at_start: bool = True) -> str:
+    """Return a regular expression that matches the longest of the texts, or the beginning of one where the text ends.
+
+    Its match has a group if a whole text was found.
+    """
+    following: dict[str, list[str]] = {}
+    for text in texts:
+        following.setdefault(text[:1], []).append(text[1:])
+    is_whole = following.pop("", None) is not None
+    longer = [re.escape(character) + _one_of(rest, at_start=False) for character, rest in following.items()]
+    otherwise = ["()"] if is_whole else [] if at_start else [r"\Z"]
+    return f"(?:{'|'.join(longer + otherwise)})"
+
+
+def can_be_empty(pattern: str) -> bool:
+    """Return whether a regular expression may match the empty text; False if this is not known."""
+    try:
+        return bool(_parser.parse(pattern).getwidth()[0] == 0)
+    except (re.error, RecursionError, OverflowError):
+        return False
+
+
+class _Prefixes:
+    """Texts by which all matches of a regular expression begin.
+
+    Attributes:
+        texts: The texts, none of which is empty; None if any text may begin a match.
+        ignore_case: True if upper and lower case match each other.
+        are_independent: True if the text before a place does not matter to whether the expression matches there.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self.texts: Sequence[str] | None = None
+        self.ignore_case = False
+        self.are_independent = True
+        if _UNLIKE_RE.search(pattern) is not None:
+            return
+        try:
+            tree = _parser.parse(pattern)
+        except (re.error, RecursionError, OverflowError):
+            return
+        self.ignore_case = bool(tree.state.flags & re.IGNORECASE)
+        found = self._extended([("", True)], tree)
+        texts = list(dict.fromkeys(text for text, _ in found))
+        if all(texts) and not (self.ignore_case and not "".join(texts).isascii()):
+            self.texts = texts
+
+    def _extended(self, prefixes: list[tuple[str, bool]], tree: Any) -> list[tuple[str, bool]]:
+        """Return the prefixes after a sequence of parse tree nodes; the flag tells whether a prefix can be extended."""
+        for operation, value in tree:
+            ended = [each for each in prefixes if not each[1]]
+            growing = [each for each in prefixes if each[1]]
+            prefixes = ended + self._step(growing, str(operation), value)
+            if len(prefixes) > MAX_PREFIXES:
+                prefixes = ended + [(text, False) for text, _ in growing]
+        return prefixes
+
+    def _step(self, growing: list[tuple[str, bool]], operation: str, value: Any) -> list[tuple[str, bool]]:
+        """Return the prefixes after one node of the parse tree."""
+        if operation == "LITERAL":
+            return [(text + chr(value), len(text) + 1 < MAX_PREFIX_CHARACTERS) for text, _ in growing]
+        if operation == "IN" and all(str(kind) == "LITERAL" for kind, _ in value):
+            return [each for _, code in value for each in self._step(growing, "LITERAL", code)]
+        if operation == "BRANCH":
+            return [each for branch in value[1] for each in self._extended(growing, branch)]
+        if operation == "SUBPATTERN":
+            self.ignore_case |= bool(value[1] & re.IGNORECASE)
+            return self._extended(growing, value[3])
+        if operation == "ATOMIC_GROUP":
+            return self._extended(growing, value)
+        if operation in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            least, most, tree = value
+            once = self._extended(growing, tree)
+            once = once if least == most == 1 else [(text, False) for text, _ in once]
+            return once if least else growing + once
+        if operation == "AT":
+            is_end = str(value) in ("AT_END", "AT_END_STRING")
+            self.are_independent &= is_end
+            if str(value) == "AT_END_STRING":  # the parser looks for the end of the answer itself
+                growing = [each for each in growing if each[0]]
+            return [(text, False) for text, _ in growing] if is_end else growing
+        if operation in ("ASSERT", "ASSERT_NOT"):
+            self.are_independent &= value[0] > 0
+            return growing
+        return [(text, False) for text, _ in growing]

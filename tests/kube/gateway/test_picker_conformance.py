@@ -230,7 +230,7 @@ async def test_correct_picker_of_another_kind_passes_every_case():
     assert named(report, CaseOutcome.FAILED) == named(report, CaseOutcome.SKIPPED) == {}
 
 
-async def test_correct_picker_without_endpoints_passes_every_case_of_that_state():
+async def test_correct_picker_without_endpoints_passes():
     async with a_round_robin_picker(pool=()) as address:
         report = await run_suite(address, OPTIONS, empty=True)
 
@@ -287,7 +287,7 @@ async def test_fault_of_a_picker_is_found_by_its_case(fault, case):
 
 
 @pytest.mark.parametrize(("fault", "case"), FAULTS_OF_EMPTY_POOLS)
-async def test_fault_of_a_picker_without_endpoints_is_found_by_its_case_alone(fault, case):
+async def test_fault_of_an_empty_picker_is_found_by_its_case_alone(fault, case):
     async with a_round_robin_picker(fault, pool=()) as address:
         report = await run_suite(address, PickerOptions(seconds=3), empty=True)
 

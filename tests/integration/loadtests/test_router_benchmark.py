@@ -26,7 +26,7 @@ from loadtests.router.systems.processes import (
     wait_until_it_answers,
 )
 from loadtests.router.systems.targets import BenchmarkSetting, targets
-from tests.support.load_test_runs import run_load_test
+from tests.support.fleet_processes import run_load_test
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -214,7 +214,7 @@ def test_the_command_writes_a_row_for_each_scenario_and_target(tmp_path):
     told = ("--json", str(report), "--keep-logs", str(tmp_path / "logs"))
     chosen = ("--targets", "relay,fleet", "--scenarios", "prompt-128,ttft-1,streams-64,prefix-sharing")
 
-    done = run_load_test("router", "--quick", *chosen, *told, folder=tmp_path, seconds=110)
+    done = run_load_test("router", "--quick", *chosen, *told, folder=tmp_path, timeout=110)
 
     assert done.returncode == 0, done.stderr
     rows = {(row["scenario"], row["target"]): row for row in json.loads(report.read_text())}
@@ -241,7 +241,7 @@ def test_the_command_writes_a_row_for_each_scenario_and_target(tmp_path):
 
 
 def test_unknown_scenario_is_named(tmp_path):
-    done = run_load_test("router", "--scenarios", "nonsense", folder=tmp_path, seconds=60)
+    done = run_load_test("router", "--scenarios", "nonsense", folder=tmp_path, timeout=60)
 
     assert done.returncode == 2
     assert "nonsense is not one of prompt-128" in done.stderr
@@ -285,7 +285,7 @@ def test_the_command_measures_the_grpc_front_as_well(tmp_path):
     report = tmp_path / "rows.json"
     chosen = ("--targets", "fleet", "--scenarios", "grpc-stream")
 
-    done = run_load_test("router", "--quick", *chosen, "--json", str(report), folder=tmp_path, seconds=110)
+    done = run_load_test("router", "--quick", *chosen, "--json", str(report), folder=tmp_path, timeout=110)
 
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(report.read_text())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.load_test_runs import run_load_test
+from tests.support.fleet_processes import run_load_test
 
 pytestmark = pytest.mark.integration
 

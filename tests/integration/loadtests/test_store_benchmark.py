@@ -12,8 +12,7 @@ from fleet.core.errors import ConfigurationRefused
 from loadtests.environments import SystemDistribution, SystemUnavailable, python_of
 from loadtests.kvstore.compared import process as processes
 from loadtests.kvstore.compared.process import ComparedSystemProcess
-from tests.support.fleet_processes import alive
-from tests.support.load_test_runs import run_load_test
+from tests.support.fleet_processes import alive, run_load_test
 from tests.support.stopwatch import at_most
 from tests.support.waiting import eventually
 
@@ -94,7 +93,7 @@ def test_the_command_writes_a_list_of_lines(tmp_path):
     report = tmp_path / "lines.json"
     chosen = ("--quick", "--no-peers", "--only", "lookup", "--only", "keys of 8k tokens, block 256")
 
-    done = run_load_test("kvstore.bench", *chosen, "--json", str(report), folder=tmp_path, seconds=100)
+    done = run_load_test("kvstore.bench", *chosen, "--json", str(report), folder=tmp_path, timeout=100)
 
     assert done.returncode == 0, done.stderr
     lines = json.loads(report.read_text())

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from loadtests.router import tracing_cost
-from tests.support.load_test_runs import run_load_test
+from tests.support.fleet_processes import run_load_test
 
 pytestmark = pytest.mark.integration
 

@@ -3,7 +3,7 @@
 import json
 
 from loadtests.kvstore.nodes import ROOT
-from tests.support.load_test_runs import run_load_test
+from tests.support.fleet_processes import run_load_test
 
 
 def test_load_test_of_the_operator_reports_its_figures():
@@ -17,6 +17,7 @@ def test_load_test_of_the_operator_reports_its_figures():
         assert change["most_writes_of_a_child"] == 1
         assert 1 <= change["most_writes_of_a_status"] <= 2
     assert found["scale_change_ms"] > 0
+    assert found["scale_change_operator_cpu_ms"] > 0
 
 
 def test_load_test_fails_above_the_limit_of_memory():

@@ -104,14 +104,14 @@ def _cancelled(rounds: int, limits: list[int | None], starts: int, as_json: bool
     if as_json:
         told = {"vllm": version(), "rounds": rounds, "starts": starts, "load": round(os.getloadavg()[0], 1)}
         of_limits = [
-            {"step_tokens": limit, "quartiles": _quartiles(found), "ratios": ratios[limit]}
+            {"step_tokens": limit, "quartiles": quartiles(found), "ratios": ratios[limit]}
             for limit, found in measured.items()
         ]
         print(json.dumps({**told, "limits": of_limits}))
     else:
         for limit, found in measured.items():
             print(f"steps of {'the default number of' if limit is None else limit} tokens:")
-            for name, (low, middle, high) in _quartiles(found).items():
+            for name, (low, middle, high) in quartiles(found).items():
                 ratio = f"; {ratios[limit][name]} times idle" if name in ratios[limit] else ""
                 print(f"  {name}: {middle} {MEASUREMENTS[name][1]} (quartiles {low} and {high}{ratio})")
     return 0 if all(each["cancelled"] <= MOST_RATIO for each in ratios.values()) else 1
@@ -133,8 +133,10 @@ def _ratios(measured: dict[str, list[float]]) -> dict[str, float]:
     return {case: round(statistics.median(measured[case]) / idle, 3) for case in CASES[1:]}
 
 
-def _quartiles(measured: dict[str, list[float]]) -> dict[str, list[float]]:
-    return {name: [round(each, 1) for each in statistics.quantiles(found)] for name, found in measured.items()}
+def quartiles(measured: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return the three quartiles of each measurement; those of a single value are this value."""
+    several = {name: found if len(found) > 1 else 2 * found for name, found in measured.items()}
+    return {name: [round(each, 1) for each in statistics.quantiles(found)] for name, found in several.items()}
 
 
 def _worker(folder: Path, engine_arguments: dict[str, int]) -> WorkerSettings:

@@ -53,9 +53,8 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     store_id: StoreId | None = None
     kv: Fingerprint | None = None  # the meaning and the layout of the engine's blocks; None: it is not known
     keeps_forms: bool = False  # True if the engine supports structured output
-    sampling_fields: tuple[
-        str, ...
-    ] = ()  # the `ENGINE_FIELDS` that the engine supports, and `IMAGES` (`fleet.core.requests`)
+    # The `ENGINE_FIELDS` that the engine supports, and `IMAGES` (`fleet.core.requests`).
+    sampling_fields: tuple[str, ...] = ()
     # The fields of `fleet.core.requests.STATE_FIELDS` whose state the engine rebuilds when it continues an answer.
     continued_fields: tuple[str, ...] = ()
     adapters: tuple[LoraAdapter, ...] = ()  # LoRA adapters that the engine can load

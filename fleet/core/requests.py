@@ -304,12 +304,10 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     trace: TraceContext | None = None  # trace of the request; None if the router does not trace
     # The kind of vector that the client wants instead of tokens, or None if the client wants tokens.
     pooling: Pooling | None = None
-    images: tuple[
-        bytes, ...
-    ] = ()  # content of the image files of a chat, in the order of their places in `ChatMessage.parts`
-    remote_images: tuple[
-        RemoteImage, ...
-    ] = ()  # the images that have to be fetched; `images` has empty content at their places
+    # Content of the image files of a chat, in the order of their places in `ChatMessage.parts`.
+    images: tuple[bytes, ...] = ()
+    # The images that have to be fetched; `images` has empty content at their places.
+    remote_images: tuple[RemoteImage, ...] = ()
 
 
 class Finish(StrEnum):

@@ -644,9 +644,8 @@ class Generation:
                         if claims is not None:
                             delta = self._with_token(delta, request.id, claims)
                             claims = None
-                        if (
-                            answer.stopped
-                        ):  # `last` is yielded later, so that the engine stops now even if the client reads slowly
+                        # `last` is yielded later, so that the engine stops now even if the client reads slowly.
+                        if answer.stopped:
                             last = delta
                             break
                         if request.whole:

@@ -82,9 +82,8 @@ class LocalProcess(Struct, frozen=True, kw_only=True):
     """A child process of a cluster: its name, its command and its limits."""
 
     child: ChildProcess
-    command: tuple[
-        str, ...
-    ]  # ``--ready-fd N --parent PID`` is appended, and ``--heartbeat`` before them if the child sends heartbeats
+    # ``--ready-fd N --parent PID`` is appended, and ``--heartbeat`` before them if the child sends heartbeats.
+    command: tuple[str, ...]
     limits: LivenessLimits = LivenessLimits()
 
 

@@ -29,9 +29,8 @@ REASON_STATUSES: Mapping[Reason, ReasonStatus] = {
     Reason.DRAINING: ReasonStatus(StatusCode.UNAVAILABLE, 503, "overloaded_error"),
     Reason.WORKER_LOST: ReasonStatus(StatusCode.UNAVAILABLE, 503, "server_error"),
     Reason.DEADLINE_PASSED: ReasonStatus(StatusCode.DEADLINE_EXCEEDED, 504, "timeout_error"),
-    Reason.CANCELLED: ReasonStatus(
-        StatusCode.CANCELLED, 499, "cancelled"
-    ),  # nginx uses 499 for a client that disconnected
+    # The status 499 is that of nginx for a client that has disconnected.
+    Reason.CANCELLED: ReasonStatus(StatusCode.CANCELLED, 499, "cancelled"),
     Reason.INTERNAL: ReasonStatus(StatusCode.INTERNAL, 500, "server_error"),
 }
 

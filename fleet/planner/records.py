@@ -31,9 +31,8 @@ log = logging.getLogger(__name__)
 
 MOST_BYTES = 8 << 20
 KEPT_RECORDS = 200
-APPENDING = (
-    os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-)  # O_NONBLOCK: opening a pipe without a reader fails, and does not block
+# With O_NONBLOCK, opening a pipe without a reader fails, and does not block.
+APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class PlanState(StrEnum):

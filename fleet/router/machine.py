@@ -614,9 +614,8 @@ class RouterMachine:
         live.failures += 1
         hindrance = self._hindrance(live)
         if live.sent and live.remaining_tokens <= 0 and not live.arrived.only_end:
-            self._complete(
-                live, Finish.LENGTH, now, out
-            )  # the client has the whole answer; only the worker's last message is missing
+            # The client has the whole answer; only the worker's last message is missing.
+            self._complete(live, Finish.LENGTH, now, out)
         elif hindrance and not live.arrived.whole:
             self._end_begun(live, hindrance.cause, f"{message}; {hindrance.message},", now, out)
         elif live.failures >= self.settings.max_attempts:
@@ -632,9 +631,8 @@ class RouterMachine:
             live.forget_chains()
             outcome = self._place(live, now, out)
             if isinstance(outcome, WaitForRoom):
-                self._admission.enqueue(
-                    live, now, outcome.busy
-                )  # the limit of the queue does not apply, because the request was admitted before
+                # The limit of the queue does not apply, because the request was admitted before.
+                self._admission.enqueue(live, now, outcome.busy)
 
     def _hindrance(self, live: LiveRequest) -> _Hindrance | None:
         """Return why no other worker can continue the answer; None if one can, or if the answer has not begun yet."""

@@ -328,9 +328,8 @@ def load_chain(context: ssl.SSLContext, pem: PemContent) -> None:
     """
     with _memory_file(pem.certificate) as certificate, _memory_file(pem.key) as key:
         try:
-            context.load_cert_chain(
-                certificate, key, password=lambda: b""
-            )  # an empty passphrase; otherwise Python would ask for one on the terminal
+            # The passphrase is empty; otherwise Python would ask for one on the terminal.
+            context.load_cert_chain(certificate, key, password=lambda: b"")
         except ValueError as error:
             raise OSError(str(error)) from error
 

@@ -304,9 +304,8 @@ class _NixlConnection:
 
 def _get(connection: _NixlConnection, work: _NixlTransfer, until: Nanos) -> None:
     registered = connection.register(work)
-    with ThreadPoolExecutor(
-        1, "kvstore-checksums"
-    ) as checksum_thread:  # a second thread is used, because within one host the first one is busy copying the bytes
+    # A second thread is used, because within one host the first one is busy copying the bytes.
+    with ThreadPoolExecutor(1, "kvstore-checksums") as checksum_thread:
         for arrived in _moved(connection, TransferDirection.READ, work, until):
             if arrived.stop < len(work):
                 begun = threading.Event()

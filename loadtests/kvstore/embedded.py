@@ -87,9 +87,8 @@ def _round(place: str, seconds: float) -> dict[str, float]:
             each.stdin.write("go\n")
             each.stdin.flush()
         found: dict[str, float] = json.loads(client.communicate(timeout=PROCESS_SECONDS)[0])
-        found |= json.loads(
-            host.communicate(timeout=PROCESS_SECONDS)[0]
-        )  # the host keeps the node until its input ends
+        # The host keeps the node until its input ends.
+        found |= json.loads(host.communicate(timeout=PROCESS_SECONDS)[0])
         node.stop()
         return found
 
@@ -133,7 +132,7 @@ async def _host(place: str, settings: StoreSettings, seconds: float) -> None:
                 while time.perf_counter() < until:
                     pass
         await asyncio.to_thread(sys.stdin.read)
-    print(json.dumps(_spread("late", late)))
+    print(json.dumps(spread("late", late)))
 
 
 # The client
@@ -154,7 +153,7 @@ def _client(settings: StoreSettings, seconds: float) -> None:
             client.read(match, range(len(match)), into)
             client.release(match.lease_id)
             client.write([*chain, *next(made)[:WRITTEN]], [*blocks, *blocks[:WRITTEN]])
-    print(json.dumps(_spread("look-up", took) | {"look-ups/s": len(took) / seconds}))
+    print(json.dumps(spread("look-up", took) | {"look-ups/s": len(took) / seconds}))
 
 
 def _until_told() -> None:
@@ -162,8 +161,9 @@ def _until_told() -> None:
     sys.stdin.readline()
 
 
-def _spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(seconds, n=100)
+def spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """Return percentiles and maximum in milliseconds; the percentiles of a single value are this value."""
+    cuts = statistics.quantiles(seconds if len(seconds) > 1 else (*seconds, *seconds), n=100)
     return {f"{name} p50": 1e3 * cuts[49], f"{name} p99": 1e3 * cuts[98], f"{name} max": 1e3 * max(seconds)}
 
 

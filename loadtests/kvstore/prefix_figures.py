@@ -47,9 +47,8 @@ def break_even(computed: Mapping[int, float], loaded: Mapping[int, float]) -> fl
     gains = [computed[length] - loaded[length] for length in lengths]
     if not gains or gains[-1] <= 0:
         return None
-    last = next(
-        (i for i in reversed(range(len(gains))) if gains[i] <= 0), None
-    )  # longest length at which loading does not pay
+    # This is the longest length at which loading does not pay.
+    last = next((i for i in reversed(range(len(gains))) if gains[i] <= 0), None)
     if last is None:
         return float(lengths[0])
     share = -gains[last] / (gains[last + 1] - gains[last])

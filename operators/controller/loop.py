@@ -23,13 +23,12 @@ from operators.controller.control_secrets import ControlSecret, ControlSecrets, 
 from operators.controller.gate_keeper import GateKeeper
 from operators.controller.group_placer import FailedDomains
 from operators.controller.reconcile import reconcile
+from operators.controller.renderings import Renderings
 from operators.controller.room_reader import RoomReader
 from operators.controller.work_queue import IMMEDIATELY
-from operators.controller.worker_revisions import WorkerRevisions
 from operators.keys import ReconcileKey, deployment_key
 from operators.manifests.names import DesiredDeployment
 from operators.manifests.pods import Images
-from operators.manifests.workloads import revision
 from operators.observed.caches import InformerCaches
 from operators.observed.observe import conditions_of, observe, scalers_of
 from operators.observed.registrations import SKEW_SECONDS, ReportedWorkers
@@ -103,7 +102,7 @@ class Controller:
         self._failed_domains = FailedDomains(clock)
         self._avoided: dict[ReconcileKey, dict[str, tuple[str, ...]]] = {}
         self._sizes: dict[ReconcileKey, tuple[str, Mapping[str, int]]] = {}
-        self._worker_revisions = WorkerRevisions(lambda desired: revision(desired, images))
+        self._renderings = Renderings(images)
         self._write_streaks: dict[ReconcileKey, int] = {}
         self._edits: dict[ReconcileKey, tuple[KubernetesEvent, ...]] = {}
 
@@ -137,7 +136,7 @@ class Controller:
             self._failed_domains.forget(key)
             self._gates.forget(key)
             self._sizes.pop(key, None)
-            self._worker_revisions.forget(key)
+            self._renderings.forget(key.namespace, key.name)
             self._limiter.rests(key)
             if self._prober is not None:
                 self._prober.forget(key)
@@ -165,13 +164,12 @@ class Controller:
         observed = msgspec.structs.replace(
             observed, avoided=self._avoided.get(key, {}), failed_domains=self._failed_domains.of(key), sizes=sizes
         )
-        worker_revision = self._worker_revisions.of(key, desired)
         observed_afresh = msgspec.structs.replace(observed, afresh=afresh)
-        decided = reconcile(desired, observed_afresh, self._images, self._now(), worker_revision)
+        decided = reconcile(desired, observed_afresh, self._images, self._now(), self._renderings)
         if decided.needs_room:
             observed = msgspec.structs.replace(observed, room=await self._room.read())
             observed_afresh = msgspec.structs.replace(observed, afresh=afresh)
-            decided = reconcile(desired, observed_afresh, self._images, self._now(), worker_revision)
+            decided = reconcile(desired, observed_afresh, self._images, self._now(), self._renderings)
         room = observed.room
         self._avoid_nodes(key, observed)
         groups = [group for child in observed.children for group in child.gated]
@@ -193,7 +191,7 @@ class Controller:
         if passed or decided.actions or denied:  # these writes may have changed whether the deployment is Ready
             observed = observe(self._store, custom, spec, reports, self._wall(), served, evidence)
             observed = msgspec.structs.replace(observed, refusals=refusals, room=room, sizes=sizes)
-            after = reconcile(desired, observed, self._images, self._now(), worker_revision)
+            after = reconcile(desired, observed, self._images, self._now(), self._renderings)
             status, wanted = after.status, after.wanted
         if self._prober is not None:
             self._prober.want(key, wanted)

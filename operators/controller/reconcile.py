@@ -29,11 +29,11 @@ from fleet.net.kubernetes import kinds
 from fleet.net.kubernetes.kinds import OptionalKinds
 from operators.api.disagg_deployment import DisaggDeploymentStatus, RoleSpec, RoleType, ScalingMode
 from operators.controller.group_placer import GroupPlacer, PlacedGroup, with_unfit
+from operators.controller.renderings import Renderings
 from operators.manifests.names import DesiredDeployment, child_name
 from operators.manifests.objects import DIGEST, Manifest, with_digest
 from operators.manifests.pods import Images, is_foreign
-from operators.manifests.shared import shared
-from operators.manifests.workloads import ANYWHERE, group, grouped, revision, role_scaler, workers
+from operators.manifests.workloads import ANYWHERE, group, grouped, role_scaler, workers
 from operators.observed.state import ObservedChild, ObservedState
 from operators.probes.evidence import PendingProbes
 from operators.replica_steps import PairSide, ReplicaChange, ScaledRole, ScalingBounds, next_changes, targets
@@ -104,7 +104,7 @@ class Reconciled(Struct, frozen=True, kw_only=True):
 
 
 def reconcile(
-    desired: DesiredDeployment, observed: ObservedState, images: Images, now: str, worker_revision: str = ""
+    desired: DesiredDeployment, observed: ObservedState, images: Images, now: str, renderings: Renderings | None = None
 ) -> Reconciled:
     """Return the actions of one step towards the desired state, and the status.
 
@@ -113,12 +113,13 @@ def reconcile(
         observed: The observed state.
         images: Images for deployments that name none.
         now: The present time as RFC 3339, which conditions get when they change.
-        worker_revision: The revision of the workers that `desired` describes, if the caller knows it. Empty: it is computed, which
-            takes a large part of the time of a step.
+        renderings: What earlier steps made from the specifications, with the same `images`. None: everything is made again,
+            which takes a large part of the time of a step.
     """
-    worker_revision = worker_revision or revision(desired, images)
+    renderings = renderings or Renderings(images)
+    worker_revision = renderings.revision(desired)
     routers = _target_replicas(desired, desired.router, observed)
-    wanted = [with_digest(each) for each in shared(desired, images, observed.served, routers=routers)]
+    wanted = list(renderings.shared(desired, observed.served, routers))
     pools = [_pool(desired, role, observed, worker_revision) for role in desired.workers]
     possible = targets(pools, _bounds(desired))
     actions: list[Action] = []

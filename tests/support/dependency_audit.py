@@ -24,9 +24,8 @@ OSV = "https://api.osv.dev/v1/query"
 CANARY = "jinja2==2.4.1"
 """A release with published vulnerabilities (CVE-2014-1402 and later ones)."""
 
-PIN = re.compile(
-    r"^([A-Za-z0-9][\w.-]*)==([\w.!-]+)(\+[\w.]+)?"
-)  # without the local part of a version, which no advisory names
+# The local part of a version is left out, because no advisory names it.
+PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)==([\w.!-]+)(\+[\w.]+)?")
 NAME_PUNCTUATION = re.compile(r"[-_.]+")  # equal in names of packages
 FEWEST_PINS = 20  # fewer pins than these mean that a file was not read
 DEADLINE_S = 1800

@@ -1,4 +1,7 @@
-"""Fleet processes: runs the command `fleet` in separate processes, as single services or as a cluster of `fleet up`."""
+"""Fleet processes: runs the command `fleet` in separate processes, as single services or as a cluster of `fleet up`.
+
+Load tests run by their commands, too.
+"""
 
 import json
 import os
@@ -14,6 +17,7 @@ from typing import Any
 import psutil
 
 from fleet.client import Client
+from loadtests.kvstore.nodes import ROOT, environment
 from tests.support.shared_memory import segments_of
 from tests.support.waiting import eventually
 
@@ -24,6 +28,21 @@ READY_SECONDS = 120.0  # a start takes about five seconds on an idle machine, bu
 def run_fleet(*arguments: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
     """Run one command to its end."""
     return subprocess.run([*FLEET, *arguments], capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def run_load_test(
+    module: str, *arguments: str, folder: Path = ROOT, timeout: float = 280
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m loadtests.MODULE` in a folder to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", f"loadtests.{module}", *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
 
 
 def start_service(

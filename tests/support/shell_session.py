@@ -78,9 +78,8 @@ class ShellSession:
         """The id of a request that the page has sent."""
 
     def __enter__(self) -> Self:
-        self.folder = Path(
-            self._open.enter_context(tempfile.TemporaryDirectory(prefix="page"))
-        )  # sockets need short paths
+        # Sockets need short paths.
+        self.folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="page")))
         for each in ROOT.iterdir():
             if not each.name.startswith(".") and each.name != "report.html":
                 (self.folder / each.name).symlink_to(each)

@@ -165,10 +165,8 @@ class SilenceDetector:
         self._left: _AbandonedRequest | None = None
         self._left_at = Nanos(0)
         self._owed = 0  # nanoseconds that cancelled requests waited in total since the server's last byte
-        self._left_kib = [
-            0,
-            0,
-        ]  # KiB of the longest cancelled prompt that the server may still compute: for a whole answer, and for a stream
+        # KiB of the longest cancelled prompt that the server may still compute: for a whole answer, and for a stream.
+        self._left_kib = [0, 0]
         self._overtook = _UNSEEN
         self._out = False
         self._suspect = False
@@ -322,9 +320,8 @@ class SilenceDetector:
             self._unresponsive = False
         if trial is not TrialOutcome.ANSWERED:
             return
-        if (
-            not self._unresponsive or self.past[True].count < MIN_ANSWERS
-        ):  # skipped after a hang, because the time of a hang does not measure the server's speed
+        # This is skipped after a hang, because the time of a hang does not measure the server's speed.
+        if not self._unresponsive or self.past[True].count < MIN_ANSWERS:
             self.past[True].add(waited, 1)
         self._heard_at = max(self._heard_at, now)
         self._unresponsive = False

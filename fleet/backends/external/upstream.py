@@ -57,9 +57,8 @@ LEARNED_FIRST_BYTES = 16
 # the last token count are kept.
 USAGE_BYTES = 4096
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*([0-9]{1,12})')
-_COMPLETION_TOKENS = re.compile(
-    rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})(?![0-9])'
-)  # a number of more digits is not read as a count
+# A number of more than nine digits is not read as a count.
+_COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')
 _TOKEN_COUNT = b'_tokens"'  # the names of all counts end like this; within a JSON string the quote would be escaped
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
 
@@ -614,9 +613,8 @@ class _Event(Struct):
 
 
 _EVENTS = Decoder(_Event)
-_EMPTY_TYPES = frozenset(
-    {"response.created", "response.queued", "response.in_progress", "message_start", "ping"}
-)  # a server sends these events before its engine has answered
+# A server sends these events before its engine has answered.
+_EMPTY_TYPES = frozenset({"response.created", "response.queued", "response.in_progress", "message_start", "ping"})
 
 
 def has_content(content: bytes) -> bool:

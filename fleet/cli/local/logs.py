@@ -107,9 +107,8 @@ def _tail_start(file: Path, end: int, number: int) -> int:
             if not least or not number:
                 return least
             log.seek(least)
-            while least < end and (
-                line := log.readline(min(MOST_BYTES, end - least))
-            ):  # this line may have lost its beginning
+            # The first line that is read may have lost its beginning.
+            while least < end and (line := log.readline(min(MOST_BYTES, end - least))):
                 least += len(line)
                 if line.endswith(b"\n"):
                     break

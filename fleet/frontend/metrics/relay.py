@@ -42,9 +42,8 @@ class RelayedRequests:
         self.outcomes: dict[str, int] = {SERVED: 0}
         self.first_byte = Durations()
         self.answered = Durations()
-        self.durations: dict[
-            str, Durations
-        ] = {}  # durations by reason of the failure; an empty reason for served requests
+        # Durations by reason of the failure; the reason of served requests is empty.
+        self.durations: dict[str, Durations] = {}
 
     def ended(self, reason: Reason | None, nanos: int, *, answered: bool) -> None:
         """Record the end of a request.

@@ -42,6 +42,7 @@ PLACED = GENERATING | {
 }
 """Paths whose POST requests name a model and hold a prompt in JSON. The router places them; all others are passages."""
 
+# The names in vLLM and SGLang come first, then those in llama.cpp and hosted services.
 CONTROL_ROUTES = frozenset(
     [
         "load_lora_adapter",
@@ -109,7 +110,7 @@ CONTROL_ROUTES = frozenset(
         "projects",
         "admin",
         "api_keys",
-    ]  # first the names in vLLM and SGLang, then those in llama.cpp and hosted services
+    ]
 )
 """Path segments that name control routes of common servers (rule 3). A path with such a segment is a control route."""
 

@@ -344,9 +344,8 @@ class HttpFrontend(HttpServer):
         hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
         try:
             now, strict = self._clock.now(), self._refuses_unknown_fields
-            if (
-                len(request.body) <= INLINE_BODY_BYTES
-            ):  # without the call of `read_body`, which most requests do not need
+            # This saves the call of `read_body`, which most requests do not need.
+            if len(request.body) <= INLINE_BODY_BYTES:
                 parsed = read(request.body, request_id, now, hinted, strict=strict)
             else:
                 read_large = partial(read, strict=strict)

@@ -184,9 +184,8 @@ class HttpConnection(asyncio.Protocol):
         """
         self._streams = streams
         self._is_stranger = is_stranger
-        self._takes_body = (
-            is_stranger is None
-        )  # False until the client of the present request is known not to be a stranger
+        # False until the client of the present request is known not to be a stranger.
+        self._takes_body = is_stranger is None
         # The body that is read while it arrives (rule 7); None: there is no such body.
         self._arriving: BodyStream | None = None
         self._body_seen = 0  # number of bytes of that body at the latest check of its rate
@@ -775,9 +774,8 @@ class HttpConnection(asyncio.Protocol):
                     self._table.mark_waiting(slot, _WAITS_IDLE, now / SECOND)
         elif waits:
             self._note_waiting()
-        if not (
-            (waits and self._reading) or self._starting
-        ):  # within `_start`, the loop of `_advance` goes on by itself
+        # Within `_start`, the loop of `_advance` goes on by itself.
+        if not ((waits and self._reading) or self._starting):
             self._advance()
 
     def _hold(self, size: int) -> None:

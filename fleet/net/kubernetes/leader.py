@@ -230,9 +230,8 @@ class LeaseLeader:
             event, kinds.LEASE, about, now, controller=self._controller, identity=self._identity, action="Elect"
         )
         try:
-            async with asyncio.timeout(
-                self._settings.retry_seconds
-            ):  # limited, because a slow server must not delay the next renewal for long
+            # The time is limited, because a slow server must not delay the next renewal for long.
+            async with asyncio.timeout(self._settings.retry_seconds):
                 await self._cluster.create(kinds.EVENT, NamedObject, self._namespace, manifest)
         except (KubernetesError, TimeoutError) as error:
             cause = str(error) or "no answer in time"

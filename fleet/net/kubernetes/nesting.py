@@ -14,6 +14,7 @@ from typing import Any
 DEEPEST = 100
 """Number of levels that are kept."""
 
+_CONTAINERS = (dict, list)
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{]|[\]}]', re.DOTALL)
 
 
@@ -37,7 +38,8 @@ def prune(root: dict[str, Any], levels: int = DEEPEST) -> None:
     """Replace every object and list that is deeper than the given number of levels by None; `root` is the first level."""
     containers: list[Any] = [root]
     for _ in range(levels - 1):
-        containers = [inner for each in containers for _, inner in _inside(each)]
+        contents = [each.values() if isinstance(each, dict) else each for each in containers]
+        containers = [inner for content in contents for inner in content if isinstance(inner, _CONTAINERS)]
         if not containers:
             return
     for each in containers:
@@ -48,4 +50,4 @@ def prune(root: dict[str, Any], levels: int = DEEPEST) -> None:
 def _inside(container: dict[str, Any] | list[Any]) -> Iterator[tuple[Any, Any]]:
     """Return the objects and lists in a container, each with its key or index."""
     places = container.items() if isinstance(container, dict) else enumerate(container)
-    return ((place, inner) for place, inner in places if isinstance(inner, dict | list))
+    return ((place, inner) for place, inner in places if isinstance(inner, _CONTAINERS))

@@ -62,9 +62,8 @@ class StreamAuthenticator:
         self._refusal = refusal
         self._limit = limit
         self._unproven: UnprovenConnections[_UnprovenCaller] = UnprovenConnections(MAX_UNPROVEN)
-        self._handshakes: dict[
-            _UnprovenCaller, asyncio.Task[None]
-        ] = {}  # a connection stays here for one iteration of the event loop after its proof
+        # A connection stays here for one iteration of the event loop after its proof.
+        self._handshakes: dict[_UnprovenCaller, asyncio.Task[None]] = {}
         self._logged_at: dict[tuple[str, str], float] = {}  # time of the last log message by host and cause
 
     @asynccontextmanager

@@ -91,9 +91,8 @@ def runs(masks: Mapping[int, int], keys: Sequence[int]) -> list[tuple[int, int]]
     if not keys or keys[0] not in masks:
         return []
     if len(keys) > WORTH_BISECTING:
-        keys = keys[
-            : bisect_left(keys, True, key=lambda key: key not in masks)
-        ]  # cut at a key without a holder; leading blocks cannot go beyond it
+        # The keys are cut at a key without a holder, because leading blocks cannot go beyond it.
+        keys = keys[: bisect_left(keys, True, key=lambda key: key not in masks)]
     holders = list(map(masks.get, keys, repeat(0)))
     if 0 in holders:
         del holders[holders.index(0) :]

@@ -214,9 +214,8 @@ class CandidateTable(Struct, frozen=True, eq=False, gc=False):
     # Flags of the workers that have failed this request in their present incarnation; None: none has.
     failed: Flags | None = None
     warm: bool = True  # False if it is certain that no worker has any part of the prompt
-    lora_groups: Sequence[
-        Flags
-    ] = ()  # groups of workers for the request's LoRA adapter, the best first (`fleet.router.state.lora`)
+    # Groups of workers for the request's LoRA adapter, the best first (`fleet.router.state.lora`).
+    lora_groups: Sequence[Flags] = ()
 
     def __len__(self) -> int:
         return len(self.topology)

@@ -607,9 +607,8 @@ class WorkerTable:
         for row, each in enumerate(descriptions):
             rows_of.setdefault(each.block_tokens, []).append(row)
         self._sizes = [self._size(block_tokens, rows) for block_tokens, rows in rows_of.items()]
-        self._stores: list[
-            tuple[StoreNamespace, int, Rows]
-        ] = []  # namespace, block size, and rows of the workers that load blocks from it
+        # Namespace, block size, and rows of the workers that load blocks from it.
+        self._stores: list[tuple[StoreNamespace, int, Rows]] = []
         self._converts: Floats = np.array(
             [float(each.kv is not None and not each.kv.is_at_rest) for each in descriptions], dtype=np.float64
         )

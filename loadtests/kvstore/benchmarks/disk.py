@@ -86,9 +86,8 @@ class _DiskContestants:
     def tier_write(self) -> float:
         tier, source, _ = self._open()
         keys = [BlockKey(self._digest, name) for name in next(self._chains)]
-        sums = [
-            crc32c([block]) for block in source
-        ]  # a node knows the checksums, because blocks are published with them
+        # A node knows the checksums, because blocks are published with them.
+        sums = [crc32c([block]) for block in source]
 
         def put() -> None:
             kept = tier.put(keys, list(source), soon(), sums)

@@ -42,9 +42,8 @@ def lines(plan: BenchmarkPlan, peers: ComparedSystems) -> Iterator[list[Benchmar
         room = np.ones((blocks, BLOCK_BYTES), dtype=np.uint8)
         source = content(BLOCK_BYTES, blocks)
         fetched = peers.get(BLOCK_BYTES, blocks, fresh=False)
-        over_sockets = {
-            name: each for name, each in fetched.items() if name == MOONCAKE
-        }  # the other one has no path between processes
+        # The other one has no path between processes.
+        over_sockets = {name: each for name, each in fetched.items() if name == MOONCAKE}
 
         def memcpy() -> float:
             return speed(source.nbytes, lambda: copy(source, room))

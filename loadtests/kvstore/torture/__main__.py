@@ -32,10 +32,11 @@ CHAINS = 40
 CHAIN_BLOCKS = 24
 LEASE_SECONDS = 2.0
 RESERVATION_SECONDS = 1.0
+# The capacity is twice that of the pool, so that segments are removed all the time.
 SSD_SIZES = {
     "capacity_bytes": 32 << 20,
     "segment_bytes": 2 << 20,
-}  # twice the pool, so that segments are removed all the time
+}
 KILL_EVERY_SECONDS = 2.0  # on average
 HARMS = (
     "kill a client",
@@ -169,9 +170,8 @@ class Torture:
         self._node = StoreNode(self._sockets, **settings)
         self._node_files = 0
         self._clients: list[TortureClient] = []
-        self._deck: list[
-            str
-        ] = []  # coming harms, like a deck of cards, so that each kind has its share in runs of any length
+        # The coming harms are like a deck of cards, so that each kind has its share in runs of any length.
+        self._deck: list[str] = []
         self._stops = {kind: itertools.cycle(STOP_SECONDS) for kind in ("stop a client", "stop the node")}
         self._named_memory: set[str] = set()
         self._stopped: list[tuple[float, int]] = []  # instant of continuation and process

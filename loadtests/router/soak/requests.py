@@ -57,8 +57,7 @@ def _sampling(chance: random.Random, length: int) -> Sampling:
     kind = chance.random()
     if kind < GREEDY:
         return Sampling(max_tokens=length, temperature=0.0, ignore_eos=True)
-    if (
-        kind < GREEDY + SAMPLED
-    ):  # numbers that 32-bit floats represent exactly, because the engine uses every bit of them
+    if kind < GREEDY + SAMPLED:
+        # These are numbers that 32-bit floats represent exactly, because the engine uses every bit of them.
         return Sampling(max_tokens=length, temperature=0.75, top_p=0.875, ignore_eos=True)
     return Sampling(max_tokens=length, temperature=0.75, seed=chance.randrange(1 << 31), ignore_eos=True)

@@ -228,9 +228,8 @@ async def decode_side_may_sample_the_first_token(prefill: EngineDriver, decode: 
 async def useless_handoff_costs_only_time(prefill: EngineDriver, decode: EngineDriver, path: KvPath) -> None:
     for params in (b"", b"[]", b"{}", b'{"address":"127.0.0.1:1","lease":"none"}'):
         prompt = fresh_prompt(200)
-        _, prefilled = await prefill.do(
-            an_attempt(fresh_prompt(3), phase=Phase.PREFILL, kv_path=path)
-        )  # of another prompt
+        # The handoff belongs to another prompt.
+        _, prefilled = await prefill.do(an_attempt(fresh_prompt(3), phase=Phase.PREFILL, kv_path=path))
         assert prefilled.handoff is not None
         handoff = msgspec.structs.replace(prefilled.handoff, params=params)
         tokens, end = await decode.do(an_attempt(prompt, 6, phase=Phase.DECODE, handoff=handoff))

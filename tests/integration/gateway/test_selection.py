@@ -273,6 +273,5 @@ async def test_tokens_beyond_the_request_are_not_counted():
         selected = await brain.select(max_tokens=64)
         for _ in range(5):
             await brain.report(selected.lease_id, answer_tokens=60)
-        assert (
-            brain.server.status().pools[0].workers[0].booked_blocks == 4 + 2
-        )  # blocks of the prompt, and two of the answer
+        # These are the blocks of the prompt, and two of the answer.
+        assert brain.server.status().pools[0].workers[0].booked_blocks == 4 + 2

@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 
@@ -13,7 +12,7 @@ import pytest
 
 from fleet.core.errors import ConfigurationRefused
 from loadtests.environments import SystemUnavailable
-from loadtests.kvstore.nodes import ROOT, environment
+from loadtests.kvstore.nodes import ROOT
 from loadtests.router.load import client
 from loadtests.router.load.client import round_of
 from loadtests.router.load.prompts import MODEL, PATH, request
@@ -27,6 +26,7 @@ from loadtests.router.systems.processes import (
     wait_until_it_answers,
 )
 from loadtests.router.systems.targets import BenchmarkSetting, targets
+from tests.support.fleet_processes import run_load_test
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -211,12 +211,10 @@ def test_processor_time_and_memory_are_those_of_all_children(tmp_path):
 
 def test_the_command_writes_a_row_for_each_scenario_and_target(tmp_path):
     report = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "loadtests.router", "--quick", "--targets", "relay,fleet", "--json", str(report)]
-    command += ["--scenarios", "prompt-128,ttft-1,streams-64,prefix-sharing", "--keep-logs", str(tmp_path / "logs")]
+    told = ("--json", str(report), "--keep-logs", str(tmp_path / "logs"))
+    chosen = ("--targets", "relay,fleet", "--scenarios", "prompt-128,ttft-1,streams-64,prefix-sharing")
 
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110, check=False
-    )
+    done = run_load_test("router", "--quick", *chosen, *told, folder=tmp_path, timeout=110)
 
     assert done.returncode == 0, done.stderr
     rows = {(row["scenario"], row["target"]): row for row in json.loads(report.read_text())}
@@ -243,11 +241,7 @@ def test_the_command_writes_a_row_for_each_scenario_and_target(tmp_path):
 
 
 def test_unknown_scenario_is_named(tmp_path):
-    command = [sys.executable, "-m", "loadtests.router", "--scenarios", "nonsense"]
-
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_load_test("router", "--scenarios", "nonsense", folder=tmp_path, timeout=60)
 
     assert done.returncode == 2
     assert "nonsense is not one of prompt-128" in done.stderr
@@ -289,17 +283,9 @@ async def test_an_answer_ends_with_its_last_chunk_however_it_is_cut(piece):
 
 def test_the_command_measures_the_grpc_front_as_well(tmp_path):
     report = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "loadtests.router", "--quick", "--targets", "fleet", "--scenarios", "grpc-stream"]
+    chosen = ("--targets", "fleet", "--scenarios", "grpc-stream")
 
-    done = subprocess.run(
-        [*command, "--json", str(report)],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = run_load_test("router", "--quick", *chosen, "--json", str(report), folder=tmp_path, timeout=110)
 
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(report.read_text())

@@ -1,29 +1,17 @@
 """Short run of the soak test, which otherwise takes half an hour: a real router whose workers join, leave, hang and die."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from loadtests.kvstore.nodes import ROOT, environment
+from tests.support.fleet_processes import run_load_test
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.mark.timeout(300)
 def test_short_soak_loses_and_repeats_no_token():
-    command = [sys.executable, "-m", "loadtests.router.soak", "--seconds", "20", "--harm-every", "1.5"]
-
-    done = subprocess.run(
-        [*command, "--seed", "2", "--json"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = run_load_test("router.soak", "--seconds", "20", "--harm-every", "1.5", "--seed", "2", "--json")
 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

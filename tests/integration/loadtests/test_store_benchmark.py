@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +12,7 @@ from fleet.core.errors import ConfigurationRefused
 from loadtests.environments import SystemDistribution, SystemUnavailable, python_of
 from loadtests.kvstore.compared import process as processes
 from loadtests.kvstore.compared.process import ComparedSystemProcess
-from loadtests.kvstore.nodes import ROOT
-from tests.support.fleet_processes import alive
+from tests.support.fleet_processes import alive, run_load_test
 from tests.support.stopwatch import at_most
 from tests.support.waiting import eventually
 
@@ -94,13 +91,9 @@ def test_uninstallable_peer_is_absent_with_the_reason(tmp_path):
 
 def test_the_command_writes_a_list_of_lines(tmp_path):
     report = tmp_path / "lines.json"
-    command = [sys.executable, "-m", "loadtests.kvstore.bench", "--quick", "--no-peers", "--json", str(report)]
-    command += ["--only", "lookup", "--only", "keys of 8k tokens, block 256"]
+    chosen = ("--quick", "--no-peers", "--only", "lookup", "--only", "keys of 8k tokens, block 256")
 
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = run_load_test("kvstore.bench", *chosen, "--json", str(report), folder=tmp_path, timeout=100)
 
     assert done.returncode == 0, done.stderr
     lines = json.loads(report.read_text())

@@ -1,29 +1,20 @@
 """Tests of the measurement of what tracing costs: a tiny run of the script, and its limit."""
 
-import subprocess
 import sys
 
 import pytest
 
-from loadtests.kvstore.nodes import ROOT, environment
 from loadtests.router import tracing_cost
+from tests.support.fleet_processes import run_load_test
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.mark.timeout(300)
 def test_tiny_run_prints_the_cost_of_each_share():
-    command = [sys.executable, "-m", "loadtests.router.tracing_cost", "--rounds", "1", "--requests", "20"]
+    tiny = ("--rounds", "1", "--requests", "20", "--tokens", "4")
 
-    done = subprocess.run(
-        [*command, "--tokens", "4", "--most-percent", "100000"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = run_load_test("router.tracing_cost", *tiny, "--most-percent", "100000")
 
     assert done.returncode == 0, done.stderr
     assert [line.partition("µs")[0].split()[1] for line in done.stdout.splitlines()] == ["off", "1", "100"]

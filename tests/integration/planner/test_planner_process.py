@@ -241,9 +241,8 @@ async def test_killed_leader_is_followed_and_bounds_hold(folder):
                 await until(lambda: leading() is not None)
                 running[max(running) + 1] = start(max(running) + 1)
             router.running = {"decode-0": 10, "prefill-0": 6}
-            await until(
-                lambda: orchestrator.ready() == {"decode": 3, "prefill": 2}, 90.0
-            )  # a plan without room lasts 32 s
+            # A plan without room lasts 32 s.
+            await until(lambda: orchestrator.ready() == {"decode": 3, "prefill": 2}, 90.0)
     assert all(LEAST <= count <= MOST for counts in orchestrator.wanted.values() for count in counts)
 
 

@@ -113,9 +113,8 @@ def test_surplus_watcher_is_refused(cluster):
     finally:
         for channel, _ in opened:
             channel.close()
-    assert {each.code() for each in refused} == {
-        grpc.StatusCode.RESOURCE_EXHAUSTED
-    }  # a watcher of an earlier test may still count
+    # A watcher of an earlier test may still count.
+    assert {each.code() for each in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
     assert "16 callers watch" in refused[0].details()
 
 

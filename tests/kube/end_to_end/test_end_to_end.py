@@ -63,9 +63,8 @@ class Load:
 
     def __init__(self, grpc: str, http: str, threads: int = 8) -> None:
         self.answered = 0
-        self.pairs: set[tuple[str, str]] = (
-            set()
-        )  # revisions of the workers that sent blocks, and of those that received them
+        # Revisions of the workers that sent blocks, and of those that received them.
+        self.pairs: set[tuple[str, str]] = set()
         self.failed: list[str] = []
         self._grpc, self._http = grpc, http
         self._stop = threading.Event()

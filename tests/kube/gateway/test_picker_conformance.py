@@ -5,7 +5,7 @@ import itertools
 import json
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import grpc
 import pytest
@@ -15,7 +15,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from fleet.v1 import ext_proc_pb2 as pb
 from tests.kube.picker.cases import EMPTY_CASES, READY_CASES
-from tests.kube.picker.client import DESTINATION, METADATA, PROCESS, SUBSET, SUBSET_METADATA, PickerOptions
+from tests.kube.picker.client import DESTINATION, METADATA, PROCESS, SERVED, SUBSET, SUBSET_METADATA, PickerOptions
 from tests.kube.picker.suite import CaseOutcome, run_suite
 from tests.support.gateway.endpoint_pickers import a_joined_endpoint, a_picker_setup
 from tests.support.gateway.envoy import fields
@@ -23,6 +23,8 @@ from tests.support.gateway.envoy import fields
 OPTIONS = PickerOptions(overload=80, seconds=60)
 WORKERS = tuple(a_joined_endpoint(f"d{each}", f"10.0.0.{each}:8000", max_running=16) for each in (1, 2, 3))
 LIMITS = {"picker": {"wait_seconds": 0.2, "fallbacks": 2}, "oversubscribe": 1.0}
+POOL = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
+STRANGER = "192.0.2.9:8000"
 
 
 def named(report, outcome):
@@ -72,22 +74,29 @@ async def test_absent_picker_fails_every_case_and_hangs_none():
 class RoundRobinPicker:
     """Implements a picker that names the endpoints of its pool in turn, and that has one fault on request."""
 
-    def __init__(self, fault="", capacity=40):
+    def __init__(self, fault="", pool=POOL, capacity=40):
         self.fault = fault
+        self.pool = pool
         self.capacity = capacity
         self.turn = itertools.count()
         self.running = 0
+        self.one_at_a_time = asyncio.Lock()
 
     def endpoints(self, message, headers):
         spaces = message.metadata_context.filter_metadata
-        pool = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
-        start = next(self.turn) % 3
-        pool = pool[start:] + pool[:start]
+        if not self.pool and self.fault == "places requests on nothing":
+            return [STRANGER]
+        start = next(self.turn) % max(1, len(self.pool))
+        pool = [*self.pool[start:], *self.pool[:start]]
         if SUBSET_METADATA in spaces and self.fault != "ignores the subset":
             allowed = [each.string_value for each in spaces[SUBSET_METADATA].fields[SUBSET].list_value.values]
             if self.fault == "believes the subset":
                 return allowed
+            if self.fault == "knows all of a subset or none" and not set(allowed) <= set(pool):
+                return []
             pool = [each for each in pool if each in allowed]
+            if self.fault == "leaves the subset for fallbacks" and pool:
+                return [*pool, STRANGER]
         if self.fault == "believes the client" and DESTINATION in headers:
             return [headers[DESTINATION]]
         if self.fault == "repeats an endpoint":
@@ -95,7 +104,7 @@ class RoundRobinPicker:
         if self.fault == "names hosts":
             return ["worker-1:8000"]
         if self.fault == "falls back to strangers":
-            return [*pool[:1], "192.0.2.9:8000"]
+            return [*pool[:1], STRANGER]
         return pool[:1] if self.fault == "has no fallbacks" else pool
 
     def headed(self, endpoints, length):
@@ -118,8 +127,9 @@ class RoundRobinPicker:
     async def process(self, messages, context) -> AsyncIterator[pb.ProcessingResponse]:
         self.running += 1
         try:
-            async for response in self.exchange(messages, context):
-                yield response
+            async with self.one_at_a_time if self.fault == "serves one call at a time" else nullcontext():
+                async for response in self.exchange(messages, context):
+                    yield response
         finally:
             self.running -= self.fault != "forgets nothing"
 
@@ -144,6 +154,8 @@ class RoundRobinPicker:
                         yield self.headed(endpoints, None)
                 case "request_body":
                     body += message.request_body.body
+                    if self.fault == "ignores empty pieces" and not message.request_body.body:
+                        continue
                     if message.request_body.end_of_stream:
                         async for response in self.forwarded(endpoints, body, ends=True):
                             yield response
@@ -153,8 +165,9 @@ class RoundRobinPicker:
                     if self.fault != "swallows trailers":
                         yield pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
                 case "response_headers":
-                    named = "envoy.lb" in message.metadata_context.filter_metadata
-                    if named and self.fault == "fails on reports":
+                    reported = message.metadata_context.filter_metadata[METADATA].fields[SERVED].string_value
+                    faults = ("fails on reports",) if reported in POOL else ("fails on reports of strangers",)
+                    if reported and self.fault in faults:
                         await context.abort(grpc.StatusCode.INTERNAL, "served by whom?")
                     yield pb.ProcessingResponse(response_headers=pb.HeadersResponse())
                 case "response_body":
@@ -188,8 +201,8 @@ def streamed(body, *, ends):
 
 
 @asynccontextmanager
-async def a_round_robin_picker(fault=""):
-    server, picker = grpc.aio.server(), RoundRobinPicker(fault)
+async def a_round_robin_picker(fault="", pool=POOL):
+    server, picker = grpc.aio.server(), RoundRobinPicker(fault, pool)
     service, _, method = PROCESS[1:].partition("/")
     handler = grpc.stream_stream_rpc_method_handler(
         picker.process, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
@@ -197,10 +210,10 @@ async def a_round_robin_picker(fault=""):
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
     servicer = health.HealthServicer()
     add_HealthServicer_to_server(servicer, server)
-    for name in ("liveness", "readiness", service):
-        unready = fault == "is never ready" and name != "liveness"
+    ready = (bool(pool) or fault == "is always ready") and fault != "is never ready"
+    for name, serving in (("liveness", fault != "is never alive"), ("readiness", ready), (service, ready)):
         if not (fault == "has no health name" and name == service):
-            status = health_pb2.HealthCheckResponse.NOT_SERVING if unready else health_pb2.HealthCheckResponse.SERVING
+            status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
             await servicer.set(name, status)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -217,42 +230,73 @@ async def test_correct_picker_of_another_kind_passes_every_case():
     assert named(report, CaseOutcome.FAILED) == named(report, CaseOutcome.SKIPPED) == {}
 
 
-@pytest.mark.parametrize(
-    ("fault", "case"),
-    [
-        ("is never ready", "health_readiness_is_serving"),
-        ("has no health name", "health_of_ext_proc_is_serving"),
-        ("sets no header", "destination_is_ip_and_port"),
-        ("names hosts", "destination_is_ip_and_port"),
-        ("repeats an endpoint", "destination_is_ip_and_port"),
-        ("sets no metadata", "header_and_metadata_agree"),
-        ("reverses the metadata", "header_and_metadata_agree"),
-        ("falls back to strangers", "subset_of_one_is_obeyed"),
-        ("believes the client", "destination_of_the_client_is_replaced"),
-        ("appends the header", "destination_of_the_client_is_replaced"),
-        ("waits for a body", "request_without_a_body_gets_an_endpoint"),
-        ("ignores the subset", "subset_of_one_is_obeyed"),
-        ("believes the subset", "subset_without_ready_endpoints_gives_503"),
-        ("gives 500 for 503", "subset_without_ready_endpoints_gives_503"),
-        ("never sheds", "shed_request_gives_429"),
-        ("fails under load", "shed_request_gives_429"),
-        ("forgets nothing", "cancelled_calls_leave_nothing_behind"),
-        ("refuses what is no JSON", "malformed_body_is_decided"),
-        ("reads as text", "body_in_pieces_goes_on_whole"),
-        ("cuts bodies", "large_body_goes_on_in_small_pieces"),
-        ("sends one piece", "large_body_goes_on_in_small_pieces"),
-        ("miscounts", "body_goes_on_whole"),
-        ("swallows trailers", "trailers_end_a_body"),
-        ("swallows answers", "answer_passes_unchanged"),
-        ("stops at trailers", "answer_with_trailers_passes"),
-        ("fails on reports", "served_report_is_taken"),
-    ],
+async def test_correct_picker_without_endpoints_passes():
+    async with a_round_robin_picker(pool=()) as address:
+        report = await run_suite(address, OPTIONS, empty=True)
+
+    assert report.passed == len(EMPTY_CASES)
+
+
+FAULTS = (
+    ("is never alive", "health_liveness_is_serving"),
+    ("is never ready", "health_readiness_is_serving"),
+    ("has no health name", "health_of_ext_proc_is_serving"),
+    ("sets no header", "destination_is_ip_and_port"),
+    ("names hosts", "destination_is_ip_and_port"),
+    ("repeats an endpoint", "destination_is_ip_and_port"),
+    ("sets no metadata", "header_and_metadata_agree"),
+    ("reverses the metadata", "header_and_metadata_agree"),
+    ("falls back to strangers", "subset_of_one_is_obeyed"),
+    ("leaves the subset for fallbacks", "fallbacks_follow_the_first_endpoint"),
+    ("believes the client", "destination_of_the_client_is_replaced"),
+    ("appends the header", "destination_of_the_client_is_replaced"),
+    ("waits for a body", "request_without_a_body_gets_an_endpoint"),
+    ("ignores the subset", "subset_of_one_is_obeyed"),
+    ("knows all of a subset or none", "subset_skips_unknown_endpoints"),
+    ("believes the subset", "subset_without_ready_endpoints_gives_503"),
+    ("gives 500 for 503", "subset_without_ready_endpoints_gives_503"),
+    ("never sheds", "shed_request_gives_429"),
+    ("fails under load", "shed_request_gives_429"),
+    ("forgets nothing", "cancelled_calls_leave_nothing_behind"),
+    ("refuses what is no JSON", "malformed_body_is_decided"),
+    ("reads as text", "body_in_pieces_goes_on_whole"),
+    ("ignores empty pieces", "empty_last_piece_ends_a_body"),
+    ("cuts bodies", "large_body_goes_on_in_small_pieces"),
+    ("sends one piece", "large_body_goes_on_in_small_pieces"),
+    ("miscounts", "body_goes_on_whole"),
+    ("swallows trailers", "trailers_end_a_body"),
+    ("swallows answers", "answer_passes_unchanged"),
+    ("stops at trailers", "answer_with_trailers_passes"),
+    ("fails on reports", "served_report_is_taken"),
+    ("fails on reports of strangers", "served_report_of_a_stranger_is_taken"),
+    ("serves one call at a time", "calls_on_one_connection_do_not_wait_for_each_other"),
 )
+FAULTS_OF_EMPTY_POOLS = (
+    ("is never alive", "health_liveness_is_serving"),
+    ("is always ready", "health_readiness_is_not_serving"),
+    ("places requests on nothing", "no_ready_endpoint_gives_503"),
+)
+
+
+@pytest.mark.parametrize(("fault", "case"), FAULTS)
 async def test_fault_of_a_picker_is_found_by_its_case(fault, case):
     async with a_round_robin_picker(fault) as address:
         report = await run_suite(address, PickerOptions(overload=80, seconds=3))
 
     assert case in named(report, CaseOutcome.FAILED)
+
+
+@pytest.mark.parametrize(("fault", "case"), FAULTS_OF_EMPTY_POOLS)
+async def test_fault_of_an_empty_picker_is_found_by_its_case_alone(fault, case):
+    async with a_round_robin_picker(fault, pool=()) as address:
+        report = await run_suite(address, PickerOptions(seconds=3), empty=True)
+
+    assert list(named(report, CaseOutcome.FAILED)) == [case]
+
+
+def test_each_case_has_a_fault_that_it_finds():
+    assert {case for _, case in FAULTS} == {each.__name__ for each in READY_CASES}
+    assert {case for _, case in FAULTS_OF_EMPTY_POOLS} == {each.__name__ for each in EMPTY_CASES}
 
 
 async def test_picker_without_fallbacks_is_not_blamed():

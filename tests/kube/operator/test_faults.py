@@ -423,9 +423,8 @@ async def test_reconcile_continues_after_the_lease_is_renewed(asked, monkeypatch
         monkeypatch.setattr(operator.leader.election, "leads", lambda now: leads[0] and lasts(now))
         asked.apply(a_deployment()).expect(201)
         await until(lambda: not leads[0])
-        of_the_look = [
-            write for write in asked.writes() if write[1] != "secrets"
-        ]  # the operator's own secret is older than this reconciliation
+        # The operator's own secret is older than this reconciliation.
+        of_the_look = [write for write in asked.writes() if write[1] != "secrets"]
         assert len(of_the_look) <= 3
 
         await until(asked.ready)

@@ -81,10 +81,8 @@ async def test_progress_is_not_written_each_time(asked, nodes, monkeypatch):
         nodes.working = False
         asked.apply(a_deployment(image="another:2")).expect(200)
         await until(lambda: asked.status()["observedGeneration"] == 2)
-        nodes.working, nodes.registers = (
-            True,
-            False,
-        )  # pods become ready, but for longer than SHORT no router knows them
+        # Pods become ready, but for longer than SHORT no router knows them.
+        nodes.working, nodes.registers = True, False
         leases = asked.path("leases", "", "coordination.k8s.io/v1")
         await until(lambda: len(asked.api.get(leases).expect(200)["items"]) == 1)
         began = time.monotonic()

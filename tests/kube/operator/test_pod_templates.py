@@ -4,6 +4,11 @@ import pytest
 
 pytest.importorskip("kubernetes.aio", reason="the extra `kubernetes` is not installed")
 
+from fleet.net.kubernetes.ports import RequestDenied
+from fleet.net.kubernetes.status_errors import BAD_QUANTITY, BAD_VALUE
+from operators.controller.reconcile import Apply
+from operators.controller.refusals import refusal
+from tests.support.kube import published_schemas
 from tests.support.kube.operator import a_deployment, an_operator
 from tests.support.waiting import until
 
@@ -37,6 +42,14 @@ MISTAKES = {
         {"ports": [{"name": "more", "containerPort": 4711.5}]},
         f'{MAIN}.ports[name="more"].containerPort: must be a whole number',
     ),
+    "truth-as-quantity": (
+        {"resources": {"limits": {"memory": True}}},
+        f"{MAIN}.resources.limits.memory: a quantity must be a number",
+    ),
+    "truth-as-port": (
+        {"readinessProbe": {"grpc": None, "httpGet": {"port": True}}},
+        f"{MAIN}.readinessProbe.httpGet.port: must be a whole number or the name of a port",
+    ),
 }
 
 
@@ -66,6 +79,36 @@ async def test_template_mistake_is_reported_and_can_be_corrected(asked, main, wo
         if each["type"] == "Warning" and each["reason"] == "Invalid"
     ]
     assert any(words in each for each in warnings)
+
+
+@pytest.mark.parametrize("version", ["1.30", "1.33", "1.37"])
+def test_refusal_without_a_field_names_each_field_it_may_mean(version):
+    fields = published_schemas.untyped_fields("io.k8s.api.core.v1.PodTemplateSpec", version)
+    assert len(fields) > 40
+    for field, kind in fields.items():
+        for value in MISTYPED[kind]:
+            spec = {"template": _with(field, value)}
+            told = BAD_QUANTITY if kind == "Quantity" else BAD_VALUE
+            manifest = {"kind": "Deployment", "metadata": {"name": "dd"}, "spec": spec}
+            said = refusal(Apply(manifest), RequestDenied("Invalid", told))
+            assert said.message.startswith(f"{_path(field)}: "), (field, value)
+
+
+MISTYPED = {"Quantity": (True, "4 GB", {}), "IntOrString": (True, [], {}), "Time": (True, "yesterday", 5)}
+
+
+def _with(field, value):
+    """Return an object with this value at the path of a field of `untyped_fields`."""
+    for place, name in reversed(list(enumerate(field))):
+        ends = place == len(field) - 1
+        value = {"key" if name == "*" else name: value} if name != "*" or ends else [value]
+    return value
+
+
+def _path(field):
+    *before, last = field
+    inner = "".join("[0]" if name == "*" else f".{name}" for name in before)
+    return f"spec.template{inner}.{'key' if last == '*' else last}"
 
 
 async def test_mistake_in_the_routers_template_is_reported(asked):

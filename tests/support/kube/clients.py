@@ -88,9 +88,8 @@ def inhabitants(api: Api, namespace: str) -> set[str]:
     groups = [each["preferredVersion"]["groupVersion"] for each in api.get("/apis").expect(200)["groups"]]
     for root in ("/api/v1", *(f"/apis/{group}" for group in groups)):
         listed = api.get(root)
-        for each in (
-            listed.body["resources"] if listed.code == 200 else ()
-        ):  # the last kind of a group may have been removed meanwhile
+        # The last kind of a group may have been removed meanwhile.
+        for each in listed.body["resources"] if listed.code == 200 else ():
             if each["namespaced"] and "list" in each["verbs"] and "/" not in each["name"] and each["name"] != "events":
                 items = api.get(f"{root}/namespaces/{namespace}/{each['name']}").body.get("items", ())
                 found |= {f"{each['name']}/{item['metadata']['name']}" for item in items}

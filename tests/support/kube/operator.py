@@ -22,11 +22,12 @@ from tests.support.kube.clients import Api
 
 WRITES = ("create", "update", "patch", "delete")
 IMAGES = Images(router="router:1", worker_cpu="cpu:1", worker_cuda="cuda:1", worker_rocm="rocm:1")
+# On a busy machine the Lease is renewed late.
 QUICK = {
     "duration_seconds": 10,
     "renew_within_seconds": 7,
     "retry_seconds": 0.1,
-}  # on a busy machine the Lease is renewed late
+}
 
 
 def install(server: RunningApiServer) -> None:

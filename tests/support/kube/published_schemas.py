@@ -6,6 +6,7 @@ megabyte for each call; this module reads every schema once.
 
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -41,3 +42,28 @@ def _definitions(version: str) -> Registry:
 def _folder(version: str) -> str:
     exact = [each for each in published.all_versions() if published.major_minor(each) == version][-1]
     return f"kubernetes-json-schema/v{exact}-local-strict"
+
+
+UNTYPED = ("IntOrString", "Quantity", "Time", "MicroTime")
+"""Types of Kubernetes that have no single type in a schema. A server checks their values only when it converts an object."""
+
+
+def untyped_fields(definition: str, version: str) -> dict[tuple[str, ...], str]:
+    """Return the types of `UNTYPED` within a definition, by the path of the field; `*` is any item or any key of a map."""
+    schema = published.schema_contents(f"{_folder(version)}/_definitions.json", version)
+    return dict(_untyped(schema["$defs"][definition], schema["$defs"], (), ()))
+
+
+def _untyped(
+    node: dict[str, Any], definitions: dict[str, Any], path: tuple[str, ...], within: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    if (name := node.get("$ref", "").rpartition("/")[2]) and name not in within:
+        if (short := name.rpartition(".")[2]) in UNTYPED:
+            yield path, short
+            return
+        yield from _untyped(definitions[name], definitions, path, (*within, name))
+    for field, each in node.get("properties", {}).items():
+        yield from _untyped(each, definitions, (*path, field), within)
+    for field in ("items", "additionalProperties"):
+        if isinstance(each := node.get(field), dict):
+            yield from _untyped(each, definitions, (*path, "*"), within)

@@ -30,9 +30,8 @@ from kvstore.service.server import serve
 from kvstore.service.settings import StoreSettings
 from kvstore.system_clock import MonotonicClock
 
-_forkserver = multiprocessing.get_context(
-    "forkserver"
-)  # the fork server has loaded this module before, so a node starts in 0.03 s instead of 0.5 s
+# The fork server has loaded this module before, so a node starts in 0.03 s instead of 0.5 s.
+_forkserver = multiprocessing.get_context("forkserver")
 _forkserver.set_forkserver_preload([__name__])
 
 LEASE = Nanos(10 * SECOND)

@@ -41,9 +41,8 @@ class DiskFaults:
         self.torn = False  # True: a failing write has written its first half
         self.before_read: Callable[[str, int], None] = lambda name, offset: None
         self.before_write: Callable[[str, int], None] = lambda name, offset: None
-        self.read_all: Callable[[Sequence[np.ndarray]], None] = lambda pieces: (
-            None
-        )  # function that may change the bytes that were read
+        # This function may change the bytes that were read.
+        self.read_all: Callable[[Sequence[np.ndarray]], None] = lambda pieces: None
 
     def fail_reads(self, code: int = errno.EIO) -> None:
         self.read_error = lambda name, offset: OSError(code, "injected")

@@ -72,9 +72,8 @@ def test_requests_of_dead_prefill_worker_continue():
 
 
 def test_serving_is_aggregated_without_prefill_workers():
-    fault = WorkerLost(
-        at=Nanos(3 * SECOND), worker=WorkerId("prefill-0"), down=Nanos(SECOND)
-    )  # and 2 s until it serves
+    # It takes 2 s more until the worker serves.
+    fault = WorkerLost(at=Nanos(3 * SECOND), worker=WorkerId("prefill-0"), down=Nanos(SECOND))
     plan = a_plan(a_pool(Role.PREFILL, 1), a_pool(Role.DECODE, 2), remote_prefill_min_tokens=100)
     kernel = Kernel(1)
     begun: list[tuple[float, Phase]] = []

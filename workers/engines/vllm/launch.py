@@ -438,9 +438,8 @@ def engine_args(
         },
     }
     if built_for_cpu():
-        arguments["kv_cache_memory_bytes"] = int(settings.vllm.kv_cache_gib * GIB) // ranks_of(
-            settings
-        )  # vLLM expects the bytes of one rank
+        # vLLM expects the bytes of one rank.
+        arguments["kv_cache_memory_bytes"] = int(settings.vllm.kv_cache_gib * GIB) // ranks_of(settings)
         if vllm_spread.ranks(settings) * vllm_spread.engines(settings) == 1 and not _binds_threads():
             arguments["distributed_executor_backend"] = IN_PROCESS
     if settings.task is not ModelTask.AUTO:

@@ -239,9 +239,8 @@ def _ranked(candidates: "Mapping[int, Logprob]", token: int, wanted: int) -> Log
 def counts_at_end(output: "RequestOutput") -> PromptBlockCounts:
     """Return how many of a finished request's prompt blocks came from each source, as Fleet's connector has counted."""
     params = output.kv_transfer_params or {}
-    return msgspec.convert(
-        params.get(COUNTS, []), PromptBlockCounts
-    )  # empty: the connector does not count for requests that it does not support
+    # The counts are empty for requests that the connector does not support, because it does not count for them.
+    return msgspec.convert(params.get(COUNTS, []), PromptBlockCounts)
 
 
 def counts_at_start(start: Start, stats: "PrefillStats", block_tokens: int) -> PromptBlockCounts:

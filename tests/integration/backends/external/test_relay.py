@@ -19,6 +19,7 @@ from tests.support.backends.openai_servers import (
     MESSAGES,
     MODEL,
     STREAMING_REQUEST,
+    OpenAiServer,
     ServerExchange,
     a_relay,
     an_openai_client,
@@ -242,7 +243,8 @@ async def test_client_may_name_a_relayed_request(server):
         assert answer.headers["x-fleet-request-id"] not in {"no spaces", "mine-1"}
 
 
-async def test_name_of_a_running_relayed_request_is_not_given_twice(server):
+def held_back(server: OpenAiServer) -> tuple[asyncio.Event, asyncio.Event]:
+    """Let the server hold back its answers; return an event that a request has begun, and one that lets them go."""
     begun, may_end = asyncio.Event(), asyncio.Event()
 
     async def waits(exchange: ServerExchange) -> None:
@@ -250,8 +252,13 @@ async def test_name_of_a_running_relayed_request_is_not_given_twice(server):
         await may_end.wait()
         await exchange.respond(200, b"{}")
 
-    headers = {"x-request-id": "mine-1"}
     server.play = waits
+    return begun, may_end
+
+
+async def test_name_of_a_running_relayed_request_is_not_given_twice(server):
+    begun, may_end = held_back(server)
+    headers = {"x-request-id": "mine-1"}
     async with a_relay(server) as world, an_openai_client(world) as client, asyncio.TaskGroup() as tasks:
 
         async def ask():
@@ -269,14 +276,7 @@ async def test_name_of_a_running_relayed_request_is_not_given_twice(server):
 
 async def test_own_request_gets_no_name_of_a_running_relayed_one(server):
     """A header of such a name is passed over; a body that insists on it is refused."""
-    begun, may_end = asyncio.Event(), asyncio.Event()
-
-    async def waits(exchange: ServerExchange) -> None:
-        begun.set()
-        await may_end.wait()
-        await exchange.respond(200, b"{}")
-
-    server.play = waits
+    begun, may_end = held_back(server)
     headers = {"x-request-id": "mine-1"}
     async with (
         a_relay(server, only=False) as world,

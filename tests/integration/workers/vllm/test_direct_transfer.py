@@ -129,9 +129,8 @@ def test_useless_handoff_costs_only_time(pair, params):
 
     assert tokens[:1] == first
     assert blocks_from(end.kv, Source.DIRECT) == 0
-    assert (
-        blocks_from(end.kv, Source.COMPUTED) + blocks_from(end.kv, Source.STORE) == 4
-    )  # the store may have them by now
+    # The store may have the blocks by now.
+    assert blocks_from(end.kv, Source.COMPUTED) + blocks_from(end.kv, Source.STORE) == 4
 
 
 def test_store_blocks_after_a_failed_pull_are_reported_as_store(pair, node, model_dir):

@@ -143,9 +143,8 @@ def test_decoding_from_the_store_gives_the_tokens_of_one_engine(pair, length, ma
 
     async def both():
         prefill, decode = pair.engines
-        alone, _ = await decode.do(
-            an_attempt(prompt, max_tokens, salt=b"x" * 32)
-        )  # shares no block with the next request
+        # This request shares no block with the next one.
+        alone, _ = await decode.do(an_attempt(prompt, max_tokens, salt=b"x" * 32))
         return alone, await run_disaggregated(prefill, decode, prompt, max_tokens, KvPath.STORE)
 
     alone, (tokens, prefilled, decoded) = pair.run(both())

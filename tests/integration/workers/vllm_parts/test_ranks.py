@@ -520,9 +520,8 @@ def test_rank_killed_while_writing_leaves_nothing(node, client, folder):
 
         assert held(client, a_chain(3)) == 0
         assert client.stats().reservations == 0
-        first.save(
-            a_step(2, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
-        )  # vLLM ends the engine, which continues until then
+        # vLLM ends the engine, which continues until then.
+        first.save(a_step(2, urgent=[BlockSave("r", a_chain(3), [4, 5, 6])]))
         assert held(client, a_chain(3)) == 0
 
 

@@ -191,9 +191,8 @@ class ObjectStore:
             if uid := metadata.get("uid"):
                 text = f"uid mismatch: the provided object specified uid {uid}, and no existing object was found"
                 raise errors.conflict(*resource.place, name, text)
-            metadata.pop(
-                "resourceVersion", None
-            )  # any version passes, since no object exists that it could differ from
+            # Any version passes, since no object exists that it could differ from.
+            metadata.pop("resourceVersion", None)
             _, claims = ownership.apply(None, applied, manager, resource.shape, ages.now(), force=options.force)
             typed_patches.check_conversion(applied, resource)
             made = self.create(resource, namespace, applied, options, claims=claims)

@@ -17,6 +17,7 @@ from tests.support.kube.api.values import Json, Object, every_dict
 
 QUANTITY = re.compile(r"([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)")
 QUANTITY_TEXT = "quantities must match the regular expression '^([+-]?[0-9.]+)([eEinumkKMGTP]*[-+]?[0-9]*)$'"
+TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}(\.[0-9]+)?(Z|[+-][0-9:]{5})")
 TYPES = {"string": str, "boolean": bool, "integer": (int, float), "number": (int, float), "object": dict, "array": list}
 WORDS = {
     "boolean": "expected boolean, got {brief}",
@@ -39,30 +40,38 @@ def check_types(applied: Object, resource: ServedResource) -> None:
 
 
 def check_conversion(merged: Object, resource: ServedResource) -> None:
-    """Check that the resulting object can be converted to Go's types: its quantities, and its integers.
+    """Check that the resulting object can be converted to Go's types: quantities, integers, ports and times.
 
     Raises:
         ApiError: A value cannot be converted (500).
     """
     if resource.custom:
         return
-    if _has_fraction(merged, resource.shape):
-        raise _unconvertible(merged, resource, "cannot convert float64 to int32")
+    for misfit in _unconvertible_values(merged, resource.shape):
+        raise _unconvertible(merged, resource, misfit)
     for part in every_dict(merged):
         for name in ("limits", "requests", "overhead"):
             values = part.get(name)
             for each in values.values() if isinstance(values, dict) else ():
-                if isinstance(each, str) and not QUANTITY.fullmatch(each):
+                if isinstance(each, bool) or (isinstance(each, str) and not QUANTITY.fullmatch(each)):
                     raise _unconvertible(merged, resource, QUANTITY_TEXT)
 
 
-def _has_fraction(value: Json, shape: StructuralSchema) -> bool:
+def _unconvertible_values(value: Json, shape: StructuralSchema) -> Iterator[str]:
+    """Yield Go's errors about values that the schema lets pass; they name no field."""
     if isinstance(value, dict):
-        children = ((each, shape.field(name)) for name, each in value.items())
-        return any(child is not None and _has_fraction(each, child) for each, child in children)
-    if isinstance(value, list):
-        return any(_has_fraction(each, shape.item) for each in value)
-    return shape.type == "integer" and isinstance(value, float) and not value.is_integer()
+        for name, each in value.items():
+            if (child := shape.field(name)) is not None:
+                yield from _unconvertible_values(each, child)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _unconvertible_values(each, shape.item)
+    elif isinstance(value, float) and not value.is_integer() and shape.type == "integer":
+        yield "cannot convert float64 to int32"
+    elif isinstance(value, bool) and shape.node.get("x-kubernetes-int-or-string"):
+        yield "json: cannot unmarshal bool into Go value of type int32"
+    elif isinstance(value, str) and shape.node.get("format") == "date-time" and not TIME.fullmatch(value):
+        yield f'parsing time "{value}" as "2006-01-02T15:04:05Z07:00": cannot parse "{value}" as "2006"'
 
 
 def _unconvertible(item: Object, resource: ServedResource, why: str) -> ApiError:

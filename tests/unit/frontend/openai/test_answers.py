@@ -124,9 +124,8 @@ def test_completion_chunks_match_the_official_types():
     stream = shape.chunk(Delta(text="a", token_ids=(1,))) + shape.last_chunks(finished("rest"), ())
 
     first, *others = events(stream)
-    assert first["choices"] == [
-        {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
-    ]  # null, as OpenAI sends it
+    # The reason is null, as OpenAI sends it.
+    assert first["choices"] == [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None}]
     last, usage = (strictly(Completion, event) for event in others)
     assert (last.choices[0].text, last.choices[0].finish_reason) == ("rest", "stop")
     assert (usage.choices, usage.usage.completion_tokens) == ([], 3)

@@ -166,9 +166,8 @@ async def test_number_of_waiting_bodies_is_bounded(threads):
         threads.convert(slow)
 
     assert refused.value.reason is Reason.QUEUE_FULL
-    waiting.append(
-        threads.convert(slow, is_answer=True)
-    )  # the tokens of an answer were computed, so it is never rejected
+    # The tokens of an answer were computed, so it is never rejected.
+    waiting.append(threads.convert(slow, is_answer=True))
     slow.go.set()
     async with asyncio.timeout(60):
         assert [await each for each in waiting] == [7] * (MAX_TASKS + 1)

@@ -38,9 +38,8 @@ def test_native_costs_equal_the_twin_bit_for_bit(workers):
         costs.fleet_costs(table, found, 1000, *weights, *switches)
 
         assert expected.tobytes() == found.tobytes()
-        table = table[
-            :, [*range(workers), rng.randrange(workers)]
-        ]  # one of them twice, so that there may be two lowest costs
+        # One of the columns occurs twice, so that there may be two lowest costs.
+        table = table[:, [*range(workers), rng.randrange(workers)]]
         twins = twin.fleet_lowest(table, 1000, *weights, *switches)
         assert costs.fleet_lowest(np.ascontiguousarray(table), 1000, *weights, *switches) == twins
 

@@ -18,11 +18,12 @@ from fleet.router.settings.router import RouterSettings
 from tests.support.builders import BLOCK_TOKENS, a_description
 from tests.support.router.candidate_tables import CandidateRow, a_candidate, decide, score
 
+# With these weights, costs are whole numbers.
 SETTINGS = RouterSettings(
     remote_prefill_min_tokens=512,
     oversubscribe=1.0,
     policies={"fleet": {"decode_weight": 1.0, "others_weight": 0.0, "stall_weight": 0.0}},
-)  # so that costs are whole numbers
+)
 BOTH_PATHS = (KvPath.STORE, KvPath.DIRECT)
 
 

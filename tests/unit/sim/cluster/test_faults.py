@@ -69,9 +69,8 @@ def test_requests_of_lost_node_continue_elsewhere():
     assert run.retried > 0
     for number, gone in enumerate([True, True, False, False]):
         assert bool(run.instants(WorkerLeft, WorkerId(f"both-{number}"))) is gone
-    assert run.instants(WorkerJoined, FIRST)[1] == pytest.approx(
-        6.0, abs=0.01
-    )  # one second down and two seconds of start
+    # The worker is down for one second, and needs two seconds to start.
+    assert run.instants(WorkerJoined, FIRST)[1] == pytest.approx(6.0, abs=0.01)
 
 
 def test_slow_start_delays_successor():

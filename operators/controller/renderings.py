@@ -1,0 +1,65 @@
+"""Renderings: remembers what was made from each deployment's specification, until a change makes it differ.
+
+Most reconciles follow a change of pods or of a number of replicas, and making all manifests again is a large part of
+their time.
+"""
+
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from fleet.net.kubernetes.kinds import OptionalKinds
+from operators.manifests.names import DesiredDeployment
+from operators.manifests.objects import Manifest, with_digest
+from operators.manifests.pods import Images
+from operators.manifests.shared import shared
+from operators.manifests.workloads import revision
+
+MOST_SHARED = 64
+"""The maximum number of deployments whose shared objects are remembered, because their manifests are large."""
+
+DEFAULT_REPLICAS = 1
+
+
+class Renderings:
+    """Remembers the revision of each deployment's workers, and the shared objects of the latest deployments."""
+
+    def __init__(self, images: Images) -> None:
+        """Create the memory; `images` are the images for deployments that name none."""
+        self._images = images
+        self._revisions: dict[tuple[str, str], tuple[DesiredDeployment, str]] = {}
+        self._shared: dict[tuple[str, str], tuple[tuple[DesiredDeployment, OptionalKinds, int], list[Manifest]]] = {}
+
+    def revision(self, desired: DesiredDeployment) -> str:
+        """Return the revision of a deployment's workers (`operators.manifests.workloads.revision`)."""
+        known, found = self._revisions.get((desired.namespace, desired.name), (None, ""))
+        source = _without_replicas(desired)
+        if known != source:
+            found = revision(source, self._images)
+            self._revisions[desired.namespace, desired.name] = (source, found)
+        return found
+
+    def shared(self, desired: DesiredDeployment, served: OptionalKinds, routers: int) -> Sequence[Manifest]:
+        """Return the manifests of a deployment's shared objects, with their digests. The caller must not change them."""
+        key, source = (desired.namespace, desired.name), (_without_replicas(desired), served, routers)
+        known, found = self._shared.pop(key, (None, []))
+        if known != source:
+            found = [with_digest(each) for each in shared(source[0], self._images, served, routers=routers)]
+        self._shared[key] = (source, found)
+        while len(self._shared) > MOST_SHARED:
+            del self._shared[next(iter(self._shared))]
+        return found
+
+    def forget(self, namespace: str, name: str) -> None:
+        """Forget a deployment that was deleted."""
+        self._revisions.pop((namespace, name), None)
+        self._shared.pop((namespace, name), None)
+
+    def check(self) -> None:
+        assert len(self._shared) <= MOST_SHARED
+
+
+def _without_replicas(desired: DesiredDeployment) -> DesiredDeployment:
+    """Return the deployment with the same number of replicas for all roles, because no manifest depends on this number."""
+    roles = tuple(structs.replace(role, replicas=DEFAULT_REPLICAS) for role in desired.spec.roles)
+    return structs.replace(desired, spec=structs.replace(desired.spec, roles=roles))

@@ -61,6 +61,9 @@ def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple
         "https:"
     ):
         yield "spec", "tracing.endpoint: headersSecret and authoritySecret are for a collector with https"
+    if spec.routing.tls_secret and spec.routing.inference_pool.create:
+        why = "gateways speak plain HTTP to the pods of an InferencePool; set one of the two"
+        yield "spec", f"routing.tlsSecret: {why}"
     if spec.worker_metrics.tls_secret and not spec.worker_metrics.key_sha256:
         yield "spec", "workerMetrics.tlsSecret: without keySha256 the ports are closed; set both"
     transfer = spec.kv_transfer

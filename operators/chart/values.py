@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from fleet.router.settings.router import RouterSettings
+from kvstore.security.metrics_access import Sha256Hex
 from operators.chart.presets import ResourcePreset
 
 OWNED: Mapping[str, tuple[str, ...]] = {
@@ -422,21 +423,47 @@ class NetworkPolicy(_Values, frozen=True):
     """Peers of a NetworkPolicy; empty: everybody."""
 
     monitoring: tuple[Open, ...] = ()
-    """Peers that may read metrics besides `clients`. Empty: everybody may read the operator's and the planner's, and whoever may send
-    requests may read the routers'."""
+    """Peers that may reach the ports for metrics besides `clients`. Empty: everybody may reach the operator's and the planner's, and whoever
+    may send requests may reach the routers'. What they may read there, `monitoring.access` says."""
 
     egress: Egress = Egress()
 
 
 class Monitors(_Values, frozen=True):
     enabled: bool = True
-    """PodMonitors for routers, the operator and the planner, if the cluster has this kind."""
+    """PodMonitors for routers, the operator and the planner, if the cluster has this kind. The latter two only if their metrics can be
+    read (`access`)."""
 
     labels: Texts = {}
     """Labels by which a Prometheus selects them."""
 
     interval_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
     """Time between two scrapes."""
+
+
+class MetricsKey(_Values, frozen=True):
+    name: Name = ""
+    """Name of a Secret in the release's namespace; empty: the PodMonitors send no key."""
+
+    key: str = "key"
+    """Key in the Secret."""
+
+
+class MetricsReaders(_Values, frozen=True):
+    """Readers of the metrics of routers, operator and planner at port 8080.
+
+    Without `keySha256` and `open`, those of the operator and the planner are closed, and those of routers as soon as a tenant has an API key.
+    """
+
+    key_sha256: tuple[Sha256Hex, ...] = ()
+    """SHA-256 of each key that may read the metrics (`printf %s KEY | sha256sum`). Scrapers send `Authorization: Bearer KEY`."""
+
+    secret: MetricsKey = MetricsKey()
+    """The Secret with one of these keys, which the PodMonitors tell Prometheus to send. With `routers.tls.health` it reaches routers over
+    TLS."""
+
+    open: bool = False
+    """Let everybody whom the NetworkPolicy admits read the metrics without a key. They name models, workers and tenants."""
 
 
 class Alerts(_Values, frozen=True):
@@ -459,6 +486,7 @@ class Dashboards(_Values, frozen=True):
 
 
 class Monitoring(_Values, frozen=True):
+    access: MetricsReaders = MetricsReaders()
     monitors: Monitors = Monitors()
     alerts: Alerts = Alerts()
     dashboards: Dashboards = Dashboards()

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from fleet.app.freed_memory import map_large_allocations, trim_heaps
 from fleet.app.hub import fetch_router_models
 from fleet.app.native_modules import warn_of_missing_modules
+from fleet.app.open_ports import open_router_ports, warn_of_open_ports
 from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
 from fleet.backends.external.workers import CombinedBackends, ExternalBackends
 from fleet.backends.workers.streams import WorkerStreams
@@ -723,6 +724,7 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
         ConfigurationRefused: An address is in use.
     """
     shared, core, peers = parts.shared, parts.core, parts.peers
+    warn_of_open_ports(open_router_ports(settings, keyed=shared.tenants.by_key))
     registry = GrpcRegistry(
         parts.backends.registry, peers, router_id=settings.router_id, incompatible=shared.incompatible
     )

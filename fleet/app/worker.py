@@ -18,6 +18,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from fleet.app.hub import fetch_worker_model
+from fleet.app.open_ports import open_worker_ports, warn_of_open_ports
 from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
@@ -70,6 +71,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         return
     identity = worker_identity("credentials", settings.credentials)
     identity.require("listen", settings.listen, on_loopback=False)
+    warn_of_open_ports(open_worker_ports(settings))
     access = load_control_access("registry_credentials", settings.registry_credentials)
     control = load_control_access("control_credentials", settings.control_proof)
     scraped = metrics_port_certificates(settings.metrics_tls)
@@ -191,6 +193,7 @@ async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: An
         EngineDied: The rank ended by itself, or the lead rank ended.
     """
     open_rank = _rank_opener(settings.engine)
+    warn_of_open_ports(open_worker_ports(settings))
     scraped = metrics_port_certificates(settings.metrics_tls)
     watch = certificate_watch({}, scraped)
     async with AsyncExitStack() as held:

@@ -165,6 +165,15 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         stack.push_async_callback(nixl.stop)
         offers_nixl = settings.nixl is NixlUse.REQUIRE or (settings.nixl is NixlUse.AUTO and has_fabric())
         if offers_nixl:
+            log.warning(
+                "port open to other hosts",
+                extra={
+                    "setting": "nixl",
+                    "address": "the ports that UCX opens",
+                    "cause": "callers prove nothing",
+                    "to_change": 'let only trusted hosts reach these ports, or set nixl = "never"',
+                },
+            )
             await _start(nixl, settings.nixl)
         exporter = stack.enter_context(_trace_exporter(settings))
         traces = None if exporter is None else _call_traces(settings, exporter, clock)

@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from fleet.app.freed_memory import map_large_allocations, trim_heaps
 from fleet.app.hub import fetch_router_models
 from fleet.app.native_modules import warn_of_missing_modules
-from fleet.app.open_ports import open_router_ports, warn_of_open_ports
 from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
 from fleet.backends.external.workers import CombinedBackends, ExternalBackends
 from fleet.backends.workers.streams import WorkerStreams
@@ -67,6 +66,7 @@ from fleet.router.observer import ObservedMachine, Observer, Observers
 from fleet.router.placement.plugins import open_policy
 from fleet.router.ports import TextCodec, Workers
 from fleet.router.server import RouterServer
+from fleet.router.settings.open_ports import open_router_ports
 from fleet.router.settings.router import OpenAiWorkerSettings, RouterSettings
 from fleet.router.tenants import Tenants
 from fleet.tracing.process import new_span_ids, open_tracing
@@ -75,6 +75,7 @@ from kvstore.net.addresses import is_local
 from kvstore.security.certificates import CertificateWatch
 from kvstore.security.channels import LoadedCredentials, load
 from kvstore.security.metrics_access import MetricsGuard
+from kvstore.security.open_ports import warn_of_open_ports
 from kvstore.tracing.exporter import TraceExporter
 
 if TYPE_CHECKING:

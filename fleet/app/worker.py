@@ -18,7 +18,6 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from fleet.app.hub import fetch_worker_model
-from fleet.app.open_ports import open_worker_ports, warn_of_open_ports
 from fleet.app.process import Announce, ServiceDefinition, cancelled_by_signals, stop_signal
 from fleet.core.clock import MILLISECOND, SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused
@@ -35,6 +34,7 @@ from fleet.net.streams.identity import worker_identity
 from fleet.tracing.process import new_span_ids, open_tracing
 from kvstore.errors import LayoutMismatch
 from kvstore.security.certificates import CertificateFiles, CertificateWatch
+from kvstore.security.open_ports import warn_of_open_ports
 from kvstore.service.metrics_server import LoopCollector
 from kvstore.tracing.exporter import TraceExporter
 from kvstore.tracing.metrics import ExportMetrics
@@ -44,6 +44,7 @@ from workers.connections.ranks import GroupLeader, joined_group, leading_group
 from workers.connections.router_streams import serve_routers
 from workers.machine import GRACE
 from workers.metrics import WorkerMetrics
+from workers.open_ports import open_worker_ports
 from workers.ports import BlockSaver, Engine, EngineFacts, EngineHung, WorkerReplaced
 from workers.rank_rendezvous import common_settings_digest
 from workers.registration import RegistryEntry, WorkerMembership

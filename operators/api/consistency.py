@@ -1,6 +1,7 @@
 """Consistency check: checks one DisaggDeployment by the same rules as the CEL rules in `operators.api`, but in Python.
 
-It is for callers without an API server. If the two differ, the CEL rules are right; a test runs both on the same samples.
+It is for callers without an API server. If the two differ, the CEL rules are right. tests/kube/chart/test_consistency.py runs this check on
+the samples that an API server refuses in tests/kube/chart/test_crds.py; each rule about a new object has such a sample.
 """
 
 import re

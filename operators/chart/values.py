@@ -43,11 +43,21 @@ OWNED: Mapping[str, tuple[str, ...]] = {
     ),
     "EndpointPickerSettings": ("host", "port", "router_endpoint"),
     "PickerLease": ("name", "namespace", "identity", "kubeconfig", "owner", "service", "endpoint"),
-    "OperatorSettings": ("images", "identity", "namespaces", "listen", "kubeconfig", "control_secret", "plans_obeyed"),
+    "OperatorSettings": (
+        "images",
+        "identity",
+        "namespaces",
+        "listen",
+        "metrics_tls",
+        "kubeconfig",
+        "control_secret",
+        "plans_obeyed",
+    ),
     "KubePlannerSettings": (
         "identity",
         "namespaces",
         "listen",
+        "metrics_tls",
         "control_listen",
         "control_credentials",
         "kubeconfig",
@@ -461,6 +471,10 @@ class MetricsReaders(_Values, frozen=True):
     secret: MetricsKey = MetricsKey()
     """The Secret with one of these keys, which the PodMonitors tell Prometheus to send. With `routers.tls.health` it reaches routers over
     TLS."""
+
+    tls_secret: Name = ""
+    """A Secret of the type `kubernetes.io/tls` with the certificate of port 8080 of the operator and the planner; probes and PodMonitors
+    then use HTTPS. Empty: these ports have no TLS. For routers, set `routers.tls.health`."""
 
     open: bool = False
     """Let everybody whom the NetworkPolicy admits read the metrics without a key. They name models, workers and tenants."""

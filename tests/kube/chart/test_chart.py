@@ -640,6 +640,29 @@ def test_metrics_ask_for_a_key_unless_a_value_opens_them(access, router, other, 
             assert endpoint.get("authorization") == sent
 
 
+@pytest.mark.parametrize("secret", ["", "metrics-tls"])
+@pytest.mark.parametrize(("component", "kind"), [("operator", OperatorSettings), ("planner", KubePlannerSettings)])
+def test_operator_and_planner_get_tls_from_a_secret(component, kind, secret):
+    values = {"planner": {"enabled": True}, "monitoring": {"access": {"open": True, "tlsSecret": secret}}}
+    found = by_name(documents(helm_3_render(values, *MONITORS)))
+
+    told = msgspec.json.decode(found["ConfigMap", f"fleet-{component}"]["data"]["settings.json"])
+    images = {"images": told["images"]} if "images" in told else {}
+    tls = msgspec.convert(images | {"identity": "pod", "metrics_tls": told.get("metrics_tls", {})}, kind).metrics_tls
+    pod = found["Deployment", f"fleet-{component}"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    folders = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+    secrets = {each["name"]: each["secret"]["secretName"] for each in pod["volumes"] if "secret" in each}
+    assert bool(tls.certificate) == bool(secret)
+    if secret:
+        assert secrets[folders[tls.certificate.removesuffix("/tls.crt")]] == secret
+        assert tls.key == tls.certificate.replace("tls.crt", "tls.key")
+    scheme = "HTTPS" if secret else None
+    assert {container[f"{probe}Probe"]["httpGet"].get("scheme") for probe in ("liveness", "readiness")} == {scheme}
+    [endpoint] = found["PodMonitor", f"fleet-{component}"]["spec"]["podMetricsEndpoints"]
+    assert endpoint.get("scheme") == (scheme and scheme.lower())
+
+
 @pytest.mark.parametrize("component", ["operator", "planner"])
 def test_own_metrics_access_of_a_component_has_precedence(component):
     own = {"key_sha256": ["1" * 64]}

@@ -163,6 +163,11 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- else }}{{- dict | toJson -}}{{ end -}}
 {{- end -}}
 
+{{/* The scheme of probes of the operator and the planner, if it is not HTTP. */}}
+{{- define "fleet.metricsScheme" -}}
+{{- if .Values.monitoring.access.tlsSecret }}, scheme: HTTPS{{ end -}}
+{{- end -}}
+
 {{/* The key that a PodMonitor tells Prometheus to send. */}}
 {{- define "fleet.metricsKey" -}}
 {{- with .Values.monitoring.access.secret }}{{ if .name }}, authorization: {credentials: {name: {{ .name }}, key: {{ .key | quote }}}}{{ end }}{{ end -}}
@@ -262,6 +267,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- $_ := set $own "namespaces" (ternary (list .Release.Namespace) list (eq .Values.operator.scope "Namespace")) -}}
 {{- $name := printf "%s-operator" (include "fleet.fullname" .) -}}
 {{- $_ := set $own "lease" (dict "name" $name "namespace" .Release.Namespace "owner" $name) -}}
+{{- if .Values.monitoring.access.tlsSecret }}{{- $_ := set $own "metrics_tls" (dict "certificate" "/etc/fleet/metrics-tls/tls.crt" "key" "/etc/fleet/metrics-tls/tls.key") }}{{ end -}}
 {{- if not (dig "metrics_access" dict .Values.operator.settings) }}{{- with include "fleet.metricsReaders" . | fromJson }}{{- $_ := set $own "metrics_access" . }}{{ end }}{{ end -}}
 {{- range .Values.operator.secrets -}}
 {{- if and (eq .setting "probe.keys") (not (dig "probe" "insecure" false $.Values.operator.settings)) -}}
@@ -332,6 +338,7 @@ subjects:
 {{- $_ := set $own "control_listen" "0.0.0.0:50053" -}}
 {{- $_ := set $own "control_credentials" (dict "secret_file" "/etc/fleet/control/secret") -}}
 {{- end -}}
+{{- if .Values.monitoring.access.tlsSecret }}{{- $_ := set $own "metrics_tls" (dict "certificate" "/etc/fleet/metrics-tls/tls.crt" "key" "/etc/fleet/metrics-tls/tls.key") }}{{ end -}}
 {{- if not (dig "metrics_access" dict .Values.planner.settings) }}{{- with include "fleet.metricsReaders" . | fromJson }}{{- $_ := set $own "metrics_access" . }}{{ end }}{{ end -}}
 {{- mergeOverwrite (deepCopy .Values.planner.settings) $own | toPrettyJson -}}
 {{- end -}}

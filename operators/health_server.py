@@ -1,8 +1,9 @@
-"""Health server of the operator: answers /healthz, /readyz and /metrics over HTTP.
+"""Health server of the operator and the planner: answers /healthz, /readyz and /metrics over HTTP or HTTPS.
 
 It has no endpoint that changes anything.
 """
 
+import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,9 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from kvstore.security.certificates import CertificateFiles, RenewedContext
 from kvstore.security.metrics_access import CHALLENGE, MetricsGuard
+from kvstore.service.metrics_server import metrics_port_context
 
 STOP_SECONDS = 2.0
 
@@ -23,6 +26,7 @@ async def open_health_server(
     lost: Callable[[], Sequence[str]],
     registry: CollectorRegistry,
     guard: MetricsGuard,
+    certificates: CertificateFiles | None = None,
 ) -> AsyncIterator[str]:
     """Serve health and metrics while the context is open.
 
@@ -35,6 +39,7 @@ async def open_health_server(
             reachable or does not have the kind. The process is ready when this list is empty.
         registry: The metrics that /metrics shows.
         guard: Decides who may read the metrics.
+        certificates: The certificate files of a port that speaks TLS; None if it does not.
 
     Yields:
         The bound address, host:port.
@@ -65,9 +70,23 @@ async def open_health_server(
     application.router.add_get("/metrics", metrics)
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=STOP_SECONDS)
     await runner.setup()
+    tls = None if certificates is None else _renewed(certificates)
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=tls).start()
         bound = runner.addresses[0]
         yield f"{bound[0]}:{bound[1]}"
     finally:
         await runner.cleanup()
+
+
+def _renewed(certificates: CertificateFiles) -> ssl.SSLContext:
+    """Return a context for listening that gives each new connection the certificate that is in use then."""
+    renewed = RenewedContext(certificates, metrics_port_context)
+    context = renewed.built()
+
+    def use_present(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+        connection.context = renewed.current
+
+    # OpenSSL calls this at each handshake, also if the client names no host.
+    context.sni_callback = use_present
+    return context

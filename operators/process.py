@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from fleet.core.clock import Clock
 from fleet.core.errors import ConfigurationRefused
+from fleet.net.certificate_watch import certificate_watch, metrics_port_certificates
 from fleet.net.kubernetes.client import open_api_client
 from fleet.net.kubernetes.leader import LeaseLeader
 from fleet.net.kubernetes.ports import KubernetesError, WallClock
@@ -52,7 +53,8 @@ async def serve_operator(
         stop: The caller sets this event to end the operator.
 
     Raises:
-        ConfigurationRefused: The address is in use, or the API server's address is not configured.
+        ConfigurationRefused: The address is in use, a certificate file cannot be used, or the API server's address is not
+            configured.
     """
     namespace = _namespace(settings)
     try:
@@ -60,6 +62,9 @@ async def serve_operator(
     except ValueError as error:
         raise ConfigurationRefused(f"listen: {error}") from error
     guard = MetricsGuard.of(settings.metrics_access, settings.listen)
+    certificates = metrics_port_certificates(settings.metrics_tls)
+    watch = certificate_watch({}, certificates)
+    registry.register(watch)
     metrics = OperatorMetrics(registry)
     try:
         async with open_api_client(settings.kubeconfig, f"{AGENT}/{settings.identity}") as cluster:
@@ -76,9 +81,16 @@ async def serve_operator(
                 ready=operator.by_readiness,
             )
             registry.register(gauges)
-            async with open_health_server(host, port, operator.unread, operator.lost, registry, guard) as address:
+            async with (
+                open_health_server(
+                    host, port, operator.unread, operator.lost, registry, guard, certificates
+                ) as address,
+                asyncio.TaskGroup() as tasks,
+            ):
+                watching = tasks.create_task(watch.run())
                 announce({"http": address})
                 await operator.run(stop)
+                watching.cancel()
     except OSError as error:
         raise ConfigurationRefused(f"listen: {settings.listen}: {error.strerror}") from error
     except KubernetesError as error:

@@ -6,7 +6,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from fleet.net.kubernetes.leader import LeaseSettings
-from kvstore.security.metrics_access import MetricsAccess
+from kvstore.security.metrics_access import MetricsAccess, MetricsTls
 from operators.manifests.pods import Images
 from operators.rbac import OWN_SECRET
 
@@ -62,6 +62,9 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     metrics_access: MetricsAccess = MetricsAccess()
     """Access to /metrics."""
 
+    metrics_tls: MetricsTls = MetricsTls()
+    """TLS of `listen`, also for /healthz and /readyz. Without `client_authority`, because probes of Kubernetes have no certificate."""
+
     kubeconfig: str = ""
     """A file that says how to reach the API server; empty: the pod's service account."""
 
@@ -92,3 +95,9 @@ class OperatorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     most_objects: Annotated[int, Meta(ge=1)] = 10_000
     """DisaggDeployments and other custom objects that may wait for a reconcile; with more of them, they take turns."""
+
+    def __post_init__(self) -> None:
+        if self.metrics_tls.client_authority:
+            raise ValueError(
+                "metrics_tls.client_authority: probes of Kubernetes at this port have no certificate; leave it out"
+            )

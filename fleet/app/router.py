@@ -66,6 +66,7 @@ from fleet.router.observer import ObservedMachine, Observer, Observers
 from fleet.router.placement.plugins import open_policy
 from fleet.router.ports import TextCodec, Workers
 from fleet.router.server import RouterServer
+from fleet.router.settings.open_ports import open_router_ports
 from fleet.router.settings.router import OpenAiWorkerSettings, RouterSettings
 from fleet.router.tenants import Tenants
 from fleet.tracing.process import new_span_ids, open_tracing
@@ -74,6 +75,7 @@ from kvstore.net.addresses import is_local
 from kvstore.security.certificates import CertificateWatch
 from kvstore.security.channels import LoadedCredentials, load
 from kvstore.security.metrics_access import MetricsGuard
+from kvstore.security.open_ports import warn_of_open_ports
 from kvstore.tracing.exporter import TraceExporter
 
 if TYPE_CHECKING:
@@ -723,6 +725,7 @@ async def _frontends(settings: RouterSettings, parts: _Parts) -> AsyncIterator[_
         ConfigurationRefused: An address is in use.
     """
     shared, core, peers = parts.shared, parts.core, parts.peers
+    warn_of_open_ports(open_router_ports(settings, keyed=shared.tenants.by_key))
     registry = GrpcRegistry(
         parts.backends.registry, peers, router_id=settings.router_id, incompatible=shared.incompatible
     )

@@ -34,6 +34,7 @@ from fleet.net.streams.identity import worker_identity
 from fleet.tracing.process import new_span_ids, open_tracing
 from kvstore.errors import LayoutMismatch
 from kvstore.security.certificates import CertificateFiles, CertificateWatch
+from kvstore.security.open_ports import warn_of_open_ports
 from kvstore.service.metrics_server import LoopCollector
 from kvstore.tracing.exporter import TraceExporter
 from kvstore.tracing.metrics import ExportMetrics
@@ -43,6 +44,7 @@ from workers.connections.ranks import GroupLeader, joined_group, leading_group
 from workers.connections.router_streams import serve_routers
 from workers.machine import GRACE
 from workers.metrics import WorkerMetrics
+from workers.open_ports import open_worker_ports
 from workers.ports import BlockSaver, Engine, EngineFacts, EngineHung, WorkerReplaced
 from workers.rank_rendezvous import common_settings_digest
 from workers.registration import RegistryEntry, WorkerMembership
@@ -70,6 +72,7 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
         return
     identity = worker_identity("credentials", settings.credentials)
     identity.require("listen", settings.listen, on_loopback=False)
+    warn_of_open_ports(open_worker_ports(settings))
     access = load_control_access("registry_credentials", settings.registry_credentials)
     control = load_control_access("control_credentials", settings.control_proof)
     scraped = metrics_port_certificates(settings.metrics_tls)
@@ -191,6 +194,7 @@ async def _run_rank(settings: WorkerSettings, group: GroupSettings, announce: An
         EngineDied: The rank ended by itself, or the lead rank ended.
     """
     open_rank = _rank_opener(settings.engine)
+    warn_of_open_ports(open_worker_ports(settings))
     scraped = metrics_port_certificates(settings.metrics_tls)
     watch = certificate_watch({}, scraped)
     async with AsyncExitStack() as held:

@@ -860,7 +860,7 @@ class RouterMachine:
             index_overflowed=self.registry.index.overflowed,
             counters=self._statistics.total(),
             models=self._models(),
-            knowledge=self._statistics.knowledge(self.registry.recent),
+            knowledge=self._statistics.knowledge(self.registry.recent()),
         )
 
     def check(self) -> None:

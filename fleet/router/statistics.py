@@ -19,7 +19,7 @@ Rules of demand (`RouterDemand`). The planner learns from it what clients ask fo
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from msgspec import Struct, field
@@ -55,6 +55,13 @@ class CountersByModel(dict[ModelName, RouterCounters]):
         return counters
 
 
+class _ComparedPrompts(Struct):
+    """Comparisons of predicted and reported cached tokens since the start."""
+
+    prompts: int = 0
+    total: CacheComparison = CacheComparison()
+
+
 class RouterStatistics:
     """Counts the decisions about requests of one router, and how the requests ended. It also keeps recent decisions."""
 
@@ -64,8 +71,7 @@ class RouterStatistics:
         self._most_explained = explained_requests
         # an `OrderedDict`, because it finds and removes its first key fast
         self._explained: OrderedDict[RequestId, tuple[Decision, ...]] = OrderedDict()
-        self._compared = dict.fromkeys(Knowledge, CacheComparison())
-        self._prompts_compared = dict.fromkeys(Knowledge, 0)
+        self._compared: dict[tuple[ModelName, Knowledge], _ComparedPrompts] = {}
 
     def arrived(self, request_id: RequestId) -> None:
         """Forget the decisions of an older request that had the same id."""
@@ -111,8 +117,12 @@ class RouterStatistics:
         accuracy, prompt = worker.accuracy, decision.request.prompt_tokens
         predicted = prompt - decision.prefill_tokens
         compared = compare(prompt, predicted, reported_tokens, worker.description.block_tokens)
-        self._compared[accuracy.knowledge] += compared
-        self._prompts_compared[accuracy.knowledge] += 1
+        key = (worker.description.model, accuracy.knowledge)
+        totals = self._compared.get(key)
+        if totals is None:
+            totals = self._compared[key] = _ComparedPrompts()
+        totals.prompts += 1
+        totals.total += compared
         if not accuracy.note(compared):
             return None
         return CacheDriftChanged(
@@ -140,24 +150,28 @@ class RouterStatistics:
         return total
 
     def knowledge(
-        self, recent: Callable[[Knowledge], tuple[int, int, CacheComparison]]
+        self, recent: Mapping[tuple[ModelName, Knowledge], tuple[int, int, CacheComparison]]
     ) -> tuple[KnowledgeSnapshot, ...]:
-        """Return how accurately the router knows the caches of workers, for each kind of knowledge.
+        """Return how accurately the router knows the caches of workers, for each model and each kind of knowledge of its workers.
+
+        Workers that have left still count in the sums since the start.
 
         Args:
-            recent: A function that returns, for one kind of knowledge, the number of workers, how many of them drift, and the sums of their
-                latest comparisons.
+            recent: The number of present workers, how many of them drift, and the sums of their latest comparisons.
         """
         found = []
-        for knowledge in Knowledge:
-            workers, drifting, lately = recent(knowledge)
+        for key in sorted(self._compared.keys() | recent.keys()):
+            model, knowledge = key
+            workers, drifting, lately = recent.get(key, (0, 0, CacheComparison()))
+            compared = self._compared.get(key, _ComparedPrompts())
             found.append(
                 KnowledgeSnapshot(
+                    model=model,
                     knowledge=knowledge,
                     workers=workers,
                     drifting=drifting,
-                    prompts=self._prompts_compared[knowledge],
-                    total=self._compared[knowledge],
+                    prompts=compared.prompts,
+                    total=compared.total,
                     recent=lately,
                 )
             )

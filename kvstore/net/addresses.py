@@ -55,6 +55,12 @@ def is_local(address: str) -> bool:
         return host == "localhost"
 
 
+def is_plain_hop(url: str) -> bool:
+    """Return whether requests to the URL cross a network unencrypted, because it has no TLS and names another host."""
+    parts = urlsplit(url)
+    return parts.scheme == "http" and not is_local(f"{parts.hostname}:0")
+
+
 def refuse_plain_key(field: str, url: str, key_field: str, permission: str) -> None:
     """Raise ValueError if a key would cross the network unencrypted, because the URL has no TLS and names another host.
 
@@ -64,10 +70,9 @@ def refuse_plain_key(field: str, url: str, key_field: str, permission: str) -> N
         key_field: The settings field of the key.
         permission: The settings field that would allow this. The caller calls this function only if the field is false.
     """
-    parts = urlsplit(url)
-    if parts.scheme != "http" or is_local(f"{parts.hostname}:0"):
+    if not is_plain_hop(url):
         return
     raise ValueError(
-        f"{field}: {key_field} would cross the network to {parts.hostname} in the clear: use https,"
+        f"{field}: {key_field} would cross the network to {urlsplit(url).hostname} in the clear: use https,"
         f" or set {permission} = true on a network that nobody else is on"
     )

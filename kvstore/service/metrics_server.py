@@ -75,7 +75,7 @@ class MetricsServer:
         application = _guarded(make_wsgi_app(registry), guard)
         server = make_server(host, port, application, kind, handler_class=_MetricsHandler)
         if certificates is not None:
-            server.context = RenewedContext(certificates, _listening_context)
+            server.context = RenewedContext(certificates, metrics_port_context)
         return cls(server)
 
     @property
@@ -109,7 +109,8 @@ def metrics_certificates(tls: MetricsTls) -> CertificateFiles | None:
     return files
 
 
-def _listening_context() -> ssl.SSLContext:
+def metrics_port_context() -> ssl.SSLContext:
+    """Return a context for a port for metrics, without a certificate."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context

@@ -1,6 +1,7 @@
 """Consistency check: checks one DisaggDeployment by the same rules as the CEL rules in `operators.api`, but in Python.
 
-It is for callers without an API server. If the two differ, the CEL rules are right; a test runs both on the same samples.
+It is for callers without an API server. If the two differ, the CEL rules are right. tests/kube/chart/test_consistency.py runs this check on
+the samples that an API server refuses in tests/kube/chart/test_crds.py; each rule about a new object has such a sample.
 """
 
 import re
@@ -61,6 +62,9 @@ def contradictions(spec: DisaggDeploymentSpec, name: str = "") -> Iterator[tuple
         "https:"
     ):
         yield "spec", "tracing.endpoint: headersSecret and authoritySecret are for a collector with https"
+    if spec.routing.tls_secret and spec.routing.inference_pool.create:
+        why = "gateways speak plain HTTP to the pods of an InferencePool; set one of the two"
+        yield "spec", f"routing.tlsSecret: {why}"
     if spec.worker_metrics.tls_secret and not spec.worker_metrics.key_sha256:
         yield "spec", "workerMetrics.tlsSecret: without keySha256 the ports are closed; set both"
     transfer = spec.kv_transfer

@@ -258,6 +258,10 @@ class Routing(Resource, frozen=True):
     inference_pool: InferencePool = InferencePool()
     """The InferencePool of a gateway."""
 
+    tls_secret: Annotated[str, Meta(max_length=253)] = ""
+    """A Secret of the type `kubernetes.io/tls` with the certificate that routers show to clients, at the ports for HTTP, gRPC, health and
+    metrics. Empty: these ports do not speak TLS."""
+
 
 class RatioBounds(Resource, frozen=True):
     """Bounds of prefill to decode replicas, kept at every moment of a change."""
@@ -410,6 +414,10 @@ DEPLOYMENT_RULES = rules(
     (
         "(self.tracing.headersSecret == '' && self.tracing.authoritySecret == '') || self.tracing.endpoint.startsWith('https:')",
         "tracing.endpoint: headersSecret and authoritySecret are for a collector with https",
+    ),
+    (
+        "self.routing.tlsSecret == '' || !self.routing.inferencePool.create",
+        "routing.tlsSecret: gateways speak plain HTTP to the pods of an InferencePool; set one of the two",
     ),
     (
         "self.workerMetrics.tlsSecret == '' || self.workerMetrics.keySha256.size() > 0",

@@ -162,8 +162,16 @@ def requests() -> dict[str, Any]:
                     "Belief about caches",
                     "fleet_cache_precision",
                     "percentunit",
-                    of.level("fleet_cache_precision", "knowledge", legend="precision, {{knowledge}}", over="avg"),
-                    of.level("fleet_cache_recall", "knowledge", legend="recall, {{knowledge}}", over="avg"),
+                    of.level(
+                        "fleet_cache_precision",
+                        "model",
+                        "knowledge",
+                        legend="precision, {{model}} {{knowledge}}",
+                        over="avg",
+                    ),
+                    of.level(
+                        "fleet_cache_recall", "model", "knowledge", legend="recall, {{model}} {{knowledge}}", over="avg"
+                    ),
                 ),
                 of.levels("Blocks that the index knows", "fleet_index_blocks"),
             ),
@@ -181,7 +189,7 @@ def requests() -> dict[str, Any]:
                     of.level("fleet_worker_kv_blocks", "role", "worker"),
                 ),
                 of.levels("Blocks of stores", "fleet_store_blocks", "store", "tier"),
-                of.levels("Workers by knowledge of their caches", "fleet_cache_workers", "knowledge"),
+                of.levels("Workers by knowledge of their caches", "fleet_cache_workers", "model", "knowledge"),
             ),
         ),
         Row(
@@ -200,7 +208,9 @@ def requests() -> dict[str, Any]:
                     "fleet_workers_lost",
                     "short",
                     of.rate("fleet_workers_lost", legend="lost"),
-                    of.level("fleet_refused_workers", "different", legend="refused: other {{different}}"),
+                    of.level(
+                        "fleet_refused_workers", "model", "different", legend="refused: {{model}}, other {{different}}"
+                    ),
                 ),
                 of.panel(
                     "Decisions and hand-offs",

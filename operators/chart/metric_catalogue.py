@@ -30,7 +30,7 @@ WORKER: Definitions = (*worker.METRICS, *export.METRICS, *certificates.METRICS)
 STORE: Definitions = (*store.METRICS, *export.METRICS, *certificates.METRICS)
 PLANNER: Definitions = (*planner.METRICS, *certificates.METRICS)
 CLUSTER_PLANNER: Definitions = (*cluster_planner.METRICS, *certificates.METRICS)
-OPERATOR: Definitions = operator.METRICS
+OPERATOR: Definitions = (*operator.METRICS, *certificates.METRICS)
 
 PROCESSES: Mapping[str, Definitions] = {
     "router": ROUTER,

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from fleet.router.settings.router import RouterSettings
+from kvstore.security.metrics_access import Sha256Hex
 from operators.chart.presets import ResourcePreset
 
 OWNED: Mapping[str, tuple[str, ...]] = {
@@ -42,11 +43,21 @@ OWNED: Mapping[str, tuple[str, ...]] = {
     ),
     "EndpointPickerSettings": ("host", "port", "router_endpoint"),
     "PickerLease": ("name", "namespace", "identity", "kubeconfig", "owner", "service", "endpoint"),
-    "OperatorSettings": ("images", "identity", "namespaces", "listen", "kubeconfig", "control_secret", "plans_obeyed"),
+    "OperatorSettings": (
+        "images",
+        "identity",
+        "namespaces",
+        "listen",
+        "metrics_tls",
+        "kubeconfig",
+        "control_secret",
+        "plans_obeyed",
+    ),
     "KubePlannerSettings": (
         "identity",
         "namespaces",
         "listen",
+        "metrics_tls",
         "control_listen",
         "control_credentials",
         "kubeconfig",
@@ -422,21 +433,51 @@ class NetworkPolicy(_Values, frozen=True):
     """Peers of a NetworkPolicy; empty: everybody."""
 
     monitoring: tuple[Open, ...] = ()
-    """Peers that may read metrics besides `clients`. Empty: everybody may read the operator's and the planner's, and whoever may send
-    requests may read the routers'."""
+    """Peers that may reach the ports for metrics besides `clients`. Empty: everybody may reach the operator's and the planner's, and whoever
+    may send requests may reach the routers'. What they may read there, `monitoring.access` says."""
 
     egress: Egress = Egress()
 
 
 class Monitors(_Values, frozen=True):
     enabled: bool = True
-    """PodMonitors for routers, the operator and the planner, if the cluster has this kind."""
+    """PodMonitors for routers, the operator and the planner, if the cluster has this kind. The latter two only if their metrics can be
+    read (`access`)."""
 
     labels: Texts = {}
     """Labels by which a Prometheus selects them."""
 
     interval_seconds: Annotated[int, Meta(ge=1, le=3600)] = 15
     """Time between two scrapes."""
+
+
+class MetricsKey(_Values, frozen=True):
+    name: Name = ""
+    """Name of a Secret in the release's namespace; empty: the PodMonitors send no key."""
+
+    key: str = "key"
+    """Key in the Secret."""
+
+
+class MetricsReaders(_Values, frozen=True):
+    """Readers of the metrics of routers, operator and planner at port 8080.
+
+    Without `keySha256` and `open`, those of the operator and the planner are closed, and those of routers as soon as a tenant has an API key.
+    """
+
+    key_sha256: tuple[Sha256Hex, ...] = ()
+    """SHA-256 of each key that may read the metrics (`printf %s KEY | sha256sum`). Scrapers send `Authorization: Bearer KEY`."""
+
+    secret: MetricsKey = MetricsKey()
+    """The Secret with one of these keys, which the PodMonitors tell Prometheus to send. With `routers.tls.health` it reaches routers over
+    TLS."""
+
+    tls_secret: Name = ""
+    """A Secret of the type `kubernetes.io/tls` with the certificate of port 8080 of the operator and the planner; probes and PodMonitors
+    then use HTTPS. Empty: these ports have no TLS. For routers, set `routers.tls.health`."""
+
+    open: bool = False
+    """Let everybody whom the NetworkPolicy admits read the metrics without a key. They name models, workers and tenants."""
 
 
 class Alerts(_Values, frozen=True):
@@ -459,6 +500,7 @@ class Dashboards(_Values, frozen=True):
 
 
 class Monitoring(_Values, frozen=True):
+    access: MetricsReaders = MetricsReaders()
     monitors: Monitors = Monitors()
     alerts: Alerts = Alerts()
     dashboards: Dashboards = Dashboards()

@@ -34,6 +34,7 @@ from operators.manifests.names import (
 from operators.manifests.objects import Manifest, from_field, mapping
 from operators.manifests.resources import limited_by_user, resources
 from operators.manifests.settings import (
+    CLIENT_TLS,
     CONTROL_FOLDER,
     HUB_CACHE,
     HUB_SECRET,
@@ -240,18 +241,22 @@ def _container(
         },
         "volumeMounts": mounts,
     }
+    scheme = {"scheme": "HTTPS"} if deployment.spec.routing.tls_secret else {}
     # A command of the user would not answer probes, and the kubelet would restart it, so it gets no probes.
     if not is_foreign(role):
         live = (
             # Clients cannot use up the connections of this port, so a healthy router always answers the probe.
-            {"httpGet": {"path": "/live", "port": "health"}}
+            {"httpGet": {"path": "/live", "port": "health"} | scheme}
             if routes
             else {"grpc": {"port": WORKER_CONTROL, "service": "liveness"}}
         )
         container["startupProbe"] = live | (ROUTER_START if routes else WORKER_START)
         container["livenessProbe"] = live | LIVENESS
     if routes:
-        container["readinessProbe"] = {"httpGet": {"path": "/health", "port": "health"}, "periodSeconds": 2}
+        container["readinessProbe"] = {
+            "httpGet": {"path": "/health", "port": "health"} | scheme,
+            "periodSeconds": 2,
+        }
         container["lifecycle"] = {"preStop": {"sleep": {"seconds": PRE_STOP_SECONDS}}}
     else:
         # A worker reports that it is ready when it serves requests and at least one router knows it.
@@ -283,6 +288,8 @@ def _mounted(
         yield "redis", {"secret": password}, {"mountPath": REDIS_FOLDER, "readOnly": True}
     if not routes and (secret_name := deployment.spec.worker_metrics.tls_secret):
         yield "metrics-tls", {"secret": {"secretName": secret_name}}, {"mountPath": METRICS_TLS, "readOnly": True}
+    if routes and (secret_name := deployment.spec.routing.tls_secret):
+        yield "client-tls", {"secret": {"secretName": secret_name}}, {"mountPath": CLIENT_TLS, "readOnly": True}
     tracing = deployment.spec.tracing
     if tracing.headers_secret:
         headers = {"secretName": tracing.headers_secret}

@@ -14,10 +14,12 @@ def service(
 
     Workers find routers by a Service with `unready`, because a router becomes ready only after workers have registered.
     """
+    secured = {"http": {"appProtocol": "https"}} if deployment.spec.routing.tls_secret else {}
     spec: Manifest = {
         "selector": selected(deployment, role),
         "ports": [
-            {"name": port, "port": number, "targetPort": port, "protocol": "TCP"} for port, number in ports.items()
+            {"name": port, "port": number, "targetPort": port, "protocol": "TCP"} | secured.get(port, {})
+            for port, number in ports.items()
         ],
     }
     if unready:
@@ -54,8 +56,12 @@ def inference_pool(deployment: DesiredDeployment) -> Manifest:
 
 def pod_monitor(deployment: DesiredDeployment) -> Manifest:
     """Return the PodMonitor of the routers, whose metrics include those of the workers."""
+    endpoint: Manifest = {"port": "health", "path": "/metrics"}
+    if deployment.spec.routing.tls_secret:
+        # Prometheus reads pods by their addresses, which certificates do not contain.
+        endpoint |= {"scheme": "https", "tlsConfig": {"insecureSkipVerify": True}}
     spec = {
         "selector": {"matchLabels": selected(deployment, deployment.router)},
-        "podMetricsEndpoints": [{"port": "health", "path": "/metrics"}],
+        "podMetricsEndpoints": [endpoint],
     }
     return of_all(deployment, "monitoring.coreos.com/v1", "PodMonitor", f"{deployment.name}-router", spec)

@@ -33,6 +33,7 @@ HUB_CACHE = "/hub"
 HUB_SECRET = "/etc/fleet-hub"  # noqa: S105 - the folder of a secret, not its value
 REDIS_FOLDER = "/etc/fleet-redis"
 METRICS_TLS = "/etc/fleet-metrics-tls"
+CLIENT_TLS = "/etc/fleet-client-tls"
 TRACING_HEADERS = "/etc/fleet-tracing-headers"
 TRACING_AUTHORITY = "/etc/fleet-tracing-authority"
 CONTROL_FOLDER = "/etc/fleet-control"
@@ -126,8 +127,16 @@ def router_settings(deployment: DesiredDeployment) -> Manifest:
         "remote_prefill_min_tokens": routing.disaggregate_above_tokens,
         "prefer_direct": spec.kv_transfer.paths[0] is KvPath.DIRECT,
         "drain_timeout_ms": deployment.router.drain.timeout_seconds * 1000,
+        **_client_tls(deployment),
         **_tracing(deployment),
     }
+
+
+def _client_tls(deployment: DesiredDeployment) -> Manifest:
+    """Return the section `tls` of a router's settings; empty if its ports do not speak TLS."""
+    if not deployment.spec.routing.tls_secret:
+        return {}
+    return {"tls": {"certificate": f"{CLIENT_TLS}/tls.crt", "key": f"{CLIENT_TLS}/tls.key", "health": True}}
 
 
 def _tracing(deployment: DesiredDeployment) -> Manifest:

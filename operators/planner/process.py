@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from fleet.core.clock import Clock
 from fleet.core.errors import ConfigurationRefused
-from fleet.net.certificate_watch import certificate_watch
+from fleet.net.certificate_watch import certificate_watch, metrics_port_certificates
 from fleet.net.control.access import load_control_access
 from fleet.net.kubernetes.client import open_api_client
 from fleet.net.kubernetes.kinds import GROUP
@@ -65,7 +65,8 @@ async def serve_kube_planner(
         raise ConfigurationRefused(f"listen: {error}") from error
     guard = MetricsGuard.of(settings.metrics_access, settings.listen)
     access = load_control_access("control_credentials", settings.control_credentials)
-    watch = certificate_watch({"control_credentials": settings.control_credentials})
+    certificates = metrics_port_certificates(settings.metrics_tls)
+    watch = certificate_watch({"control_credentials": settings.control_credentials}, certificates)
     registry.register(watch)
     try:
         async with open_api_client(settings.kubeconfig, f"{AGENT}/{settings.identity}", PlanWriter.PLANNER) as cluster:
@@ -77,7 +78,7 @@ async def serve_kube_planner(
             planner = KubePlanner(settings, cluster, leader, secrets, parts, clock, wall, wall_ms)
             registry.register(ClusterPlannerMetrics(leader.leads, planner.planners))
             async with (
-                open_health_server(host, port, planner.unread, planner.lost, registry, guard) as address,
+                open_health_server(host, port, planner.unread, planner.lost, registry, guard, certificates) as address,
                 open_planner_port(settings.control_listen, access, planner) as control,
                 asyncio.TaskGroup() as tasks,
             ):

@@ -8,7 +8,7 @@ from fleet.net.kubernetes.leader import LeaseSettings
 from fleet.planner.settings import RehearsalSettings
 from kvstore.net.addresses import unix_path
 from kvstore.security.credentials import Credentials
-from kvstore.security.metrics_access import MetricsAccess
+from kvstore.security.metrics_access import MetricsAccess, MetricsTls
 from operators.rbac import OWN_SECRET
 
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
@@ -38,6 +38,9 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     metrics_access: MetricsAccess = MetricsAccess()
     """Access to /metrics."""
+
+    metrics_tls: MetricsTls = MetricsTls()
+    """TLS of `listen`, also for /healthz and /readyz. Without `client_authority`, because probes of Kubernetes have no certificate."""
 
     control_listen: str = ""
     """Address of the control port for `fleet plan`: host:port, or unix:/path; empty: a socket of this user on this machine."""
@@ -71,6 +74,10 @@ class KubePlannerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Maximum number of ServingPlans that this process obeys; those beyond, by name, say in their status that they are not."""
 
     def __post_init__(self) -> None:
+        if self.metrics_tls.client_authority:
+            raise ValueError(
+                "metrics_tls.client_authority: probes of Kubernetes at this port have no certificate; leave it out"
+            )
         proof = self.control_credentials
         asks = proof.secret_file or (proof.certificate and proof.authority) or proof.insecure
         if self.control_listen and not unix_path(self.control_listen) and not asks:

@@ -65,6 +65,9 @@ class ProbeSubject(Struct, frozen=True, kw_only=True):
     routers: tuple[RunningPod, ...]
     prefills: tuple[RunningPod, ...]
     targets: tuple[ProbeTarget, ...]
+    tls: bool = False
+    """True if the routers speak TLS to clients. Digests do not cover it, because a change replaces the routers."""
+
     wants_vector: bool = False
     """True if probes ask for a vector, because the model does not generate."""
 
@@ -103,6 +106,9 @@ class Probe(Struct, frozen=True, kw_only=True):
     model: str
     worker: str
     pair: bool
+    tls: bool = False
+    """True if the routers speak TLS to clients."""
+
     wants_vector: bool = False
     """True if the probe asks for a vector, because the model does not generate."""
 

@@ -13,6 +13,8 @@ Rules:
    request and read the key. So the operator first sends the request to the Service without a key. If the answer is 401,
    it sends the request with the key to the IP address of a router's pod, which only the node of the pod can set.
    The key crosses the network in the clear there, so it is sent only if a setting (`probe.insecure`) allows it.
+   The setting is needed for routers with TLS too, because the operator does not verify their certificates: it knows no
+   authority for them, and they do not contain the addresses of pods.
 5. A probe has the normal priority, because priority counts only among requests of one tenant, and a tenant with few
    waiting requests is admitted first anyway (`fleet.router.queueing.admission_queue`, rule 4). The probe states a time
    limit, so that a router that cannot place it in time rejects it.
@@ -52,6 +54,9 @@ WORDS = " ".join(f"and then comes number {number}," for number in range(40))
 """Text of about 200 tokens that follows the random words in each prompt."""
 
 WITHHELD = "its routers want an API key, and the operator's key would cross the network in the clear"
+WITHHELD_TLS = (
+    "its routers want an API key, and the operator does not verify the certificate behind which the key would be read"
+)
 
 ELSEWHERE = frozenset({Source.DIRECT, Source.STORE})
 
@@ -154,7 +159,8 @@ class HttpProbeSender:
                 if not (isinstance(found, ProbeFailure) and found.wants_key and key):
                     return found
                 if not self._insecure:
-                    return ProbeFailure(found.status, WITHHELD, wants_key=True, key_withheld=True)
+                    why = WITHHELD_TLS if probe.tls else WITHHELD
+                    return ProbeFailure(found.status, why, wants_key=True, key_withheld=True)
                 if not probe.router_address:
                     return ProbeFailure(0, "its routers want an API key, and none of them has an address")
                 return await self._sent(probe, self._router(probe.router_address), key)
@@ -165,12 +171,12 @@ class HttpProbeSender:
         """Send one request on a new connection, so that it reaches the present pods; the caller sets the time limit."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         content = msgspec.json.encode(_request(probe, self._deadline_seconds))
-        path = POOLING if probe.wants_vector else COMPLETIONS
+        scheme, path = "https" if probe.tls else "http", POOLING if probe.wants_vector else COMPLETIONS
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
                 session.post(
-                    f"http://{address}{path}", data=content, headers=headers, allow_redirects=False
+                    f"{scheme}://{address}{path}", data=content, headers=headers, allow_redirects=False, ssl=False
                 ) as response,
             ):
                 answered = await _read(response)

@@ -146,6 +146,7 @@ def _probe(key: ReconcileKey, subject: ProbeSubject, target: ProbeTarget, number
         model=subject.model,
         worker=target.worker.pod,
         pair=target.pair,
+        tls=subject.tls,
         wants_vector=subject.wants_vector,
         router_address=subject.addresses[number % len(subject.addresses)] if subject.addresses else "",
     )

@@ -23,7 +23,9 @@ Rules:
 7. A server that answers health checks but sends no content of answers leaves rotation: it gets no new requests. The
    rules of `silence.py` decide this, also for requests that their clients cancelled. The server stays a worker, so the
    router still assumes the same cache when the server returns.
-8. If this router has no socket left, no server is blamed. A request waits for a socket at most until its connection
+8. Without a key of its own, a server gets the client's key. If the connection is unencrypted and leads to another host, the
+   key is left out unless the settings allow it (`insecure`); the first time is logged.
+9. If this router has no socket left, no server is blamed. A request waits for a socket at most until its connection
    timeout, and is then rejected. A health check that cannot be sent counts neither as answered nor as failed.
 """
 
@@ -95,7 +97,7 @@ SEARCH_SECONDS = 0.25  # seconds between two health checks of a server that is a
 # Seconds after which the router closes an idle connection. A burst of requests leaves idle connections, and a server
 # may never close them.
 IDLE_SECONDS = 60.0
-OUT_OF_SOCKETS_SECONDS = 0.05  # pause between two attempts to get a socket (rule 8)
+OUT_OF_SOCKETS_SECONDS = 0.05  # pause between two attempts to get a socket (rule 9)
 RETRY_AFTER_MS = 1000
 NO_SOCKET = "this router has no socket left for it; raise its limit of open files, or retry later"
 TOKEN = 0  # placeholder for token ids, which external servers do not send
@@ -135,12 +137,14 @@ class ExternalBackend:
         "_not_before",
         "_openings",
         "_own_time",
+        "_passes_keys",
         "_pause_seconds",
         "_taking",
         "_tasks",
         "_tells_cached",
         "_trial",
         "_trial_path",
+        "_withholds_keys",
         "_works",
         "asked",
         "first_bytes",
@@ -201,6 +205,8 @@ class ExternalBackend:
         self._cache = KvEventFollower(settings, clock)
         self._tells_cached = False
         self._address = ServerAddress.of(settings.url, settings.api_key)
+        self._passes_keys = not settings.api_key and not settings.withholds_keys
+        self._withholds_keys = not settings.api_key and settings.withholds_keys  # False once that was logged
         self._health = ServerHealth(settings, self._address, connect_timeout_seconds, codec)
         self._openings = {path: self._address.opening(b"POST", path.encode()) for path in PLACED}
 
@@ -285,8 +291,10 @@ class ExternalBackend:
         """
         address = self._address
         opening = address.opening(passage.method.encode(), passage.path.encode("latin-1") + passage.query)
-        if not address.authorization:
+        if self._passes_keys:
             opening += passage.credentials
+        elif self._withholds_keys and passage.credentials:
+            self._log_withheld_key()
         carried = ServerPassage(passage, address, opening, self.settings.silence_timeout_seconds)
         self.passing += 1
         try:
@@ -485,7 +493,8 @@ class ExternalBackend:
         self._works[work_id] = upstream
         upstream.sent_at = Nanos(self._clock.now() - self._own_time.lost)
         upstream.turn = self.silence.answers + len(self._works)
-        own = self._address.authorization
+        if self._withholds_keys and relayed.credentials:
+            self._log_withheld_key()
         upstream.begin(
             work_id,
             relayed,
@@ -495,13 +504,26 @@ class ExternalBackend:
                 if not relayed.query
                 else self._address.opening(b"POST", relayed.path.encode() + relayed.query),
                 relayed.head,
-                b"" if own else relayed.credentials,
+                relayed.credentials if self._passes_keys else b"",
                 len(relayed.body),
             ),
         )
 
+    def _log_withheld_key(self) -> None:
+        """Log, once for each server, that keys of clients are not passed on to it (rule 8)."""
+        self._withholds_keys = False
+        log.warning(
+            "client keys not passed on",
+            extra={
+                "worker": self.worker_id,
+                "cause": f"they would cross the network to {self._address.host} in the clear",
+                "remedy": "use https in openai_workers.url, set openai_workers.api_key, or set"
+                " openai_workers.insecure = true on a network that nobody else is on",
+            },
+        )
+
     async def _dial(self, work_id: RequestId, relayed: RelayedRequest) -> None:
-        """Send a request over a new connection (rule 8)."""
+        """Send a request over a new connection (rule 9)."""
         loop = asyncio.get_running_loop()
         address = self._address
         upstream: Upstream | None = None

@@ -41,7 +41,7 @@ class ServerAddress(Struct, frozen=True, kw_only=True):
     """Path prefix before ``/v1``."""
 
     authorization: bytes
-    """Value of the header ``authorization`` for the server; empty: the client's header is passed on."""
+    """Value of the header ``authorization`` for the server; empty: the client's header is passed on, unless the settings forbid it."""
 
     @classmethod
     def of(cls, url: str, api_key: str) -> Self:

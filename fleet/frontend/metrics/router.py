@@ -80,7 +80,7 @@ PLACEMENTS = CounterDefinition(
     "fleet_placements", "Placements by the reason for one worker or a pair", ("model", "why"), "placements"
 )
 REFUSED_WORKERS = GaugeDefinition(
-    "fleet_refused_workers", "Workers that failed the tokenizer check and are not used", ("different",)
+    "fleet_refused_workers", "Workers that failed the tokenizer check and are not used", ("model", "different")
 )
 INCOMPATIBLE_PEERS = GaugeDefinition(
     "fleet_incompatible_peers",
@@ -93,7 +93,7 @@ STORE_BLOCKS = GaugeDefinition(
 )
 CACHE_GAUGES: Mapping[str, GaugeDefinition] = GaugeDefinition.by_field(
     "fleet_cache_",
-    ("knowledge",),
+    ("model", "knowledge"),
     (
         ("workers", "Workers by how the router knows their cache", ""),
         ("drifting_workers", "Workers whose reported cache differs from what the router believes", ""),
@@ -105,7 +105,7 @@ CACHE_GAUGES: Mapping[str, GaugeDefinition] = GaugeDefinition.by_field(
 COMPARED_TOKENS = CounterDefinition(
     "fleet_cache_compared_tokens",
     "Prompt tokens of compared requests: all, predicted as cached, reported as cached, both",
-    ("knowledge", "what"),
+    ("model", "knowledge", "what"),
 )
 TENANT_REQUESTS = CounterDefinition("fleet_tenant_requests", "Admitted requests", ("tenant",))
 TENANT_TOKENS = CounterDefinition("fleet_tenant_tokens", "Tokens of prompts and of answers", ("tenant", "of"))
@@ -123,7 +123,7 @@ class RouterMetrics:
         read: Callable[[], RouterSnapshot],
         *,
         tasks: Callable[[], int] | None = None,
-        refused: Callable[[], Mapping[str, float]] | None = None,
+        refused: Callable[[], Mapping[Labels, float]] | None = None,
         directory: Callable[[], bool | None] = lambda: None,
         incompatible: Callable[[], Sequence[IncompatiblePeer]] = tuple,
     ) -> None:
@@ -132,7 +132,7 @@ class RouterMetrics:
         Args:
             read: Returns the current state of the router.
             tasks: Returns the number of tasks of the event loop; None: leave the metric out.
-            refused: Returns how many workers each comparison of the tokenizer check has refused; None: leave the metric out.
+            refused: Returns how many workers the tokenizer check has refused, by model and comparison; None: leave the metric out.
             directory: Returns whether the discovery directory answers, or None if there is none or it was not read yet.
             incompatible: Returns the peers without a common protocol version.
         """
@@ -164,7 +164,7 @@ class RouterMetrics:
         refused_now = self._incompatible()
         yield INCOMPATIBLE_PEERS.samples({(link,): sum(each.link is link for each in refused_now) for link in Link})
         if self._refused is not None:
-            yield REFUSED_WORKERS.samples({(field,): count for field, count in self._refused().items()})
+            yield REFUSED_WORKERS.samples(self._refused())
         for name, gauge in WORKER_GAUGES.items():
             yield gauge.samples(
                 {
@@ -199,16 +199,16 @@ def _knowledge(snapshot: RouterSnapshot) -> Iterator[Metric]:
     tokens: dict[Labels, float] = {}
     for each in snapshot.knowledge:
         recent, total = each.recent, each.total
-        gauges["workers"][each.knowledge,] = each.workers
-        gauges["drifting_workers"][each.knowledge,] = each.drifting
-        gauges["precision"][each.knowledge,] = recent.precision
-        gauges["recall"][each.knowledge,] = recent.recall
-        gauges["hit_rate_error"][each.knowledge,] = recent.hit_rate_error
+        gauges["workers"][each.model, each.knowledge] = each.workers
+        gauges["drifting_workers"][each.model, each.knowledge] = each.drifting
+        gauges["precision"][each.model, each.knowledge] = recent.precision
+        gauges["recall"][each.model, each.knowledge] = recent.recall
+        gauges["hit_rate_error"][each.model, each.knowledge] = recent.hit_rate_error
         tokens |= {
-            (each.knowledge, "prompt"): total.prompt,
-            (each.knowledge, "predicted"): total.predicted,
-            (each.knowledge, "reported"): total.reported,
-            (each.knowledge, "both"): total.agreed,
+            (each.model, each.knowledge, "prompt"): total.prompt,
+            (each.model, each.knowledge, "predicted"): total.predicted,
+            (each.model, each.knowledge, "reported"): total.reported,
+            (each.model, each.knowledge, "both"): total.agreed,
         }
     for name, definition in CACHE_GAUGES.items():
         yield definition.samples(gauges[name])

@@ -15,8 +15,10 @@ Rules:
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -112,7 +114,7 @@ class TokenizerCheck:
     def __init__(self, codecs: Mapping[ModelName, TextCodec]) -> None:
         self._codecs = codecs
         self._known: dict[tuple[ModelName, int], TokenizerDigests] = {}
-        self._refused: dict[WorkerId, str] = {}
+        self._refused: dict[WorkerId, tuple[ModelName, str]] = {}
 
     def accepts(self, description: WorkerDescription) -> bool:
         """Return whether a worker that joins may be used; log each difference."""
@@ -132,14 +134,13 @@ class TokenizerCheck:
             log.warning("worker has another chat template than the router", extra=details)
             return True
         log.error("worker refused by the tokenizer check", extra=details)
-        self._refused[description.worker_id] = different[0]
+        self._refused[description.worker_id] = (description.model, different[0])
         return False
 
-    def refused(self) -> dict[str, float]:
-        """Return the number of workers that are refused, by the digest that differs (`tokens` or `blocks`)."""
-        counts = {"tokens": 0.0, "blocks": 0.0}
-        for field in self._refused.values():
-            counts[field] += 1
+    def refused(self) -> dict[tuple[str, ...], float]:
+        """Return the number of workers that are refused, by model and by the digest that differs (`tokens` or `blocks`)."""
+        counts: dict[tuple[str, ...], float] = dict.fromkeys(product(self._codecs, ("tokens", "blocks")), 0.0)
+        counts.update(Counter(self._refused.values()))
         return counts
 
     def _digests_for(self, description: WorkerDescription) -> TokenizerDigests:

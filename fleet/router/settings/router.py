@@ -13,7 +13,7 @@ from fleet.router.settings.endpoint_picker import EndpointPickerSettings
 from fleet.router.settings.images import ImageSettings
 from fleet.router.settings.overflow import OverflowSettings
 from fleet.router.tenants import TenantSettings
-from kvstore.net.addresses import check_listen_address, refuse_plain_key, unix_path
+from kvstore.net.addresses import check_listen_address, is_plain_hop, refuse_plain_key, unix_path
 from kvstore.security.credentials import Credentials
 from kvstore.security.metrics_access import Sha256Hex
 from kvstore.tracing.settings import TracingSettings
@@ -125,10 +125,12 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """LoRA adapters that it serves, by the names that clients send in place of a model name."""
 
     api_key: str = ""
-    """Bearer token for the server, instead of the client's token; empty: the client's token is passed on."""
+    """Bearer token for the server, instead of the client's token; empty: the client's token is passed on, over http to another host
+    only with `insecure`."""
 
     insecure: bool = False
-    """Allow sending `api_key` over http, without encryption, to another host. Set this only for networks to which nobody else has access."""
+    """Allow sending `api_key` or the clients' tokens over http, without encryption, to another host. If off, a router with such an `api_key`
+    does not start, and clients' tokens are left out of requests to this server. Set this only for networks to which nobody else has access."""
 
     kv_events: Annotated[str, Meta(pattern=ENDPOINT)] = ""
     """ZeroMQ endpoint where vLLM or SGLang publishes its KV events (``tcp://host:port``); empty: prompts that were sent to the server are
@@ -188,6 +190,11 @@ class OpenAiWorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.kv_events and not self.tokenizer:
             raise ValueError("kv_events: needs tokenizer, since they name blocks by their tokens")
+
+    @property
+    def withholds_keys(self) -> bool:
+        """True if the keys of clients would cross the network unencrypted to this server, which the settings do not allow."""
+        return not self.insecure and is_plain_hop(self.url)
 
     @property
     def compared_tokens(self) -> int:

@@ -94,8 +94,9 @@ class StoreSnapshot(Struct, frozen=True, kw_only=True):
 
 
 class KnowledgeSnapshot(Struct, frozen=True, kw_only=True):
-    """How accurately the router knows the caches of all workers with one kind of knowledge."""
+    """How accurately the router knows the caches of all workers of one model with one kind of knowledge."""
 
+    model: ModelName
     knowledge: Knowledge
     workers: int
     drifting: int  # number of workers whose caches drift

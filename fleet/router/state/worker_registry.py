@@ -369,11 +369,18 @@ class WorkerRegistry:
             found[worker_id] = blocks * worker.description.block_tokens * (paces.get(worker_id, 0.0) or UNKNOWN_PACE)
         return found
 
-    def recent(self, knowledge: Knowledge) -> tuple[int, int, CacheComparison]:
-        """Return the number of workers with this kind of knowledge, the number of those that drift, and the sums of their latest comparisons."""
-        truths = [worker.accuracy for worker in self if worker.accuracy.knowledge is knowledge]
-        drifting = sum(accuracy.drifting for accuracy in truths)
-        return len(truths), drifting, sum((accuracy.recent for accuracy in truths), start=CacheComparison())
+    def recent(self) -> dict[tuple[ModelName, Knowledge], tuple[int, int, CacheComparison]]:
+        """Return the number of workers, the number of those that drift, and the sums of their latest comparisons.
+
+        The workers are counted by their model and by the router's knowledge of their caches.
+        """
+        found: dict[tuple[ModelName, Knowledge], tuple[int, int, CacheComparison]] = {}
+        for worker in self:
+            accuracy = worker.accuracy
+            key = (worker.description.model, accuracy.knowledge)
+            workers, drifting, lately = found.get(key, (0, 0, CacheComparison()))
+            found[key] = (workers + 1, drifting + accuracy.drifting, lately + accuracy.recent)
+        return found
 
     def stores(self) -> tuple[StoreSnapshot, ...]:
         return tuple(

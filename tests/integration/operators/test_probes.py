@@ -1,6 +1,7 @@
 """Tests of deployment probes: what counts as an answer, and how everything else is reported."""
 
 import asyncio
+import ssl
 from contextlib import asynccontextmanager
 from hashlib import sha256
 
@@ -18,6 +19,7 @@ from operators.probes.http_probes import HttpProbeSender, router_address, servic
 from tests.support.backends.openai_servers import MODEL as RELAYED
 from tests.support.backends.openai_servers import OpenAiServer, ServerExchange, a_relay, five_tokens
 from tests.support.builders import MODEL
+from tests.support.certificates import Authority
 from tests.support.frontend.frontends import open_frontends
 from tests.support.waiting import until
 
@@ -56,8 +58,8 @@ def probes(url, keys=None, seconds=SECONDS, router=None, *, insecure=True):
 
 
 @asynccontextmanager
-async def exchange(content, status=200, heard=None):
-    """Run a server that gives everybody the same answer."""
+async def exchange(content, status=200, heard=None, certificate=None):
+    """Run a server that gives everybody the same answer, over TLS if it has a certificate."""
 
     async def answer(request):
         if heard is not None:
@@ -73,7 +75,11 @@ async def exchange(content, status=200, heard=None):
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        tls = None
+        if certificate:
+            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            tls.load_cert_chain(certificate["certificate"], certificate["key"])
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
         host, port = runner.addresses[0]
         yield f"http://{host}:{port}"
     finally:
@@ -165,6 +171,26 @@ async def test_key_needs_a_setting_that_allows_a_plain_connection(model_dir):
     assert (found.status, found.wants_key, found.key_withheld) == (401, True, True)
     assert "in the clear" in found.text
     assert heard == []
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_probe_speaks_tls_exactly_to_routers_with_tls(tmp_path, tls):
+    content = a_completion(("aggregated", "w1", "computed", 1))
+    async with exchange(content, certificate=Authority(tmp_path, "some").issue("router")) as url:
+        found = await probes(url).ask(msgspec.structs.replace(a_probe(), tls=tls))
+
+    assert isinstance(found, ProbeCompletion if tls else ProbeFailure)
+
+
+async def test_key_is_withheld_from_routers_with_unverified_tls(tmp_path):
+    heard = []
+    async with exchange(b"{}", 401, heard, Authority(tmp_path, "some").issue("router")) as url:
+        probe = msgspec.structs.replace(a_probe(), tls=True)
+        found = await probes(url, {"ns/dd": KEY}, insecure=False).ask(probe)
+
+    assert found.key_withheld
+    assert "does not verify the certificate" in found.text
+    assert [headers.get("authorization") for headers, _ in heard] == [None]
 
 
 async def test_redirected_service_never_sees_the_key(model_dir):

@@ -11,8 +11,9 @@ import yaml
 from fleet.config import load
 from fleet.core.discovery import EtcdDiscovery, KubernetesDiscovery
 from fleet.net.kubernetes.leader import LeaseSettings
-from fleet.router.settings.router import RouterSettings
+from fleet.router.settings.router import RouterMetricsAccess, RouterSettings
 from kvstore.security.credentials import Credentials
+from kvstore.security.metrics_access import MetricsAccess
 from operators.chart.crds import KINDS, definition
 from operators.chart.metric_catalogue import ROUTER
 from operators.manifests.names import GRPC, HTTP
@@ -605,7 +606,75 @@ def test_kinds_that_a_cluster_lacks_are_left_out():
     assert not any(each["kind"].endswith("Monitor") for each in without)
     found = by_name(with_them)
     assert found["PodMonitor", "fleet-routers"]["spec"]["podMetricsEndpoints"][0]["port"] == "health"
-    assert found["PodMonitor", "fleet-operator"]["spec"]["podMetricsEndpoints"][0]["port"] == "metrics"
+
+
+SCRAPE_KEY = "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("access", "router", "other", "sent"),
+    [
+        ({}, RouterMetricsAccess(), MetricsAccess(), None),
+        ({"open": True}, RouterMetricsAccess(ask_on_health=False), MetricsAccess(open=True), None),
+        (
+            {"keySha256": [SCRAPE_KEY], "secret": {"name": "scrape"}},
+            RouterMetricsAccess(key_sha256=(SCRAPE_KEY,)),
+            MetricsAccess(key_sha256=(SCRAPE_KEY,)),
+            {"credentials": {"name": "scrape", "key": "key"}},
+        ),
+    ],
+    ids=["default", "open", "key"],
+)
+def test_metrics_ask_for_a_key_unless_a_value_opens_them(access, router, other, sent):
+    values = {"planner": {"enabled": True}, "monitoring": {"access": access}}
+    found = by_name(documents(helm_3_render(values, *MONITORS)))
+
+    for component, expected in (("routers", router), ("operator", other), ("planner", other)):
+        told = msgspec.json.decode(found["ConfigMap", f"fleet-{component}"]["data"]["settings.json"])
+        assert msgspec.convert(told.get("metrics_access", {}), type(expected)) == expected
+        monitor = found.get(("PodMonitor", f"fleet-{component}"))
+        assert (monitor is not None) == (bool(access) or component == "routers")
+        if monitor is not None:
+            [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+            assert endpoint["port"] == ("health" if component == "routers" else "metrics")
+            assert endpoint.get("authorization") == sent
+
+
+@pytest.mark.parametrize("secret", ["", "metrics-tls"])
+@pytest.mark.parametrize(("component", "kind"), [("operator", OperatorSettings), ("planner", KubePlannerSettings)])
+def test_operator_and_planner_get_tls_from_a_secret(component, kind, secret):
+    values = {"planner": {"enabled": True}, "monitoring": {"access": {"open": True, "tlsSecret": secret}}}
+    found = by_name(documents(helm_3_render(values, *MONITORS)))
+
+    told = msgspec.json.decode(found["ConfigMap", f"fleet-{component}"]["data"]["settings.json"])
+    images = {"images": told["images"]} if "images" in told else {}
+    tls = msgspec.convert(images | {"identity": "pod", "metrics_tls": told.get("metrics_tls", {})}, kind).metrics_tls
+    pod = found["Deployment", f"fleet-{component}"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    folders = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+    secrets = {each["name"]: each["secret"]["secretName"] for each in pod["volumes"] if "secret" in each}
+    assert bool(tls.certificate) == bool(secret)
+    if secret:
+        assert secrets[folders[tls.certificate.removesuffix("/tls.crt")]] == secret
+        assert tls.key == tls.certificate.replace("tls.crt", "tls.key")
+    scheme = "HTTPS" if secret else None
+    assert {container[f"{probe}Probe"]["httpGet"].get("scheme") for probe in ("liveness", "readiness")} == {scheme}
+    [endpoint] = found["PodMonitor", f"fleet-{component}"]["spec"]["podMetricsEndpoints"]
+    assert endpoint.get("scheme") == (scheme and scheme.lower())
+
+
+@pytest.mark.parametrize("component", ["operator", "planner"])
+def test_own_metrics_access_of_a_component_has_precedence(component):
+    own = {"key_sha256": ["1" * 64]}
+    values = {
+        component: {"enabled": True, "settings": {"metrics_access": own}},
+        "monitoring": {"access": {"open": True}},
+    }
+    found = by_name(documents(helm_3_render(values, *MONITORS)))
+
+    told = msgspec.json.decode(found["ConfigMap", f"fleet-{component}"]["data"]["settings.json"])
+    assert told["metrics_access"] == own
+    assert ("PodMonitor", f"fleet-{component}") in found
 
 
 def test_alerts_use_existing_metrics():
@@ -800,6 +869,14 @@ def test_chart_can_be_a_subchart(tmp_path):
             "routers.tls.health: probes of Kubernetes show no certificate",
         ),
         ({"tls": {"source": "CertManager"}}, "tls.issuer.name: names the issuer"),
+        (
+            {"monitoring": {"access": {"open": True, "keySha256": [SCRAPE_KEY]}}},
+            "monitoring.access.open: contradicts keySha256",
+        ),
+        (
+            {"monitoring": {"access": {"secret": {"name": "scrape"}}}},
+            "monitoring.access.secret: without the SHA-256 of its key",
+        ),
         ({"discovery": {"source": "Etcd"}}, "etcd.endpoints: names no etcd"),
         (
             {"discovery": {"source": "Etcd"}, "etcd": {"endpoints": ["etcd:2379"], "tls": True}},

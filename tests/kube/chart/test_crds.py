@@ -188,6 +188,11 @@ def test_misspelt_field_is_refused_in_strict_mode(api, path):
         ),
         ([a_role("aggregated")], {"tracing": {"samplePercent": 101}}, "spec.tracing.samplePercent"),
         ([a_role("aggregated")], {"workerMetrics": {"keySha256": ["no digest"]}}, "spec.workerMetrics.keySha256[0]"),
+        (
+            [a_role("aggregated")],
+            {"routing": {"tlsSecret": "tls", "inferencePool": {"create": True}}},
+            "routing.tlsSecret: gateways speak plain HTTP",
+        ),
         ([a_role("aggregated")], {"workerMetrics": {"tlsSecret": "tls"}}, "workerMetrics.tlsSecret: without keySha256"),
         (
             [a_role("aggregated")],

@@ -126,8 +126,10 @@ class _ClientStore:
     def __init__(self, client: StoreClient):
         self.client = client
 
-    def match(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> Match:
-        return self.client.match(names, lease_seconds=LEASE_SECONDS, max_wait_seconds=max_wait_seconds, tenant=tenant)
+    def match(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes, trace: bytes = b"") -> Match:
+        return self.client.match(
+            names, lease_seconds=LEASE_SECONDS, max_wait_seconds=max_wait_seconds, tenant=tenant, trace=trace
+        )
 
     def coming(self, names: Sequence[BlockHash]) -> bool:
         return self.client.match(names, lease_seconds=0).loading > 0

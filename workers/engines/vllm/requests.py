@@ -33,7 +33,8 @@ from fleet.core.requests import (
 from fleet.core.roles import KvPath, Phase
 from fleet.core.work import Handoff, Start
 from kvstore.block import blocks_for
-from workers.engines.vllm.store_planner import COUNTS, HANDOFF, PromptBlockCounts
+from kvstore.tracing.context import call_trace
+from workers.engines.vllm.store_planner import COUNTS, HANDOFF, TRACE, PromptBlockCounts
 from workers.ports import EngineFacts
 
 if TYPE_CHECKING:
@@ -100,6 +101,13 @@ def fetches(start: Start) -> bool:
 
 def transfer_params(start: Start) -> dict[str, Any]:
     """Return the transfer parameters of this request, which vLLM passes to its KV connectors."""
+    params = _handoff_params(start)
+    if trace := call_trace(start.trace):
+        params[TRACE] = trace.hex()
+    return params
+
+
+def _handoff_params(start: Start) -> dict[str, Any]:
     if start.phase is Phase.PREFILL:
         return dict(ASK_TO_HAND_OFF) if start.kv_path is KvPath.DIRECT else {HANDOFF: True}
     if start.handoff is None or start.handoff.kv_path is not KvPath.DIRECT:

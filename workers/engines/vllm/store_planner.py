@@ -60,13 +60,19 @@ COUNTS = "fleet_kv"
 """Key in a finished request's transfer parameters; its value is the `PromptBlockCounts` of the request, as a list."""
 
 
+TRACE = "fleet_trace"
+"""Key in a request's transfer parameters; its value is the trace context of a traced request for calls to the store, in
+hex (`kvstore.tracing.context.call_trace`)."""
+
+
 class PlannerStore(Protocol):
     """The calls of a store client that the planner needs; they never raise an exception."""
 
-    def match(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes) -> Match:
+    def match(self, names: Sequence[BlockHash], *, max_wait_seconds: float, tenant: bytes, trace: bytes = b"") -> Match:
         """Return the longest prefix of `names` in the node's memory, leased for `LEASE_SECONDS`.
 
-        The node may also begin to promote the blocks after this prefix from slower tiers.
+        The node may also begin to promote the blocks after this prefix from slower tiers. It records a span of the call
+        in the trace of `trace`.
         """
         ...
 
@@ -152,6 +158,10 @@ class _Tracked:
         self.may_load = True
         self.promoted: dict[str, int] = {}  # number of blocks that were promoted for the request's matches, by tier
         self.counts = PromptBlockCounts()
+
+    @property
+    def trace(self) -> bytes:
+        return bytes.fromhex((self.request.kv_transfer_params or {}).get(TRACE, ""))
 
     @property
     def hands_off(self) -> bool:
@@ -349,7 +359,7 @@ class StorePlanner:
         max_wait = 0.0 if tracked.has_waited else min(self._speed.seconds(computed), MAX_WAIT_SECONDS)
         names = self._hashes(tracked, num_blocks)[:num_blocks]
         before = tracked.match
-        tracked.match = store.match(names, max_wait_seconds=max_wait, tenant=tracked.salt)
+        tracked.match = store.match(names, max_wait_seconds=max_wait, tenant=tracked.salt, trace=tracked.trace)
         tracked.promoted = merge_promoted(tracked.promoted, tracked.match.promoted)
         if before is not None and before.slots:
             # The earlier lease is returned only now; it has kept the first blocks in memory during the promotion.

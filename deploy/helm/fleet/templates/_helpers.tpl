@@ -153,6 +153,26 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- if and .Values.routers.controlSecret (eq (int .Values.routers.processes) 1) -}}true{{- end -}}
 {{- end -}}
 
+{{/* Who may read metrics at port 8080, as settings files say it; an empty object: what the processes do by default. */}}
+{{- define "fleet.metricsReaders" -}}
+{{- $access := .Values.monitoring.access -}}
+{{- if and $access.open $access.keySha256 }}{{- fail "monitoring.access.open: contradicts keySha256: with a key, only its holders read the metrics" }}{{ end -}}
+{{- if and $access.secret.name (not $access.keySha256) }}{{- fail "monitoring.access.secret: without the SHA-256 of its key in keySha256, the key opens nothing; set both" }}{{ end -}}
+{{- if $access.open }}{{- dict "open" true | toJson -}}
+{{- else if $access.keySha256 }}{{- dict "key_sha256" $access.keySha256 | toJson -}}
+{{- else }}{{- dict | toJson -}}{{ end -}}
+{{- end -}}
+
+{{/* The scheme of probes of the operator and the planner, if it is not HTTP. */}}
+{{- define "fleet.metricsScheme" -}}
+{{- if .Values.monitoring.access.tlsSecret }}, scheme: HTTPS{{ end -}}
+{{- end -}}
+
+{{/* The key that a PodMonitor tells Prometheus to send. */}}
+{{- define "fleet.metricsKey" -}}
+{{- with .Values.monitoring.access.secret }}{{ if .name }}, authorization: {credentials: {name: {{ .name }}, key: {{ .key | quote }}}}{{ end }}{{ end -}}
+{{- end -}}
+
 {{/* What routers are told: the values' settings, and over them what follows from the chart's other values. */}}
 {{- define "fleet.routerSettings" -}}
 {{- $own := dict "http_listen" "0.0.0.0:8000" "grpc_listen" "0.0.0.0:50051" "health_listen" "0.0.0.0:8080" -}}
@@ -170,8 +190,10 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- /* The time before the SIGTERM, and some to close. */}}
 {{- $_ := set $own "drain_timeout_ms" (mul 1000 (sub (int .Values.routers.terminationSeconds) 10)) -}}
-{{- /* Monitoring reads the health port, which NetworkPolicies guard; the port for clients asks for a key as soon as tenants have one. */}}
-{{- if not (dig "metrics_access" dict .Values.routers.settings) }}{{- $_ := set $own "metrics_access" (dict "ask_on_health" false) }}{{ end -}}
+{{- if not (dig "metrics_access" dict .Values.routers.settings) -}}
+{{- $readers := include "fleet.metricsReaders" . | fromJson -}}
+{{- if $readers.open }}{{- $_ := set $own "metrics_access" (dict "ask_on_health" false) }}{{- else if $readers }}{{- $_ := set $own "metrics_access" $readers }}{{ end -}}
+{{- end -}}
 {{- if not (hasKey .Values.routers.settings "connection_seconds") }}{{- $_ := set $own "connection_seconds" 4 }}{{ end -}}
 {{- with .Values.routers.tls.secret -}}
 {{- $files := dict "certificate" "/etc/fleet/client-tls/tls.crt" "key" "/etc/fleet/client-tls/tls.key" -}}
@@ -245,7 +267,8 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- $_ := set $own "namespaces" (ternary (list .Release.Namespace) list (eq .Values.operator.scope "Namespace")) -}}
 {{- $name := printf "%s-operator" (include "fleet.fullname" .) -}}
 {{- $_ := set $own "lease" (dict "name" $name "namespace" .Release.Namespace "owner" $name) -}}
-{{- if not (dig "metrics_access" dict .Values.operator.settings) }}{{- $_ := set $own "metrics_access" (dict "open" true) }}{{ end -}}
+{{- if .Values.monitoring.access.tlsSecret }}{{- $_ := set $own "metrics_tls" (dict "certificate" "/etc/fleet/metrics-tls/tls.crt" "key" "/etc/fleet/metrics-tls/tls.key") }}{{ end -}}
+{{- if not (dig "metrics_access" dict .Values.operator.settings) }}{{- with include "fleet.metricsReaders" . | fromJson }}{{- $_ := set $own "metrics_access" . }}{{ end }}{{ end -}}
 {{- range .Values.operator.secrets -}}
 {{- if and (eq .setting "probe.keys") (not (dig "probe" "insecure" false $.Values.operator.settings)) -}}
 {{- fail "operator.secrets: probe.keys would cross the network in the clear; set operator.settings.probe.insecure on a network that nobody else is on, or leave the keys out" -}}
@@ -315,7 +338,8 @@ subjects:
 {{- $_ := set $own "control_listen" "0.0.0.0:50053" -}}
 {{- $_ := set $own "control_credentials" (dict "secret_file" "/etc/fleet/control/secret") -}}
 {{- end -}}
-{{- if not (dig "metrics_access" dict .Values.planner.settings) }}{{- $_ := set $own "metrics_access" (dict "open" true) }}{{ end -}}
+{{- if .Values.monitoring.access.tlsSecret }}{{- $_ := set $own "metrics_tls" (dict "certificate" "/etc/fleet/metrics-tls/tls.crt" "key" "/etc/fleet/metrics-tls/tls.key") }}{{ end -}}
+{{- if not (dig "metrics_access" dict .Values.planner.settings) }}{{- with include "fleet.metricsReaders" . | fromJson }}{{- $_ := set $own "metrics_access" . }}{{ end }}{{ end -}}
 {{- mergeOverwrite (deepCopy .Values.planner.settings) $own | toPrettyJson -}}
 {{- end -}}
 

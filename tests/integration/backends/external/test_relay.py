@@ -187,6 +187,30 @@ async def test_server_without_a_key_gets_the_key_of_the_client(server):
     assert server.seen[0].headers["authorization"] == "Bearer sk-client"
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_key_crosses_plain_network_only_if_settings_allow_it(server, monkeypatch, caplog, allowed):
+    # The system connects 0.0.0.0 to this host, but the router does not count it as loopback.
+    monkeypatch.setattr(type(server), "url", property(lambda each: f"http://0.0.0.0:{each.port}"))
+    async with a_relay(server, insecure=allowed) as world, an_openai_client(world, "sk-client") as client:
+        for _ in range(2):
+            await client.completions.create(model=MODEL, prompt="say", extra_headers={"x-api-key": "sk-client"})
+
+    keys = [(seen.headers.get("authorization"), seen.headers.get("x-api-key")) for seen in server.seen]
+    assert keys == [("Bearer sk-client", "sk-client") if allowed else (None, None)] * 2
+    logged = [each.remedy for each in caplog.records if each.message == "client keys not passed on"]
+    assert len(logged) == (0 if allowed else 1)
+    assert all("openai_workers.insecure" in remedy for remedy in logged)
+
+
+async def test_request_without_key_causes_no_warning_of_keys(server, monkeypatch, caplog):
+    monkeypatch.setattr(type(server), "url", property(lambda each: f"http://0.0.0.0:{each.port}"))
+    async with a_relay(server) as world, httpx.AsyncClient() as client:
+        answer = await client.post(f"{world.url}{COMPLETIONS}", json={"model": MODEL, "prompt": "say"})
+
+    assert answer.status_code == 200
+    assert "client keys not passed on" not in [each.message for each in caplog.records]
+
+
 async def test_tenant_keys_are_required_and_not_forwarded(server):
     tenants = {"a": TenantSettings(api_key_sha256=(sha256(b"fk-1").hexdigest(),), requests_per_minute=2)}
     async with a_relay(server, tenants=tenants) as world, an_openai_client(world, "fk-1") as client:

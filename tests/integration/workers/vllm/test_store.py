@@ -4,6 +4,7 @@ An engine without blocks computes equal tokens too, so every test counts blocks.
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +20,14 @@ from fleet.core.work import Rejected
 from fleet.local.tiny_model import build_tiny_model
 from kvstore.block import blocks_for, chain
 from kvstore.client.store_client import StoreClient
+from kvstore.tracing.context import TraceContext
+from kvstore.tracing.settings import TracingSettings
 from tests.contract.workers import engine_contract as engine_promises
 from tests.contract.workers.engine_contract import ALONE, CONTINUED, PAIRED, answer_continues_exactly
 from tests.support.builders import token_bytes
 from tests.support.fleet_processes import command_of
-from tests.support.kvstore.builders import NodeProcess, a_node, a_store_client
+from tests.support.kvstore.builders import NodeProcess, a_node, a_short_folder, a_store_client
+from tests.support.servers.otlp_collector import OtlpCollector, an_otlp_collector
 from tests.support.waiting import eventually
 from tests.support.workers.engine_driver import (
     an_attempt,
@@ -56,8 +60,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[NodeProcess]:
-    with a_node(capacity_bytes=256 << 20) as node:
+def collector() -> Iterator[OtlpCollector]:
+    with a_short_folder() as folder, an_otlp_collector(folder) as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def node(collector: OtlpCollector) -> Iterator[NodeProcess]:
+    with a_node(capacity_bytes=256 << 20, tracing=TracingSettings(endpoint=collector.grpc)) as node:
         yield node
 
 
@@ -209,6 +219,21 @@ def test_prompt_seen_by_another_worker_is_not_recomputed(pair, client):
 
     assert again == tokens
     assert (blocks_from(end.kv, Source.STORE), blocks_from(end.kv, Source.COMPUTED)) == (62, 1)
+
+
+def test_load_of_a_traced_attempt_is_a_span_of_the_store_node(pair, client, collector):
+    prompt = fresh_prompt(2000)
+    one, other = pair.engines
+    pair.run(one.do(an_attempt(prompt, 4)))
+    until_held(client, prompt, 62)
+    trace = TraceContext(trace_id=secrets.token_bytes(16), parent_id=secrets.token_bytes(8), sampled=True)
+
+    _, end = pair.run(other.do(an_attempt(prompt, 4, trace=trace)))
+
+    assert blocks_from(end.kv, Source.STORE) == 62
+    (span,) = collector.wait_for(trace.trace_id.hex(), "store match")
+    assert span.parent_id == trace.parent_id.hex()
+    assert 62 in span.attributes.values()
 
 
 def test_another_worker_continues_an_answer_from_the_store(pair, client):

@@ -26,7 +26,7 @@ def test_a_worker_with_the_same_tokenizer_is_accepted(codec, model_dir):
     assert all((told.tokens, told.template, told.blocks))
     assert check.accepts(structs.replace(a_description(), tokenizer_digests=told))
     assert check.accepts(a_description()), "an older worker reports no digests"
-    assert check.refused() == {"tokens": 0, "blocks": 0}
+    assert check.refused() == {(MODEL, "tokens"): 0, (MODEL, "blocks"): 0}
 
 
 def test_missing_digest_is_not_compared(codec, tmp_path):
@@ -43,12 +43,12 @@ def test_worker_with_other_tokens_or_block_names_is_refused(codec, field, caplog
     told = structs.replace(tokenizer_digests(codec, 32), **{field: "0" * 32})
 
     assert not check.accepts(structs.replace(a_description(), tokenizer_digests=told))
-    assert check.refused()[field] == 1
+    assert check.refused()[MODEL, field] == 1
     (said,) = caplog.records
     assert (said.levelno, said.worker, said.different) == (logging.ERROR, "w1", field)
 
     assert check.accepts(structs.replace(a_description(), tokenizer_digests=tokenizer_digests(codec, 32)))
-    assert check.refused()[field] == 0, "a new incarnation is checked again"
+    assert check.refused()[MODEL, field] == 0, "a new incarnation is checked again"
 
 
 def test_worker_with_another_template_is_only_logged(codec, caplog):

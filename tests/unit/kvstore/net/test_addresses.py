@@ -1,6 +1,6 @@
 import pytest
 
-from kvstore.net.addresses import host_port, unix_path
+from kvstore.net.addresses import host_port, is_plain_hop, unix_path
 from kvstore.service.settings import StoreSettings
 from kvstore.tiers.peer.settings import PeerSettings
 
@@ -17,6 +17,22 @@ def test_both_unix_address_forms_give_the_same_path(address, path):
 )
 def test_ipv6_host_is_returned_without_brackets(address, host, port):
     assert host_port(address) == (host, port)
+
+
+@pytest.mark.parametrize(
+    ("url", "plain"),
+    [
+        ("http://10.0.0.1:8000", True),
+        ("http://gpu-0/v1", True),
+        ("http://[fd00::1]:8000", True),
+        ("https://10.0.0.1:8000", False),
+        ("http://127.0.0.1:8000", False),
+        ("http://[::1]:8000", False),
+        ("http://localhost", False),
+    ],
+)
+def test_only_http_to_other_hosts_is_a_plain_hop(url, plain):
+    assert is_plain_hop(url) == plain
 
 
 @pytest.mark.parametrize("address", ["", "host", ":7", "host:", "host:65536", "host:-1", "host:7x", "unix:"])

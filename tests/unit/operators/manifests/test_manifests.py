@@ -161,6 +161,42 @@ def test_metrics_of_workers_are_open_to_holders_of_a_key(secret):
     assert policy["ingress"][-1] == {"ports": [{"port": name, "protocol": "TCP"} for name in listens]}
 
 
+@pytest.mark.parametrize("secret", ["", "public-tls"])
+def test_routers_with_a_tls_secret_speak_tls_at_all_client_ports(secret):
+    plain, deployment = a_deployment(), a_deployment(routing={"tlsSecret": secret})
+    found = manifests(deployment) + shared(deployment, IMAGES, OptionalKinds(pod_monitors=True))
+
+    [config] = [
+        each for each in of_kind(manifests(deployment), "ConfigMap") if each["metadata"]["labels"][ROLE] == "router"
+    ]
+    tls = settings_of(config, RouterSettings).tls
+    assert (tls.health, tls.client_authority) == (bool(secret), "")
+    [pod] = [
+        each["spec"]["template"]["spec"]
+        for each in of_kind(manifests(deployment), "Deployment")
+        if each["metadata"]["labels"][ROLE] == "router"
+    ]
+    main = pod["containers"][0]
+    mounts = {mount["mountPath"]: mount["name"] for mount in main["volumeMounts"]}
+    volumes = {volume["name"]: volume.get("secret") for volume in pod["volumes"]}
+    if secret:
+        assert [Path(file).name for file in (tls.certificate, tls.key)] == ["tls.crt", "tls.key"]
+        assert volumes[mounts[str(Path(tls.certificate).parent)]] == {"secretName": secret}
+    schemes = {main[f"{kind}Probe"]["httpGet"].get("scheme", "HTTP") for kind in ("startup", "liveness", "readiness")}
+    assert schemes == {"HTTPS" if secret else "HTTP"}
+    [service] = [
+        each
+        for each in of_kind(manifests(deployment), "Service")
+        if each["metadata"]["name"] == f"{deployment.name}-router"
+    ]
+    protocols = {port["name"]: port.get("appProtocol") for port in service["spec"]["ports"]}
+    assert protocols == {"http": "https" if secret else None, "grpc": None}
+    [monitor] = of_kind(found, "PodMonitor")
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint.get("scheme", "http") == ("https" if secret else "http")
+    assert revision(deployment, IMAGES) == revision(plain, IMAGES), "the pods of workers stay"
+
+
 def test_metrics_of_workers_are_closed_without_a_key():
     found = manifests(a_deployment(SAMPLES[0], kvTransfer={"paths": ["store"]}))
     for each in of_kind(found, "ConfigMap"):

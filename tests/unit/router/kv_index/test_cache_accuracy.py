@@ -9,9 +9,9 @@ from fleet.core.requests import Finish
 from fleet.core.roles import Phase, Role
 from fleet.core.work import KvStored
 from fleet.router.kv_index.prefix_index import ENOUGH, WINDOW, CacheAccuracy, CacheComparison, Knowledge, compare
-from fleet.router.messages import CacheDriftChanged, CacheReported, KvChanged, WorkerJoined
+from fleet.router.messages import CacheDriftChanged, CacheReported, KvChanged, WorkerJoined, WorkerLeft
 from kvstore.block import chain
-from tests.support.builders import BLOCK_TOKENS, a_description, a_kv_report, a_prompt, an_arrival
+from tests.support.builders import BLOCK_TOKENS, MODEL, a_description, a_kv_report, a_prompt, an_arrival
 from tests.support.router.machine_driver import Dispatch, RouterMachineDriver, the
 from tests.unit.frontend.metrics.test_router import told
 
@@ -143,8 +143,8 @@ def test_external_server_is_compared_by_its_own_tokens():
         CacheReported(worker_id=WorkerId("w0"), request_id=work.start.request_id, prompt_tokens=100, cached_tokens=50)
     )
 
-    exact, approximate = router.machine.snapshot().knowledge
-    assert (exact.workers, approximate.workers) == (0, 1)
+    (approximate,) = router.machine.snapshot().knowledge
+    assert (approximate.knowledge, approximate.workers) == (Knowledge.APPROXIMATE, 1)
     assert approximate.total == CacheComparison(320, 288, 160, 160)
     router.send(
         CacheReported(worker_id=WorkerId("w0"), request_id=RequestId("gone#1"), prompt_tokens=1, cached_tokens=1)
@@ -157,10 +157,34 @@ def test_metrics_show_knowledge_and_accuracy():
 
     lines = told(router)
 
-    assert 'fleet_cache_workers{knowledge="exact"} 1.0' in lines
-    assert 'fleet_cache_workers{knowledge="approximate"} 0.0' in lines
-    assert f'fleet_cache_precision{{knowledge="exact"}} {1 / 3}' in lines
-    assert 'fleet_cache_recall{knowledge="exact"} 1.0' in lines
-    assert 'fleet_cache_hit_rate_error{knowledge="exact"} 0.64' in lines
-    assert 'fleet_cache_compared_tokens_total{knowledge="exact",what="predicted"} 96.0' in lines
-    assert 'fleet_cache_drifting_workers{knowledge="exact"} 0.0' in lines
+    of = f'knowledge="exact",model="{MODEL}"'
+    assert f"fleet_cache_workers{{{of}}} 1.0" in lines
+    assert f"fleet_cache_precision{{{of}}} {1 / 3}" in lines
+    assert f"fleet_cache_recall{{{of}}} 1.0" in lines
+    assert f"fleet_cache_hit_rate_error{{{of}}} 0.64" in lines
+    assert f'fleet_cache_compared_tokens_total{{{of},what="predicted"}} 96.0' in lines
+    assert f"fleet_cache_drifting_workers{{{of}}} 0.0" in lines
+
+
+def test_accuracy_is_told_for_each_model_and_outlives_workers():
+    router = a_warm_router()
+    ask(router, 1, cached_blocks=1)
+    before = router.machine.snapshot().knowledge
+    router.send(
+        WorkerJoined(
+            description=a_description(worker_id="w0", role=Role.BOTH, model="another"),
+            address="x",
+            knowledge=Knowledge.APPROXIMATE,
+        )
+    )
+    router.send(WorkerLeft(worker_id=WorkerId("d1")))
+
+    another, gone = router.machine.snapshot().knowledge
+    assert (another.model, another.knowledge, another.workers, another.prompts) == (
+        "another",
+        Knowledge.APPROXIMATE,
+        1,
+        0,
+    )
+    assert (gone.model, gone.knowledge, gone.workers, gone.prompts) == (MODEL, Knowledge.EXACT, 0, 1)
+    assert [gone.total] == [each.total for each in before]

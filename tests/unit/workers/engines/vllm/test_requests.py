@@ -6,9 +6,10 @@ from msgspec import Struct
 from fleet.core.ids import WorkerId
 from fleet.core.roles import KvPath, Phase
 from fleet.core.work import Handoff
+from kvstore.tracing.context import TraceContext, call_trace
 from tests.support.workers.engine_driver import an_attempt, fresh_prompt
-from workers.engines.vllm.requests import counts_at_start
-from workers.engines.vllm.store_planner import PromptBlockCounts
+from workers.engines.vllm.requests import counts_at_start, transfer_params
+from workers.engines.vllm.store_planner import HANDOFF, TRACE, PromptBlockCounts
 
 BLOCK = 32
 
@@ -66,3 +67,13 @@ def test_uncorrected_counts_follow_the_handoffs_kv_path():
 
     assert counts_at_start(handed_off(KvPath.DIRECT), tokens, BLOCK) == PromptBlockCounts(direct=4)
     assert counts_at_start(handed_off(KvPath.STORE), tokens, BLOCK) == PromptBlockCounts(store=4)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_sampled_attempt_passes_its_trace_to_connectors(sampled):
+    trace = TraceContext(trace_id=b"t" * 16, parent_id=b"p" * 8, sampled=sampled)
+    start = an_attempt(fresh_prompt(200), phase=Phase.PREFILL, kv_path=KvPath.STORE, trace=trace)
+
+    expected = {HANDOFF: True} | ({TRACE: call_trace(trace).hex()} if sampled else {})
+    assert transfer_params(start) == expected
+    assert TRACE not in transfer_params(an_attempt(fresh_prompt(200)))

@@ -12,6 +12,7 @@ from workers.engines.vllm.store_planner import (
     LOOK_AGAIN_SECONDS,
     MATCH_FRESH_SECONDS,
     MAX_QUEUED,
+    TRACE,
     PromptBlockCounts,
     StorePlanner,
 )
@@ -51,6 +52,7 @@ class World:
         self.looks = 0
         self.fetched: list[tuple[list[bytes], float]] = []  # names, longest wait
         self.asked: list[int] = []
+        self.traces: list[bytes] = []
         self.max_wait: list[float] = []
         self.seconds = 0.0
         self.planner = StorePlanner(
@@ -62,7 +64,8 @@ class World:
             ranks=ranks,
         )
 
-    def match(self, hashes, *, max_wait_seconds: float, tenant: bytes) -> Match:
+    def match(self, hashes, *, max_wait_seconds: float, tenant: bytes, trace: bytes = b"") -> Match:
+        self.traces.append(trace)
         self.asked.append(len(hashes))
         self.max_wait.append(max_wait_seconds)
         prefix = []
@@ -131,6 +134,14 @@ def test_blocks_in_the_engines_cache_are_not_claimed():
 
     (load,) = world.step(request, 0).loads
     assert (load.first, load.block_ids) == (1, [101, 102, 103])
+
+
+@pytest.mark.parametrize("params", [None, {}, {HANDOFF: True}, {TRACE: "0a" * 24, HANDOFF: True}])
+def test_store_is_asked_in_the_trace_of_the_request(params):
+    world = World()
+    world.planner.look_up(a_request(9, kv_transfer_params=params), 0)
+
+    assert world.traces == [b"\x0a" * 24 if params and TRACE in params else b""]
 
 
 def test_match_uses_the_salt():

@@ -1,0 +1,50 @@
+"""Open ports: warns, when a process starts, of each port at which other hosts have to prove nothing.
+
+Ports that ask for credentials are refused beyond loopback without them, unless the settings allow that (`insecure`,
+`metrics_access.open`). The ports here are open by nature, or by the settings of clients, so a warning names them.
+"""
+
+import logging
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from kvstore.net.addresses import is_local
+
+log = logging.getLogger(__name__)
+
+NOTHING_PROVEN = "callers prove nothing"
+
+
+class OpenPort(Struct, frozen=True):
+    """A port that other hosts may reach, although callers prove nothing or the connection is not encrypted."""
+
+    setting: str
+    address: str
+    """The address as the settings name it, or a description of addresses that something else chooses."""
+
+    cause: str
+    to_change: str
+
+    @property
+    def is_reached_by_others(self) -> bool:
+        """True unless only processes of this host can connect to the address."""
+        try:
+            return not is_local(self.address)
+        except ValueError:  # not host:port
+            return True
+
+
+def warn_of_open_ports(ports: Iterable[OpenPort]) -> None:
+    """Log a warning for each port that other hosts reach."""
+    for port in ports:
+        if port.is_reached_by_others:
+            log.warning(
+                "port open to other hosts",
+                extra={
+                    "setting": port.setting,
+                    "address": port.address,
+                    "cause": port.cause,
+                    "to_change": port.to_change,
+                },
+            )

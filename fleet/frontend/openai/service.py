@@ -210,7 +210,14 @@ class HttpFrontend(HttpServer):
             "/metrics": {"GET": partial(self._metrics, metrics_guards[0])},
         }
         self._health_guard = metrics_guards[1]
-        routes |= TranslatedFrontend(generation, clock, lambda: self.draining, _unsuitable_content).routes
+        self._refuses_unknown_fields = settings.unknown_fields == "refuse"
+        routes |= TranslatedFrontend(
+            generation,
+            clock,
+            lambda: self.draining,
+            _unsuitable_content,
+            refuses_unknown_fields=self._refuses_unknown_fields,
+        ).routes
         routes |= VectorFrontend(generation, clock, lambda: self.draining, _unsuitable_content).routes
         super().__init__(settings, clock, routes, connection_seconds)
         if relay is not None:
@@ -224,7 +231,6 @@ class HttpFrontend(HttpServer):
         self._relay = relay
         self._processes = processes
         self._created = unix_seconds()
-        self._refuses_unknown_fields = settings.unknown_fields == "refuse"
         self._overflow = overflow
 
     @property

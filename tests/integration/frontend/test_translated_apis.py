@@ -522,6 +522,37 @@ async def test_thinking_reaches_the_chat_template(parsing, fields, seen):
     assert seen in prompt_of(parsing)
 
 
+BUDGETED = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+
+
+async def test_thinking_budget_limits_the_reasoning(parsing):
+    parsing.will_answer(TEXT, then=[EOS])
+    async with an_anthropic_client(parsing) as client:
+        await client.messages.create(model="tiny", max_tokens=2000, messages=USER, extra_body=BUDGETED)
+        await client.messages.create(model="tiny", max_tokens=2000, messages=USER)
+
+    with_budget, without = parsing.router.submitted
+    assert (with_budget.sampling.thinking_tokens, with_budget.needs) == (1024, ("thinking_tokens",))
+    assert (without.sampling.thinking_tokens, without.needs) == (None, ())
+
+
+async def test_model_that_does_not_reason_keeps_every_thinking_budget(frontends, messages):
+    frontends.will_answer(TEXT, then=[EOS])
+
+    await messages.create(model="tiny", max_tokens=2000, messages=USER, extra_body=BUDGETED)
+
+    arrived = frontends.router.submitted[0]
+    assert (arrived.sampling.thinking_tokens, arrived.needs) == (None, ())
+
+
+async def test_refused_thinking_budget_is_named_as_in_messages(parsing):
+    field = "sampling.thinking_tokens"
+    parsing.router.refuse = RequestRejected(Reason.INVALID_ARGUMENT, f"{field}: no worker obeys it", field=field)
+    async with an_anthropic_client(parsing) as client:
+        with pytest.raises(anthropic.BadRequestError, match=r"thinking\.budget_tokens: no worker obeys it"):
+            await client.messages.create(model="tiny", max_tokens=2000, messages=USER, extra_body=BUDGETED)
+
+
 async def test_call_that_the_limit_cuts_off_is_no_broken_message(parsing):
     cut = '<tool_call>\n{"name": "add", "arguments": {"x": 3, "y'
     tokens = parsing.will_answer(cut)
@@ -562,6 +593,8 @@ async def test_call_that_the_limit_cuts_off_is_no_broken_message(parsing):
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"thinking": {"type": "loud"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2**40}}, "thinking.budget_tokens"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"output_config": {"effort": "high"}}, "output_config.effort"),

@@ -54,6 +54,9 @@ class TranslatedRequest(Struct, frozen=True, kw_only=True):
 
     chat: OpenAiRequest
     writer: Callable[[AnswerStart], AnswerWriter]
+    has_optional_budget: bool = (
+        False  # whether a limit of the reasoning is dropped for models without a reasoning parser
+    )
 
 
 class TranslatedApi(Struct, frozen=True, kw_only=True):

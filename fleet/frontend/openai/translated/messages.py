@@ -7,7 +7,8 @@ Rules:
 2. A tool's result becomes a separate message, before the other content of the message that contains it.
 3. `cache_control` has no effect, because every prefix is cached. `cache_read_input_tokens` counts the cached tokens, and
    `input_tokens` the other ones. A stream has the right counts only in its last events.
-4. A client can turn thinking off. If it turns thinking on, the model thinks as it would anyway, and the budget is ignored.
+4. A client can turn thinking off. If it turns thinking on, the model thinks as it would anyway, and the engine ends the
+   thinking after `budget_tokens`. A model without a reasoning parser has no thinking blocks, so it keeps every budget.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -87,6 +88,7 @@ class MessageToolChoice(Struct, frozen=True, kw_only=True):
 
 class ThinkingBody(Struct, frozen=True, kw_only=True):
     type: str
+    budget_tokens: int | None = None
 
 
 class OutputFormat(Struct, frozen=True, kw_only=True):
@@ -175,6 +177,7 @@ def read_messages(
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,
+            "thinking_token_budget": _budget(body),
             "fleet": body.fleet,
         },
         request_id,
@@ -182,7 +185,7 @@ def read_messages(
         headers,
         images,
     )
-    return TranslatedRequest(chat=chat, writer=AnthropicWriter)
+    return TranslatedRequest(chat=chat, writer=AnthropicWriter, has_optional_budget=True)
 
 
 def read_count_tokens(
@@ -205,7 +208,8 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
     "response_format.json_schema.schema": "output_config.format.schema",
 }
-MESSAGES_API = TranslatedApi(read=read_messages, errors=ANTHROPIC_ERRORS, names={"stop": "stop_sequences", **NAMES})
+MESSAGES_NAMES = {"stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens", **NAMES}
+MESSAGES_API = TranslatedApi(read=read_messages, errors=ANTHROPIC_ERRORS, names=MESSAGES_NAMES)
 COUNT_TOKENS_API = TranslatedApi(read=read_count_tokens, errors=ANTHROPIC_ERRORS, names=NAMES)
 
 
@@ -244,6 +248,15 @@ def _effort(thinking: ThinkingBody | None, effort: str | None) -> str | None:
             return "none"
         case _:
             raise invalid("thinking.type", "must be enabled, disabled or adaptive")
+
+
+def _budget(body: MessagesBody) -> int | None:
+    """Return the chat's limit of the reasoning, for a client that turns thinking on with a budget."""
+    if body.thinking is None or body.thinking.type != "enabled" or (budget := body.thinking.budget_tokens) is None:
+        return None
+    if not 0 < budget < body.max_tokens:
+        raise invalid("thinking.budget_tokens", f"must be from 1 to {body.max_tokens - 1}, below max_tokens")
+    return budget
 
 
 def _format(wanted: OutputFormat | None) -> Json | None:

@@ -92,6 +92,8 @@ class TranslatedFrontend:
             unused = unused_id(asked.chat.request, request_id, self._generation.serves)
             if unused is not asked.chat.request:
                 asked = structs.replace(asked, chat=structs.replace(asked.chat, request=unused))
+            if asked.has_optional_budget and asked.chat.request.sampling.thinking_tokens is not None:
+                asked = self._without_needless_budget(asked)
             names = asked.chat.names
             if (tracing := self._generation.tracing) is not None:
                 traced = structs.replace(asked.chat.request, trace=tracing.read(headers))
@@ -107,6 +109,14 @@ class TranslatedFrontend:
                 names = {**names, refused.field: names["chat.messages"]}
             renamed = rename_field(rename_field(refused, names), api.names)
             send_rejection(exchange, renamed, *id_headers(exchange, request_id), form=api.errors)
+
+    def _without_needless_budget(self, asked: TranslatedRequest) -> TranslatedRequest:
+        """Return a request without its limit of the reasoning if none is parsed out of the answers of its model."""
+        request = asked.chat.request
+        if self._generation.may_reason(request.model):
+            return asked
+        unlimited = structs.replace(request, sampling=structs.replace(request.sampling, thinking_tokens=None))
+        return structs.replace(asked, chat=structs.replace(asked.chat, request=unlimited))
 
     async def _stream(self, exchange: Exchange, asked: TranslatedRequest) -> None:
         request = asked.chat.request

@@ -73,6 +73,7 @@ STORE_SECONDS = 10.0  # maximum wait of a start for the KV store node, which may
 INLINE_CHARACTERS = 4096
 # Seconds between two checks of an idle engine; if an engine with requests dies, this is noticed at once.
 HEALTH_SECONDS = 0.5
+LOADED_CHECK_SECONDS = 0.05  # pause between two looks whether the warm-up has begun, which is short for a small model
 
 
 @asynccontextmanager
@@ -126,7 +127,7 @@ async def _start_shielded(settings: WorkerSettings, scratch: Path) -> "Started":
     loaded = vllm_launch.loaded_mark(scratch)
     try:
         while not starting.done() and not loaded.exists():
-            await asyncio.wait([starting], timeout=HEALTH_SECONDS)
+            await asyncio.wait([starting], timeout=LOADED_CHECK_SECONDS)
         if not starting.done():
             note_phase(StartPhase.WARM_UP)
         return await asyncio.shield(starting)

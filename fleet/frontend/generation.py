@@ -421,6 +421,11 @@ class Generation:
         self._tenants.tenant(authorization, tenant)
         return self._resolve(model)[0]
 
+    def created(self, card: ModelCard) -> int:
+        """Return the Unix time of a model's files in seconds; an adapter has that of its base model."""
+        codec = self._codecs.get(card.parent or card.name)
+        return 0 if codec is None else codec.created
+
     def may_reason(self, model: ModelName) -> bool:
         """Return whether reasoning may be parsed out of a model's answers; True for an unknown model."""
         card = next((each for each in self._router.models() if each.name == model), None)

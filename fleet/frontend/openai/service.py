@@ -230,7 +230,6 @@ class HttpFrontend(HttpServer):
         self._registry = registry
         self._relay = relay
         self._processes = processes
-        self._created = unix_seconds()
         self._overflow = overflow
 
     @property
@@ -506,7 +505,8 @@ class HttpFrontend(HttpServer):
         """Return the model objects of all served models; values that an external server gives take precedence."""
         theirs = {} if self._relay is None else await self._relay.model_objects()
         return [
-            {**model_object(card, self._created), **theirs.get(card.name, {})} for card in self._generation.models()
+            {**model_object(card, self._generation.created(card)), **theirs.get(card.name, {})}
+            for card in self._generation.models()
         ]
 
     async def _health(self, exchange: Exchange) -> None:

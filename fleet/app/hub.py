@@ -34,6 +34,7 @@ from fleet.core.hub import HubSettings, Repository, parse_repository
 from fleet.local.settings import SIMULATED, Topology
 from fleet.router.settings.router import RouterSettings
 from workers.settings import WorkerSettings
+from workers.start_phase import StartPhase, note_phase
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ async def fetch_model(named: str, hub: HubSettings, clock: Clock, *, field: str,
     repository = parse_repository(named)
     if repository is None or _is_folder(named):
         return ModelFolder(named, named)
+    note_phase(StartPhase.FETCH)
     fetched = await _ModelDownload(repository, hub, clock, field=field, weights=weights).run()
     return ModelFolder(fetched.folder, f"{repository.name}@{fetched.commit}")
 

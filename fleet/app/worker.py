@@ -80,7 +80,6 @@ async def run_worker(settings: WorkerSettings, announce: Announce) -> None:
     incarnation = Incarnation(secrets.token_hex(8))
     async with AsyncExitStack() as held:
         await held.enter_async_context(cancelled_by_signals())
-        note_phase(StartPhase.FETCH)
         model = await fetch_worker_model(settings, SystemClock())
         note_phase(StartPhase.LOAD)
         lead: GroupLeader | None = None

@@ -178,27 +178,23 @@ def _gds() -> DoctorVerdict:
     return DoctorVerdict(True, f"nvidia-fs is loaded; {UNUSED}")
 
 
-def _packages(extra: str, use: str, distributions: Mapping[str, str], port: int = 0) -> Probe:
-    """Return a probe for the packages of an extra.
+class PackagesProbe(Struct, frozen=True):
+    """The probe for the packages of an extra."""
 
-    Args:
-        extra: The extra of Fleet that installs them.
-        use: What Fleet does with them.
-        distributions: The name of each distribution by the module that Fleet imports.
-        port: The usual port of the server that the packages connect to; 0: there is no server. The server need not run
-            on this machine.
-    """
+    extra: str  # the extra of Fleet that installs them
+    use: str  # what Fleet does with them
+    distributions: Mapping[str, str]  # the name of each distribution by the module that Fleet imports
+    # The usual port of the server that the packages connect to; 0: there is no server. The server need not run on this machine.
+    port: int = 0
 
-    def probe() -> DoctorVerdict:
-        missing = [name for module, name in distributions.items() if not _is_found(module)]
-        installed = ", ".join(_version_of(name) for name in distributions.values() if name not in missing)
+    def __call__(self) -> DoctorVerdict:
+        missing = [name for module, name in self.distributions.items() if not _is_found(module)]
+        installed = ", ".join(_version_of(name) for name in self.distributions.values() if name not in missing)
         lacking = ", ".join(f"{name} is not installed" for name in missing)
-        detail = "; ".join(each for each in (installed, lacking, use) if each)
-        if port:
-            detail += f"; {'a' if listens(port) else 'no'} server at 127.0.0.1:{port}"
-        return DoctorVerdict(not missing, detail, f"pip install 'fleet-serving[{extra}]'" if missing else "")
-
-    return probe
+        detail = "; ".join(each for each in (installed, lacking, self.use) if each)
+        if self.port:
+            detail += f"; {'a' if listens(self.port) else 'no'} server at 127.0.0.1:{self.port}"
+        return DoctorVerdict(not missing, detail, f"pip install 'fleet-serving[{self.extra}]'" if missing else "")
 
 
 def _is_found(module: str) -> bool:
@@ -304,30 +300,33 @@ PROBES: Sequence[tuple[str, Probe]] = (
     ("rdma", _rdma),
     ("gds", _gds),
     ("kubernetes", _kubernetes),
-    ("etcd", _packages("etcd", "for workers that register there, and for plans", {"aetcd": "aetcd"}, 2379)),
+    ("etcd", PackagesProbe("etcd", "for workers that register there, and for plans", {"aetcd": "aetcd"}, 2379)),
     (
         "redis",
-        _packages(
+        PackagesProbe(
             "redis", "for a tier of the KV store, and for tenant limits of several routers", {"redis": "redis"}, 6379
         ),
     ),
-    ("s3", _packages("s3", "for a tier of the KV store", {"boto3": "boto3"})),
+    ("s3", PackagesProbe("s3", "for a tier of the KV store", {"boto3": "boto3"})),
     (
         "codecs",
-        _packages(
+        PackagesProbe(
             "codecs",
             "for smaller or sealed blocks in tiers of the KV store",
             {"cryptography": "cryptography", "lz4": "lz4", "zstandard": "zstandard"},
         ),
     ),
-    ("kv events", _packages("kv-events", "for cached blocks of external vLLM and SGLang servers", {"zmq": "pyzmq"})),
+    (
+        "kv events",
+        PackagesProbe("kv-events", "for cached blocks of external vLLM and SGLang servers", {"zmq": "pyzmq"}),
+    ),
     (
         "parsers",
-        _packages("parsers", "for tool calls of engines that do not parse", {"transformers": "transformers"}),
+        PackagesProbe("parsers", "for tool calls of engines that do not parse", {"transformers": "transformers"}),
     ),
     (
         "tracing",
-        _packages(
+        PackagesProbe(
             "tracing",
             "for traces that a collector of OpenTelemetry takes",
             {
@@ -337,8 +336,8 @@ PROBES: Sequence[tuple[str, Probe]] = (
             },
         ),
     ),
-    ("ray", _packages("ray", "for fleet sim sweep --ray", {"ray": "ray"})),
-    ("parquet", _packages("parquet", "for fleet sim run --requests", {"pyarrow": "pyarrow"})),
+    ("ray", PackagesProbe("ray", "for fleet sim sweep --ray", {"ray": "ray"})),
+    ("parquet", PackagesProbe("parquet", "for fleet sim run --requests", {"pyarrow": "pyarrow"})),
 )
 
 

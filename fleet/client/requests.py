@@ -51,6 +51,7 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     logprobs: int
     prompt_logprobs: int
+    thinking_tokens: int  # maximum number of tokens of the reasoning
     logit_bias: Mapping[int, float]  # number that is added to the logit of a token, by token id
     allowed_token_ids: Sequence[int]
     form: StructuredOutput

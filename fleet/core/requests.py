@@ -127,6 +127,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     bad_tokens: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not be sampled
     # Number of most likely tokens to return for each token of the prompt; None: no log probabilities are returned.
     prompt_logprobs: int | None = None
+    thinking_tokens: int | None = None  # maximum number of tokens of the reasoning; None: there is no limit
 
     @property
     def stateless(self) -> bool:
@@ -181,7 +182,7 @@ def state_fields(sampling: Sampling) -> tuple[str, ...]:
 IMAGES = "images"
 """Name that an engine reports, in addition to names in `ENGINE_FIELDS`, if its model takes images in prompts."""
 
-ENGINE_FIELDS = ("logit_bias", "allowed_token_ids", "bad_tokens", "prompt_logprobs")
+ENGINE_FIELDS = ("logit_bias", "allowed_token_ids", "bad_tokens", "prompt_logprobs", "thinking_tokens")
 """Fields of `Sampling` that some engines do not support. The router places a request only on a worker that supports all of these fields
 that the request uses.
 """

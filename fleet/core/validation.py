@@ -105,6 +105,7 @@ _RANGES: dict[str, _Range] = {  # allowed range of each field of `Sampling`; the
     "min_tokens": _Range(0, MAX_UINT32),
     "logprobs": _Range(0, 20),
     "prompt_logprobs": _Range(0, 20),
+    "thinking_tokens": _Range(0, MAX_INT32),
 }
 
 

@@ -421,6 +421,19 @@ class Generation:
         self._tenants.tenant(authorization, tenant)
         return self._resolve(model)[0]
 
+    def created(self, card: ModelCard) -> int:
+        """Return the Unix time of a model's files in seconds; an adapter has that of its base model."""
+        codec = self._codecs.get(card.parent or card.name)
+        return 0 if codec is None else codec.created
+
+    def may_reason(self, model: ModelName) -> bool:
+        """Return whether reasoning may be parsed out of a model's answers; True for an unknown model."""
+        card = next((each for each in self._router.models() if each.name == model), None)
+        codec = None if card is None else self._codecs.get(card.parent or card.name)
+        if card is None or codec is None or codec.response_template is not None:
+            return True
+        return card.parsers is not None and card.parsers.reasoning != ""
+
     def class_names(self, model: ModelName) -> Mapping[int, str]:
         """Return the names of the classes of a classifying model, by number.
 
@@ -841,6 +854,7 @@ class Generation:
             or sampling.allowed_token_ids
             or sampling.bad_tokens
             or sampling.prompt_logprobs is not None
+            or sampling.thinking_tokens is not None
         ):
             needs = engine_fields(sampling)
         keys: Mapping[int, tuple[int, ...]] = {}

@@ -130,6 +130,6 @@ class HttpSettings(ConnectionSettings, frozen=True, kw_only=True, forbid_unknown
     keys themselves, never the browser, so no other site can use them. Answers of external servers have their own headers."""
 
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    """The treatment of fields of completions and chats that Fleet does not know. They are ignored, as OpenAI-compatible servers do
-    with each other's, or the request is refused by their name. Fields within messages and tools, and those of the other APIs, are
-    ignored. Bodies for external servers are theirs to judge."""
+    """The treatment of fields of completions, chats, responses and messages that Fleet does not know. They are ignored, as
+    OpenAI-compatible servers do with each other's, or the request is refused by their name. Fields within messages and tools, and
+    those of the other paths, are ignored. Bodies for external servers are theirs to judge."""

@@ -61,6 +61,11 @@ class TextCodec(Protocol):
         ...
 
     @property
+    def created(self) -> int:
+        """The Unix time of the model's files in seconds, equal for all readers of the same files."""
+        ...
+
+    @property
     def image_token_ids(self) -> tuple[int, ...]:
         """The token ids that may stand for an image in a prompt; empty for models without images."""
         ...

@@ -78,6 +78,7 @@ _OPTIONAL = (
     "ignore_eos",
     "logprobs",
     "prompt_logprobs",
+    "thinking_tokens",
 )
 
 

@@ -498,6 +498,7 @@ def _sampling_to_wire(sampling: Sampling) -> pb.WorkSampling:
         logit_bias=dict(sampling.logit_bias),
         allowed_token_ids=sampling.allowed_token_ids,
         prompt_logprobs=sampling.prompt_logprobs,
+        thinking_tokens=sampling.thinking_tokens,
     )
     if sampling.bad_tokens:
         message.bad_tokens.extend(inference_pb2.TokenIds(ids=ids) for ids in sampling.bad_tokens)
@@ -524,6 +525,7 @@ def _sampling_from_wire(sampling: pb.WorkSampling) -> Sampling:
         allowed_token_ids=tuple(sampling.allowed_token_ids),
         bad_tokens=tuple(tuple(one.ids) for one in sampling.bad_tokens if one.ids) if sampling.bad_tokens else (),
         prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+        thinking_tokens=sampling.thinking_tokens if sampling.HasField("thinking_tokens") else None,
     )
 
 

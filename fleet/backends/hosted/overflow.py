@@ -52,6 +52,7 @@ FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
 _EXTENDED_FIELDS = (
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
+    "thinking_tokens",
     *("logit_bias", "allowed_token_ids"),  # these two contain token ids, which mean other tokens at the hosted endpoint
 )
 _EXTENDED_OPTIONS = (

@@ -142,6 +142,7 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     prompt_logprobs: int | None = None
+    thinking_token_budget: int | None = None  # -1: there is no limit
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
@@ -172,7 +173,6 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     truncation_side: Any = None
     logprob_token_ids: Any = None
     repetition_detection: Any = None
-    thinking_token_budget: Any = None
     watermarking: Any = None
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
@@ -260,7 +260,6 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "truncation_side": ("left",),
     "logprob_token_ids": ([],),
     "repetition_detection": (),
-    "thinking_token_budget": (-1,),
     "watermarking": (False,),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
@@ -311,6 +310,7 @@ OPENAI_FIELD_NAMES: Mapping[str, str] = {
     "parsing.function": "tool_choice.function.name",
     **{f"sampling.{field}": field for field in Sampling.__struct_fields__},
     "sampling.bad_tokens": "bad_words",
+    "sampling.thinking_tokens": "thinking_token_budget",
     "truncate_prompt": "truncate_prompt_tokens",
     "include_stop_string": "include_stop_str_in_output",
     "show_special_tokens": "skip_special_tokens",

@@ -8,8 +8,8 @@ import msgspec
 
 from fleet.frontend.openai import vector_bodies
 from fleet.frontend.openai.bodies import ACCEPTED_VALUES, COMPLETION_FIELDS, ChatBody, CompletionBody
-from fleet.frontend.openai.translated import responses, tokens
-from fleet.frontend.openai.translated.messages import UNSUPPORTED, CountTokensBody, MessagesBody
+from fleet.frontend.openai.translated import messages, responses, tokens
+from fleet.frontend.openai.translated.messages import CountTokensBody, MessagesBody
 from fleet.frontend.openai.translated.responses import ResponsesBody
 from fleet.frontend.openai.translated.tokens import DetokenizeBody, TokenizeBody
 from fleet.frontend.openai.vector_bodies import ClassifyBody, EmbeddingsBody, PoolingBody, RerankBody, ScoreBody
@@ -57,8 +57,8 @@ OBJECT_OR_EVENTS = {**OBJECT_ALONE, "text/event-stream": {"schema": EVENT}}
 
 _EFFECTLESS: dict[str, Mapping[str, tuple[object, ...]]] = {
     "ResponsesBody": responses.ACCEPTED_VALUES,
-    "MessagesBody": dict.fromkeys(UNSUPPORTED, ()),
-    "CountTokensBody": dict.fromkeys(UNSUPPORTED, ()),
+    "MessagesBody": messages.ACCEPTED_VALUES,
+    "CountTokensBody": messages.ACCEPTED_VALUES,
     "TokenizeBody": tokens.ACCEPTED_VALUES,
     "ClassifyBody": vector_bodies.ACCEPTED_VALUES,
     "EmbeddingsBody": vector_bodies.ACCEPTED_VALUES,

@@ -302,6 +302,7 @@ def _build_request(
         "logit_bias": tuple(body.logit_bias.items()) if body.logit_bias else None,
         "allowed_token_ids": tuple(body.allowed_token_ids) if body.allowed_token_ids else None,
         "prompt_logprobs": _most(body.prompt_logprobs, logprobs) if echo else body.prompt_logprobs,
+        "thinking_tokens": None if body.thinking_token_budget == -1 else body.thinking_token_budget,
     }
     request = GenerateRequest(
         id=request_id if body.request_id is None else checked_request_id(body.request_id),

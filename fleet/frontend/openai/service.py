@@ -210,7 +210,14 @@ class HttpFrontend(HttpServer):
             "/metrics": {"GET": partial(self._metrics, metrics_guards[0])},
         }
         self._health_guard = metrics_guards[1]
-        routes |= TranslatedFrontend(generation, clock, lambda: self.draining, _unsuitable_content).routes
+        self._refuses_unknown_fields = settings.unknown_fields == "refuse"
+        routes |= TranslatedFrontend(
+            generation,
+            clock,
+            lambda: self.draining,
+            _unsuitable_content,
+            refuses_unknown_fields=self._refuses_unknown_fields,
+        ).routes
         routes |= VectorFrontend(generation, clock, lambda: self.draining, _unsuitable_content).routes
         super().__init__(settings, clock, routes, connection_seconds)
         if relay is not None:
@@ -223,8 +230,6 @@ class HttpFrontend(HttpServer):
         self._registry = registry
         self._relay = relay
         self._processes = processes
-        self._created = unix_seconds()
-        self._refuses_unknown_fields = settings.unknown_fields == "refuse"
         self._overflow = overflow
 
     @property
@@ -499,7 +504,8 @@ class HttpFrontend(HttpServer):
         """Return the model objects of all served models; values that an external server gives take precedence."""
         theirs = {} if self._relay is None else await self._relay.model_objects()
         return [
-            {**model_object(card, self._created), **theirs.get(card.name, {})} for card in self._generation.models()
+            {**model_object(card, self._generation.created(card)), **theirs.get(card.name, {})}
+            for card in self._generation.models()
         ]
 
     async def _health(self, exchange: Exchange) -> None:

@@ -279,6 +279,7 @@ def load_codec(model_dir: str | Path) -> TextCodec:
         ),
         class_names=_class_names(config),
         response_template=settings.get("response_template"),
+        created=int((folder / "config.json").stat().st_mtime),
     )
 
 
@@ -300,6 +301,7 @@ class HuggingFaceCodec:
         image_token_ids: tuple[int, ...] = (),
         class_names: Mapping[int, str] | None = None,
         response_template: Mapping[str, Any] | None = None,
+        created: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._encode = encode
@@ -310,6 +312,7 @@ class HuggingFaceCodec:
         self._eos_token_ids = eos_token_ids
         self._image_token_ids = image_token_ids
         self._class_names = class_names or {}
+        self._created = created
         # Put before a single token when it is decoded, because decoders drop a leading space of the first token.
         self._lead = _ids(encode("a", False))[-1:]
         self._lead_text = self._decode(self._lead)
@@ -326,6 +329,10 @@ class HuggingFaceCodec:
     @property
     def class_names(self) -> Mapping[int, str]:
         return self._class_names
+
+    @property
+    def created(self) -> int:
+        return self._created
 
     @property
     def image_token_ids(self) -> tuple[int, ...]:

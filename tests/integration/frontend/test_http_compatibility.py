@@ -1,5 +1,7 @@
 """Tests of what browsers, scrapers and careless clients expect of the HTTP port."""
 
+import os
+import shutil
 from importlib.metadata import version
 
 import httpx
@@ -8,6 +10,7 @@ import pytest
 from fleet.core.errors import allowed_values
 from fleet.frontend.openai.bodies import ChatBody
 from tests.support.frontend.frontends import Frontends, open_frontends
+from tests.support.router.fake_router import MODEL, a_model_card
 
 pytestmark = pytest.mark.integration
 
@@ -98,6 +101,18 @@ async def test_models_have_the_same_creation_time_at_each_call(http, monkeypatch
     assert (await http.get("/v1/models")).json() == first
     assert (await http.get("/v1/models/tiny")).json() == first["data"][0]
     assert first["data"][0]["created"] > 1_700_000_000
+
+
+async def test_creation_time_of_a_model_is_that_of_its_files(model_dir, tmp_path):
+    """Check that routers with the same files agree, whenever they have started."""
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    os.utime(folder / "config.json", (1_750_000_000, 1_750_000_000))
+    adapter = a_model_card(name="ada", parent=MODEL, revision="r")
+    async with open_frontends(folder) as frontends, httpx.AsyncClient(base_url=frontends.url) as http:
+        frontends.router.cards = (*frontends.router.cards, adapter)
+        listed = (await http.get("/v1/models")).json()["data"]
+
+    assert [(each["id"], each["created"]) for each in listed] == [("tiny", 1_750_000_000), ("ada", 1_750_000_000)]
 
 
 async def test_metrics_are_offered_as_openmetrics(http):

@@ -1,6 +1,7 @@
 """Tests of the Responses and the Messages API and of the token paths, with the official clients."""
 
 import asyncio
+import inspect
 import json
 import shutil
 from hashlib import sha256
@@ -9,9 +10,13 @@ import aiohttp
 import anthropic
 import openai
 import pytest
+from anthropic.resources.messages import AsyncMessages
+from openai.resources.responses import AsyncResponses
 
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.requests import AnswerParsers, ToolChoice
+from fleet.frontend.openai.translated.messages import CountTokensBody, MessagesBody
+from fleet.frontend.openai.translated.responses import ResponsesBody
 from fleet.router.tenants import TenantSettings
 from tests.support.builders import token_ids
 from tests.support.frontend.frontends import open_frontends
@@ -279,6 +284,10 @@ async def test_unknown_tool_choice_of_a_response_lists_the_known(responses, choi
         ({"temperature": 3}, "temperature"),
         ({"reasoning": {"effort": "mad"}}, "reasoning.effort"),
         ({"fleet": {"priority": 1000}}, "fleet.priority"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+        ({"moderation": {"model": "m"}}, "moderation"),
     ],
 )
 async def test_response_field_that_cannot_be_obeyed_is_named(frontends, responses, fields, param):
@@ -326,6 +335,45 @@ async def test_fields_without_effect_are_accepted(frontends, responses):
 
     assert response.output_text == TEXT
     assert response.store is False
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"])
+async def test_unknown_fields_are_refused_where_the_settings_say_so(model_dir, path):
+    body = {"model": "tiny"} | ({"input": "hi"} if path == "/v1/responses" else {"messages": USER, "max_tokens": 9})
+    if path == "/v1/messages/count_tokens":
+        del body["max_tokens"]
+    known = {"tools": [], "metadata": {"user_id": "u"}} if "max_tokens" in body else {"tools": []}
+    async with open_frontends(model_dir, unknown_fields="refuse") as strict, open_frontends(model_dir) as lenient:
+        strict.will_answer(TEXT, then=[EOS])
+        lenient.will_answer(TEXT, then=[EOS])
+        async with aiohttp.ClientSession() as session:
+
+            async def ask(frontends, fields):
+                async with session.post(frontends.url + path, json=body | fields) as answer:
+                    return answer.status, await answer.json()
+
+            status, refused = await ask(strict, {"somthing": 1})
+            served = [await ask(strict, known), await ask(lenient, {"somthing": 1})]
+
+    assert status == 400
+    assert "somthing: object contains unknown field" in refused["error"]["message"]
+    assert refused["error"].get("param", "somthing") == "somthing"
+    assert [status for status, _ in served] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("method", "body"),
+    [
+        (AsyncResponses.create, ResponsesBody),
+        (AsyncMessages.create, MessagesBody),
+        (AsyncMessages.count_tokens, CountTokensBody),
+    ],
+)
+def test_parameters_of_the_official_clients_are_known_fields(method, body):
+    not_in_bodies = {"self", "extra_headers", "extra_query", "extra_body", "timeout", "user_profile_id", "workspace_id"}
+    not_in_bodies |= {"output_format"}  # the client makes `output_config` of it
+
+    assert inspect.signature(method).parameters.keys() - not_in_bodies <= {*body.__struct_fields__}
 
 
 async def test_failed_response_stream_ends_with_an_error_event(frontends, responses):
@@ -474,6 +522,37 @@ async def test_thinking_reaches_the_chat_template(parsing, fields, seen):
     assert seen in prompt_of(parsing)
 
 
+BUDGETED = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+
+
+async def test_thinking_budget_limits_the_reasoning(parsing):
+    parsing.will_answer(TEXT, then=[EOS])
+    async with an_anthropic_client(parsing) as client:
+        await client.messages.create(model="tiny", max_tokens=2000, messages=USER, extra_body=BUDGETED)
+        await client.messages.create(model="tiny", max_tokens=2000, messages=USER)
+
+    with_budget, without = parsing.router.submitted
+    assert (with_budget.sampling.thinking_tokens, with_budget.needs) == (1024, ("thinking_tokens",))
+    assert (without.sampling.thinking_tokens, without.needs) == (None, ())
+
+
+async def test_model_that_does_not_reason_keeps_every_thinking_budget(frontends, messages):
+    frontends.will_answer(TEXT, then=[EOS])
+
+    await messages.create(model="tiny", max_tokens=2000, messages=USER, extra_body=BUDGETED)
+
+    arrived = frontends.router.submitted[0]
+    assert (arrived.sampling.thinking_tokens, arrived.needs) == (None, ())
+
+
+async def test_refused_thinking_budget_is_named_as_in_messages(parsing):
+    field = "sampling.thinking_tokens"
+    parsing.router.refuse = RequestRejected(Reason.INVALID_ARGUMENT, f"{field}: no worker obeys it", field=field)
+    async with an_anthropic_client(parsing) as client:
+        with pytest.raises(anthropic.BadRequestError, match=r"thinking\.budget_tokens: no worker obeys it"):
+            await client.messages.create(model="tiny", max_tokens=2000, messages=USER, extra_body=BUDGETED)
+
+
 async def test_call_that_the_limit_cuts_off_is_no_broken_message(parsing):
     cut = '<tool_call>\n{"name": "add", "arguments": {"x": 3, "y'
     tokens = parsing.will_answer(cut)
@@ -508,9 +587,14 @@ async def test_call_that_the_limit_cuts_off_is_no_broken_message(parsing):
         ({"tools": MESSAGE_TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
+        ({"speed": "fast"}, "speed"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"inference_geo": "eu"}, "inference_geo"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"thinking": {"type": "loud"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2**40}}, "thinking.budget_tokens"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"output_config": {"effort": "high"}}, "output_config.effort"),

@@ -4,10 +4,14 @@ import json
 import subprocess
 import sys
 import threading
+import tomllib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests.support.dependency_audit import CANARY, pinned
 from tests.support.source_rules import complaints
@@ -70,6 +74,16 @@ def test_audit_asks_about_every_pinned_version(service):
     assert sorted(set(service.asked) - {CANARY}) == pins
     assert {"vllm==0.32.0", "torch==2.13.0"} <= set(pins), "extras and the Makefile name versions too"
     assert f"{len(pins)} pinned packages audited: 0 vulnerabilities" in done.stdout
+
+
+def test_requirements_name_only_public_versions():
+    """Local versions, such as `+cpu`, are for indexes of their own; what needs one says so itself, as vLLM for CPUs does."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
+    local = [each for each in named if any(Version(one.version).local for one in Requirement(each).specifier)]
+
+    assert len(named) > 30
+    assert local == []
 
 
 def test_vulnerable_version_fails_the_audit(service):

@@ -28,6 +28,7 @@ from tests.support.servers.hub import HubRepository, a_hub
 from tests.support.waiting import eventually, until_answered
 from tests.support.workers.worker_processes import a_router_stream
 from workers.settings import SimulatedSettings, WorkerSettings
+from workers.start_phase import StartPhase, telling_phases
 
 pytestmark = pytest.mark.integration
 
@@ -337,6 +338,17 @@ async def test_cluster_serves_a_repository_by_its_name(hub, tmp_path):
     fetched = await fetch_topology_model(topology, tmp_path, SystemClock())
     assert fetched.cluster.served_name == NAME
     assert content_of(fetched.cluster.model).keys() == hub.repos[NAME].files.keys() - PARTS.keys()
+
+
+async def test_phase_of_a_download_is_noted_only_for_a_download(hub, tmp_path, model_dir):
+    told: list[StartPhase] = []
+    settings = HubSettings(cache=str(tmp_path / "cache"), endpoint=hub.url)
+    with telling_phases(told.append):
+        await fetch_model(str(model_dir), settings, SystemClock(), field="model_dir", weights=False)
+        assert told == []
+        await fetch_model(NAME, settings, SystemClock(), field="model_dir", weights=False)
+
+    assert told == [StartPhase.FETCH]
 
 
 async def test_a_folder_needs_no_hub(tmp_path, monkeypatch):

@@ -59,6 +59,7 @@ BODY = {
     "logit_bias": {"1": 1.5},
     "bad_words": ["x"],
     "prompt_logprobs": 1,
+    "thinking_token_budget": 9,
     "truncate_prompt_tokens": 3,
     "stream_options": {"continuous_usage_stats": True},
     "seed": 1,

@@ -43,7 +43,8 @@ class FakeRouter:
         self.step = step
         self.image_tokens = image_tokens  # number of tokens by which images make each prompt longer
         self.logprobs: Sequence[Logprobs] = ()  # one for each token of the answer
-        self.prompt_logprobs: Sequence[Logprobs] = ()  # sent with the first tokens, if the request demands them
+        # Sent with the first tokens, if the request demands them; empty: the same number for each token of the prompt.
+        self.prompt_logprobs: Sequence[Logprobs] = ()
         self.parsed: Sequence[ParsedDelta] = ()  # one for each step
         self.refuse: RequestRejected | None = None  # raised on entering the stream
         self.break_after: int | None = None  # number of steps after which the stream fails with WORKER_LOST
@@ -202,7 +203,10 @@ class FakeStream:
                 self._finish = Finish.STOP
                 break
         logprobs = self._logprobs[self._sent : self._sent + len(tokens)]
-        prompt_logprobs = router.prompt_logprobs if not self._sent and sampling.prompt_logprobs is not None else ()
+        prompt_logprobs: Sequence[Logprobs] = ()
+        if not self._sent and sampling.prompt_logprobs is not None:
+            alike = [Logprobs(-1.0)] * (len(self._arrived.tokens) // TOKEN_BYTES - 1)
+            prompt_logprobs = router.prompt_logprobs or alike
         self._sent += len(tokens)
         if self._finish is None and self._sent >= min(sampling.max_tokens, len(self._answer)):
             self._finish = Finish.LENGTH

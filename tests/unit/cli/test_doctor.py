@@ -3,15 +3,20 @@
 import importlib.metadata
 import importlib.util
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from fleet.cli import doctor
-from fleet.cli.doctor import PROBES, DoctorVerdict, examine
+from fleet.cli.doctor import PROBES, DoctorVerdict, PackagesProbe, examine
 from fleet.cli.main import run
 
+ROOT = Path(__file__).parents[3]
 NEEDS_AN_ENGINE_PROCESS = {"engine vllm", "nixl"}  # seconds each; the integration tests have them
 
 
@@ -55,14 +60,62 @@ def test_unusable_parts_come_with_a_fix():
     assert [finding.name for finding in findings if "cannot be examined" in finding.detail] == []
 
 
-def test_extras_of_fleet_have_the_packages_that_it_probes():
-    """Compare the probes with the extras, so that a line names what a user can install."""
-    extras = {*importlib.metadata.metadata("fleet-serving").get_all("Provides-Extra")}
-    findings = {finding.name: finding for finding in examine(light_probes())}
+def optional_requirements() -> dict[str, set[str]]:
+    """Return the distributions that each extra of the installed Fleet requires; the empty extra has those that it always needs."""
+    found: dict[str, set[str]] = {}
+    for line in importlib.metadata.requires("fleet-serving"):
+        requirement = Requirement(line)
+        extra = re.search(r"extra == [\"']([^\"']+)", str(requirement.marker))
+        found.setdefault(extra[1] if extra else "", set()).add(canonicalize_name(requirement.name))
+    return found
 
-    for name in ("etcd", "redis", "s3", "codecs", "kv events", "ray", "parquet", "kubernetes", "tracing"):
-        assert name.replace(" ", "-") in extras
-        assert "makes no use of it" not in findings[name].detail
+
+LINES_OF_OTHER_PROBES = {"vllm": "engine vllm", "vllm-cpu": "engine vllm", "nixl": "nixl", "kubernetes": "kubernetes"}
+WITHOUT_A_LINE = {
+    "dev": "only the tests and tools of this repository need it",
+    "kube-tests": "only the tests against Kubernetes need it",
+}
+NOT_IN_ITS_LINE = {
+    "torch": "vLLM imports it, and its line imports vLLM",
+    "vllm-cpu": "it is the same module as vllm",
+}
+
+
+def test_each_optional_dependency_has_a_line_or_a_reason():
+    """Compare the lines with what the installed distribution requires, in both directions."""
+    required = optional_requirements()
+    probes = dict(PROBES)
+    packages = {probe.extra: probe for probe in probes.values() if isinstance(probe, PackagesProbe)}
+    assert {*packages} | {*LINES_OF_OTHER_PROBES} | {*WITHOUT_A_LINE} == required.keys() - {""}
+    assert {*LINES_OF_OTHER_PROBES.values()} <= probes.keys()
+
+    for extra, probe in packages.items():
+        named = set(probe.distributions.values())
+        assert required[extra] <= named, f"the line of {extra} lacks a package"
+        assert named <= required[extra] | required[""], f"the line of {extra} names a package that it does not install"
+
+
+def test_lines_of_other_probes_name_each_dependency(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for extra, line in LINES_OF_OTHER_PROBES.items():
+        verdict = dict(PROBES)[line]()
+        words = set(re.findall(r"[\w.-]+", f"{line} {verdict.detail} {verdict.fix}".replace("==", " ")))
+
+        assert not verdict.usable
+        assert optional_requirements()[extra] - NOT_IN_ITS_LINE.keys() <= words
+
+
+def test_packages_in_lines_are_imported_by_the_code():
+    code = "\n".join(
+        file.read_text()
+        for package in ("fleet", "kvstore", "workers", "operators")
+        for file in (ROOT / package).rglob("*.py")
+        if file != Path(doctor.__file__)
+    )
+    for name, probe in PROBES:
+        for module in probe.distributions if isinstance(probe, PackagesProbe) else ():
+            used = rf"^ *(?:import|from) {re.escape(module)}\b|import_module\(\"{re.escape(module)}\b"
+            assert re.search(used, code, re.MULTILINE), f"{name}: nothing imports {module}"
 
 
 def test_missing_package_is_named_with_its_extra(monkeypatch):

@@ -46,6 +46,7 @@ ALLOWED = [
     ("logprobs", 0),
     ("logprobs", 20),
     ("prompt_logprobs", 20),
+    ("thinking_tokens", 0),
     ("logit_bias", ((0, -100.0), (499, 100.0))),
     ("allowed_token_ids", (0, 499)),
 ]
@@ -77,6 +78,8 @@ REFUSED = [
     ("logprobs", -1),
     ("logprobs", 21),
     ("prompt_logprobs", -1),
+    ("thinking_tokens", -1),
+    ("thinking_tokens", 2**31),
     ("logit_bias", ((500, 1.0),)),
     ("logit_bias", ((-1, 1.0),)),
     ("logit_bias", ((1, 100.1),)),

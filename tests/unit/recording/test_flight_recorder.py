@@ -3,6 +3,7 @@
 import json
 import os
 from base64 import b64encode
+from hashlib import sha256
 from random import Random
 from typing import get_type_hints
 
@@ -11,12 +12,14 @@ from msgspec import structs
 
 from fleet.core.clock import SECOND, Nanos
 from fleet.core.errors import ConfigurationRefused, Reason
-from fleet.core.requests import JsonSchema, Logprobs, Sampling
+from fleet.core.requests import Finish, JsonSchema, Logprobs, Sampling
 from fleet.core.roles import Role
 from fleet.core.work import Progress, Rejected
+from fleet.frontend.text.image_keys import image_keys
 from fleet.recording.flight_recorder import KEPT_RECORDINGS, MIB, FlightRecorder, open_recorded_machine
 from fleet.recording.format import FORMAT, RecordingHead, entry_line
 from fleet.recording.reader import Recording
+from fleet.recording.traffic import recorded_requests
 from fleet.router.messages import (
     Arrived,
     AttemptRejected,
@@ -125,6 +128,30 @@ def test_recording_leaves_out_every_byte_field_of_an_arrival():
     assert {"tokens", "salt", "images"} <= filled.keys()
     assert b64encode(hidden) not in line
     assert line.count(b'"images":["",""]') == 1, "a replay needs their number"
+
+
+def test_prompts_with_images_keep_their_block_keys(tmp_path):
+    """The keys include the digests of the images, so the replay and a simulation share exactly the blocks that were shared."""
+    path, prompt = tmp_path / "flight", token_bytes([9, *range(500, 599)])
+    keys = [
+        image_keys(prompt, 32, b"", [sha256(image).digest()], placeholders=(9,)) for image in (b"cat", b"dog", b"cat")
+    ]
+    recorder, machine = a_flight(path)
+    with recorder:
+        machine.handle(joined("w0"), START)
+        machine.handle(joined("w1"), START)
+        for number, own in enumerate(keys):
+            arrived = an_arrival(request_id=f"r{number}", tokens=prompt, images=(b"file",), keys={32: own})
+            (sent,) = machine.handle(arrived, Nanos(START + 10 * number))
+            ended = Progress(request_id=sent.start.request_id, token_ids=(5,), finish=Finish.LENGTH)
+            machine.handle(WorkerStepped(worker_id=sent.worker_id, progress=(ended,)), Nanos(START + 10 * number + 1))
+
+    arrivals = [entry.event for entry in Recording(path).entries() if isinstance(entry.event, Arrived)]
+    assert [event.keys for event in arrivals] == [{32: own} for own in keys]
+    cat, dog, again = [request.chain for request in recorded_requests(path, 32, lambda tokens: ())]
+    assert cat == again
+    assert not {*cat} & {*dog}
+    assert RecordingReplay(path).run().agree
 
 
 def test_full_recording_ends_with_a_note_and_router_goes_on(tmp_path, caplog):

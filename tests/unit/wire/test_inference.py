@@ -59,6 +59,7 @@ SAMPLING = {
     "stop_token_ids": IDS.map(tuple),
     "logprobs": COUNT,
     "prompt_logprobs": COUNT,
+    "thinking_tokens": COUNT,
     "logit_bias": st.dictionaries(COUNT, st.floats(width=32, allow_nan=False), max_size=3).map(
         lambda biases: tuple(sorted(biases.items()))
     ),

@@ -96,6 +96,7 @@ samplings = st.builds(
     allowed_token_ids=IDS,
     bad_tokens=st.lists(IDS.filter(bool), max_size=2).map(tuple),
     prompt_logprobs=st.none() | U32,
+    thinking_tokens=st.none() | U32,
 )
 fingerprints = st.builds(
     Fingerprint,

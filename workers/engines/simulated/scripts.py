@@ -7,6 +7,7 @@ Rules:
    names, or else the first tool, with arguments that the tool's schema allows. If the request leaves the decision to
    the model, the engine calls the first tool only once in a conversation, so that an agent does not go on for ever.
 3. A worker with a reasoning parser begins its answers with a sentence of reasoning, unless the prompt has ended the reasoning.
+   The sentence is cut where the request limits the tokens of the reasoning.
 4. All other text of an answer is the model's random text.
 """
 
@@ -106,7 +107,10 @@ class ScriptWriter:
         begun, closed = prompt.rfind("<think>"), prompt.rfind("</think>")
         if closed > begun:
             return ""
-        return f"{REASONING}</think>" if begun >= 0 else f"<think>{REASONING}</think>"
+        thought = REASONING
+        if (most := start.sampling.thinking_tokens) is not None:
+            thought = self.tokenizer.decode(self.tokenizer.encode(REASONING, add_special_tokens=False).ids[:most])
+        return f"{thought}</think>" if begun >= 0 else f"<think>{thought}</think>"
 
 
 def _xml_call(name: str, arguments: Any) -> str:

@@ -73,6 +73,7 @@ STORE_SECONDS = 10.0  # maximum wait of a start for the KV store node, which may
 INLINE_CHARACTERS = 4096
 # Seconds between two checks of an idle engine; if an engine with requests dies, this is noticed at once.
 HEALTH_SECONDS = 0.5
+LOADED_CHECK_SECONDS = 0.05  # pause between two looks whether the warm-up has begun, which is short for a small model
 
 
 @asynccontextmanager
@@ -126,7 +127,7 @@ async def _start_shielded(settings: WorkerSettings, scratch: Path) -> "Started":
     loaded = vllm_launch.loaded_mark(scratch)
     try:
         while not starting.done() and not loaded.exists():
-            await asyncio.wait([starting], timeout=HEALTH_SECONDS)
+            await asyncio.wait([starting], timeout=LOADED_CHECK_SECONDS)
         if not starting.done():
             note_phase(StartPhase.WARM_UP)
         return await asyncio.shield(starting)
@@ -193,7 +194,7 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
         kv_paths=settings.kv_paths,
         kv=describe(namespace, tp=1 if config.model_config.use_mla else config.parallel_config.tensor_parallel_size),
         keeps_forms=settings.vllm.keeps_forms,
-        sampling_fields=(*ENGINE_FIELDS, IMAGES) if vllm_images.takes_images(llm) else ENGINE_FIELDS,
+        sampling_fields=_sampling_fields(llm, config),
         continued_fields=vllm_launch.continued_fields(settings, config),
         adapters=adapters_of(settings),
         adapter_slots=settings.adapter_slots if settings.adapters else 0,
@@ -201,6 +202,16 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
         pooling=vllm_pooling.pooling_model(settings, config.model_config),
     )
     return llm, facts_with_store(facts, settings.kv_paths, store_id), namespace.block_bytes, awaited, parsers
+
+
+def _sampling_fields(llm: "AsyncLLM", config: "VllmConfig") -> tuple[str, ...]:
+    """Return the fields of requests that the engine obeys, for `EngineFacts.sampling_fields`.
+
+    vLLM can limit the reasoning if it has a parser of it, which names the tokens that begin and end it.
+    """
+    limits_thinking = config.reasoning_config is not None and config.reasoning_config.enabled
+    fields = ENGINE_FIELDS if limits_thinking else tuple(each for each in ENGINE_FIELDS if each != "thinking_tokens")
+    return (*fields, IMAGES) if vllm_images.takes_images(llm) else fields
 
 
 def _kv_blocks(settings: WorkerSettings, config: "VllmConfig") -> int:

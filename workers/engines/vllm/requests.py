@@ -182,6 +182,7 @@ def sampling_params(
         logit_bias=dict(sampling.logit_bias) or None,
         allowed_token_ids=list(sampling.allowed_token_ids) or None,
         prompt_logprobs=sampling.prompt_logprobs,
+        thinking_token_budget=sampling.thinking_tokens,
     )
     if sampling.bad_tokens:  # set after the call, because vLLM's public parameter takes words and tokenizes them itself
         params._bad_words_token_ids = [list(ids) for ids in sampling.bad_tokens]  # noqa: SLF001 - vLLM has no public field for token ids

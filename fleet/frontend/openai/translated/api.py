@@ -54,17 +54,28 @@ class TranslatedRequest(Struct, frozen=True, kw_only=True):
 
     chat: OpenAiRequest
     writer: Callable[[AnswerStart], AnswerWriter]
+    has_optional_budget: bool = (
+        False  # whether a limit of the reasoning is dropped for models without a reasoning parser
+    )
 
 
 class TranslatedApi(Struct, frozen=True, kw_only=True):
     """One translated API: how its bodies are read, and how its errors and fields are named."""
 
-    read: Callable[[bytes, RequestId, Nanos, Headers | None], TranslatedRequest]
-    """Reads a body; the headers are given if there are hints among them, and otherwise None."""
-
+    read: "ReadTranslated"
     errors: ErrorForm
     names: Mapping[str, str]
     """This API's names of fields that chats name differently, by the name in chats; for error messages."""
+
+
+class ReadTranslated(Protocol):
+    """Function that reads the body of a translated API."""
+
+    def __call__(
+        self, content: bytes, request_id: RequestId, now: Nanos, headers: Headers | None = None, *, strict: bool = False
+    ) -> TranslatedRequest:
+        """Read a body; the arguments are those of `read_chat`."""
+        ...
 
 
 def read_translated_chat(

@@ -2,14 +2,16 @@
 
 Rules:
 
-1. Fields that would change the answer and are not supported are rejected by name; unknown fields are ignored.
+1. Fields that would change the answer and are not supported are rejected by name. Unknown fields are ignored, or refused if
+   the settings demand it.
 2. A tool's result becomes a separate message, before the other content of the message that contains it.
 3. `cache_control` has no effect, because every prefix is cached. `cache_read_input_tokens` counts the cached tokens, and
    `input_tokens` the other ones. A stream has the right counts only in its last events.
-4. A client can turn thinking off. If it turns thinking on, the model thinks as it would anyway, and the budget is ignored.
+4. A client can turn thinking off. If it turns thinking on, the model thinks as it would anyway, and the engine ends the
+   thinking after `budget_tokens`. A model without a reasoning parser has no thinking blocks, so it keeps every budget.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -21,7 +23,7 @@ from fleet.core.ids import RequestId
 from fleet.core.requests import Delta, Finish, Finished, Usage
 from fleet.core.validation import check_message_count
 from fleet.frontend.images.files import ImageFile, image_part
-from fleet.frontend.openai.bodies import FleetOptions
+from fleet.frontend.openai.bodies import FleetOptions, unsupported
 from fleet.frontend.openai.requests import decode_body
 from fleet.frontend.openai.translated.api import (
     AnswerStart,
@@ -86,6 +88,7 @@ class MessageToolChoice(Struct, frozen=True, kw_only=True):
 
 class ThinkingBody(Struct, frozen=True, kw_only=True):
     type: str
+    budget_tokens: int | None = None
 
 
 class OutputFormat(Struct, frozen=True, kw_only=True):
@@ -108,9 +111,12 @@ class CountTokensBody(Struct, frozen=True, kw_only=True):
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputConfig | None = None
-    mcp_servers: Any = None  # not supported, like the next two fields
+    cache_control: Any = None  # ignored (rule 3)
+    # Fields that are not supported: a value that `ACCEPTED_VALUES` does not list is rejected.
+    mcp_servers: Any = None
     container: Any = None
     context_management: Any = None
+    speed: Any = None
 
 
 class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
@@ -121,24 +127,46 @@ class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     fleet: FleetOptions | None = None
+    metadata: Any = None  # ignored, like the next field
+    diagnostics: Any = None
+    service_tier: Any = None  # not supported, like the next field
+    inference_geo: Any = None
 
 
-UNSUPPORTED = ("mcp_servers", "container", "context_management")
+class StrictCountTokensBody(CountTokensBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of a count of tokens, used if the settings refuse unknown fields."""
+
+
+class StrictMessagesBody(MessagesBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of a message, used if the settings refuse unknown fields."""
+
+
+ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
+    "mcp_servers": ([],),
+    "container": (),
+    "context_management": ({},),
+    "speed": ("standard",),
+    "service_tier": ("auto", "standard_only"),
+    "inference_geo": (),
+}
+"""Unsupported fields, each with the values that are accepted because they have no effect. Null is always accepted."""
 
 _MESSAGES = msgspec.json.Decoder(MessagesBody)
+_STRICT_MESSAGES = msgspec.json.Decoder(StrictMessagesBody)
 _COUNT = msgspec.json.Decoder(CountTokensBody)
+_STRICT_COUNT = msgspec.json.Decoder(StrictCountTokensBody)
 
 
 def read_messages(
-    content: bytes, request_id: RequestId, now: Nanos, headers: Headers | None = None
+    content: bytes, request_id: RequestId, now: Nanos, headers: Headers | None = None, *, strict: bool = False
 ) -> TranslatedRequest:
-    """Read the body of ``POST /v1/messages``.
+    """Read the body of ``POST /v1/messages``; the arguments are those of `read_chat`.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT. The error names the field as in the Messages API, or as in the Chat
             Completions API if only the translated request was found invalid.
     """
-    body = decode_body(_MESSAGES, content)
+    body = decode_body(_STRICT_MESSAGES, content) if strict else decode_body(_MESSAGES, content)
     images: list[ImageFile] = []
     chat = read_translated_chat(
         _prompt(body, images)
@@ -149,6 +177,7 @@ def read_messages(
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,
+            "thinking_token_budget": _budget(body),
             "fleet": body.fleet,
         },
         request_id,
@@ -156,19 +185,19 @@ def read_messages(
         headers,
         images,
     )
-    return TranslatedRequest(chat=chat, writer=AnthropicWriter)
+    return TranslatedRequest(chat=chat, writer=AnthropicWriter, has_optional_budget=True)
 
 
 def read_count_tokens(
-    content: bytes, request_id: RequestId, now: Nanos, headers: Headers | None = None
+    content: bytes, request_id: RequestId, now: Nanos, headers: Headers | None = None, *, strict: bool = False
 ) -> TranslatedRequest:
-    """Read the body of ``POST /v1/messages/count_tokens``; nothing is generated.
+    """Read the body of ``POST /v1/messages/count_tokens``, which generates nothing; the arguments are those of `read_chat`.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT. The error names the field as in the Messages API, or as in the Chat
             Completions API if only the translated request was found invalid.
     """
-    body = decode_body(_COUNT, content)
+    body = decode_body(_STRICT_COUNT, content) if strict else decode_body(_COUNT, content)
     images: list[ImageFile] = []
     chat = read_translated_chat(_prompt(body, images), request_id, now, headers, images)
     return TranslatedRequest(chat=chat, writer=AnthropicWriter)
@@ -179,7 +208,8 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
     "response_format.json_schema.schema": "output_config.format.schema",
 }
-MESSAGES_API = TranslatedApi(read=read_messages, errors=ANTHROPIC_ERRORS, names={"stop": "stop_sequences", **NAMES})
+MESSAGES_NAMES = {"stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens", **NAMES}
+MESSAGES_API = TranslatedApi(read=read_messages, errors=ANTHROPIC_ERRORS, names=MESSAGES_NAMES)
 COUNT_TOKENS_API = TranslatedApi(read=read_count_tokens, errors=ANTHROPIC_ERRORS, names=NAMES)
 
 
@@ -188,9 +218,10 @@ COUNT_TOKENS_API = TranslatedApi(read=read_count_tokens, errors=ANTHROPIC_ERRORS
 
 def _prompt(body: CountTokensBody, images: list[ImageFile]) -> Json:
     """Return the chat's fields that determine its prompt. The images of the body are appended to `images`."""
-    for field in UNSUPPORTED:
-        if getattr(body, field):
-            raise invalid(field, "is not supported")
+    for field, accepted in ACCEPTED_VALUES.items():
+        value = getattr(body, field, None)
+        if value is not None and value not in accepted:
+            raise unsupported(field, accepted)
     check_message_count(len(body.messages), "messages")
     messages: list[Json] = []
     if body.system:
@@ -217,6 +248,15 @@ def _effort(thinking: ThinkingBody | None, effort: str | None) -> str | None:
             return "none"
         case _:
             raise invalid("thinking.type", "must be enabled, disabled or adaptive")
+
+
+def _budget(body: MessagesBody) -> int | None:
+    """Return the chat's limit of the reasoning, for a client that turns thinking on with a budget."""
+    if body.thinking is None or body.thinking.type != "enabled" or (budget := body.thinking.budget_tokens) is None:
+        return None
+    if not 0 < budget < body.max_tokens:
+        raise invalid("thinking.budget_tokens", f"must be from 1 to {body.max_tokens - 1}, below max_tokens")
+    return budget
 
 
 def _format(wanted: OutputFormat | None) -> Json | None:

@@ -3,7 +3,8 @@
 Rules:
 
 1. The router stores no response. Fields that need a stored response or conversation, and tools that run at the server, are
-   rejected by name, and so are other unsupported fields that would change the answer. Unknown fields are ignored.
+   rejected by name, and so are other unsupported fields that would change the answer. Unknown fields are ignored, or refused
+   if the settings demand it.
 2. Consecutive items that the model wrote (reasoning, text, calls) become one message of the assistant.
 3. A stream has the same output items as the answer in one piece, with the same ids.
 """
@@ -112,6 +113,13 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
+    # Fields that are accepted and ignored.
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    access_programs: Any = None
+    image: Any = None
     fleet: FleetOptions | None = None
     # Fields that are not supported: a value that `ACCEPTED_VALUES` does not list is rejected.
     previous_response_id: Any = None
@@ -123,6 +131,14 @@ class ResponsesBody(Struct, frozen=True, kw_only=True):
     include: Any = None
     top_logprobs: Any = None
     max_tool_calls: Any = None
+    service_tier: Any = None
+    stream_options: Any = None
+    context_management: Any = None
+    moderation: Any = None
+
+
+class StrictResponsesBody(ResponsesBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of a response, used if the settings refuse unknown fields."""
 
 
 ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
@@ -135,6 +151,10 @@ ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
     "include": ([], ["reasoning.encrypted_content"]),  # accepted, although no encrypted content is sent
     "top_logprobs": (0,),
     "max_tool_calls": (),
+    "service_tier": CHAT_ACCEPTED_VALUES["service_tier"],
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "context_management": ([],),
+    "moderation": (),
 }
 """Unsupported fields, each with the values that are accepted because they have no effect. Null is always accepted."""
 
@@ -148,19 +168,20 @@ WHY = {
 }
 
 _BODY = msgspec.json.Decoder(ResponsesBody)
+_STRICT_BODY = msgspec.json.Decoder(StrictResponsesBody)
 _OF_ASSISTANT = ("reasoning", "function_call")
 
 
 def read_responses(
-    content: bytes, request_id: RequestId, now: Nanos, headers: Headers | None = None
+    content: bytes, request_id: RequestId, now: Nanos, headers: Headers | None = None, *, strict: bool = False
 ) -> TranslatedRequest:
-    """Read the body of ``POST /v1/responses``.
+    """Read the body of ``POST /v1/responses``; the arguments are those of `read_chat`.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT. The error names the field as in the Responses API, or as in the Chat
             Completions API if only the translated request was found invalid.
     """
-    body = decode_body(_BODY, content)
+    body = decode_body(_STRICT_BODY, content) if strict else decode_body(_BODY, content)
     for field, accepted in ACCEPTED_VALUES.items():
         value = getattr(body, field)
         if value is not None and value not in accepted:

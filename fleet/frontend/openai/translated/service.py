@@ -38,9 +38,16 @@ class TranslatedFrontend:
     """Serves the translated APIs and the token paths."""
 
     def __init__(
-        self, generation: Generation, clock: Clock, is_draining: Callable[[], bool], json_problem: JsonProblem
+        self,
+        generation: Generation,
+        clock: Clock,
+        is_draining: Callable[[], bool],
+        json_problem: JsonProblem,
+        *,
+        refuses_unknown_fields: bool = False,
     ) -> None:
         self._generation = generation
+        self._strict = refuses_unknown_fields
         self._clock = clock
         self._is_draining = is_draining
         self._json_problem = json_problem
@@ -80,11 +87,13 @@ class TranslatedFrontend:
             if self._is_draining():
                 raise draining_rejection()
             hinted = None if HINT_HEADER_NAMES.isdisjoint(headers) else headers
-            body = exchange.request.body
-            asked = await self._generation.read_body(api.read, body, request_id, self._clock.now(), hinted)
+            read, body = partial(api.read, strict=self._strict), exchange.request.body
+            asked = await self._generation.read_body(read, body, request_id, self._clock.now(), hinted)
             unused = unused_id(asked.chat.request, request_id, self._generation.serves)
             if unused is not asked.chat.request:
                 asked = structs.replace(asked, chat=structs.replace(asked.chat, request=unused))
+            if asked.has_optional_budget and asked.chat.request.sampling.thinking_tokens is not None:
+                asked = self._without_needless_budget(asked)
             names = asked.chat.names
             if (tracing := self._generation.tracing) is not None:
                 traced = structs.replace(asked.chat.request, trace=tracing.read(headers))
@@ -100,6 +109,14 @@ class TranslatedFrontend:
                 names = {**names, refused.field: names["chat.messages"]}
             renamed = rename_field(rename_field(refused, names), api.names)
             send_rejection(exchange, renamed, *id_headers(exchange, request_id), form=api.errors)
+
+    def _without_needless_budget(self, asked: TranslatedRequest) -> TranslatedRequest:
+        """Return a request without its limit of the reasoning if none is parsed out of the answers of its model."""
+        request = asked.chat.request
+        if self._generation.may_reason(request.model):
+            return asked
+        unlimited = structs.replace(request, sampling=structs.replace(request.sampling, thinking_tokens=None))
+        return structs.replace(asked, chat=structs.replace(asked.chat, request=unlimited))
 
     async def _stream(self, exchange: Exchange, asked: TranslatedRequest) -> None:
         request = asked.chat.request
@@ -147,8 +164,9 @@ class TranslatedFrontend:
     async def _count_tokens(self, exchange: Exchange) -> None:
         request_id = RequestId(uuid.uuid4().hex)
         try:
+            read = partial(COUNT_TOKENS_API.read, strict=self._strict)
             body, now = exchange.request.body, self._clock.now()
-            asked = await self._generation.read_body(COUNT_TOKENS_API.read, body, request_id, now, None)
+            asked = await self._generation.read_body(read, body, request_id, now, None)
             _, token_ids = await self._tokens(exchange, asked.chat.request)
         except RequestRejected as refused:
             _reject(exchange, refused, COUNT_TOKENS_API.errors)

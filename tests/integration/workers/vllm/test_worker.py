@@ -1,8 +1,13 @@
-"""Test of a worker process with a real vLLM engine: the store pins its sessions, and a kill leaves nothing else."""
+"""Tests of a worker process with a real vLLM engine: it says what it does while it starts, the store pins its sessions, and a kill
+leaves nothing else."""
 
 import asyncio
+import os
+import subprocess
+from itertools import takewhile
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -12,7 +17,7 @@ from fleet.local.tiny_model import build_tiny_model
 from fleet.router.messages import Complete
 from kvstore.client.store_client import StoreClient
 from tests.support.builders import an_arrival
-from tests.support.fleet_processes import command_of
+from tests.support.fleet_processes import FLEET, command_of
 from tests.support.kvstore.builders import a_node, a_short_folder, a_store_client
 from tests.support.shared_memory import abandoned_segments
 from tests.support.waiting import eventually, until
@@ -68,3 +73,21 @@ def killed_it_leaves_nothing(worker: WorkerProcess, folder: Path) -> None:
     assert psutil.wait_procs(children, timeout=END_SECONDS)[1] == []
     assert [file for file in shared if file.exists()] == []
     assert list(folder.glob("fleet-vllm-*")) == []
+
+
+def test_worker_tells_its_supervisor_when_it_loads_and_warms_up(tmp_path):
+    config = tmp_path / "worker.json"
+    config.write_bytes(msgspec.json.encode(vllm_worker(build_tiny_model(tmp_path))))
+    reading, writing = os.pipe()
+    options = ("--config", str(config), "--ready-fd", str(writing), "--heartbeat")
+    with (tmp_path / "log").open("wb") as log:
+        worker = subprocess.Popen(
+            [*FLEET, "serve", "worker", *options], pass_fds=[writing], stdout=log, stderr=subprocess.STDOUT
+        )
+    os.close(writing)
+    with os.fdopen(reading, "rb") as told:
+        lines = list(takewhile(lambda line: not line.startswith(b"{"), told))
+        worker.terminate()
+        worker.wait(START_SECONDS)
+
+    assert lines == [b"# loading\n", b"# warming up\n"], (tmp_path / "log").read_text()

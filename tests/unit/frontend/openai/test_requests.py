@@ -324,6 +324,12 @@ def test_unknown_fields_are_refused_by_name_on_demand(read):
     assert refused.value.field == "something_new"
 
 
+@pytest.mark.parametrize(("given", "limit"), [(7, 7), (0, 0), (-1, None), (None, None)])
+def test_thinking_token_budget_limits_the_reasoning(given, limit):
+    assert chat(thinking_token_budget=given).request.sampling.thinking_tokens == limit
+    assert completion(thinking_token_budget=given).request.sampling.thinking_tokens == limit
+
+
 def test_details_are_read_only_where_wanted():
     stream = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
 

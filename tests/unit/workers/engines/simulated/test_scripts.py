@@ -137,6 +137,22 @@ def test_worker_with_a_reasoning_parser_reasons_first(model_dir, prompt, text):
     assert script == (None if text is None else (text, False))
 
 
+@pytest.mark.parametrize("most", [0, 2, 1000])
+def test_reasoning_is_cut_at_its_limit(model_dir, most):
+    writer = ScriptWriter.open(str(model_dir), 10**6, AnswerParsers(reasoning="qwen3"))
+    whole, end = [writer.tokenizer.encode(text, add_special_tokens=False).ids for text in (REASONING, "</think>")]
+    start = a_start(
+        tokens=token_bytes(writer.tokenizer.encode("x<think>").ids),
+        parsing=ParsingTask(tool_choice=ToolChoice.NONE),
+        sampling=Sampling(thinking_tokens=most),
+    )
+
+    script = writer.write(start)
+
+    assert script is not None
+    assert list(script.tokens) == [*whole[:most], *end]
+
+
 def test_begun_answer_is_no_part_of_the_prompts_reasoning(model_dir):
     writer = ScriptWriter.open(str(model_dir), 10**6, AnswerParsers(reasoning="qwen3"))
     prompt, begun = [writer.tokenizer.encode(text).ids for text in ("x", f"<think>{REASONING}</think>and")]

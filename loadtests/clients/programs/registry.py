@@ -24,7 +24,7 @@ class ClientProgram(Struct, frozen=True, kw_only=True):
     distribution: SystemDistribution
     script: str
     api: Literal["http", "grpc", "kserve"] = "http"
-    slow: bool = False  # its packages take longer than two minutes to install
+    slow: bool = False  # its packages take longer than two minutes to install, or do where pip finds only the CUDA build of torch
 
 
 def _constraints(name: str) -> Path:
@@ -43,7 +43,7 @@ VLLM_BENCH_IMPORTS = (
     *("llguidance<1.8.0", "msgspec", "openai", "oss-harmony", "partial-json-parser", "pillow", "prometheus_client"),
     *("psutil", "py-cpuinfo", "pybase64", "pyzmq", "requests", "transformers<5.20.0"),
 )
-"""What `vllm bench serve` imports besides torch, vLLM and xgrammar, at the versions that vLLM allows."""
+"""The packages that `vllm bench serve` imports besides torch, vLLM and xgrammar, at the versions that vLLM allows."""
 
 PROGRAMS: Mapping[str, ClientProgram] = {
     "openai": ClientProgram(distribution=_pinned("openai", "3.52.0", "openai==3.52.0"), script="openai_calls.py"),

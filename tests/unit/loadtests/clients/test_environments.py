@@ -49,7 +49,7 @@ def test_no_program_runs_in_the_environment_of_fleet(tmp_path, monkeypatch, ran)
 
 
 @pytest.mark.parametrize("name", registry.PROGRAMS)
-def test_every_program_has_its_script_and_versions_of_its_packages(name):
+def test_every_program_pins_its_packages(name):
     program = registry.PROGRAMS[name]
     distribution = program.distribution
 

@@ -22,11 +22,12 @@ class SystemDistribution(Struct, frozen=True, kw_only=True):
     name: str
     version: str
     steps: tuple[tuple[tuple[str, ...], ...], ...]
+    constraints: Path | None = None  # file of the versions of all packages, for pip
     system: str = ""  # command that must exist besides
 
 
 def python_of(distribution: SystemDistribution, cache: Path) -> Path:
-    """Return the interpreter of a system's environment, which is made if it is missing; this takes minutes.
+    """Return the interpreter of a system's environment, which is made if it is missing or was made of other versions; this takes minutes.
 
     Raises:
         SystemUnavailable: It cannot be made; the message says what failed.
@@ -34,7 +35,8 @@ def python_of(distribution: SystemDistribution, cache: Path) -> Path:
     folder = cache / f"{distribution.name.lower()}-{distribution.version}"
     python = folder / "bin" / "python"
     stamp = folder / "installed"
-    recipe = hashlib.sha256(json.dumps(distribution.steps).encode()).hexdigest()
+    versions = distribution.constraints.read_bytes() if distribution.constraints is not None else b""
+    recipe = hashlib.sha256(json.dumps(distribution.steps).encode() + versions).hexdigest()
     if stamp.exists() and stamp.read_text() == recipe:
         return python
     print(f"installing {distribution.name} {distribution.version} into {folder}", file=sys.stderr)
@@ -47,6 +49,8 @@ def python_of(distribution: SystemDistribution, cache: Path) -> Path:
 
 def _install(python: Path, alternatives: Sequence[Sequence[str]], distribution: SystemDistribution) -> None:
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+    if distribution.constraints is not None:
+        pip += ["--constraint", str(distribution.constraints)]
     for arguments in alternatives[:-1]:
         try:
             _run([*pip, *arguments], distribution)

@@ -1,14 +1,15 @@
 """Client programs against Fleet, unchanged, and the calls of the OpenAI client against plain vLLM in the same run.
 
     python -m loadtests.clients [--engine vllm|simulated] [--clients all|quick|NAME,...] [--url URL] [--json FILE] [--cache DIR]
+    python -m loadtests.clients --lock [--clients all|quick|NAME,...] [--cache DIR]
 
 Without --clients, all run; `quick` leaves out those whose packages take longer than two minutes to install. Every call of the OpenAI client has to be served,
 or be one that Fleet is known to refuse, with the name of the field; otherwise the exit status is 1. With the engine vllm, plain vLLM runs after Fleet, and
-this holds only for the calls that it serves. Other programs are installed once, into environments in a cache folder.
+this holds only for the calls that it serves. The programs are installed once, each into an environment of its own in a cache folder, with the versions of
+its file in programs/constraints; --lock runs nothing and writes these files anew, with the newest versions that go with the program's own.
 """
 
 import argparse
-import importlib.metadata
 import importlib.util
 import sys
 import tempfile
@@ -17,18 +18,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from fleet.config import default_cache_dir
-from loadtests.clients.openai_calls import REFUSALS, SIMULATED_REFUSALS, run_calls
-from loadtests.clients.programs.registry import PROGRAMS, run_program
-from loadtests.clients.results import CallResult, ClientResult, missing_here, summed
+from loadtests.clients.programs.registry import PROGRAMS, lock_program, run_program
+from loadtests.clients.results import (
+    PROGRAM,
+    REFUSALS,
+    SIMULATED_REFUSALS,
+    CallOutcome,
+    CallResult,
+    ClientResult,
+    missing_here,
+    summed,
+)
 from loadtests.clients.servers import MODEL, ServerAddresses, fleet_up, model_folder, vllm_serve
 from loadtests.environments import SystemUnavailable
 from workers.engines.vllm.launch import version
 
 OPENAI = "openai"
-KNOWN = (OPENAI, *PROGRAMS)
-GROUPS = {"all": KNOWN, "quick": tuple(name for name in KNOWN if name not in PROGRAMS or not PROGRAMS[name].slow)}
+GROUPS = {"all": tuple(PROGRAMS), "quick": tuple(name for name, program in PROGRAMS.items() if not program.slow)}
 DONE, FAILED, MISUSED = 0, 1, 2
 
 
@@ -39,24 +48,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--engine", choices=("vllm", "simulated"), help="of fleet up; vllm by default if it is installed"
     )
-    parser.add_argument("--clients", default="all", help=f"all (default), quick, or some of {', '.join(KNOWN)}")
+    parser.add_argument("--clients", default="all", help=f"all (default), quick, or some of {', '.join(PROGRAMS)}")
     parser.add_argument("--url", help="base URL of a running server, ending in /v1, instead of fleet up")
     parser.add_argument("--model", default=MODEL, help="model of the server at --url")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here as well")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="where the environments of programs are kept")
+    parser.add_argument(
+        "--lock", action="store_true", help="write the constraints of the programs instead of running them"
+    )
     arguments = parser.parse_args(argv)
     names = GROUPS.get(arguments.clients) or arguments.clients.split(",")
-    if unknown := [name for name in names if name not in KNOWN]:
-        print(f"loadtests.clients: {', '.join(unknown)}: not one of {', '.join(KNOWN)}", file=sys.stderr)
+    if unknown := [name for name in names if name not in PROGRAMS]:
+        print(f"loadtests.clients: {', '.join(unknown)}: not one of {', '.join(PROGRAMS)}", file=sys.stderr)
         return MISUSED
     if arguments.url is not None:
-        apart = [name for name in names if name in PROGRAMS and PROGRAMS[name].api != "http"]
+        apart = [name for name in names if PROGRAMS[name].api != "http"]
         if apart and arguments.clients not in GROUPS:
             print(f"loadtests.clients: {', '.join(apart)}: calls no HTTP API; leave out --url", file=sys.stderr)
             return MISUSED
         names = [name for name in names if name not in apart]
-    engine = arguments.engine or ("vllm" if importlib.util.find_spec("vllm") else "simulated")
     cache = arguments.cache or default_cache_dir() / "clients"
+    if arguments.lock:
+        return _lock(names, cache)
+    engine = arguments.engine or ("vllm" if importlib.util.find_spec("vllm") else "simulated")
     with tempfile.TemporaryDirectory(prefix="fleet-clients-") as scratch:
         folder = Path(scratch)
         model_folder(folder)
@@ -71,25 +85,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     return FAILED if missing or any(result.failed for result in results if result.name != OPENAI) else DONE
 
 
+def _lock(names: Sequence[str], cache: Path) -> int:
+    for name in names:
+        try:
+            print(lock_program(name, cache))
+        except SystemUnavailable as error:
+            print(f"loadtests.clients: {error}", file=sys.stderr)
+            return FAILED
+    return DONE
+
+
 def _run(
     names: Sequence[str], engine: str, url: str | None, model: str, cache: Path, folder: Path
 ) -> tuple[list[ClientResult], dict[str, str]]:
     """Run all clients; return their results, and the OpenAI calls that were to be served and were not."""
-    own: list[CallResult] = []
     with _server(url, folder, engine) as addresses:
-        if OPENAI in names:
-            own = run_calls(addresses.http, model)
-        programs = [_program(name, addresses, model, cache, folder) for name in names if name in PROGRAMS]
-    beside: ClientResult | None = None
-    theirs: list[CallResult] | None = None
-    refusals = SIMULATED_REFUSALS  # of a server at a URL, too, whose engine is not known
-    if own and engine == "vllm" and url is None:
-        with vllm_serve(folder) as address:
-            theirs = run_calls(address, MODEL)
-        refusals = REFUSALS
-        beside = summed("vllm", version(), theirs)
-    openai = [summed(OPENAI, importlib.metadata.version(OPENAI), own, beside)] if own else []
-    return openai + programs, missing_here(own, refusals, theirs)
+        calls = {name: _calls(name, getattr(addresses, PROGRAMS[name].api), model, cache, folder) for name in names}
+    results = {name: summed(name, PROGRAMS[name].distribution.version, made) for name, made in calls.items()}
+    if OPENAI not in calls:
+        return list(results.values()), {}
+    if engine != "vllm" or url is not None:  # the engine of a server at a URL is not known
+        return list(results.values()), missing_here(calls[OPENAI], SIMULATED_REFUSALS)
+    with vllm_serve(folder) as address:
+        theirs = _calls(OPENAI, address, MODEL, cache, folder)
+    results[OPENAI] = structs.replace(results[OPENAI], beside=summed("vllm", version(), theirs))
+    return list(results.values()), missing_here(calls[OPENAI], REFUSALS, theirs)
 
 
 @contextmanager
@@ -101,15 +121,11 @@ def _server(url: str | None, folder: Path, engine: str) -> Iterator[ServerAddres
         yield addresses
 
 
-def _program(name: str, addresses: ServerAddresses, model: str, cache: Path, folder: Path) -> ClientResult:
-    program = PROGRAMS[name]
-    pinned = program.distribution.version
-    address = getattr(addresses, program.api)
+def _calls(name: str, address: str, model: str, cache: Path, folder: Path) -> list[CallResult]:
     try:
-        results = run_program(name, address, model, folder / MODEL, cache, folder / name)
+        return run_program(name, address, model, folder / MODEL, cache, folder / name)
     except SystemUnavailable as error:
-        return ClientResult(name=name, version=pinned, passed=0, failed=1, why={"install": str(error)})
-    return summed(name, pinned, results)
+        return [CallResult(call=PROGRAM, outcome=CallOutcome.FAILED, why=str(error))]
 
 
 def _show(results: Sequence[ClientResult], missing: dict[str, str]) -> None:

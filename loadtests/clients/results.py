@@ -5,6 +5,23 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+PROGRAM = "program"
+"""Name of the call that stands for the failure of a whole program, which was not installed or did not come to its end."""
+
+REFUSALS: Mapping[str, str] = {
+    "completions suffix": "suffix",
+    "completions beam search": "use_beam_search",
+    "chat reasoning_effort": "reasoning_effort",  # the template of the built-in model does not read it
+}
+"""Calls of the OpenAI client that Fleet is known to refuse with every engine, each with the field that the refusal names."""
+
+SIMULATED_REFUSALS: Mapping[str, str] = {
+    **REFUSALS,
+    "completions structured regex": "structured_outputs.regex",
+    "chat structural_tag": "response_format",
+}
+"""The same with the simulated engine, which keeps no other forms of answers than JSON schemas and choices."""
+
 
 class CallOutcome(StrEnum):
     """The end of one call."""
@@ -35,7 +52,7 @@ class ClientResult(Struct, frozen=True, kw_only=True):
     beside: "ClientResult | None" = None  # the same calls against plain vLLM
 
 
-def summed(name: str, version: str, results: list[CallResult], beside: ClientResult | None = None) -> ClientResult:
+def summed(name: str, version: str, results: list[CallResult]) -> ClientResult:
     """Return the sums of a client's calls."""
     outcomes = [result.outcome for result in results]
     return ClientResult(
@@ -45,7 +62,6 @@ def summed(name: str, version: str, results: list[CallResult], beside: ClientRes
         failed=outcomes.count(CallOutcome.FAILED),
         refused=outcomes.count(CallOutcome.REFUSED),
         why={result.call: result.why for result in results if result.outcome is not CallOutcome.PASSED},
-        beside=beside,
     )
 
 
@@ -59,10 +75,11 @@ def missing_here(
         refusals: The field that each call which is known to be refused names.
         theirs: The calls of a server beside it; those that it does not serve either are left out. None: there was no such server.
     """
+    unserved = {each.call for each in theirs or () if each.outcome is not CallOutcome.PASSED and each.call != PROGRAM}
     return {
         each.call: each.why
         for each in ours
         if each.outcome is not CallOutcome.PASSED
         and not (each.outcome is CallOutcome.REFUSED and refusals.get(each.call) == each.field)
-        and (theirs is None or any(it.call == each.call and it.outcome is CallOutcome.PASSED for it in theirs))
+        and each.call not in unserved
     }

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from reporting import report
+
 REQUESTS = 4
 CALLS = {"completions": "completions", "chats": "chat"}
 REVISION = "0" * 40
@@ -37,11 +39,11 @@ def main(url: str, model: str, model_folder: str, scratch: str) -> None:
         command += ["--request-count", str(REQUESTS), "--synthetic-input-tokens-mean", "32"]
         command += ["--output-tokens-mean", "8", "--artifact-dir", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
-        report = out / "profile_export_aiperf.json"
-        served = json.loads(report.read_text())["request_count"]["avg"] if report.exists() else 0
+        profile = out / "profile_export_aiperf.json"
+        served = json.loads(profile.read_text())["request_count"]["avg"] if profile.exists() else 0
         ok = done.returncode == 0 and served == REQUESTS
         why = "" if ok else f"{served} of {REQUESTS} requests: {(done.stderr or done.stdout)[-200:]}"
-        print(json.dumps({"call": call, "ok": ok, "why": why}), flush=True)
+        report(call, ok=ok, why=why)
 
 
 if __name__ == "__main__":

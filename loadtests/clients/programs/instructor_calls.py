@@ -1,11 +1,11 @@
 """Calls of instructor, whose answers are objects: python instructor_calls.py URL MODEL MODEL_FOLDER SCRATCH, in its environment."""
 
-import json
 import sys
 
 import instructor
 import openai
 from pydantic import BaseModel
+from reporting import report
 
 
 class City(BaseModel):
@@ -29,7 +29,7 @@ def main(url: str, model: str) -> None:
             ok, why = isinstance(answer.population, int), ""
         except Exception as error:  # noqa: BLE001 - supervisor: the other mode goes on
             ok, why = False, f"{type(error).__name__}: {error}"[:300]
-        print(json.dumps({"call": mode.name.lower(), "ok": ok, "why": why}), flush=True)
+        report(mode.name.lower(), ok=ok, why=why)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from reporting import report
+
 QUESTIONS = [
     {
         "question": f"The sky number {number} is",
@@ -69,7 +71,7 @@ def main(url: str, model: str, model_folder: str, scratch: str) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
         ok = done.returncode == 0 and task in done.stdout
         why = "" if ok else (done.stderr or done.stdout)[-300:]
-        print(json.dumps({"call": call, "ok": ok, "why": why}), flush=True)
+        report(call, ok=ok, why=why)
 
 
 if __name__ == "__main__":

@@ -1,45 +1,52 @@
 """Client programs of other projects, each with pinned packages in an environment of its own."""
 
-import importlib.util
+import os
 import subprocess
-import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from loadtests.clients.results import CallOutcome, CallResult
-from loadtests.environments import SystemDistribution, SystemUnavailable, python_of
-from workers.engines.vllm.launch import version as vllm_version
+from loadtests.clients.results import PROGRAM, CallOutcome, CallResult
+from loadtests.environments import SystemDistribution, python_of
 
 SECONDS = 900.0  # for all calls of a program
 FOLDER = Path(__file__).parent
+HEADER = "# All versions of the environment of {name}; made by `python -m loadtests.clients --lock --clients {name}`."
 
 
 class ClientProgram(Struct, frozen=True, kw_only=True):
     """One program: its packages, and its script beside this file, which gets the address of one API of the server."""
 
-    distribution: SystemDistribution  # without steps, the program runs in the environment of the command
+    distribution: SystemDistribution
     script: str
     api: Literal["http", "grpc", "kserve"] = "http"
-    slow: bool = False  # its packages take longer than two minutes to install
+    slow: bool = False  # its packages take longer than two minutes to install, or do where pip finds only the CUDA build of torch
 
 
-class ProgramLine(Struct, frozen=True):
-    """One line of a program's output."""
-
-    call: str
-    ok: bool
-    why: str = ""
+def _constraints(name: str) -> Path:
+    return FOLDER / "constraints" / f"{name}.txt"
 
 
 def _pinned(name: str, version: str, *packages: str) -> SystemDistribution:
-    return SystemDistribution(name=name, version=version, steps=((packages,),))
+    return SystemDistribution(name=name, version=version, steps=((packages,),), constraints=_constraints(name))
 
+
+CPU_TORCH = (("torch==2.13.0+cpu",), ("torch==2.13.0",))
+"""A step before packages that want torch and would bring its CUDA build: the CPU build, where pip finds one."""
+
+VLLM_BENCH_IMPORTS = (
+    *("aiohttp", "apache-tvm-ffi==0.1.11", "cachetools", "cbor2", "cloudpickle", "einops", "fastapi[standard]<0.137.0"),
+    *("llguidance<1.8.0", "msgspec", "openai", "oss-harmony", "partial-json-parser", "pillow", "prometheus_client"),
+    *("psutil", "py-cpuinfo", "pybase64", "pyzmq", "requests", "transformers<5.20.0"),
+)
+"""The packages that `vllm bench serve` imports besides torch, vLLM and xgrammar, at the versions that vLLM allows."""
 
 PROGRAMS: Mapping[str, ClientProgram] = {
+    "openai": ClientProgram(distribution=_pinned("openai", "3.52.0", "openai==3.52.0"), script="openai_calls.py"),
     "anthropic": ClientProgram(
         distribution=_pinned("anthropic", "2.11.0", "anthropic==2.11.0"), script="anthropic_calls.py"
     ),
@@ -66,9 +73,6 @@ PROGRAMS: Mapping[str, ClientProgram] = {
         script="grpc_reflection_calls.py",
         api="grpc",
     ),
-    "vllm-bench": ClientProgram(
-        distribution=SystemDistribution(name="vllm", version=vllm_version(), steps=()), script="vllm_bench_calls.py"
-    ),
     "lm-eval": ClientProgram(
         distribution=_pinned("lm-eval", "0.4.13", "lm-eval[api]==0.4.13", "transformers==5.19.0", "jinja2==3.1.6"),
         script="lm_eval_calls.py",
@@ -83,14 +87,25 @@ PROGRAMS: Mapping[str, ClientProgram] = {
         distribution=SystemDistribution(
             name="guidellm",
             version="0.8.1",
-            # First torch, because guidellm alone would bring its CUDA build.
-            steps=((("torch==2.13.0+cpu",), ("torch==2.13.0",)), (("guidellm==0.8.1",),)),
+            steps=(CPU_TORCH, (("guidellm==0.8.1",),)),
+            constraints=_constraints("guidellm"),
         ),
         script="guidellm_calls.py",
         slow=True,
     ),
     "aiperf": ClientProgram(
         distribution=_pinned("aiperf", "0.13.0", "aiperf==0.13.0"), script="aiperf_calls.py", slow=True
+    ),
+    "vllm-bench": ClientProgram(
+        distribution=SystemDistribution(
+            name="vllm-bench",
+            version="0.32.0",
+            # Not with all their dependencies, which are CUDA libraries and compilers of several GB that no benchmark of a server loads.
+            steps=(CPU_TORCH, (("--no-deps", "vllm==0.32.0", "xgrammar==0.2.8"),), (VLLM_BENCH_IMPORTS,)),
+            constraints=_constraints("vllm-bench"),
+        ),
+        script="vllm_bench_calls.py",
+        slow=True,
     ),
 }
 """Programs by name, those that install quickly first."""
@@ -99,7 +114,7 @@ PROGRAMS: Mapping[str, ClientProgram] = {
 def run_program(
     name: str, address: str, model: str, model_folder: Path, cache: Path, scratch: Path
 ) -> list[CallResult]:
-    """Run one program against a server.
+    """Run one program against a server, in an environment of its own.
 
     Args:
         name: A key of `PROGRAMS`.
@@ -113,24 +128,46 @@ def run_program(
         SystemUnavailable: Its environment cannot be made.
     """
     program = PROGRAMS[name]
-    distribution = program.distribution
-    if distribution.steps:
-        python = python_of(distribution, cache)
-    elif importlib.util.find_spec(distribution.name) is not None:
-        python = Path(sys.executable)
-    else:
-        raise SystemUnavailable(f"{distribution.name} is not installed beside this Python")
+    return run_script(python_of(program.distribution, cache), program.script, address, model, model_folder, scratch)
+
+
+def run_script(
+    python: Path, script: str, address: str, model: str, model_folder: Path, scratch: Path
+) -> list[CallResult]:
+    """Run the script of a program with an interpreter that has the program's packages; the rest is as in `run_program`."""
     scratch.mkdir(parents=True, exist_ok=True)
-    command = [str(python), str(FOLDER / program.script), address, model, str(model_folder), str(scratch)]
+    command = [str(python), str(FOLDER / script), address, model, str(model_folder), str(scratch)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may lead to Fleet
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False, cwd=scratch)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SECONDS, check=False, cwd=scratch, env=environment
+        )
     except subprocess.TimeoutExpired:
-        return [CallResult(call="all", outcome=CallOutcome.FAILED, why=f"no end within {SECONDS:.0f} s")]
-    lines = [msgspec.json.decode(line, type=ProgramLine) for line in done.stdout.splitlines() if line.startswith("{")]
-    results = [
-        CallResult(call=line.call, outcome=CallOutcome.PASSED if line.ok else CallOutcome.FAILED, why=line.why)
-        for line in lines
-    ]
+        return [CallResult(call=PROGRAM, outcome=CallOutcome.FAILED, why=f"no end within {SECONDS:.0f} s")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    results = [msgspec.json.decode(line, type=CallResult) for line in lines]
     if done.returncode or not results:
-        results.append(CallResult(call="program", outcome=CallOutcome.FAILED, why=done.stderr[-300:]))
+        results.append(CallResult(call=PROGRAM, outcome=CallOutcome.FAILED, why=done.stderr[-300:]))
     return results
+
+
+def lock_program(name: str, cache: Path) -> Path:
+    """Write the constraints of one program: the versions that pip finds today for its packages; return the file.
+
+    Args:
+        name: A key of `PROGRAMS`.
+        cache: Folder in which the environment is made, and deleted again.
+
+    Raises:
+        SystemUnavailable: The environment cannot be made.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        python = python_of(structs.replace(PROGRAMS[name].distribution, constraints=None), Path(folder))
+        listing = [str(python), "-m", "pip", "list", "--format=freeze", "--exclude", "pip"]
+        done = subprocess.run(listing, capture_output=True, text=True, check=True)
+    # No local parts of versions, such as +cpu: where there is no such build, pip takes another one of the same version.
+    versions = [line.partition("+")[0] for line in done.stdout.splitlines()]
+    file = _constraints(name)
+    file.write_text("\n".join([HEADER.format(name=name), *versions, ""]))
+    return file

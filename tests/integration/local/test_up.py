@@ -5,10 +5,12 @@ import os
 import shlex
 import signal
 import socket
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from hashlib import sha256
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -23,8 +25,8 @@ from fleet.core.roles import KvPath, Phase
 from fleet.local.tiny_model import CONFIG
 from fleet.router.placement.break_even import MAX_TOKENS, MIN_TOKENS
 from kvstore.security.credentials import Credentials
-from loadtests.clients.openai_calls import SIMULATED_REFUSALS, run_calls
-from loadtests.clients.results import CallOutcome, missing_here
+from loadtests.clients.programs.registry import PROGRAMS, run_script
+from loadtests.clients.results import SIMULATED_REFUSALS, CallOutcome, missing_here
 from operators.chart.metric_catalogue import ROUTER
 from tests.support.fleet_processes import alive, fleet_up, is_listening, run_fleet
 from tests.support.metric_pages import differences
@@ -514,8 +516,10 @@ def test_the_check_fails_when_tokens_differ(tmp_path):
     assert verdict["ok"] is False
 
 
-def test_openai_client_is_served_or_told_the_refused_field(cluster):
-    results = run_calls(f"{cluster.endpoints['http']}/v1", "tiny")
+def test_openai_client_is_served_or_told_the_refused_field(cluster, tmp_path):
+    address = f"{cluster.endpoints['http']}/v1"
+
+    results = run_script(Path(sys.executable), PROGRAMS["openai"].script, address, "tiny", tmp_path, tmp_path)
 
     assert missing_here(results, SIMULATED_REFUSALS) == {}
     refused = {result.call: result.field for result in results if result.outcome is CallOutcome.REFUSED}

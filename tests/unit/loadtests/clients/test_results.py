@@ -1,14 +1,15 @@
 """Tests of the results of client programs."""
 
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
-from msgspec import structs
 
 from loadtests.clients import __main__ as command
 from loadtests.clients.__main__ import DONE, FAILED, MISUSED, main
 from loadtests.clients.programs import registry
-from loadtests.clients.results import CallOutcome, CallResult, missing_here, summed
+from loadtests.clients.results import PROGRAM, CallOutcome, CallResult, missing_here, summed
 
 
 def result(call: str, outcome: CallOutcome, why: str = "", field: str = "") -> CallResult:
@@ -40,9 +41,21 @@ def test_every_failed_call_is_missing_where_no_other_runs():
     assert missing_here(OURS, {"b": "suffix"}) == {"c": "404", "d": "500"}
 
 
+def test_failed_call_that_the_other_never_made_is_missing():
+    theirs = [result("c", CallOutcome.FAILED), result(PROGRAM, CallOutcome.FAILED, "no end")]
+
+    assert missing_here(OURS, {"b": "suffix"}, theirs) == {"d": "500"}
+
+
+def test_program_that_breaks_off_at_both_servers_is_missing():
+    broken = [result(PROGRAM, CallOutcome.FAILED, "no openai 3.52.0")]
+
+    assert missing_here(broken, {}, broken) == {PROGRAM: "no openai 3.52.0"}
+
+
 @pytest.mark.parametrize("refusals", [{}, {"b": "echo"}, {"a": "suffix"}])
 def test_refusal_that_is_not_known_is_missing(refusals):
-    theirs = [result("b", CallOutcome.PASSED)]
+    theirs = [result("b", CallOutcome.PASSED), result("c", CallOutcome.FAILED), result("d", CallOutcome.FAILED)]
 
     assert missing_here(OURS, refusals, theirs) == {"b": "suffix: is not supported"}
 
@@ -50,44 +63,35 @@ def test_refusal_that_is_not_known_is_missing(refusals):
 @pytest.mark.parametrize(("outcome", "status"), [(CallOutcome.PASSED, DONE), (CallOutcome.FAILED, FAILED)])
 def test_failed_call_of_the_openai_client_fails_the_command(monkeypatch, outcome, status):
     monkeypatch.setattr(command, "model_folder", lambda folder: folder)
-    monkeypatch.setattr(command, "run_calls", lambda address, model: [result("chat", outcome)])
+    monkeypatch.setattr(command, "run_program", lambda *_: [result("chat", outcome)])
 
     assert main(["--engine", "simulated", "--clients", "openai", "--url", "http://127.0.0.1:1/v1"]) == status
 
 
 LINES = """
-import json
+from reporting import report_calls
+
 print("noise")
-print(json.dumps({"call": "x", "ok": True}))
-print(json.dumps({"call": "y", "ok": False, "why": "no"}))
+report_calls({"x": lambda: True, "y": lambda: False, "z": lambda: {}["suffix"]}, lambda error: error.args[0])
 """
 
 
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        (LINES, [("x", "passed"), ("y", "failed")]),
-        ("raise SystemExit('broken')", [("program", "failed")]),
-        ("print('nothing')", [("program", "failed")]),
+        (LINES, [("x", "passed", ""), ("y", "failed", ""), ("z", "refused", "suffix")]),
+        ("raise SystemExit('broken')", [("program", "failed", "")]),
+        ("print('nothing')", [("program", "failed", "")]),
     ],
 )
 def test_lines_of_a_program_are_its_calls(tmp_path, monkeypatch, script, expected):
     (tmp_path / "calls.py").write_text(script)
+    shutil.copy(registry.FOLDER / "reporting.py", tmp_path)
     monkeypatch.setattr(registry, "FOLDER", tmp_path)
-    program = structs.replace(registry.PROGRAMS["litellm"], script="calls.py")
-    monkeypatch.setattr(registry, "PROGRAMS", {"one": program})
-    monkeypatch.setattr(registry, "python_of", lambda distribution, cache: sys.executable)
 
-    results = registry.run_program("one", "http://x/v1", "m", tmp_path, tmp_path, tmp_path / "scratch")
+    results = registry.run_script(Path(sys.executable), "calls.py", "http://x/v1", "m", tmp_path, tmp_path / "scratch")
 
-    assert [(each.call, each.outcome) for each in results] == expected
-
-
-def test_every_program_has_its_script_and_pinned_packages():
-    for program in registry.PROGRAMS.values():
-        assert (registry.FOLDER / program.script).is_file()
-        steps = program.distribution.steps
-        assert all("==" in package for step in steps for packages in step for package in packages)
+    assert [(each.call, each.outcome, each.field) for each in results] == expected
 
 
 @pytest.mark.parametrize("clients", ["grpc-reflection", "openai,tritonclient"])

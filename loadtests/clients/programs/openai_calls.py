@@ -1,12 +1,16 @@
-"""Calls of the OpenAI client that plain vLLM serves: each checks the answer as a user of the client would."""
+"""Calls of the OpenAI client that plain vLLM serves: python openai_calls.py URL MODEL MODEL_FOLDER SCRATCH, in its environment.
+
+Each call checks the answer as a user of the client would.
+"""
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import openai
-
-from loadtests.clients.results import CallOutcome, CallResult
+from reporting import report_calls
 
 Call = Callable[[openai.OpenAI, str], None]
 
@@ -25,22 +29,21 @@ TOOLS: Any = [
 SECONDS = 120.0
 
 
-def run_calls(url: str, model: str, api_key: str = "none") -> list[CallResult]:
-    """Make all calls against the server at ``url``, which ends in ``/v1``."""
-    with openai.OpenAI(base_url=url, api_key=api_key, max_retries=0, timeout=SECONDS) as client:
-        return [_result(name, call, client, model) for name, call in CALLS.items()]
+def main(url: str, model: str) -> None:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=SECONDS) as client:
+        report_calls({name: partial(_is_served, call, client, model) for name, call in CALLS.items()}, _refused_field)
 
 
-def _result(name: str, call: Call, client: openai.OpenAI, model: str) -> CallResult:
-    try:
-        call(client, model)
-    except openai.BadRequestError as error:
-        field = (error.body.get("param") if isinstance(error.body, Mapping) else None) or ""
-        outcome = CallOutcome.REFUSED if field else CallOutcome.FAILED
-        return CallResult(call=name, outcome=outcome, field=field, why=f"{field}: {error.message}"[:300])
-    except Exception as error:  # noqa: BLE001 - supervisor: the other calls go on
-        return CallResult(call=name, outcome=CallOutcome.FAILED, why=f"{type(error).__name__}: {error}"[:300])
-    return CallResult(call=name, outcome=CallOutcome.PASSED)
+def _is_served(call: Call, client: openai.OpenAI, model: str) -> bool:
+    call(client, model)
+    return True
+
+
+def _refused_field(error: Exception) -> str:
+    """Return the field that a refusal names, or nothing for any other error."""
+    if not isinstance(error, openai.BadRequestError) or not isinstance(error.body, Mapping):
+        return ""
+    return str(error.body.get("param") or "")
 
 
 def _completes(check: Callable[[Any], object] = bool, **fields: Any) -> Call:
@@ -271,16 +274,6 @@ CALLS: Mapping[str, Call] = {
 }
 """Calls by name."""
 
-REFUSALS: Mapping[str, str] = {
-    "completions suffix": "suffix",
-    "completions beam search": "use_beam_search",
-    "chat reasoning_effort": "reasoning_effort",  # the template of the built-in model does not read it
-}
-"""Calls that Fleet is known to refuse with every engine, each with the field that the refusal names."""
 
-SIMULATED_REFUSALS: Mapping[str, str] = {
-    **REFUSALS,
-    "completions structured regex": "structured_outputs.regex",
-    "chat structural_tag": "response_format",
-}
-"""The same with the simulated engine, which keeps no other forms of answers than JSON schemas and choices."""
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

@@ -47,7 +47,7 @@ OWN_TEMPLATE = {
 
 
 class ParsingCost(Struct, frozen=True):
-    """What parsing a token of one kind of answer costs, in microseconds of CPU time."""
+    """Cost of parsing a token of one kind of answer, in microseconds of CPU time."""
 
     answer: str
     median_us: float

@@ -105,7 +105,6 @@ PROGRAMS: Mapping[str, ClientProgram] = {
             constraints=_constraints("vllm-bench"),
         ),
         script="vllm_bench_calls.py",
-        slow=True,
     ),
 }
 """Programs by name, those that install quickly first."""

@@ -17,8 +17,8 @@ MAX_PREFIXES = 64
 MAX_PREFIX_CHARACTERS = 64
 
 _parser: Any = importlib.import_module("re._parser")  # the parser of `re`, which is not public
-_UNLIKE_RE = re.compile(r"\{(?!\d*(?:,\d*)?\})|\[\[|\[:")
-"""Matches syntax that the package `regex`, which compiles the templates, may read in another way than `re`."""
+_UNLIKE_RE = re.compile(r"(?<!\\)(?:\\\\)*\{(?!\d*(?:,\d*)?\})[\s\d]*[<eids]|\[\[|\[:")
+"""Matches syntax that the package `regex`, which compiles the templates, may read in another way than `re`: fuzzy matching, and sets in sets."""
 
 
 def delimiter_searches(template: Any, *, held: str) -> Mapping[str | None, Search | None]:

@@ -287,7 +287,7 @@ class _Regions:
             end = self._piece_end(text, position)
             piece = text[position:end]
             position = end
-            if self.plain == NOWHERE and self.search is not None and self.search(piece) is None:
+            if self.plain == NOWHERE and not self._unparsed and self.search(piece) is None:  # type: ignore[misc]
                 continue
             self._unparsed += piece
             self._parse(lambda piece=piece: self._parser.feed(piece))  # type: ignore[misc]  # bound as a default

@@ -225,17 +225,18 @@ OPENS = PATTERNS.map(
     PATTERNS,
     st.sampled_from(["", "(?i)"]),
     st.booleans(),
+    st.booleans(),
     st.text("ab<[Aé \n", max_size=12),
     st.lists(st.integers(0, 12), max_size=4),
 )
-@example(r"\b[ab]", "<", "", True, "[ [Aa<", [1])
-@example("(?<!A)[ab]", "<", "", True, "[ [Aa<", [1])
-@example("a+<[ab]", r"\[", "", True, "é[aa<a", [1])
-def test_search_for_delimiters_changes_no_answer(begins, ends, flags, is_reasoning, text, positions):
+@example(r"\b[ab]", "<", "", True, True, "[ [Aa<", [1])
+@example("(?<!A)[ab]", "<", "", True, True, "[ [Aa<", [1])
+@example("a+<[ab]", r"\[", "", True, True, "é[aa<a", [1])
+def test_search_for_delimiters_changes_no_answer(begins, ends, flags, is_reasoning, has_content, text, positions):
     """The parser alone, which gets each character, tells what is right."""
     region = {"open_pattern": flags + begins, "close_pattern": ends, "repeats": True}
     own = own_template(
-        content=VERBATIM,
+        **{"content": VERBATIM} if has_content else {},
         **{"thinking": {**region, "join": "", **VERBATIM}} if is_reasoning else {"tool_calls": {**region, **ANY_CALL}},
     )
     template = TEMPLATES.compiled(f"{own}", own, None)
@@ -250,7 +251,20 @@ def test_search_for_delimiters_changes_no_answer(begins, ends, flags, is_reasoni
 
 @pytest.mark.parametrize(
     "pattern",
-    [r"\[X\]", "<tool", r"<\|x\|>", r"a(?P<n>[^>]+)>", r"\\x", r"a\d+", "a(?:b)?", "a|b", "(?i)X", r"(?:x|\Z)"],
+    [
+        r"\[X\]",
+        "<tool",
+        r"<\|x\|>",
+        r"a(?P<n>[^>]+)>",
+        r"\\x",
+        r"a\d+",
+        "a(?:b)?",
+        "a|b",
+        "(?i)X",
+        r"(?:x|\Z)",
+        r"\{\"",
+        "a{",
+    ],
 )
 def test_pattern_of_known_beginning_leaves_other_text_alone(pattern):
     answer = an_answer(
@@ -264,7 +278,7 @@ def test_pattern_of_known_beginning_leaves_other_text_alone(pattern):
     assert not any("chat_parsing" in file for file in counted.files)
 
 
-@pytest.mark.parametrize("pattern", ["a?w", "a*w", "a{0}w", r"\w", "(?=w)w", r"\bw", "(?<!o)w"])
+@pytest.mark.parametrize("pattern", ["a?w", "a*w", "a{0}w", r"\w", "(?=w)w", r"\bw", "(?<!o)w", "(?:vo){e<=2}(?<=w)"])
 def test_pattern_of_unknown_beginning_is_searched_in_all_text(pattern):
     answer = an_answer(None, "", own_template(content=VERBATIM, thinking={"open_pattern": pattern, **VERBATIM}))
     answer.take(Progress(request_id=ID, token_ids=(ord("-"),)))

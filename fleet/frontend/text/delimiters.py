@@ -37,6 +37,9 @@ def delimiter_searches(template: Any, *, held: str) -> Mapping[str | None, Searc
         ends = [(field.close_literals, field.close_re)] if field.close_re is not None else []
         watched = begins + ends if field.name == template.implicit else ends
         found[field.name] = _search(watched, gets_all=field.name == held)
+    patterns = [pattern for field in fields for pattern in (field.open_re, field.close_re) if pattern is not None]
+    if template.implicit is None and not all(_Prefixes(pattern.pattern).are_independent for pattern in patterns):
+        return dict.fromkeys(found)  # what the parser holds outside of regions could not be told from the dropped text
     return found
 
 
@@ -73,12 +76,55 @@ def _one_of(texts: Iterable[str], *, at_start: bool = True) -> str:
     return f"(?:{'|'.join(longer + otherwise)})"
 
 
-def can_be_empty(pattern: str) -> bool:
-    """Return whether a regular expression may match the empty text; False if this is not known."""
-    try:
-        return bool(_parser.parse(pattern).getwidth()[0] == 0)
-    except (re.error, RecursionError, OverflowError):
+def may_never_end(opening: Any, closing: Any) -> bool:
+    """Return whether a region may open and close again and again at one place, so that the parser would never end.
+
+    Args:
+        opening: Compiled regular expression that opens the region.
+        closing: Compiled regular expression that closes it.
+    """
+    if not _can_be_empty(opening):
         return False
+    # The expression $ also matches before a newline.
+    at_newline = "$" in closing.pattern and opening.match("\n", partial=True) is not None
+    return at_newline or _can_be_empty(closing)
+
+
+def _can_be_empty(pattern: Any) -> bool:
+    """Return whether a compiled regular expression may match empty text before the end of the text."""
+    tree = _parsed(pattern.pattern)
+    return pattern.search("") is not None if tree is None else _is_empty(tree)
+
+
+def _parsed(pattern: str) -> Any:
+    """Return the parse tree of a regular expression; None if `re` does not read it as `regex` does."""
+    if _UNLIKE_RE.search(pattern) is not None:
+        return None
+    try:
+        return _parser.parse(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return None
+
+
+def _is_empty(tree: Any) -> bool:
+    """Return whether a sequence of parse tree nodes may match empty text before the end of the text."""
+    for operation, value in tree:
+        match str(operation):
+            case "AT" if str(value) in ("AT_END", "AT_END_STRING"):
+                return False
+            case "BRANCH" if not any(map(_is_empty, value[1])):
+                return False
+            case "SUBPATTERN" if not _is_empty(value[3]):
+                return False
+            case "ATOMIC_GROUP" if not _is_empty(value):
+                return False
+            case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT" if value[0] and not _is_empty(value[2]):
+                return False
+            case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
+                return False
+            case _:
+                pass
+    return True
 
 
 class _Prefixes:
@@ -94,11 +140,8 @@ class _Prefixes:
         self.texts: Sequence[str] | None = None
         self.ignore_case = False
         self.are_independent = True
-        if _UNLIKE_RE.search(pattern) is not None:
-            return
-        try:
-            tree = _parser.parse(pattern)
-        except (re.error, RecursionError, OverflowError):
+        if (tree := _parsed(pattern)) is None:
+            self.are_independent = False
             return
         self.ignore_case = bool(tree.state.flags & re.IGNORECASE)
         found = self._extended([("", True)], tree)

@@ -27,6 +27,10 @@ from fleet.frontend.text.response_templates import CONTENT, REASONING, TOOL_CALL
 
 log = logging.getLogger(__name__)
 
+MAX_DELIMITER_CHARACTERS = 1024
+"""Maximum length of the text that may be held because it may become a delimiter. The time to parse a text grows with its
+square while it is held."""
+
 NOWHERE = ""
 """The region of text that a response template has no place for. It is dropped, as by Hugging Face's parser."""
 
@@ -223,7 +227,16 @@ class _Regions:
         if template.start_anchor_re.search(prompt) is None:
             prompt = ""  # without an anchor, the parser would take the whole prompt as a part of the answer
         self._fields = template.fields
-        self._parser = parsing.ResponseParser(template, prefix=prompt, tools=tools)
+        try:
+            self._parser = parsing.ResponseParser(template, prefix=prompt, tools=tools)
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+        ):  # the prompt ends with a malformed call
+            self._parser = parsing.ResponseParser(template, prefix="", tools=tools)
         self._searches = compiled.searches
         self._outside = template.implicit  # the region of text outside of delimiters; None: such text is dropped
         self.search: Search | None  # finds delimiters that matter in the region of the parser
@@ -290,6 +303,9 @@ class _Regions:
             if self.plain == NOWHERE and not self._unparsed and self.search(piece) is None:  # type: ignore[misc]
                 continue
             self._unparsed += piece
+            if len(self._unparsed) > MAX_DELIMITER_CHARACTERS + len(piece):
+                self._give_up("the parser waits for the end of a delimiter")
+                break
             self._parse(lambda piece=piece: self._parser.feed(piece))  # type: ignore[misc]  # bound as a default
         if self._malformed:
             self._texts.append(text[position:])
@@ -320,14 +336,15 @@ class _Regions:
                 for event in events():
                     self._pass(event)
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-                # Log only the type of the error: its message quotes the answer, and answers must not be logged.
-                log.info("answer malformed, passing the rest as text", extra={"cause": type(error).__name__})
-                self._malformed = True
-                self.plain = None
-                self._unparsed = self._call_text + self._unparsed
-        if self._malformed:
-            self._texts.append(self._unparsed)
-            self._unparsed = ""
+                self._give_up(type(error).__name__)  # without the message, which quotes the answer
+
+    def _give_up(self, cause: str) -> None:
+        """Pass what was not parsed yet as text, and all text that follows. The cause is logged and must not quote the answer."""
+        log.info("answer malformed, passing the rest as text", extra={"cause": cause})
+        self._malformed = True
+        self.plain = None
+        self._texts.append(self._call_text + self._unparsed)
+        self._unparsed = ""
 
     def _pass(self, event: Mapping[str, Any]) -> None:
         self._move(event)
@@ -371,14 +388,20 @@ def _call(value: Mapping[str, Any]) -> ToolCall:
     """Convert a tool call that the parser returned.
 
     Raises:
-        ValueError: The value names no function.
+        ValueError: The value names no function, or its arguments are no JSON object.
     """
     function = value["function"]
     name, arguments = function["name"], function.get("arguments", {})
     if not isinstance(name, str) or not name:
         raise ValueError("the call names no function")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    if not isinstance(json.loads(text, parse_constant=_refuse_constant), dict):
+        raise ValueError("the arguments are no JSON object")  # noqa: TRY004  # the answer has the wrong value
     return ToolCall(id="", name=without_surrogates(name), arguments=without_surrogates(text))
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def call_id(request_id: RequestId, index: int) -> str:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from fleet.core.errors import invalid
 from fleet.core.requests import AnswerParsers
-from fleet.frontend.text.delimiters import Search, can_be_empty, delimiter_searches
+from fleet.frontend.text.delimiters import Search, delimiter_searches, may_never_end
 
 CONTENT, REASONING, TOOL_CALLS = "content", "thinking", "tool_calls"
 """Field names in Hugging Face's response templates."""
@@ -31,7 +31,11 @@ _XML_CALL = {
     "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
     "close_pattern": r"</function>\s*</tool_call>",
     "content": "xml-inline",
-    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+    # A value without an end tag takes the rest of the call, so that it is not lost, and the time to parse a call is linear.
+    "content_args": {
+        "tag_pattern": r"<parameter=(?P<key>[^>\n]++)>\n?"
+        r"(?P<value>(?:(?!\n?(?:</parameter>|\Z)).)*+)\n?(?:</parameter>|\Z)"
+    },
     "repeats": True,
     "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
 }
@@ -46,6 +50,9 @@ TOOL_CALL_FIELDS: Mapping[str, Mapping[str, Any]] = {
 
 REASONING_FIELDS: Mapping[str, Mapping[str, Any]] = {"deepseek_r1": _THINK, "deepseek_v3": _THINK, "qwen3": _THINK}
 """Response templates for reasoning, by vLLM's name of the reasoning parser."""
+
+MAX_FIELDS, MAX_LITERALS, MAX_LITERAL_CHARACTERS = 64, 64, 256
+"""Limits of response templates in model folders, which are compiled while other requests wait."""
 
 TURN_BEGINS = (
     r"<\|assistant\|>\n?|<\|im_start\|>assistant\n|<\|start_header_id\|>assistant<\|end_header_id\|>\n\n|\[/INST\]"
@@ -72,7 +79,9 @@ class ResponseTemplates:
     def __init__(self) -> None:
         self._parser: Any = None  # module of transformers that compiles templates
         self._missing: ImportError | None = None
-        self._compiled: dict[tuple[str, str, str], CompiledTemplate | None] = {}
+        self._compiled: dict[
+            tuple[str, str, str], CompiledTemplate | str | None
+        ] = {}  # a text says why it is not valid
 
     @property
     def is_loaded(self) -> bool:
@@ -105,22 +114,38 @@ class ResponseTemplates:
         if key not in self._compiled:
             spec = own if own is not None else _built_in(*names)
             self._compiled[key] = None if spec is None else self._compile(model, spec)
-        return self._compiled[key]
+        compiled = self._compiled[key]
+        if isinstance(compiled, str):
+            raise invalid("chat.tools", compiled)
+        return compiled
 
-    def _compile(self, model: str, spec: Mapping[str, Any]) -> CompiledTemplate:
+    def _compile(self, model: str, spec: Mapping[str, Any]) -> CompiledTemplate | str:
+        """Compile a template; return what is wrong with one that is not valid."""
         if self._parser is None:
             message = "this router cannot parse answers: install its extra, pip install 'fleet-serving[parsers]'"
             raise invalid("chat.tools", message) from self._missing
         try:
+            if len(spec["fields"]) > MAX_FIELDS:
+                raise ValueError(f"it has {len(spec['fields'])} fields; at most {MAX_FIELDS} are supported")
             template = self._parser.load_response_template(spec)
-        except ValueError as error:
-            raise invalid("chat.tools", f"the response template of {model!r} is not valid: {error}") from error
-        for name, field in template.fields.items():
-            anchors = (field.open_re, field.close_re)
-            if all(anchor is not None and can_be_empty(anchor.pattern) for anchor in anchors):
-                cause = f"the field {name!r} can open and close at the same place; let one of its patterns match a character"
-                raise invalid("chat.tools", f"the response template of {model!r} is not valid: {cause}")
+            for name, field in template.fields.items():
+                _check_field(name, field)
+        except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
+            return f"the response template of {model!r} is not valid: {error}"
         return CompiledTemplate(template, delimiter_searches(template, held=TOOL_CALLS))
+
+
+def _check_field(name: str, field: Any) -> None:
+    """Raise ValueError if a field of a compiled template could keep the router from its other requests."""
+    literals = [*(field.open_literals or ()), *(field.close_literals or ())]
+    if len(literals) > MAX_LITERALS or any(len(literal) > MAX_LITERAL_CHARACTERS for literal in literals):
+        raise ValueError(
+            f"the field {name!r} has over {MAX_LITERALS} literals, or one of over {MAX_LITERAL_CHARACTERS} characters"
+        )
+    if field.open_re is not None and field.close_re is not None and may_never_end(field.open_re, field.close_re):
+        raise ValueError(
+            f"the field {name!r} can open and close at the same place; let one of its patterns match a character"
+        )
 
 
 def _built_in(tool_calls: str, reasoning: str) -> Mapping[str, Any] | None:

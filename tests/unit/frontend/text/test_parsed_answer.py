@@ -14,7 +14,7 @@ from fleet.core.ids import RequestId
 from fleet.core.requests import AnswerParsers, CallDelta, Delta, join_calls
 from fleet.core.work import ParsedDelta, Progress
 from fleet.frontend.text.answer_text import AnswerText
-from fleet.frontend.text.parsed_answer import EngineParsedAnswer, TemplateParsedAnswer
+from fleet.frontend.text.parsed_answer import MAX_DELIMITER_CHARACTERS, EngineParsedAnswer, TemplateParsedAnswer
 from fleet.frontend.text.response_templates import CompiledTemplate, ResponseTemplates
 from tests.support.counted_calls import count_calls
 
@@ -34,6 +34,13 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"x": "3", "y": "<b> é"}}\n</
 XML = "<tool_call>\n<function=add>\n<parameter=x>\n3\n</parameter>\n<parameter=y>\n<b> é\n</parameter>\n</function>\n</tool_call>"
 PARSED_CALL = ("add", '{"x": 3, "y": "<b> é"}')
 
+BAD_CALLS = [
+    '<tool_call>{"name": "add", "arguments": {"x": NaN}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"x": 1e999}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+]
+"""Calls whose arguments are no JSON object."""
+
 CORPUS = [
     (JSON_CALLS, "", "no call at all", ("", "no call at all", [])),
     (JSON_CALLS, "", CALL, ("", "", [PARSED_CALL])),
@@ -43,7 +50,17 @@ CORPUS = [
     (JSON_CALLS, "<think></think>", "1 < 2 > 0 <tool_cal>", ("", "1 < 2 > 0 <tool_cal>", [])),
     (JSON_CALLS, "<think>", "cut by max_tok", ("cut by max_tok", "", [])),
     (XML_CALLS, "", f"ok{XML}{XML}", ("", "ok", [PARSED_CALL, PARSED_CALL])),
+    (
+        XML_CALLS,
+        "",
+        XML.replace("\n</parameter>\n</function>", "\n</function>"),
+        ("", "", [PARSED_CALL]),
+    ),  # a value without its end tag
+    (XML_CALLS, "", XML.replace("<b>", "<parameter=z>"), ("", "", [("add", '{"x": 3, "y": "<parameter=z> é"}')])),
     # What is malformed is text, from its region on.
+    (JSON_CALLS, "", f"a{BAD_CALLS[0]}b", ("", f"a{BAD_CALLS[0]}b", [])),
+    (JSON_CALLS, "", f"a{BAD_CALLS[1]}b", ("", f"a{BAD_CALLS[1]}b", [])),
+    (JSON_CALLS, "", f"a{BAD_CALLS[2]}b", ("", f"a{BAD_CALLS[2]}b", [])),
     (JSON_CALLS, "", 'a<tool_call>{"name": "ad', ("", 'a<tool_call>{"name": "ad', [])),
     (JSON_CALLS, "", f"{CALL}<tool_call>[}}</tool_call>b", ("", "<tool_call>[}</tool_call>b", [PARSED_CALL])),
     (JSON_CALLS, "", "<tool_call>3</tool_call>", ("", "<tool_call>3</tool_call>", [])),
@@ -146,7 +163,7 @@ ADD = '{"name": "add", "arguments": {"x": 3, "y": "<b> é"}}'
 ANY_CALL = {
     "content": "text",
     "content_args": {"strip": False},
-    "transform": {"type": "function", "function": {"name": "f", "arguments": "{content}"}},
+    "transform": {"type": "function", "function": {"name": "f", "arguments": {"text": "{content}"}}},
 }
 ESCAPED = own_template(
     content=VERBATIM,
@@ -286,11 +303,73 @@ def test_pattern_of_unknown_beginning_is_searched_in_all_text(pattern):
     assert parse(answer, ["wo", "rd"]) == ("ord", "", [])
 
 
-def test_template_whose_region_can_be_empty_anywhere_is_refused():
-    own = own_template(content=VERBATIM, thinking={"open_pattern": "a?", "close_pattern": "(?=b)", **VERBATIM})
+@pytest.mark.parametrize(
+    ("begins", "ends"),
+    [
+        *((begins, "(?=b)") for begins in ["a?", "(?=a)", "(a*|b)", "(?:a|){2}", r"\b", "(?>a?)"]),
+        *(("(?=a)", ends) for ends in [r"\Z|a?", "^"]),
+        (r"\p{N}*", r"\p{N}*"),
+        ("(?:a){d}", "(?:a){d}"),
+        (r"(?=\n\n)", "$"),
+    ],
+)
+def test_template_whose_region_can_be_empty_anywhere_is_refused(begins, ends):
+    own = own_template(content=VERBATIM, thinking={"open_pattern": begins, "close_pattern": ends, **VERBATIM})
 
     with pytest.raises(RequestRejected, match="'thinking' can open and close at the same place"):
         an_answer(None, "", own)
+
+
+@pytest.mark.parametrize("ends", [r"\Z", "$", r"(?:;|\Z)", r"\n+", "[;.]"])
+def test_call_that_begins_at_its_own_text_may_end_with_the_answer(ends):
+    own = own_template(content=VERBATIM, tool_calls=a_field(r'(?=\{"name")', ends, **AS_CALL))
+
+    assert parse(an_answer(None, "", own), ["So ", ADD[:5], ADD[5:]]) == ("", "So ", [PARSED_CALL])
+
+
+def test_call_of_many_parameters_without_ends_is_parsed_in_linear_time():
+    """The time grew with the square of their number: this call took minutes."""
+    call = "<tool_call>\n<function=add>\n" + "<parameter=y>" * 20_000 + "</function>\n</tool_call>"
+
+    assert parse(an_answer(XML_CALLS, ""), [call]) == ("", "", [("add", json.dumps({"y": "<parameter=y>" * 19_999}))])
+
+
+def test_delimiter_that_never_ends_becomes_text():
+    text = "<tool_call>" + " " * MAX_DELIMITER_CHARACTERS + "<function=add>"
+
+    assert parse(an_answer(XML_CALLS, ""), ["So ", text, "b"]) == ("", f"So {text}b", [])
+    assert parse(an_answer(XML_CALLS, ""), list(f"So {text}b")) == ("", f"So {text}b", [])
+
+
+def test_prompt_that_ends_with_a_malformed_call_does_not_fail_the_answer():
+    assert parse(an_answer(JSON_CALLS, "<tool_call>{bad</tool_call>"), ["So ", CALL]) == ("", "So ", [PARSED_CALL])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        ({"content": {"content": []}}, "unhashable"),
+        ({"thinking": {"open_pattern": 5}}, "first argument must be a string"),
+        ({"thinking": {"open": "x" * 257}}, "one of over 256 characters"),
+        ({f"a{number}": {"open": "x"} for number in range(65)}, "at most 64 are supported"),
+    ],
+)
+def test_template_that_cannot_be_compiled_is_refused_with_its_cause(wrong, cause):
+    with pytest.raises(RequestRejected, match=cause):
+        an_answer(None, "", own_template(**wrong))
+
+
+def test_refused_template_is_compiled_once():
+    templates = ResponseTemplates()
+    templates.load()
+    causes = []
+    for _ in range(2):
+        with count_calls("") as counted, pytest.raises(RequestRejected) as refused:
+            templates.compiled("m", own_template(thinking={"open_pattern": 5}), None)
+        causes.append(refused.value.message)
+
+    assert causes[0] == causes[1]
+    assert not any("chat_parsing" in file for file in counted.files)
 
 
 def test_single_call_leaves_out_further_ones():

@@ -48,7 +48,10 @@ def is_local(address: str) -> bool:
     """Return whether only processes of this host can connect to the address."""
     if unix_path(address):
         return True
-    host, _ = host_port(address)
+    return _is_loopback(host_port(address)[0])
+
+
+def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -58,7 +61,7 @@ def is_local(address: str) -> bool:
 def is_plain_hop(url: str) -> bool:
     """Return whether requests to the URL cross a network unencrypted, because it has no TLS and names another host."""
     parts = urlsplit(url)
-    return parts.scheme == "http" and not is_local(f"{parts.hostname}:0")
+    return parts.scheme == "http" and not _is_loopback(parts.hostname or "")
 
 
 def refuse_plain_key(field: str, url: str, key_field: str, permission: str) -> None:

@@ -25,10 +25,13 @@ from fleet.router.messages import Arrived
 MAX_ANSWER_TOKENS = 2**30  # placement counts at most this many tokens, whatever a body says
 
 # Headers that concern only the connection to the client (RFC 9110, 7.6.1), and headers that the upstream connection sets.
+CREDENTIALS = (b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key")
+"""Headers in which clients send keys: those of OpenAI, Anthropic, Azure and Google."""
+
 _NOT_FORWARDED = frozenset(
     b"host connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade expect "
-    b"content-length accept-encoding authorization x-api-key".split()
-)
+    b"content-length accept-encoding".split()
+).union(CREDENTIALS)
 _WITHOUT_ENGINE = frozenset({COUNT_TOKENS, "/tokenize", "/detokenize"})
 _NOTHING = Raw(b"null")
 
@@ -167,9 +170,9 @@ def end_to_end_headers(head: HttpHead, also: frozenset[bytes] = frozenset()) -> 
 
 
 def client_credentials(head: HttpHead) -> bytes:
-    """Return the header lines with the client's key: OpenAI's ``authorization`` and Anthropic's ``x-api-key``."""
+    """Return the header lines with the client's keys."""
     lines = b""
-    for name in (b"authorization", b"x-api-key"):
+    for name in CREDENTIALS:
         if value := head.headers.get(name):
             lines += name + b": " + value + b"\r\n"
     return lines

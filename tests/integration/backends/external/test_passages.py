@@ -342,12 +342,12 @@ async def test_key_of_passage_crosses_plain_network_only_if_allowed(monkeypatch,
     # The system connects 0.0.0.0 to this host, but the router does not count it as loopback.
     monkeypatch.setattr(ApiServer, "url", property(lambda each: f"http://0.0.0.0:{each.port}"))
     server = ApiServer()
-    keys = {"authorization": "Bearer sk-client", "x-api-key": "k"}
+    keys = {"authorization": "Bearer sk-client", "x-api-key": "k", "api-key": "k", "x-goog-api-key": "k"}
     async with a_world(server, insecure=allowed) as (_, session), session.get("/v1/files", headers=keys) as answer:
         assert answer.status == 200
 
     (seen,) = server.seen
-    assert len(seen.headers.keys() & keys.keys()) == (2 if allowed else 0)
+    assert len(seen.headers.keys() & keys.keys()) == (4 if allowed else 0)
     assert [each.message for each in caplog.records].count("client keys not passed on") == (0 if allowed else 1)
 
 

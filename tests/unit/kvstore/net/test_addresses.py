@@ -24,6 +24,7 @@ def test_ipv6_host_is_returned_without_brackets(address, host, port):
     [
         ("http://10.0.0.1:8000", True),
         ("http://gpu-0/v1", True),
+        ("http://unix:8000", True),
         ("http://[fd00::1]:8000", True),
         ("https://10.0.0.1:8000", False),
         ("http://127.0.0.1:8000", False),

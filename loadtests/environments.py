@@ -37,8 +37,9 @@ def python_of(distribution: SystemDistribution, cache: Path) -> Path:
     stamp = folder / "installed"
     versions = distribution.constraints.read_bytes() if distribution.constraints is not None else b""
     recipe = hashlib.sha256(json.dumps(distribution.steps).encode() + versions).hexdigest()
-    if stamp.exists() and stamp.read_text() == recipe:
+    if python.exists() and stamp.exists() and stamp.read_text() == recipe:
         return python
+    stamp.unlink(missing_ok=True)  # before the folder is emptied, so that half an environment has none
     print(f"installing {distribution.name} {distribution.version} into {folder}", file=sys.stderr)
     _run([sys.executable, "-m", "venv", "--clear", str(folder)], distribution)
     for step in distribution.steps:

@@ -144,7 +144,10 @@ def run_script(
     except subprocess.TimeoutExpired:
         return [CallResult(call=PROGRAM, outcome=CallOutcome.FAILED, why=f"no end within {SECONDS:.0f} s")]
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    results = [msgspec.json.decode(line, type=CallResult) for line in lines]
+    try:
+        results = [msgspec.json.decode(line, type=CallResult) for line in lines]
+    except msgspec.DecodeError as error:
+        return [CallResult(call=PROGRAM, outcome=CallOutcome.FAILED, why=f"its output is no result: {error}")]
     if done.returncode or not results:
         results.append(CallResult(call=PROGRAM, outcome=CallOutcome.FAILED, why=done.stderr[-300:]))
     return results

@@ -25,7 +25,9 @@ def ran(monkeypatch):
     def run(command, **given):
         commands.append((command, given))
         if command[1:3] == ["-m", "venv"]:
-            Path(command[-1]).mkdir(parents=True, exist_ok=True)
+            python = Path(command[-1]) / "bin" / "python"
+            python.parent.mkdir(parents=True, exist_ok=True)
+            python.touch()
         return subprocess.CompletedProcess(command, 0, "other==2\ntorch==2.13.0+cpu\n", "")
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -86,6 +88,43 @@ def test_changed_constraints_make_a_new_environment(tmp_path, ran):
     constraints.write_text("litellm==1.110.2\nidna==3.20\n")
     python_of(distribution, tmp_path)
     assert ran[0][0][1:3] == ["-m", "venv"]
+
+
+def test_environment_without_its_interpreter_is_made_again(tmp_path, ran):
+    distribution = registry.PROGRAMS["litellm"].distribution
+    python_of(distribution, tmp_path).unlink()
+    ran.clear()
+
+    assert python_of(distribution, tmp_path).exists()
+
+
+def test_environment_that_was_not_completed_is_made_again(tmp_path, ran, monkeypatch):
+    distribution = registry.PROGRAMS["litellm"].distribution
+    other = structs.replace(distribution, steps=((("other==1",),),))
+    python_of(distribution, tmp_path)
+
+    def fail(*arguments, **given):
+        raise SystemExit
+
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", fail)
+    with pytest.raises(SystemExit):
+        python_of(other, tmp_path)
+    monkeypatch.setattr(subprocess, "run", run)
+    ran.clear()
+
+    python_of(distribution, tmp_path)
+    assert ran[0][0][1:3] == ["-m", "venv"]
+
+
+def test_output_of_a_program_that_is_no_result_is_a_failure(tmp_path, monkeypatch):
+    done = subprocess.CompletedProcess([], 0, '{"some": "progress"}\n', "")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **given: done)
+
+    (result,) = registry.run_script(Path("python"), "x.py", "http://host", "tiny", tmp_path, tmp_path)
+
+    assert result.outcome == "failed"
+    assert "its output is no result" in result.why
 
 
 def test_lock_writes_what_pip_finds_without_constraints(tmp_path, monkeypatch, capsys, ran):

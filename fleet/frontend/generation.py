@@ -426,13 +426,9 @@ class Generation:
         codec = self._codecs.get(card.parent or card.name)
         return 0 if codec is None else codec.created
 
-    def may_reason(self, model: ModelName) -> bool:
-        """Return whether reasoning may be parsed out of a model's answers; True for an unknown model."""
-        card = next((each for each in self._router.models() if each.name == model), None)
-        codec = None if card is None else self._codecs.get(card.parent or card.name)
-        if card is None or codec is None or codec.response_template is not None:
-            return True
-        return card.parsers is not None and card.parsers.reasoning != ""
+    def limits_reasoning(self, model: ModelName) -> bool:
+        """Return whether a worker of the model can end the reasoning after a number of tokens; False for an unknown model."""
+        return any(card.limits_reasoning for card in self._router.models() if card.name == model)
 
     def class_names(self, model: ModelName) -> Mapping[int, str]:
         """Return the names of the classes of a classifying model, by number.

@@ -126,6 +126,7 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     stream_interval: Any = None
     fleet: FleetOptions | None = None
@@ -167,6 +168,7 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     functions: Any = None
     modalities: Any = None
     audio: Any = None
+    moderation: Any = None
     web_search_options: Any = None
     prompt_embeds: Any = None
     use_beam_search: Any = None
@@ -254,6 +256,7 @@ ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "audio": (),
+    "moderation": (),
     "web_search_options": (),
     "prompt_embeds": (),
     "use_beam_search": (False,),

@@ -324,6 +324,7 @@ class WorkerRegistry:
                     parsers=_parsers(answering),
                     pooling=longest.pooling,
                     takes_images=any(IMAGES in each.sampling_fields for each in answering),
+                    limits_reasoning=any("thinking_tokens" in each.sampling_fields for each in answering),
                 )
             )
             card = cards[-1]

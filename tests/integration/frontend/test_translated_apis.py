@@ -11,10 +11,13 @@ import anthropic
 import openai
 import pytest
 from anthropic.resources.messages import AsyncMessages
+from openai.resources.chat.completions import AsyncCompletions as AsyncChatCompletions
+from openai.resources.completions import AsyncCompletions
 from openai.resources.responses import AsyncResponses
 
 from fleet.core.errors import Reason, RequestRejected
 from fleet.core.requests import AnswerParsers, ToolChoice
+from fleet.frontend.openai.bodies import ChatBody, CompletionBody
 from fleet.frontend.openai.translated.messages import CountTokensBody, MessagesBody
 from fleet.frontend.openai.translated.responses import ResponsesBody
 from fleet.router.tenants import TenantSettings
@@ -63,7 +66,7 @@ def tool_model(model_dir, tmp_path_factory):
 @pytest.fixture
 async def parsing(tool_model):
     async with asyncio.timeout(100), open_frontends(tool_model) as frontends:
-        frontends.router.cards = (a_model_card(parsers=PARSERS),)
+        frontends.router.cards = (a_model_card(parsers=PARSERS, limits_reasoning=True),)
         yield frontends
 
 
@@ -367,6 +370,8 @@ async def test_unknown_fields_are_refused_where_the_settings_say_so(model_dir, p
         (AsyncResponses.create, ResponsesBody),
         (AsyncMessages.create, MessagesBody),
         (AsyncMessages.count_tokens, CountTokensBody),
+        (AsyncChatCompletions.create, ChatBody),
+        (AsyncCompletions.create, CompletionBody),
     ],
 )
 def test_parameters_of_the_official_clients_are_known_fields(method, body):
@@ -536,13 +541,23 @@ async def test_thinking_budget_limits_the_reasoning(parsing):
     assert (without.sampling.thinking_tokens, without.needs) == (None, ())
 
 
-async def test_model_that_does_not_reason_keeps_every_thinking_budget(frontends, messages):
+async def test_thinking_budget_that_no_worker_can_obey_has_no_effect(frontends, messages):
     frontends.will_answer(TEXT, then=[EOS])
 
     await messages.create(model="tiny", max_tokens=2000, messages=USER, extra_body=BUDGETED)
 
     arrived = frontends.router.submitted[0]
     assert (arrived.sampling.thinking_tokens, arrived.needs) == (None, ())
+
+
+@pytest.mark.parametrize("budget", [16, 2**40])
+async def test_thinking_budget_that_no_answer_reaches_is_no_limit(parsing, budget):
+    parsing.will_answer(TEXT, then=[EOS])
+    async with an_anthropic_client(parsing) as client:
+        thinking = {"type": "enabled", "budget_tokens": budget}
+        await client.messages.create(model="tiny", max_tokens=16, messages=USER, extra_body={"thinking": thinking})
+
+    assert parsing.router.submitted[0].needs == ()
 
 
 async def test_refused_thinking_budget_is_named_as_in_messages(parsing):
@@ -594,7 +609,7 @@ async def test_call_that_the_limit_cuts_off_is_no_broken_message(parsing):
         ({"max_tokens": None}, "max_tokens"),
         ({"thinking": {"type": "loud"}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2**40}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"output_config": {"effort": "high"}}, "output_config.effort"),

@@ -8,7 +8,8 @@ Rules:
 3. `cache_control` has no effect, because every prefix is cached. `cache_read_input_tokens` counts the cached tokens, and
    `input_tokens` the other ones. A stream has the right counts only in its last events.
 4. A client can turn thinking off. If it turns thinking on, the model thinks as it would anyway, and the engine ends the
-   thinking after `budget_tokens`. A model without a reasoning parser has no thinking blocks, so it keeps every budget.
+   thinking after `budget_tokens`, if a worker of the model can do that. If none can, the budget has no effect: in
+   Anthropic's API, too, it is a target and no strict limit, and clients send it as a matter of course.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -254,9 +255,9 @@ def _budget(body: MessagesBody) -> int | None:
     """Return the chat's limit of the reasoning, for a client that turns thinking on with a budget."""
     if body.thinking is None or body.thinking.type != "enabled" or (budget := body.thinking.budget_tokens) is None:
         return None
-    if not 0 < budget < body.max_tokens:
-        raise invalid("thinking.budget_tokens", f"must be from 1 to {body.max_tokens - 1}, below max_tokens")
-    return budget
+    if budget < 1:
+        raise invalid("thinking.budget_tokens", "must be above 0")
+    return budget if budget < body.max_tokens else None  # no answer has more tokens than max_tokens
 
 
 def _format(wanted: OutputFormat | None) -> Json | None:

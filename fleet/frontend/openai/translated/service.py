@@ -111,9 +111,9 @@ class TranslatedFrontend:
             send_rejection(exchange, renamed, *id_headers(exchange, request_id), form=api.errors)
 
     def _without_needless_budget(self, asked: TranslatedRequest) -> TranslatedRequest:
-        """Return a request without its limit of the reasoning if none is parsed out of the answers of its model."""
+        """Return a request without its limit of the reasoning if no worker of its model can obey it."""
         request = asked.chat.request
-        if self._generation.may_reason(request.model):
+        if self._generation.limits_reasoning(request.model):
             return asked
         unlimited = structs.replace(request, sampling=structs.replace(request.sampling, thinking_tokens=None))
         return structs.replace(asked, chat=structs.replace(asked.chat, request=unlimited))

@@ -146,6 +146,14 @@ def test_models_lists_only_models_with_answering_workers():
     assert (card.name, card.workers, card.block_tokens, card.max_model_len) == ("tiny", 3, BLOCK_TOKENS, 4096)
 
 
+@pytest.mark.parametrize(("fields", "limits"), [(("logit_bias",), False), (("thinking_tokens",), True)])
+def test_model_limits_the_reasoning_if_one_worker_can(fields, limits):
+    router = RouterMachineDriver(*ONE)
+    router.join("w2", Role.BOTH, sampling_fields=fields)
+
+    assert [card.limits_reasoning for card in router.machine.models()] == [limits]
+
+
 def test_prompt_goes_to_the_worker_with_its_blocks():
     router = RouterMachineDriver(*TWO)
     hashes = chain(a_prompt(320), BLOCK_TOKENS)

@@ -321,13 +321,13 @@ def test_template_whose_region_can_be_empty_anywhere_is_refused(begins, ends):
 
 
 @pytest.mark.parametrize("ends", [r"\Z", "$", r"(?:;|\Z)", r"\n+", "[;.]"])
-def test_call_that_begins_at_its_own_text_may_end_with_the_answer(ends):
+def test_call_that_begins_at_its_text_may_end_with_the_answer(ends):
     own = own_template(content=VERBATIM, tool_calls=a_field(r'(?=\{"name")', ends, **AS_CALL))
 
     assert parse(an_answer(None, "", own), ["So ", ADD[:5], ADD[5:]]) == ("", "So ", [PARSED_CALL])
 
 
-def test_call_of_many_parameters_without_ends_is_parsed_in_linear_time():
+def test_parameters_without_ends_take_linear_time():
     """The time grew with the square of their number: this call took minutes."""
     call = "<tool_call>\n<function=add>\n" + "<parameter=y>" * 20_000 + "</function>\n</tool_call>"
 
@@ -341,7 +341,7 @@ def test_delimiter_that_never_ends_becomes_text():
     assert parse(an_answer(XML_CALLS, ""), list(f"So {text}b")) == ("", f"So {text}b", [])
 
 
-def test_prompt_that_ends_with_a_malformed_call_does_not_fail_the_answer():
+def test_malformed_call_in_the_prompt_fails_no_answer():
     assert parse(an_answer(JSON_CALLS, "<tool_call>{bad</tool_call>"), ["So ", CALL]) == ("", "So ", [PARSED_CALL])
 
 
@@ -354,7 +354,7 @@ def test_prompt_that_ends_with_a_malformed_call_does_not_fail_the_answer():
         ({f"a{number}": {"open": "x"} for number in range(65)}, "at most 64 are supported"),
     ],
 )
-def test_template_that_cannot_be_compiled_is_refused_with_its_cause(wrong, cause):
+def test_template_that_is_not_valid_is_refused_with_its_cause(wrong, cause):
     with pytest.raises(RequestRejected, match=cause):
         an_answer(None, "", own_template(**wrong))
 

@@ -82,6 +82,7 @@ def a_description(
     kv: Fingerprint | None = None,
     keeps_forms: bool = False,
     continued_fields: Sequence[str] = (),
+    sampling_fields: Sequence[str] = (),
     protocols: ProtocolRange | None = None,
 ) -> WorkerDescription:
     return WorkerDescription(
@@ -100,6 +101,7 @@ def a_description(
         kv=kv,
         keeps_forms=keeps_forms,
         continued_fields=tuple(continued_fields),
+        sampling_fields=tuple(sampling_fields),
         protocols=protocols,
     )
 

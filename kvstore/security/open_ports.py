@@ -24,7 +24,7 @@ class OpenPort(Struct, frozen=True):
     """The address as the settings name it, or a description of addresses that something else chooses."""
 
     cause: str
-    to_change: str
+    remedy: str
 
     @property
     def is_reached_by_others(self) -> bool:
@@ -45,6 +45,6 @@ def warn_of_open_ports(ports: Iterable[OpenPort]) -> None:
                     "setting": port.setting,
                     "address": port.address,
                     "cause": port.cause,
-                    "to_change": port.to_change,
+                    "remedy": port.remedy,
                 },
             )

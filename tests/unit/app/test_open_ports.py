@@ -78,7 +78,7 @@ def test_each_open_port_is_logged_with_its_remedy(caplog):
 
     (record,) = [each for each in caplog.records if each.message == "port open to other hosts"]
     assert (record.setting, record.address, record.cause) == ("http_listen", "0.0.0.0:8000", NOTHING_PROVEN)
-    assert "API keys" in record.to_change
+    assert "API keys" in record.remedy
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"

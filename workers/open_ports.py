@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fleet.core.roles import KvPath
-from kvstore.security.open_ports import NOTHING_PROVEN, OpenPort
+from kvstore.security.open_ports import NOTHING_PROVEN, UCX_PORTS, OpenPort
 from workers.settings import WorkerSettings
 
 REMEDY = "let only hosts of the engines reach these ports, by a network of their own"
@@ -20,6 +20,7 @@ def open_worker_ports(settings: WorkerSettings) -> Iterator[OpenPort]:
     if settings.engine == "simulated":
         yield OpenPort("simulated.direct_listen", settings.simulated.direct_listen, NOTHING_PROVEN, REMEDY)
     elif settings.engine == "vllm":
-        # The side channel of NIXL listens on the same host.
+        yield OpenPort("kv_paths", UCX_PORTS, NOTHING_PROVEN, REMEDY)
+        # The side channel of NIXL listens on the host of the worker.
         setting = "advertise" if settings.advertise else "listen"
         yield OpenPort(setting, settings.advertise or settings.listen, NOTHING_PROVEN, REMEDY)

@@ -15,6 +15,9 @@ log = logging.getLogger(__name__)
 
 NOTHING_PROVEN = "callers prove nothing"
 
+UCX_PORTS = "the ports that UCX opens"
+"""The addresses of NIXL: UCX, which carries its data, listens on every network device of the host, also beyond loopback."""
+
 
 class OpenPort(Struct, frozen=True):
     """A port that other hosts may reach, although callers prove nothing or the connection is not encrypted."""

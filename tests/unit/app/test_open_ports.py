@@ -60,10 +60,14 @@ def test_picker_is_open_until_gateways_show_certificates(tls, is_open):
         ({"kv_paths": ["direct"]}, []),
         ({"kv_paths": ["direct"], "simulated": {"direct_listen": "0.0.0.0:0"}}, ["simulated.direct_listen"]),
         ({"simulated": {"direct_listen": "0.0.0.0:0"}}, []),
-        ({"kv_paths": ["direct"], "engine": "vllm"}, []),
-        ({"kv_paths": ["direct"], "engine": "vllm", "listen": "unix:/w"}, []),
-        ({"kv_paths": ["direct"], "engine": "vllm", "listen": "0.0.0.0:1", "advertise": "gpu-1:1"}, ["advertise"]),
-        ({"kv_paths": ["direct"], "engine": "vllm", "listen": "10.0.0.2:1"}, ["listen"]),
+        ({"kv_paths": ["direct"], "engine": "vllm"}, ["kv_paths"]),
+        ({"kv_paths": ["direct"], "engine": "vllm", "listen": "unix:/w"}, ["kv_paths"]),
+        (
+            {"kv_paths": ["direct"], "engine": "vllm", "listen": "0.0.0.0:1", "advertise": "gpu-1:1"},
+            ["kv_paths", "advertise"],
+        ),
+        ({"kv_paths": ["direct"], "engine": "vllm", "listen": "10.0.0.2:1"}, ["kv_paths", "listen"]),
+        ({"engine": "vllm"}, []),
     ],
 )
 def test_ports_between_engines_are_open_beyond_loopback(settings, found):

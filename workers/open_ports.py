@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fleet.core.roles import KvPath
-from kvstore.security.open_ports import NOTHING_PROVEN, UCX_PORTS, OpenPort
+from kvstore.security.open_ports import NOTHING_PROVEN, UCX_PORTS, OpenPort, is_open_to_others
 from workers.settings import WorkerSettings
 
 REMEDY = "let only hosts of the engines reach these ports, by a network of their own"
@@ -21,6 +21,6 @@ def open_worker_ports(settings: WorkerSettings) -> Iterator[OpenPort]:
         yield OpenPort("simulated.direct_listen", settings.simulated.direct_listen, NOTHING_PROVEN, REMEDY)
     elif settings.engine == "vllm":
         yield OpenPort("kv_paths", UCX_PORTS, NOTHING_PROVEN, REMEDY)
-        # The side channel of NIXL listens on the host of the worker.
-        setting = "advertise" if settings.advertise else "listen"
-        yield OpenPort(setting, settings.advertise or settings.listen, NOTHING_PROVEN, REMEDY)
+        if is_open_to_others(settings.advertise or settings.listen):
+            channel = f"the side channel of NIXL at {settings.engine_host}, a free port"
+            yield OpenPort("kv_paths", channel, NOTHING_PROVEN, REMEDY)

@@ -32,10 +32,15 @@ class OpenPort(Struct, frozen=True):
     @property
     def is_reached_by_others(self) -> bool:
         """True unless only processes of this host can connect to the address."""
-        try:
-            return not is_local(self.address)
-        except ValueError:  # not host:port
-            return True
+        return is_open_to_others(self.address)
+
+
+def is_open_to_others(address: str) -> bool:
+    """Return True unless only processes of this host can connect to the address."""
+    try:
+        return not is_local(address)
+    except ValueError:  # not host:port
+        return True
 
 
 def warn_of_open_ports(ports: Iterable[OpenPort]) -> None:

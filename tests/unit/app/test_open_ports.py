@@ -23,6 +23,12 @@ def router_ports(*, keyed=False, **settings):
     return {port.setting: port.cause for port in found if port.is_reached_by_others}
 
 
+def worker_ports(**settings):
+    told = {"worker_id": "w", "engine": "simulated", "model": "tiny", "model_dir": "/m"} | settings
+    found = open_worker_ports(msgspec.convert(told, WorkerSettings))
+    return [(port.setting, port.address) for port in found if port.is_reached_by_others]
+
+
 @pytest.mark.parametrize(
     ("tls", "keyed", "cause"),
     [
@@ -60,20 +66,30 @@ def test_picker_is_open_until_gateways_show_certificates(tls, is_open):
         ({"kv_paths": ["direct"]}, []),
         ({"kv_paths": ["direct"], "simulated": {"direct_listen": "0.0.0.0:0"}}, ["simulated.direct_listen"]),
         ({"simulated": {"direct_listen": "0.0.0.0:0"}}, []),
-        ({"kv_paths": ["direct"], "engine": "vllm"}, ["kv_paths"]),
-        ({"kv_paths": ["direct"], "engine": "vllm", "listen": "unix:/w"}, ["kv_paths"]),
-        (
-            {"kv_paths": ["direct"], "engine": "vllm", "listen": "0.0.0.0:1", "advertise": "gpu-1:1"},
-            ["kv_paths", "advertise"],
-        ),
-        ({"kv_paths": ["direct"], "engine": "vllm", "listen": "10.0.0.2:1"}, ["kv_paths", "listen"]),
-        ({"engine": "vllm"}, []),
     ],
 )
 def test_ports_between_engines_are_open_beyond_loopback(settings, found):
-    told = {"worker_id": "w", "engine": "simulated", "model": "tiny", "model_dir": "/m"} | settings
-    ports = open_worker_ports(msgspec.convert(told, WorkerSettings))
-    assert [port.setting for port in ports if port.is_reached_by_others] == found
+    assert [setting for setting, _ in worker_ports(**settings)] == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "side_channel"),
+    [
+        ({}, None),
+        ({"listen": "unix:/w"}, None),
+        ({"listen": "[::1]:1"}, None),
+        ({"listen": "0.0.0.0:1", "advertise": "gpu-1:1"}, "gpu-1"),
+        ({"listen": "10.0.0.2:1"}, "10.0.0.2"),
+        ({"listen": "[fd00::2]:1"}, "[fd00::2]"),
+    ],
+)
+def test_direct_handoff_of_vllm_opens_ports_of_ucx_and_nixl(settings, side_channel):
+    expected = [("kv_paths", "the ports that UCX opens")]
+    if side_channel:
+        expected.append(("kv_paths", f"the side channel of NIXL at {side_channel}, a free port"))
+
+    assert worker_ports(engine="vllm", kv_paths=["direct"], **settings) == expected
+    assert worker_ports(engine="vllm", **settings) == []
 
 
 def test_each_open_port_is_logged_with_its_remedy(caplog):

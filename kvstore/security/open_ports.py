@@ -1,4 +1,4 @@
-"""Open ports: warns, when a process starts, of each port at which other hosts have to prove nothing.
+"""Open ports: warns, when a process starts, of each port at which other hosts need no credentials.
 
 Ports that ask for credentials are refused beyond loopback without them, unless the settings allow that (`insecure`,
 `metrics_access.open`). The ports here are open by nature, or by the settings of clients, so a warning names them.
@@ -13,14 +13,14 @@ from kvstore.net.addresses import is_local
 
 log = logging.getLogger(__name__)
 
-NOTHING_PROVEN = "callers prove nothing"
+NO_CREDENTIALS = "callers need no credentials"
 
 UCX_PORTS = "the ports that UCX opens"
 """The addresses of NIXL: UCX, which carries its data, listens on every network device of the host, also beyond loopback."""
 
 
 class OpenPort(Struct, frozen=True):
-    """A port that other hosts may reach, although callers prove nothing or the connection is not encrypted."""
+    """A port that other hosts may reach, although callers need no credentials or the connection is not encrypted."""
 
     setting: str
     address: str

@@ -1,4 +1,4 @@
-"""Open ports: a process warns at its start of those at which other hosts have to prove nothing, and docs/security.md lists all."""
+"""Open ports: a process warns at its start of those at which other hosts need no credentials, and docs/security.md lists all."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from fleet.app.settings_reference import KINDS, settings_keys
 from fleet.router.settings.open_ports import IN_THE_CLEAR, open_router_ports
 from fleet.router.settings.router import RouterSettings
-from kvstore.security.open_ports import NOTHING_PROVEN, warn_of_open_ports
+from kvstore.security.open_ports import NO_CREDENTIALS, warn_of_open_ports
 from workers.open_ports import open_worker_ports
 from workers.settings import WorkerSettings
 
@@ -32,8 +32,8 @@ def worker_ports(**settings):
 @pytest.mark.parametrize(
     ("tls", "keyed", "cause"),
     [
-        ({}, False, NOTHING_PROVEN),
-        (TLS, False, NOTHING_PROVEN),
+        ({}, False, NO_CREDENTIALS),
+        (TLS, False, NO_CREDENTIALS),
         ({}, True, IN_THE_CLEAR),
         (TLS, True, None),
         (MUTUAL, False, None),
@@ -97,7 +97,7 @@ def test_each_open_port_is_logged_with_its_remedy(caplog):
     warn_of_open_ports(open_router_ports(settings, keyed=False))
 
     (record,) = [each for each in caplog.records if each.message == "port open to other hosts"]
-    assert (record.setting, record.address, record.cause) == ("http_listen", "0.0.0.0:8000", NOTHING_PROVEN)
+    assert (record.setting, record.address, record.cause) == ("http_listen", "0.0.0.0:8000", NO_CREDENTIALS)
     assert "API keys" in record.remedy
 
 

@@ -373,6 +373,12 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.registry_credentials if self.control_credentials == Credentials() else self.control_credentials
 
     @property
+    def engine_host(self) -> str:
+        """The host at which engines of other workers find this one: of `advertise` or `listen`; 127.0.0.1 behind a Unix socket."""
+        address = self.advertise or self.listen
+        return "127.0.0.1" if unix_path(address) else address.rpartition(":")[0]
+
+    @property
     def store_address(self) -> str:
         """The address of the store node that this worker uses, its own or another one; empty: none."""
         if self.embedded_store is None:

@@ -612,7 +612,7 @@ async def _serve(settings: RouterSettings, parts: _Parts, announce: Announce) ->
 
     A process that does not share its ports opens them first. So it ends before it contacts workers if another process has
     these ports, and its health port can report when it is ready. Processes that share ports (`share_ports`) open them
-    last, because clients can connect to an open port at once.
+    last, because clients can connect to a listening port at once.
     """
     async with _directory(settings) as directory, asyncio.TaskGroup() as tasks, AsyncExitStack() as opened:
         ports = _frontends(settings, parts)
@@ -688,7 +688,7 @@ async def _catch_up(parts: _Parts, directory: "Directory | None", seconds: float
 
 
 class _Frontends(Struct, frozen=True, kw_only=True):
-    """The open ports of a router process."""
+    """The listening ports of a router process."""
 
     http: HttpFrontend
     grpc: GrpcFrontend
@@ -697,7 +697,7 @@ class _Frontends(Struct, frozen=True, kw_only=True):
     picker: "EndpointPicker | None"
 
     def endpoints(self) -> dict[str, str]:
-        """Return the address of each open port, by its protocol or purpose."""
+        """Return the address of each listening port, by its protocol or purpose."""
         endpoints = {"http": self.http.address, "grpc": self.grpc.address, "control": self.control}
         if self.http.health_address:
             endpoints["health"] = self.http.health_address

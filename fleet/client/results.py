@@ -154,9 +154,8 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     booked_elsewhere: int  # number of requests that other routers have reserved on the worker
     # Seconds that it would take to compute the cached blocks again, without blocks that other workers also hold.
     cache_seconds: float = 0.0
-    protocol: int = (
-        0  # protocol version between worker and router; 0: the worker is not Fleet's, or the router has version 1
-    )
+    # Protocol version between worker and router; 0: the worker is not Fleet's, or the router has version 1.
+    protocol: int = 0
     product: str = ""  # version of Fleet that the worker runs; empty if unknown
 
 

@@ -229,9 +229,8 @@ class TextPrompt(Struct, frozen=True, tag=True):
 class ChatPrompt(Struct, frozen=True, tag=True):
     messages: tuple[ChatMessage, ...]
     tools: str = ""  # tools that the model may call, a JSON list as in the OpenAI API, or empty
-    template_args: str = (
-        ""  # additional variables of the chat template, such as `enable_thinking`: a JSON object; empty: none
-    )
+    # Additional variables of the chat template, such as `enable_thinking`: a JSON object; empty: none.
+    template_args: str = ""
 
 
 class TokenPrompt(Struct, frozen=True, tag=True):

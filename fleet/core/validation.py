@@ -56,9 +56,8 @@ MAX_BIAS = 100.0
 # Maximum number of forbidden strings. vLLM's sampler has room for only this number of token sequences.
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
-MAX_MESSAGES = (
-    16_384  # limit of a chat's messages; each takes several tokens of the prompt, and some microseconds to check
-)
+# Maximum number of messages of a chat. Each takes several tokens of the prompt, and some microseconds to check.
+MAX_MESSAGES = 16_384
 MAX_IMAGES = 64  # maximum number of images in a prompt; engines have lower limits
 MAX_PIXELS = 50_000_000  # maximum for one image; a decoded image takes 3 or 4 bytes per pixel, up to 200 MB
 MAX_REQUEST_PIXELS = 100_000_000  # maximum for all images of a prompt together

@@ -27,9 +27,8 @@ class WorkerJoined(Struct, frozen=True, kw_only=True):
     description: WorkerDescription
     address: str
     knowledge: Knowledge = Knowledge.EXACT  # how the router knows what the worker has cached
-    believed_for: Nanos | None = (
-        None  # how long the router assumes that a sent prompt stays cached; None: the worker reports its cache
-    )
+    # How long the router assumes that a sent prompt stays cached; None: the worker reports its cache.
+    believed_for: Nanos | None = None
 
 
 class WorkerLeft(Struct, frozen=True, kw_only=True):

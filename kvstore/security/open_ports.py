@@ -1,4 +1,4 @@
-"""Open ports: warns, when a process starts, of each port at which other hosts have to prove nothing.
+"""Open ports: warns, when a process starts, of each port at which other hosts need no credentials.
 
 Ports that ask for credentials are refused beyond loopback without them, unless the settings allow that (`insecure`,
 `metrics_access.open`). The ports here are open by nature, or by the settings of clients, so a warning names them.
@@ -13,26 +13,34 @@ from kvstore.net.addresses import is_local
 
 log = logging.getLogger(__name__)
 
-NOTHING_PROVEN = "callers prove nothing"
+NO_CREDENTIALS = "callers need no credentials"
+
+UCX_PORTS = "the ports that UCX opens"
+"""The addresses of NIXL: UCX, which carries its data, listens on every network device of the host, also beyond loopback."""
 
 
 class OpenPort(Struct, frozen=True):
-    """A port that other hosts may reach, although callers prove nothing or the connection is not encrypted."""
+    """A port that other hosts may reach, although callers need no credentials or the connection is not encrypted."""
 
     setting: str
     address: str
     """The address as the settings name it, or a description of addresses that something else chooses."""
 
     cause: str
-    to_change: str
+    remedy: str
 
     @property
     def is_reached_by_others(self) -> bool:
         """True unless only processes of this host can connect to the address."""
-        try:
-            return not is_local(self.address)
-        except ValueError:  # not host:port
-            return True
+        return is_open_to_others(self.address)
+
+
+def is_open_to_others(address: str) -> bool:
+    """Return True unless only processes of this host can connect to the address."""
+    try:
+        return not is_local(address)
+    except ValueError:  # not host:port
+        return True
 
 
 def warn_of_open_ports(ports: Iterable[OpenPort]) -> None:
@@ -45,6 +53,6 @@ def warn_of_open_ports(ports: Iterable[OpenPort]) -> None:
                     "setting": port.setting,
                     "address": port.address,
                     "cause": port.cause,
-                    "to_change": port.to_change,
+                    "remedy": port.remedy,
                 },
             )

@@ -41,7 +41,7 @@ from kvstore.protocol.wire import MAX_MESSAGE_BYTES
 from kvstore.security.certificates import CertificateFiles, CertificateWatch
 from kvstore.security.channels import LoadedCredentials, load
 from kvstore.security.metrics_access import MetricsGuard
-from kvstore.security.open_ports import NOTHING_PROVEN, OpenPort, warn_of_open_ports
+from kvstore.security.open_ports import NO_CREDENTIALS, UCX_PORTS, OpenPort, warn_of_open_ports
 from kvstore.security.tls_diagnosis import fault_of_own
 from kvstore.service.backing_tiers import BackingTiers
 from kvstore.service.block_store import BlockStoreService, NodeIdentity
@@ -85,8 +85,8 @@ log = logging.getLogger(__name__)
 
 NIXL_PORTS = OpenPort(
     "nixl",
-    "the ports that UCX opens",
-    NOTHING_PROVEN,
+    UCX_PORTS,
+    NO_CREDENTIALS,
     'let only trusted hosts reach these ports, or set nixl = "never"',
 )
 

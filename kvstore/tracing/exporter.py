@@ -32,9 +32,8 @@ log = logging.getLogger(__name__)
 BATCH_SPANS = 512  # spans of one export: about 500 KB, an eighth of what gRPC servers accept by default
 CLOSE_SECONDS = 2.0  # time limit to send the waiting spans when the process ends
 LONGEST_CAUSE = 500  # characters of a collector's message that are logged
-SHORTEST_SECRET = (
-    4  # characters; shorter words of headers are not masked: they are not secret, and other words contain them
-)
+# Characters. Shorter words of headers are not masked: they are not secret, and other words contain them.
+SHORTEST_SECRET = 4
 
 SendSpans = Callable[[Sequence[SpanRecord]], bool]
 """A function that sends spans within a time limit, and returns True if the collector has taken them."""

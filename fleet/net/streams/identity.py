@@ -85,7 +85,7 @@ class StreamIdentity(Struct, frozen=True, kw_only=True):
                     extra={
                         "setting": listen_field,
                         "address": listen,
-                        "to_change": f"set {self.field}.secret_file, or listen at unix:/path; {self.field}.insecure = true says that it is meant",
+                        "remedy": f"set {self.field}.secret_file, or listen at unix:/path; {self.field}.insecure = true says that it is meant",
                     },
                 )
                 return

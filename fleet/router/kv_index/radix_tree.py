@@ -55,9 +55,8 @@ class RadixNode(Struct, eq=False):
     keys: Keys  # block keys of this node
     mask: int  # bits of the holders of these blocks
     chain: Chain | None  # the chain for which the node was made, if that chain ends here
-    continuations: dict[ChainHolder, int] | None = (
-        None  # for each holder, its chains that end here plus its child nodes; None: only `chain` ends here
-    )
+    # For each holder, its chains that end here plus its child nodes; None: only `chain` ends here.
+    continuations: dict[ChainHolder, int] | None = None
     count: int = 1  # number of all chains that end here, plus child nodes
 
     @property

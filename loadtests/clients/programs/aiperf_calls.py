@@ -4,12 +4,11 @@ AIPerf takes its tokenizer from the hub's cache only, so the model folder is put
 """
 
 import json
-import os
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
-from reporting import report
+from reporting import CallFailed, report_calls, run_command
 
 REQUESTS = 4
 CALLS = {"completions": "completions", "chats": "chat"}
@@ -23,27 +22,27 @@ def main(url: str, model: str, model_folder: str, scratch: str) -> None:
     (cached / "refs" / "main").write_text(REVISION)
     if not (cached / "snapshots" / REVISION).exists():
         (cached / "snapshots" / REVISION).symlink_to(Path(model_folder).resolve())
-    environment = {**os.environ, "HF_HOME": str(Path(scratch) / "hub"), "HF_HUB_OFFLINE": "1"}
-    for call, kind in CALLS.items():
-        out = Path(scratch) / call
-        command = [str(Path(sys.executable).with_name("aiperf")), "profile", "--model", model, "--ui", "none"]
-        command += [
-            "--url",
-            url.removesuffix("/v1"),
-            "--endpoint-type",
-            kind,
-            "--streaming",
-            "--tokenizer",
-            "fleet/tiny",
-        ]
-        command += ["--request-count", str(REQUESTS), "--synthetic-input-tokens-mean", "32"]
-        command += ["--output-tokens-mean", "8", "--artifact-dir", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
-        profile = out / "profile_export_aiperf.json"
-        served = json.loads(profile.read_text())["request_count"]["avg"] if profile.exists() else 0
-        ok = done.returncode == 0 and served == REQUESTS
-        why = "" if ok else f"{served} of {REQUESTS} requests: {(done.stderr or done.stdout)[-200:]}"
-        report(call, ok=ok, why=why)
+    report_calls({call: partial(run, call, url, model, scratch) for call in CALLS})
+
+
+def run(call: str, url: str, model: str, scratch: str) -> bool:
+    """Run the benchmark of one call; return True if it counts all requests.
+
+    Raises:
+        CallFailed: It counts others, or does not end.
+    """
+    out = Path(scratch) / call
+    command = [str(Path(sys.executable).with_name("aiperf")), "profile", "--model", model, "--ui", "none"]
+    command += ["--url", url.removesuffix("/v1"), "--endpoint-type", CALLS[call], "--streaming"]
+    command += ["--tokenizer", "fleet/tiny"]
+    command += ["--request-count", str(REQUESTS), "--synthetic-input-tokens-mean", "32"]
+    command += ["--output-tokens-mean", "8", "--artifact-dir", str(out)]
+    done = run_command(command, {"HF_HOME": str(Path(scratch) / "hub"), "HF_HUB_OFFLINE": "1"})
+    profile = out / "profile_export_aiperf.json"
+    served = json.loads(profile.read_text())["request_count"]["avg"] if profile.exists() else 0
+    if done.returncode or served != REQUESTS:
+        raise CallFailed(f"{served} of {REQUESTS} requests: {(done.stderr or done.stdout)[-200:]}")
+    return True
 
 
 if __name__ == "__main__":

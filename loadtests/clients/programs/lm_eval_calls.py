@@ -4,11 +4,11 @@ Usage: python lm_eval_calls.py URL MODEL MODEL_FOLDER SCRATCH. It prints a JSON 
 """
 
 import json
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
-from reporting import report
+from reporting import CallFailed, report_calls, run_command
 
 QUESTIONS = [
     {
@@ -60,18 +60,29 @@ def main(url: str, model: str, model_folder: str, scratch: str) -> None:
     data.write_text("".join(f"{json.dumps(each)}\n" for each in QUESTIONS))
     for name, text in (("choices", CHOICES), ("words", WORDS)):
         (folder / f"{name}.yaml").write_text(text.format(data=data))
-    for call, (kind, path, task, batch, more) in RUNS.items():
-        arguments = [f"model={model}", f"base_url={url}/{path}", "num_concurrent=1", "max_retries=1"]
-        arguments += [f"tokenizer={model_folder}", "tokenizer_backend=huggingface", "tokenized_requests=True"]
-        if "chat" in path:
-            arguments = [each for each in arguments if not each.startswith("tokenized")] + ["tokenized_requests=False"]
-        command = [sys.executable, "-m", "lm_eval", "--model", kind, "--model_args", ",".join(arguments)]
-        command += ["--tasks", task, "--include_path", scratch, "--batch_size", batch, *more]
-        command += ["--output_path", str(folder / f"out-{task}-{kind}")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-        ok = done.returncode == 0 and task in done.stdout
-        why = "" if ok else (done.stderr or done.stdout)[-300:]
-        report(call, ok=ok, why=why)
+    report_calls({call: partial(run, call, url, model, model_folder, folder) for call in RUNS})
+
+
+def run(call: str, url: str, model: str, model_folder: str, folder: Path) -> bool:
+    """Run one task; return True if lm-eval prints its results.
+
+    Raises:
+        CallFailed: It prints none, or does not end.
+    """
+    kind, path, task, batch, more = RUNS[call]
+    arguments = [f"model={model}", f"base_url={url}/{path}", "num_concurrent=1", "max_retries=1"]
+    arguments += [
+        f"tokenizer={model_folder}",
+        "tokenizer_backend=huggingface",
+        f"tokenized_requests={'chat' not in path}",
+    ]
+    command = [sys.executable, "-m", "lm_eval", "--model", kind, "--model_args", ",".join(arguments)]
+    command += ["--tasks", task, "--include_path", str(folder), "--batch_size", batch, *more]
+    command += ["--output_path", str(folder / f"out-{task}-{kind}")]
+    done = run_command(command, {})
+    if done.returncode or task not in done.stdout:
+        raise CallFailed((done.stderr or done.stdout)[-280:])
+    return True
 
 
 if __name__ == "__main__":

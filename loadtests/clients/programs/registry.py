@@ -73,6 +73,16 @@ PROGRAMS: Mapping[str, ClientProgram] = {
         script="grpc_reflection_calls.py",
         api="grpc",
     ),
+    "vllm-bench": ClientProgram(
+        distribution=SystemDistribution(
+            name="vllm-bench",
+            version="0.32.0",
+            # Not with all their dependencies, which are CUDA libraries and compilers of several GB that no benchmark of a server loads.
+            steps=(CPU_TORCH, (("--no-deps", "vllm==0.32.0", "xgrammar==0.2.8"),), (VLLM_BENCH_IMPORTS,)),
+            constraints=_constraints("vllm-bench"),
+        ),
+        script="vllm_bench_calls.py",
+    ),
     "lm-eval": ClientProgram(
         distribution=_pinned("lm-eval", "0.4.13", "lm-eval[api]==0.4.13", "transformers==5.19.0", "jinja2==3.1.6"),
         script="lm_eval_calls.py",
@@ -95,16 +105,6 @@ PROGRAMS: Mapping[str, ClientProgram] = {
     ),
     "aiperf": ClientProgram(
         distribution=_pinned("aiperf", "0.13.0", "aiperf==0.13.0"), script="aiperf_calls.py", slow=True
-    ),
-    "vllm-bench": ClientProgram(
-        distribution=SystemDistribution(
-            name="vllm-bench",
-            version="0.32.0",
-            # Not with all their dependencies, which are CUDA libraries and compilers of several GB that no benchmark of a server loads.
-            steps=(CPU_TORCH, (("--no-deps", "vllm==0.32.0", "xgrammar==0.2.8"),), (VLLM_BENCH_IMPORTS,)),
-            constraints=_constraints("vllm-bench"),
-        ),
-        script="vllm_bench_calls.py",
     ),
 }
 """Programs by name, those that install quickly first."""

@@ -5,10 +5,42 @@ environments that have nothing of Fleet.
 """
 
 import json
-from collections.abc import Callable, Mapping
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 
 MAX_WHY_CHARACTERS = 300
 """Number of characters of an error that a line keeps."""
+
+COMMAND_SECONDS = 280.0
+"""Time limit of one command of a program. Three commands end before the limit of the whole program (`registry.SECONDS`)."""
+
+
+class CallFailed(Exception):
+    """A call did not do what it is for; the message says what it did instead."""
+
+
+def run_command(command: Sequence[str], environment: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
+    """Run a command of a program, and return its status and what it printed.
+
+    Args:
+        command: The command and its arguments.
+        environment: Variables that are set in addition to those of this process.
+
+    Raises:
+        CallFailed: The command did not end in time.
+    """
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECONDS,
+            check=False,
+            env={**os.environ, **environment},
+        )
+    except subprocess.TimeoutExpired:
+        raise CallFailed(f"no end within {COMMAND_SECONDS:.0f} s") from None
 
 
 def report_calls(

@@ -343,7 +343,9 @@ def test_worker_open_to_other_hosts_is_rejected(listen):
 def test_local_worker_needs_no_proof_but_warns_of_other_users(listen, told, warned, caplog):
     worker_identity("credentials", Credentials(**told)).require("listen", listen, on_loopback=False)
 
-    assert ("port open to all users of this machine" in caplog.text) == warned
+    warnings = [each for each in caplog.records if each.message == "port open to all users of this machine"]
+    assert len(warnings) == warned
+    assert all(each.setting == "listen" and "credentials.secret_file" in each.remedy for each in warnings)
 
 
 def test_worker_with_a_secret_warns_of_nobody(secret, caplog):

@@ -1,4 +1,4 @@
-"""Tests of several answers on a real router and real workers: whatever becomes of them, no booking and no block is left."""
+"""Tests of several answers on a real router and real workers: whatever becomes of them, no reservation and no block is left."""
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -43,7 +43,7 @@ def of_workers(router, field: str) -> list[int]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_failed_branch_leaves_no_booking(model_dir, stream):
+async def test_failed_branch_leaves_no_reservation(model_dir, stream):
     async def ask(client):
         answer = await client.completions.create(**ASKED, stream=stream, extra_body={"ignore_eos": True})
         if stream:

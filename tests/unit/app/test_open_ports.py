@@ -1,4 +1,4 @@
-"""Open ports: a process warns at its start of those at which other hosts have to prove nothing, and docs/security.md lists all."""
+"""Open ports: a process warns at its start of those at which other hosts need no credentials, and docs/security.md lists all."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from fleet.app.settings_reference import KINDS, settings_keys
 from fleet.router.settings.open_ports import IN_THE_CLEAR, open_router_ports
 from fleet.router.settings.router import RouterSettings
-from kvstore.security.open_ports import NOTHING_PROVEN, warn_of_open_ports
+from kvstore.security.open_ports import NO_CREDENTIALS, warn_of_open_ports
 from workers.open_ports import open_worker_ports
 from workers.settings import WorkerSettings
 
@@ -23,11 +23,17 @@ def router_ports(*, keyed=False, **settings):
     return {port.setting: port.cause for port in found if port.is_reached_by_others}
 
 
+def worker_ports(**settings):
+    told = {"worker_id": "w", "engine": "simulated", "model": "tiny", "model_dir": "/m"} | settings
+    found = open_worker_ports(msgspec.convert(told, WorkerSettings))
+    return [(port.setting, port.address) for port in found if port.is_reached_by_others]
+
+
 @pytest.mark.parametrize(
     ("tls", "keyed", "cause"),
     [
-        ({}, False, NOTHING_PROVEN),
-        (TLS, False, NOTHING_PROVEN),
+        ({}, False, NO_CREDENTIALS),
+        (TLS, False, NO_CREDENTIALS),
         ({}, True, IN_THE_CLEAR),
         (TLS, True, None),
         (MUTUAL, False, None),
@@ -60,16 +66,30 @@ def test_picker_is_open_until_gateways_show_certificates(tls, is_open):
         ({"kv_paths": ["direct"]}, []),
         ({"kv_paths": ["direct"], "simulated": {"direct_listen": "0.0.0.0:0"}}, ["simulated.direct_listen"]),
         ({"simulated": {"direct_listen": "0.0.0.0:0"}}, []),
-        ({"kv_paths": ["direct"], "engine": "vllm"}, []),
-        ({"kv_paths": ["direct"], "engine": "vllm", "listen": "unix:/w"}, []),
-        ({"kv_paths": ["direct"], "engine": "vllm", "listen": "0.0.0.0:1", "advertise": "gpu-1:1"}, ["advertise"]),
-        ({"kv_paths": ["direct"], "engine": "vllm", "listen": "10.0.0.2:1"}, ["listen"]),
     ],
 )
 def test_ports_between_engines_are_open_beyond_loopback(settings, found):
-    told = {"worker_id": "w", "engine": "simulated", "model": "tiny", "model_dir": "/m"} | settings
-    ports = open_worker_ports(msgspec.convert(told, WorkerSettings))
-    assert [port.setting for port in ports if port.is_reached_by_others] == found
+    assert [setting for setting, _ in worker_ports(**settings)] == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "side_channel"),
+    [
+        ({}, None),
+        ({"listen": "unix:/w"}, None),
+        ({"listen": "[::1]:1"}, None),
+        ({"listen": "0.0.0.0:1", "advertise": "gpu-1:1"}, "gpu-1"),
+        ({"listen": "10.0.0.2:1"}, "10.0.0.2"),
+        ({"listen": "[fd00::2]:1"}, "[fd00::2]"),
+    ],
+)
+def test_direct_handoff_of_vllm_opens_ports_of_ucx_and_nixl(settings, side_channel):
+    expected = [("kv_paths", "the ports that UCX opens")]
+    if side_channel:
+        expected.append(("kv_paths", f"the side channel of NIXL at {side_channel}, a free port"))
+
+    assert worker_ports(engine="vllm", kv_paths=["direct"], **settings) == expected
+    assert worker_ports(engine="vllm", **settings) == []
 
 
 def test_each_open_port_is_logged_with_its_remedy(caplog):
@@ -77,8 +97,8 @@ def test_each_open_port_is_logged_with_its_remedy(caplog):
     warn_of_open_ports(open_router_ports(settings, keyed=False))
 
     (record,) = [each for each in caplog.records if each.message == "port open to other hosts"]
-    assert (record.setting, record.address, record.cause) == ("http_listen", "0.0.0.0:8000", NOTHING_PROVEN)
-    assert "API keys" in record.to_change
+    assert (record.setting, record.address, record.cause) == ("http_listen", "0.0.0.0:8000", NO_CREDENTIALS)
+    assert "API keys" in record.remedy
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"

@@ -34,9 +34,8 @@ log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 1 << 20  # maximum length of a request: 60,000 names
 MAX_CONNECTIONS = 256
-IDLE_SECONDS = (
-    10.0  # a connection without a request for this long is closed; the decode worker sends its request at once
-)
+# A connection without a request for this long is closed; the decode worker sends its request at once.
+IDLE_SECONDS = 10.0
 _LENGTH = struct.Struct(">I")
 
 

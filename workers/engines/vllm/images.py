@@ -33,9 +33,8 @@ log = logging.getLogger(__name__)
 
 MODALITY = "image"
 
-PREPARED_AT_ONCE = (
-    2  # vLLM's image processors have one thread, so one request is decoded while another one is processed
-)
+# vLLM's image processors have one thread, so one request is decoded while another one is processed.
+PREPARED_AT_ONCE = 2
 
 
 class ImageRefused(ValueError):

@@ -279,8 +279,7 @@ def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
         environment.setdefault(name, value)
     # Folder of vLLM's Unix sockets; it is removed later, because vLLM leaves the sockets behind.
     environment["VLLM_RPC_BASE_PATH"] = str(scratch)
-    address = settings.advertise or settings.listen
-    host = "127.0.0.1" if address.startswith("unix:") else address.rpartition(":")[0]
+    host = settings.engine_host
     if settings.group is not None and host not in EVERYWHERE:
         # The address at which other nodes find this node's processes.
         environment.setdefault("VLLM_HOST_IP", host.removeprefix("[").removesuffix("]"))

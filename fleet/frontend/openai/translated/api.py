@@ -54,9 +54,8 @@ class TranslatedRequest(Struct, frozen=True, kw_only=True):
 
     chat: OpenAiRequest
     writer: Callable[[AnswerStart], AnswerWriter]
-    has_optional_budget: bool = (
-        False  # whether a limit of the reasoning is dropped for models without a reasoning parser
-    )
+    # Whether a limit of the reasoning is dropped for models without a reasoning parser.
+    has_optional_budget: bool = False
 
 
 class TranslatedApi(Struct, frozen=True, kw_only=True):

@@ -50,9 +50,8 @@ class Pipeline:
         self.scorers = tuple(scorers)
         self._picker: Picker = picker or Lowest()
         self._total = self._sum
-        self._ranking: RankingScorer | None = (
-            None  # the only scorer, if it can find the lowest cost directly and the policy needs nothing else
-        )
+        # The only scorer, if it can find the lowest cost directly and the policy needs nothing else.
+        self._ranking: RankingScorer | None = None
         if len(self.scorers) == 1 and self.scorers[0][1] == 1:
             scorer = self.scorers[0][2]
             self._total = scorer.costs

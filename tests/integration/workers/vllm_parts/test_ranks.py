@@ -454,9 +454,8 @@ def test_bad_byte_in_one_ranks_share_is_seen_by_all(pair, node, client):
     pair.save(urgent=[BlockSave("r", a_chain(3), [4, 5, 6])])
     found = client.match(a_chain(3), lease_seconds=10)
     with a_store_client(node.address, NAMESPACE, prefer=("shm",)) as vandal:
-        vandal.connection.session.transport.mapping.bytes[found.slots[1].offset + BLOCK_BYTES - 1] ^= (
-            0x10  # of the second rank
-        )
+        # The last byte of the block belongs to the second rank.
+        vandal.connection.session.transport.mapping.bytes[found.slots[1].offset + BLOCK_BYTES - 1] ^= 0x10
 
     assert pair.load(BlockLoad("r", found, 0, [20, 21, 22])) == [[True, False, True]] * 2
     assert held(client, a_chain(3)) == 1, "the block is gone"

@@ -27,9 +27,8 @@ NODE_ADDRESS = "10.244.0.1"
 DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 CHUNK = 1 << 16
 DIAL_SECONDS = 5
-ACCEPTING_TURNS = (
-    4  # of the loop: from an accepted connection to its transport, its protocol and its task, which then ends it
-)
+# Turns of the loop from an accepted connection to its transport, its protocol and its task, which then ends it.
+ACCEPTING_TURNS = 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -22,7 +22,7 @@ from fleet.frontend.openai.bodies import (
 )
 from fleet.frontend.openai.requests import OpenAiRequest, read_chat, read_completion
 from fleet.frontend.openai.translated import messages, responses, tokens
-from fleet.frontend.openai.translated.messages import MessagesBody, read_messages
+from fleet.frontend.openai.translated.messages import CountTokensBody, MessagesBody, read_messages
 from fleet.frontend.openai.translated.responses import ResponsesBody, read_responses
 from fleet.frontend.openai.translated.tokens import TokenizeBody, read_tokenize
 
@@ -217,10 +217,22 @@ def test_fields_that_the_page_calls_taken_have_an_effect(title):
             value = True
         if row[1] == "ignored":
             ignored = "x" if field == "user" else {"some": "thing"}
-            assert meaning(listing, {field: ignored}) == meaning(listing, {}), field
+            with_field = meaning(listing, {field: ignored})
+            assert not isinstance(with_field, str), f"{field}: refused for {with_field}"
+            assert with_field == meaning(listing, {}), field
         elif row[1] == "yes":
             with_field = meaning(listing, others | {field: value})
-            assert with_field not in (meaning(listing, others), field), field
+            assert not isinstance(with_field, str), f"{field}: refused for {with_field}"
+            assert with_field != meaning(listing, others), field
+
+
+def test_page_names_every_field_of_counts_of_tokens():
+    (line,) = [line for line in PAGE.splitlines() if line.startswith("`/v1/messages/count_tokens` takes")]
+    taken, ignored, refused = ({*re.findall("`([a-z_]+)`", part)} for part in re.split("It ignores|it refuses", line))
+
+    assert ignored == {"cache_control"}
+    assert refused == {*CountTokensBody.__struct_fields__} & messages.ACCEPTED_VALUES.keys()
+    assert taken == {*CountTokensBody.__struct_fields__} - ignored - refused
 
 
 def test_page_lists_every_field_of_the_paths_for_vectors():

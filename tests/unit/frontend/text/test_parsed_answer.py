@@ -232,9 +232,8 @@ def test_own_template_parses_alike_whole_and_in_pieces(own, text, positions):
 PATTERN_PARTS = [r"\[", "a", "b", "<", "a|b", "(?:ab|a)", "(ab|b<)", "[ab]", "[^ab]", r"\w", ".", "a?", "b*", "a+", "(?:<a){2}", "(?i:a)", "(?=b)",
                  "(?!a)", "(?<=a)", "(?<!b)", r"\b", "^", "$", r"\Z", "(?>ab)", "a{1,2}", "é"]  # fmt: skip
 PATTERNS = st.lists(st.sampled_from(PATTERN_PARTS), min_size=1, max_size=4).map("".join)
-OPENS = PATTERNS.map(
-    lambda pattern: f"(?:{pattern})[ab]"
-)  # the parser never ends if nothing can open and close a region
+# The parser never ends if nothing can open and close a region.
+OPENS = PATTERNS.map(lambda pattern: f"(?:{pattern})[ab]")
 
 
 @given(

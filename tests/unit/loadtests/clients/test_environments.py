@@ -65,6 +65,12 @@ def test_every_program_pins_its_packages(name):
     assert (registry.FOLDER / program.script).is_file()
 
 
+def test_programs_that_install_quickly_come_first():
+    slow = [program.slow for program in registry.PROGRAMS.values()]
+
+    assert slow == sorted(slow)
+
+
 def test_every_install_obeys_the_constraints_of_its_program(tmp_path, ran):
     for name, program in registry.PROGRAMS.items():
         ran.clear()

@@ -94,6 +94,44 @@ def test_lines_of_a_program_are_its_calls(tmp_path, monkeypatch, script, expecte
     assert [(each.call, each.outcome, each.field) for each in results] == expected
 
 
+HANGS_AT_FIRST = """\
+#!/bin/sh
+cd "$(dirname "$0")"
+mkdir started 2>/dev/null && exec sleep 600
+exit 1
+"""
+SHORT_LIMIT = """
+import sys
+from pathlib import Path
+
+import reporting
+import {module}
+
+sys.executable = str(Path(__file__).with_name("python"))
+reporting.COMMAND_SECONDS = 1.0
+{module}.main(*sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("name", ["vllm-bench", "guidellm", "aiperf", "lm-eval"])
+def test_calls_after_one_that_hangs_are_made_and_reported(tmp_path, monkeypatch, name):
+    script = registry.PROGRAMS[name].script
+    (tmp_path / "calls.py").write_text(SHORT_LIMIT.format(module=script.removesuffix(".py")))
+    for each in (script, "reporting.py"):
+        shutil.copy(registry.FOLDER / each, tmp_path)
+    for command_name in ("python", "vllm", "guidellm", "aiperf"):
+        (tmp_path / command_name).write_text(HANGS_AT_FIRST)
+        (tmp_path / command_name).chmod(0o755)
+    monkeypatch.setattr(registry, "FOLDER", tmp_path)
+
+    results = registry.run_script(Path(sys.executable), "calls.py", "http://x/v1", "m", tmp_path, tmp_path / "scratch")
+
+    assert len(results) > 1
+    assert PROGRAM not in [each.call for each in results], results[-1].why
+    assert {each.outcome for each in results} == {CallOutcome.FAILED}
+    assert results[0].why == "CallFailed: no end within 1 s"
+
+
 @pytest.mark.parametrize("clients", ["grpc-reflection", "openai,tritonclient"])
 def test_program_without_http_is_refused_with_a_url(capsys, clients):
     assert main(["--url", "http://127.0.0.1:1/v1", "--clients", clients]) == MISUSED

@@ -127,9 +127,8 @@ class KubeHttpServer:
             form = f"g=apidiscovery.k8s.io;v={version};as=APIGroupDiscoveryList"
             if form in request.headers.get("Accept", "").replace(" ", ""):
                 whole = answers.as_json(discovery.aggregated(catalogue, legacy=root == "api", version=version))
-                whole.headers["Content-Type"] = (
-                    f"application/json;{form}"  # clients check whether they got what they asked for
-                )
+                # Clients check whether they got what they asked for.
+                whole.headers["Content-Type"] = f"application/json;{form}"
                 return whole
         if root == "api":
             address = {"clientCIDR": "0.0.0.0/0", "serverAddress": request.host}

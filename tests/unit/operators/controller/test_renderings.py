@@ -53,13 +53,22 @@ def test_renderings_are_those_of_the_deployment_itself(replicas, routers):
     assert renderings.shared(wanted, SERVED, routers) == direct
 
 
-def test_change_of_replicas_renders_nothing_again(made):
+def test_change_of_worker_replicas_renders_nothing_again(made):
     renderings = Renderings(IMAGES)
     for replicas in (1, 4, 2):
         renderings.revision(desired(replicas=replicas))
         renderings.shared(desired(replicas=replicas), SERVED, 1)
 
     assert made == [("revision", "one"), ("shared", "one")]
+
+
+def test_change_of_router_replicas_renders_only_shared_objects(made):
+    renderings = Renderings(IMAGES)
+    for routers in (1, 2):
+        renderings.revision(desired(replicas=routers))
+        renderings.shared(desired(replicas=routers), SERVED, routers)
+
+    assert made == [("revision", "one"), ("shared", "one"), ("shared", "one")]
 
 
 def test_other_changes_render_again_what_depends_on_them(made):

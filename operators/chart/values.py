@@ -453,7 +453,8 @@ class Monitors(_Values, frozen=True):
 
 class MetricsKey(_Values, frozen=True):
     name: Name = ""
-    """Name of a Secret in the release's namespace; empty: the PodMonitors send no key."""
+    """Name of a Secret in the release's namespace. Empty: the PodMonitor of the routers sends no key, and with `keySha256` the operator and
+    the planner have none."""
 
     key: str = "key"
     """Key in the Secret."""

@@ -26,8 +26,11 @@ QUANTITY_FIELDS = frozenset({"sizeLimit", "divisor"})
 PORT_HOLDERS = frozenset({"httpGet", "tcpSocket"})
 """Names of the fields whose `port` is a number or the name of a port."""
 
-TIMES = frozenset({"creationTimestamp", "deletionTimestamp", "time"})
-"""Names of the fields of `metadata` and `managedFields` that are times."""
+TIMES = {"metadata": frozenset({"creationTimestamp", "deletionTimestamp"}), "managedFields": frozenset({"time"})}
+"""Names of the fields that are times, by the name of the field that has them."""
+
+TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}([.,][0-9]+)?(Z|[+-][0-9]{2}:[0-9]{2})")
+"""The syntax of a time (RFC 3339). The API server takes no other form of ISO 8601."""
 
 
 def refusal(action: Action, error: RequestDenied) -> ApiRefusal:
@@ -66,14 +69,14 @@ def _bad_quantities(manifest: Manifest) -> Iterator[str]:
 def _misfits(manifest_part: Any, at: str) -> Iterator[str]:
     """Yield the fields that the API server does not name although it cannot convert their values, with the requirements.
 
-    These are numbers that are not integers (quantities may be fractions), ports, and times. The published schemas have
-    no other field of a pod template whose type the API server does not check by the schema.
+    These are numbers that are not integers (quantities may be fractions), ports, and times. The API server checks the
+    types of all other fields by the schema.
     """
     for name, node, path in _fields(manifest_part, at):
         parent = path.removesuffix(f".{name}").rpartition(".")[2]
         if name == "port" and parent in PORT_HOLDERS and (isinstance(node, bool) or not isinstance(node, int | str)):
             yield f"{path}: must be a whole number or the name of a port"
-        elif name in TIMES and not _is_time(node):
+        elif name in TIMES.get(parent.partition("[")[0], ()) and not _is_time(node):
             yield f"{path}: must be a time such as 2026-01-31T12:00:00Z"
         elif isinstance(node, float) and not (node.is_integer() or name in QUANTITY_FIELDS or parent in QUANTITY_MAPS):
             yield f"{path}: must be a whole number"
@@ -98,7 +101,12 @@ def _is_quantity(value: Any) -> bool:
 
 
 def _is_time(value: Any) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, str) or TIME.fullmatch(value) is None:
+        return False
     try:
-        return datetime.fromisoformat(value).tzinfo is not None
-    except (TypeError, ValueError):
-        return value is None
+        datetime.fromisoformat(value)
+    except ValueError:
+        return False
+    return True

@@ -4,8 +4,10 @@ Most reconciles follow a change of pods or of a number of replicas, and making a
 their time.
 """
 
+import hashlib
 from collections.abc import Sequence
 
+import msgspec
 from msgspec import structs
 
 from fleet.net.kubernetes.kinds import OptionalKinds
@@ -16,7 +18,8 @@ from operators.manifests.shared import shared
 from operators.manifests.workloads import revision
 
 MOST_SHARED = 64
-"""The maximum number of deployments whose shared objects are remembered, because their manifests are large."""
+"""The maximum number of deployments whose shared objects are remembered, because their manifests are large: those of a
+deployment of four roles take about 48 kB."""
 
 DEFAULT_REPLICAS = 1
 
@@ -27,25 +30,26 @@ class Renderings:
     def __init__(self, images: Images) -> None:
         """Create the memory; `images` are the images for deployments that name none."""
         self._images = images
-        self._revisions: dict[tuple[str, str], tuple[DesiredDeployment, str]] = {}
-        self._shared: dict[tuple[str, str], tuple[tuple[DesiredDeployment, OptionalKinds, int], list[Manifest]]] = {}
+        self._revisions: dict[tuple[str, str], tuple[bytes, str]] = {}
+        self._shared: dict[tuple[str, str], tuple[tuple[bytes, OptionalKinds, int], list[Manifest]]] = {}
 
     def revision(self, desired: DesiredDeployment) -> str:
         """Return the revision of a deployment's workers (`operators.manifests.workloads.revision`)."""
         known, found = self._revisions.get((desired.namespace, desired.name), (None, ""))
         source = _without_replicas(desired)
-        if known != source:
+        if known != (digest := _digest(source)):
             found = revision(source, self._images)
-            self._revisions[desired.namespace, desired.name] = (source, found)
+            self._revisions[desired.namespace, desired.name] = (digest, found)
         return found
 
     def shared(self, desired: DesiredDeployment, served: OptionalKinds, routers: int) -> Sequence[Manifest]:
         """Return the manifests of a deployment's shared objects, with their digests. The caller must not change them."""
-        key, source = (desired.namespace, desired.name), (_without_replicas(desired), served, routers)
+        key, source = (desired.namespace, desired.name), _without_replicas(desired)
         known, found = self._shared.pop(key, (None, []))
-        if known != source:
-            found = [with_digest(each) for each in shared(source[0], self._images, served, routers=routers)]
-        self._shared[key] = (source, found)
+        made_from = (_digest(source), served, routers)
+        if known != made_from:
+            found = [with_digest(each) for each in shared(source, self._images, served, routers=routers)]
+        self._shared[key] = (made_from, found)
         while len(self._shared) > MOST_SHARED:
             del self._shared[next(iter(self._shared))]
         return found
@@ -63,3 +67,11 @@ def _without_replicas(desired: DesiredDeployment) -> DesiredDeployment:
     """Return the deployment with the same number of replicas for all roles, because no manifest depends on this number."""
     roles = tuple(structs.replace(role, replicas=DEFAULT_REPLICAS) for role in desired.spec.roles)
     return structs.replace(desired, spec=structs.replace(desired.spec, roles=roles))
+
+
+def _digest(source: DesiredDeployment) -> bytes:
+    """Return a digest of the deployment as JSON, which distinguishes `true`, 1 and 1.0 in a `podTemplate`.
+
+    The API server distinguishes these values, too. In Python they are equal.
+    """
+    return hashlib.sha256(msgspec.json.encode(source)).digest()

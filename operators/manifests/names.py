@@ -56,6 +56,9 @@ GATED = f"{GROUP}/gated"
 """Annotation of the StatefulSet and the pods of a worker group: `true` if the pods are created with the scheduling
 gate."""
 
+SPEAKS_TLS = f"{GROUP}/speaks-tls"
+"""Label of the router pods that speak TLS to clients: `true`."""
+
 ROUTER = "router"
 """The name of the router role, if the specification does not contain one."""
 

@@ -24,6 +24,7 @@ from operators.manifests.names import (
     PEERS,
     RANK,
     REVISION,
+    SPEAKS_TLS,
     WORKER,
     WORKER_CONTROL,
     DesiredDeployment,
@@ -188,6 +189,8 @@ def pod_template(
             }
         }
     labels = labels_of(deployment, role) | ({REVISION: of_revision} if of_revision else {})
+    if role.type is RoleType.ROUTER and deployment.spec.routing.tls_secret:
+        labels[SPEAKS_TLS] = "true"
     template: Manifest = _with_users_limits(merged({"spec": pod}, role.pod_template), role)
     if isinstance(spec := template["spec"], Mapping) and spec.get("hostNetwork") and "dnsPolicy" not in spec:
         # With `hostNetwork`, pods would otherwise use the node's DNS resolver, which knows no Services.

@@ -44,6 +44,7 @@ from operators.manifests.names import (
     REVISION,
     ROLE,
     ROUTER,
+    SPEAKS_TLS,
     TYPE,
     GroupPlacement,
 )
@@ -275,6 +276,7 @@ def _router(
                 updated=each.status.updated_replicas if current else 0,
                 pods=_running(ready),
                 addresses=tuple(sorted(pod.status.pod_ip for pod in ready if pod.status.pod_ip)),
+                tls=any(SPEAKS_TLS in pod.metadata.labels for pod in ready),
             )
     return None
 

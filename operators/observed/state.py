@@ -79,6 +79,9 @@ class ObservedRouter(Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...] = ()
     """IP addresses of the ready router pods, as their nodes report them."""
 
+    tls: bool = False
+    """True if a ready router speaks TLS to clients. The specification may already, or no longer, name a certificate."""
+
 
 class PodDeletionCost(Struct, frozen=True, kw_only=True):
     """Holds the deletion cost that a pod should have (its number of warm blocks), and the one that it has."""

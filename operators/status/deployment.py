@@ -223,7 +223,7 @@ def _wanted(
     subject = ProbeSubject(
         service=router_service(desired),
         model=desired.spec.model.name,
-        tls=bool(desired.spec.routing.tls_secret),
+        tls=observed.router.tls,
         wants_vector=desired.spec.task is not ServedTask.GENERATE,
         routers=observed.router.pods,
         addresses=observed.router.addresses,

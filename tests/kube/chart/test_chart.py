@@ -612,20 +612,28 @@ SCRAPE_KEY = "0" * 64
 
 
 @pytest.mark.parametrize(
-    ("access", "router", "other", "sent"),
+    ("access", "router", "other", "scraped", "sent"),
     [
-        ({}, RouterMetricsAccess(), MetricsAccess(), None),
-        ({"open": True}, RouterMetricsAccess(ask_on_health=False), MetricsAccess(open=True), None),
+        ({}, RouterMetricsAccess(), MetricsAccess(), False, None),
+        ({"open": True}, RouterMetricsAccess(ask_on_health=False), MetricsAccess(open=True), True, None),
+        (
+            {"keySha256": [SCRAPE_KEY]},
+            RouterMetricsAccess(key_sha256=(SCRAPE_KEY,)),
+            MetricsAccess(key_sha256=(SCRAPE_KEY,)),
+            False,
+            None,
+        ),
         (
             {"keySha256": [SCRAPE_KEY], "secret": {"name": "scrape"}},
             RouterMetricsAccess(key_sha256=(SCRAPE_KEY,)),
             MetricsAccess(key_sha256=(SCRAPE_KEY,)),
+            True,
             {"credentials": {"name": "scrape", "key": "key"}},
         ),
     ],
-    ids=["default", "open", "key"],
+    ids=["default", "open", "key-for-others", "key"],
 )
-def test_metrics_ask_for_a_key_unless_a_value_opens_them(access, router, other, sent):
+def test_metrics_ask_for_a_key_unless_a_value_opens_them(access, router, other, scraped, sent):
     values = {"planner": {"enabled": True}, "monitoring": {"access": access}}
     found = by_name(documents(helm_3_render(values, *MONITORS)))
 
@@ -633,7 +641,7 @@ def test_metrics_ask_for_a_key_unless_a_value_opens_them(access, router, other, 
         told = msgspec.json.decode(found["ConfigMap", f"fleet-{component}"]["data"]["settings.json"])
         assert msgspec.convert(told.get("metrics_access", {}), type(expected)) == expected
         monitor = found.get(("PodMonitor", f"fleet-{component}"))
-        assert (monitor is not None) == (bool(access) or component == "routers")
+        assert (monitor is not None) == (scraped or component == "routers")
         if monitor is not None:
             [endpoint] = monitor["spec"]["podMetricsEndpoints"]
             assert endpoint["port"] == ("health" if component == "routers" else "metrics")

@@ -94,6 +94,48 @@ def test_refusal_without_a_field_names_each_field_it_may_mean(version):
             assert said.message.startswith(f"{_path(field)}: "), (field, value)
 
 
+@pytest.mark.parametrize("version", ["1.30", "1.33", "1.37"])
+def test_refusal_blames_only_fields_that_are_times(version):
+    fields = published_schemas.untyped_fields("io.k8s.api.core.v1.PodTemplateSpec", version)
+    times = {"time": "day", "creationTimestamp": "night", "x.metadata.deletionTimestamp": "noon"}
+    pod = {"nodeSelector": times, "terminationGracePeriodSeconds": 1.5}
+    template = {"metadata": {"labels": times, "annotations": times}, "spec": pod}
+
+    assert any(kind == "Time" for kind in fields.values())
+    assert _said({"template": template}) == "spec.template.spec.terminationGracePeriodSeconds: must be a whole number"
+    for field, kind in fields.items():
+        for value in (*TAKEN_TIMES, *OTHER_TIMES) if kind == "Time" else ():
+            told = f"{_path(field)}: must be a time such as 2026-01-31T12:00:00Z"
+            assert _said({"template": _with(field, value)}) == (told if value in OTHER_TIMES else BAD_VALUE), value
+
+
+def _said(spec):
+    """Return the message about a Deployment of which the API server names no field."""
+    manifest = {"kind": "Deployment", "metadata": {"name": "dd"}, "spec": spec}
+    return refusal(Apply(manifest), RequestDenied("Invalid", BAD_VALUE)).message
+
+
+TAKEN_TIMES = (
+    None,
+    "2026-01-31T12:00:00Z",
+    "2026-01-31T12:00:00.123456789Z",
+    "2026-01-31T12:00:00,5+01:00",
+    "2026-01-31T12:00:00-23:59",
+)
+"""Times that Go parses as RFC 3339."""
+
+OTHER_TIMES = (
+    "20260131T120000Z",
+    "2026-01-31 12:00:00+00:00",
+    "2026-01-31T12:00:00",
+    "2026-01-31T12:00:00+0100",
+    "2026-01-31T12:00Z",
+    "2026-02-30T12:00:00Z",
+    "2026-01-31T24:00:00Z",
+    "2026-W05-6T12:00:00Z",
+)
+"""Times that Go does not parse as RFC 3339; most are other forms of ISO 8601."""
+
 MISTYPED = {"Quantity": (True, "4 GB", {}), "IntOrString": (True, [], {}), "Time": (True, "yesterday", 5)}
 
 

@@ -102,6 +102,19 @@ async def test_deployment_with_failing_engine_is_not_ready(asked):
     ]
 
 
+async def test_probes_use_tls_once_routers_with_tls_are_ready(asked):
+    clients = Clients()
+    async with an_operator(asked, clients=clients):
+        asked.apply(a_deployment()).expect(201)
+        await until(asked.ready)
+        assert {each.tls for each in clients.asked} == {False}
+        clients.asked.clear()
+
+        asked.apply(a_deployment(routing={"tlsSecret": "tls"})).expect(200)
+        await until(lambda: asked.status()["observedGeneration"] == 2 and asked.ready())
+        assert {each.tls for each in clients.asked} == {True}
+
+
 async def test_routers_that_demand_a_key_leave_ready_unknown(asked):
     clients = Clients()
     clients.said["dd"] = ProbeFailure(401, "its routers want an API key", wants_key=True)

@@ -53,13 +53,22 @@ def test_renderings_are_those_of_the_deployment_itself(replicas, routers):
     assert renderings.shared(wanted, SERVED, routers) == direct
 
 
-def test_change_of_replicas_renders_nothing_again(made):
+def test_change_of_worker_replicas_renders_nothing_again(made):
     renderings = Renderings(IMAGES)
     for replicas in (1, 4, 2):
         renderings.revision(desired(replicas=replicas))
         renderings.shared(desired(replicas=replicas), SERVED, 1)
 
     assert made == [("revision", "one"), ("shared", "one")]
+
+
+def test_change_of_router_replicas_renders_only_shared_objects(made):
+    renderings = Renderings(IMAGES)
+    for routers in (1, 2):
+        renderings.revision(desired(replicas=routers))
+        renderings.shared(desired(replicas=routers), SERVED, routers)
+
+    assert made == [("revision", "one"), ("shared", "one"), ("shared", "one")]
 
 
 def test_other_changes_render_again_what_depends_on_them(made):
@@ -70,6 +79,25 @@ def test_other_changes_render_again_what_depends_on_them(made):
     assert renderings.revision(desired(image="another")) != renderings.revision(desired())
     assert renderings.shared(desired(suspend=True), SERVED, 1) != renderings.shared(desired(), SERVED, 1)
     assert renderings.revision(desired("two")) == revision(desired("two"), IMAGES)
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, 1), (1, True), (1, 1.0), (False, 0)])
+@pytest.mark.parametrize("role", ["decode", "router"])
+def test_values_that_are_equal_only_in_python_are_rendered_again(role, before, after):
+    def wanted(memory):
+        template = {"spec": {"containers": [{"name": "main", "resources": {"requests": {"memory": memory}}}]}}
+        roles = [{"name": each, "type": each, "replicas": 1} for each in ("decode", "router")]
+        return desired(roles=[each | ({"podTemplate": template} if each["name"] == role else {}) for each in roles])
+
+    renderings = Renderings(IMAGES)
+    renderings.revision(wanted(before))
+    renderings.shared(wanted(before), SERVED, 1)
+
+    assert renderings.revision(wanted(after)) == revision(wanted(after), IMAGES)
+    found = renderings.shared(wanted(after), SERVED, 1)
+    assert msgspec.json.encode(found) == msgspec.json.encode(
+        [with_digest(each) for each in shared(wanted(after), IMAGES, SERVED, routers=1)]
+    )
 
 
 def test_deleted_deployment_is_rendered_again(made):

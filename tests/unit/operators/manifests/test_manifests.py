@@ -14,7 +14,17 @@ from fleet.router.settings.router import RouterSettings
 from kvstore.tracing.settings import TracingSettings
 from operators.api.consistency import contradictions
 from operators.api.disagg_deployment import DisaggDeploymentSpec, RoleSpec, TracingSpec, WatchdogSpec
-from operators.manifests.names import AVOIDED, GATE, GATED, INSTANCE, ROLE, TYPE, DesiredDeployment, GroupPlacement
+from operators.manifests.names import (
+    AVOIDED,
+    GATE,
+    GATED,
+    INSTANCE,
+    ROLE,
+    SPEAKS_TLS,
+    TYPE,
+    DesiredDeployment,
+    GroupPlacement,
+)
 from operators.manifests.pods import Images, merged
 from operators.manifests.settings import PATIENCE_SECONDS, in_bytes
 from operators.manifests.shared import shared
@@ -171,11 +181,13 @@ def test_routers_with_a_tls_secret_speak_tls_at_all_client_ports(secret):
     ]
     tls = settings_of(config, RouterSettings).tls
     assert (tls.health, tls.client_authority) == (bool(secret), "")
-    [pod] = [
-        each["spec"]["template"]["spec"]
+    [template] = [
+        each["spec"]["template"]
         for each in of_kind(manifests(deployment), "Deployment")
         if each["metadata"]["labels"][ROLE] == "router"
     ]
+    pod = template["spec"]
+    assert template["metadata"]["labels"].get(SPEAKS_TLS) == ("true" if secret else None)
     main = pod["containers"][0]
     mounts = {mount["mountPath"]: mount["name"] for mount in main["volumeMounts"]}
     volumes = {volume["name"]: volume.get("secret") for volume in pod["volumes"]}

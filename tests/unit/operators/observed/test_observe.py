@@ -24,7 +24,7 @@ from fleet.net.kubernetes.views import (
     WorkloadStatus,
 )
 from operators.api.disagg_deployment import DisaggDeploymentSpec
-from operators.manifests.names import GROUP_LABEL, INSTANCE, REVISION, ROLE, TYPE
+from operators.manifests.names import GROUP_LABEL, INSTANCE, REVISION, ROLE, SPEAKS_TLS, TYPE
 from operators.observed.caches import InformerCaches
 from operators.observed.observe import PARTIAL_GROUP_SECONDS, observe
 from operators.observed.registrations import WARM, WorkerLease, WorkerRegistration, registered
@@ -212,8 +212,8 @@ def test_group_restarts_if_a_restarted_pod_is_not_taken_back():
     assert group(member("a", restarts=1, ended=OLD), member("b")).left_behind == ()
 
 
-def a_router(name, ready=True):
-    made = a_pod(name, ready=ready, of="dd-router-uid", **{ROLE: "router", TYPE: "router"})
+def a_router(name, ready=True, **more):
+    made = a_pod(name, ready=ready, of="dd-router-uid", **{ROLE: "router", TYPE: "router"} | more)
     labels = {key: value for key, value in made.metadata.labels.items() if key != REVISION}
     return msgspec.structs.replace(made, metadata=msgspec.structs.replace(made.metadata, labels=labels))
 
@@ -268,6 +268,16 @@ def test_routers_are_ready_when_status_and_pods_both_say_so():
     assert observed(routers, a_router("r1", ready=False)).router.ready == 0
     assert observed(routers, a_router("r1")).router.ready == 1
     assert observed(routers, a_router("r1"), a_router("r2")).router.ready == 1
+
+
+def test_routers_speak_tls_only_if_the_ready_ones_do():
+    routers = msgspec.structs.replace(a_child(), metadata=without_revision("dd-router"))
+    plain, secured = a_router("r1"), a_router("r2", **{SPEAKS_TLS: "true"})
+    waiting = a_router("r2", ready=False, **{SPEAKS_TLS: "true"})
+
+    assert not observed(routers, plain).router.tls
+    assert not observed(routers, plain, waiting).router.tls
+    assert observed(routers, secured).router.tls
 
 
 def test_router_pod_without_an_owner_is_not_counted():

@@ -338,6 +338,17 @@ def test_kv_path_is_ready_when_each_worker_took_blocks_over():
     assert (before.status, before.reason) == ("Unknown", "NotObserved")
 
 
+@pytest.mark.parametrize("speaks", [True, False])
+@pytest.mark.parametrize("secret", ["", "tls"])
+def test_probes_speak_as_the_routers_that_exist(secret, speaks):
+    wanted = desired_deployment(routing={"tlsSecret": secret})
+    observed = settled(wanted)
+
+    outcome = reconciled(observed, wanted, router=msgspec.structs.replace(observed.router, tls=speaks))
+
+    assert outcome.wanted.subject.tls is speaks
+
+
 def test_kv_path_keeps_its_state_between_probes():
     observed = settled(desired_deployment())
     conditions = reconciled(observed, evidence=all_answered(reconciled(observed).wanted.subject)).status.conditions

@@ -325,7 +325,8 @@ async def sampling_fields_are_obeyed(one: EngineDriver) -> None:
     """Obey the fields that the engine claims to obey."""
     prompt = fresh_prompt(50)
     plain = (await one.do(an_attempt(prompt, 6)))[0]
-    assert one.engine.facts.sampling_fields == ENGINE_FIELDS
+    # Reasoning is limited only where a parser of it is known; test_thinking_budget.py tests this.
+    assert {*ENGINE_FIELDS} - {*one.engine.facts.sampling_fields} <= {"thinking_tokens"}
 
     biased = (await one.do(an_attempt(prompt, sampling=greedy(6, logit_bias=((77, 100.0),)))))[0]
     banned = (await one.do(an_attempt(prompt, sampling=greedy(6, logit_bias=((plain[0], -100.0),)))))[0]

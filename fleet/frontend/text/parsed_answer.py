@@ -31,6 +31,9 @@ MAX_DELIMITER_CHARACTERS = 1024
 """Maximum length of the text that may be held because it may become a delimiter. The time to parse a text grows with its
 square while it is held."""
 
+_PARSER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""Errors that Hugging Face's parser raises for malformed answers."""
+
 NOWHERE = ""
 """The region of text that a response template has no place for. It is dropped, as by Hugging Face's parser."""
 
@@ -229,13 +232,7 @@ class _Regions:
         self._fields = template.fields
         try:
             self._parser = parsing.ResponseParser(template, prefix=prompt, tools=tools)
-        except (
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-        ):  # the prompt ends with a malformed call
+        except _PARSER_ERRORS:  # the prompt ends with a malformed call
             self._parser = parsing.ResponseParser(template, prefix="", tools=tools)
         self._searches = compiled.searches
         self._outside = template.implicit  # the region of text outside of delimiters; None: such text is dropped
@@ -335,7 +332,7 @@ class _Regions:
             try:
                 for event in events():
                     self._pass(event)
-            except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            except _PARSER_ERRORS as error:
                 self._give_up(type(error).__name__)  # without the message, which quotes the answer
 
     def _give_up(self, cause: str) -> None:

@@ -11,6 +11,7 @@ from kvstore.client.store_client import StoreClient
 from kvstore.errors import StoreNotStarted, StoreUnreachable
 from kvstore.messages import DataPath
 from kvstore.security.credentials import Credentials
+from kvstore.security.open_ports import UCX_PORTS
 from kvstore.service.server import open_node
 from kvstore.service.settings import StoreSettings
 from kvstore.system_clock import MonotonicClock
@@ -162,16 +163,8 @@ def test_plain_peers_are_named_on_both_sides(tls_nodes):
 
 
 @needs_nixl
-def test_one_host_shares_memory_and_others_prefer_nixl_to_tcp(capfd):
+def test_one_host_shares_memory_and_others_prefer_nixl_to_tcp():
     with a_node(nixl="require") as node:
-        logged = ""
-
-        def warned() -> int:
-            nonlocal logged
-            logged += capfd.readouterr().err
-            return logged.count("port open to other hosts")
-
-        eventually(lambda: warned() == 1)
         with a_store_client(node.address, a_namespace()) as client:
             assert client.path is DataPath.SHM
         with a_store_client(
@@ -179,6 +172,19 @@ def test_one_host_shares_memory_and_others_prefer_nixl_to_tcp(capfd):
         ) as client:
             assert client.path is DataPath.NIXL
             round_trip(client)
+
+
+@needs_nixl
+def test_a_node_with_nixl_warns_once_of_the_ports_of_ucx(tmp_path):
+    settings = {"store_id": "s", "listen": ["127.0.0.1:0"], "capacity_bytes": 1 << 20, "nixl": "require"}
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process, _ = start_service("kvstore", settings, tmp_path / "node.json", stdout=output, stderr=output)
+    process.terminate()
+    process.wait(60)
+
+    (warning,) = [line for line in log.read_text().splitlines() if "port open to other hosts" in line]
+    assert UCX_PORTS in warning
 
 
 def test_client_uses_tcp_when_the_node_has_no_nixl():

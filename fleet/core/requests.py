@@ -497,4 +497,4 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     parsers: AnswerParsers | None = None  # parsers that the workers report; None if no worker reports any
     pooling: PoolingModel | None = None  # None if the model generates tokens
     takes_images: bool = False  # True if a worker takes images in prompts
-    limits_reasoning: bool = False  # True if a worker can end the reasoning after a number of tokens
+    limits_reasoning: bool = False  # True if every worker can end the reasoning after a number of tokens

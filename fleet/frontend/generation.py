@@ -427,8 +427,12 @@ class Generation:
         return 0 if codec is None else codec.created
 
     def limits_reasoning(self, model: ModelName) -> bool:
-        """Return whether a worker of the model can end the reasoning after a number of tokens; False for an unknown model."""
-        return any(card.limits_reasoning for card in self._router.models() if card.name == model)
+        """Return whether every worker of the model, which may be empty, can end the reasoning after a number of tokens.
+
+        An unknown model gives False.
+        """
+        cards = [card for card in self._router.models() if card.name == model or (not model and not card.parent)]
+        return bool(cards) and all(card.limits_reasoning for card in cards)
 
     def class_names(self, model: ModelName) -> Mapping[int, str]:
         """Return the names of the classes of a classifying model, by number.

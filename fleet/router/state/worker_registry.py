@@ -309,9 +309,8 @@ class WorkerRegistry:
         cards: list[ModelCard] = []
         adapters = listed_loras(worker.description for worker in self if not worker.draining)
         for model, pool in self.tables.items():
-            answering = [
-                worker.description for worker in pool.workers.values() if worker.decodes and not worker.draining
-            ]
+            present = [worker for worker in pool.workers.values() if not worker.draining]
+            answering = [worker.description for worker in present if worker.decodes]
             if not answering:
                 continue
             longest = max(answering, key=lambda description: description.max_model_len)
@@ -324,7 +323,7 @@ class WorkerRegistry:
                     parsers=_parsers(answering),
                     pooling=longest.pooling,
                     takes_images=any(IMAGES in each.sampling_fields for each in answering),
-                    limits_reasoning=any("thinking_tokens" in each.sampling_fields for each in answering),
+                    limits_reasoning=all("thinking_tokens" in each.description.sampling_fields for each in present),
                 )
             )
             card = cards[-1]

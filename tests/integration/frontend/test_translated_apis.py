@@ -530,11 +530,12 @@ async def test_thinking_reaches_the_chat_template(parsing, fields, seen):
 BUDGETED = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
 
 
-async def test_thinking_budget_limits_the_reasoning(parsing):
+@pytest.mark.parametrize("model", ["tiny", ""])
+async def test_thinking_budget_limits_the_reasoning(parsing, model):
     parsing.will_answer(TEXT, then=[EOS])
     async with an_anthropic_client(parsing) as client:
-        await client.messages.create(model="tiny", max_tokens=2000, messages=USER, extra_body=BUDGETED)
-        await client.messages.create(model="tiny", max_tokens=2000, messages=USER)
+        await client.messages.create(model=model, max_tokens=2000, messages=USER, extra_body=BUDGETED)
+        await client.messages.create(model=model, max_tokens=2000, messages=USER)
 
     with_budget, without = parsing.router.submitted
     assert (with_budget.sampling.thinking_tokens, with_budget.needs) == (1024, ("thinking_tokens",))

@@ -147,9 +147,11 @@ def test_models_lists_only_models_with_answering_workers():
 
 
 @pytest.mark.parametrize(("fields", "limits"), [(("logit_bias",), False), (("thinking_tokens",), True)])
-def test_model_limits_the_reasoning_if_one_worker_can(fields, limits):
-    router = RouterMachineDriver(*ONE)
-    router.join("w2", Role.BOTH, sampling_fields=fields)
+@pytest.mark.parametrize("role", [Role.BOTH, Role.PREFILL])
+def test_model_limits_the_reasoning_if_every_worker_can(fields, limits, role):
+    router = RouterMachineDriver()
+    router.join("w1", Role.BOTH, sampling_fields=("thinking_tokens",))
+    router.join("w2", role, sampling_fields=fields)
 
     assert [card.limits_reasoning for card in router.machine.models()] == [limits]
 

@@ -111,7 +111,10 @@ class TranslatedFrontend:
             send_rejection(exchange, renamed, *id_headers(exchange, request_id), form=api.errors)
 
     def _without_needless_budget(self, asked: TranslatedRequest) -> TranslatedRequest:
-        """Return a request without its limit of the reasoning if no worker of its model can obey it."""
+        """Return a request without its limit of the reasoning unless each worker of its model can obey it.
+
+        With the limit, a request would go only to the workers that can.
+        """
         request = asked.chat.request
         if self._generation.limits_reasoning(request.model):
             return asked

@@ -41,7 +41,6 @@ from kvstore.protocol.wire import MAX_MESSAGE_BYTES
 from kvstore.security.certificates import CertificateFiles, CertificateWatch
 from kvstore.security.channels import LoadedCredentials, load
 from kvstore.security.metrics_access import MetricsGuard
-from kvstore.security.open_ports import NO_CREDENTIALS, UCX_PORTS, OpenPort, warn_of_open_ports
 from kvstore.security.tls_diagnosis import fault_of_own
 from kvstore.service.backing_tiers import BackingTiers
 from kvstore.service.block_store import BlockStoreService, NodeIdentity
@@ -82,13 +81,6 @@ SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockStore"].full_name
 Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
-
-NIXL_PORTS = OpenPort(
-    "nixl",
-    UCX_PORTS,
-    NO_CREDENTIALS,
-    'let only trusted hosts reach these ports, or set nixl = "never"',
-)
 
 
 async def serve(
@@ -173,7 +165,6 @@ async def open_node(settings: StoreSettings, clock: Clock) -> AsyncIterator[Stor
         stack.push_async_callback(nixl.stop)
         offers_nixl = settings.nixl is NixlUse.REQUIRE or (settings.nixl is NixlUse.AUTO and has_fabric())
         if offers_nixl:
-            warn_of_open_ports([NIXL_PORTS])
             await _start(nixl, settings.nixl)
         exporter = stack.enter_context(_trace_exporter(settings))
         traces = None if exporter is None else _call_traces(settings, exporter, clock)

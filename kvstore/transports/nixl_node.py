@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from kvstore.errors import StoreNotStarted
+from kvstore.security.open_ports import NO_CREDENTIALS, UCX_PORTS, OpenPort, warn_of_open_ports
 from kvstore.tiers.shared_memory import SharedMemoryTier
 from kvstore.transports.nixl import NixlOffer
 
@@ -22,6 +23,13 @@ LONGEST_PAUSE_SECONDS = 60.0
 MAX_OFFER_BYTES = 1 << 20
 
 FABRICS = Path("/sys/class/infiniband")
+
+NIXL_PORTS = OpenPort(
+    "nixl",
+    UCX_PORTS,
+    NO_CREDENTIALS,
+    'let only trusted hosts reach these ports, or set nixl = "never"',
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +46,7 @@ class NixlNode:
         self._tier = tier
         self.process: asyncio.subprocess.Process | None = None
         self._offer: NixlOffer | None = None
+        self._has_warned = False
 
     @property
     def offer(self) -> NixlOffer | None:
@@ -50,7 +59,7 @@ class NixlNode:
         return None if self.process is None else self.process.pid
 
     async def start(self) -> None:
-        """Start the process, and wait until clients can connect.
+        """Start the process, wait until clients can connect, and warn the first time that its ports are open.
 
         Raises:
             StoreNotStarted: NIXL cannot be used here.
@@ -79,6 +88,9 @@ class NixlNode:
         except BaseException:
             await self.stop()
             raise
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_open_ports([NIXL_PORTS])
 
     async def run(self) -> None:
         """Replace the process whenever it dies, until cancelled."""

@@ -200,6 +200,16 @@ def test_notes_contain_the_next_command():
     assert "apply -f" not in notes({"operator": {"enabled": False}})
 
 
+def test_notes_say_that_metrics_are_closed_unless_settings_open_them():
+    warning = "Metrics at port 8080 are closed without a key"
+    opened = {"settings": {"metrics_access": {"open": True}}}
+
+    assert warning in notes({})
+    assert warning not in notes({"monitoring": {"access": {"open": True}}})
+    assert warning in notes({"operator": opened})
+    assert warning not in notes({"operator": opened, "planner": opened})
+
+
 def test_notes_warn_of_routers_that_do_not_know_each_other():
     warning = "These routers do not know each other"
 

@@ -141,15 +141,18 @@ def run_script(
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=SECONDS, check=False, cwd=scratch, env=environment
         )
-    except subprocess.TimeoutExpired:
-        return [CallResult(call=PROGRAM, outcome=CallOutcome.FAILED, why=f"no end within {SECONDS:.0f} s")]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    except subprocess.TimeoutExpired as late:
+        output = (late.stdout or b"").decode(errors="replace").rpartition("\n")[0]  # bytes, in spite of `text`
+        has_failed, why = True, f"no end within {SECONDS:.0f} s"
+    else:
+        output, has_failed, why = done.stdout, bool(done.returncode), done.stderr[-300:]
+    lines = [line for line in output.splitlines() if line.startswith("{")]
     try:
         results = [msgspec.json.decode(line, type=CallResult) for line in lines]
     except msgspec.DecodeError as error:
         return [CallResult(call=PROGRAM, outcome=CallOutcome.FAILED, why=f"its output is no result: {error}")]
-    if done.returncode or not results:
-        results.append(CallResult(call=PROGRAM, outcome=CallOutcome.FAILED, why=done.stderr[-300:]))
+    if has_failed or not results:
+        results.append(CallResult(call=PROGRAM, outcome=CallOutcome.FAILED, why=why))
     return results
 
 

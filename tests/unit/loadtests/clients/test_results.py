@@ -94,6 +94,31 @@ def test_lines_of_a_program_are_its_calls(tmp_path, monkeypatch, script, expecte
     assert [(each.call, each.outcome, each.field) for each in results] == expected
 
 
+HANGS_LATER = """
+import time
+from reporting import report_calls
+
+report_calls({"x": lambda: True}, str)
+print("{", end="", flush=True)
+time.sleep(600)
+"""
+
+
+def test_calls_before_the_time_limit_of_a_program_are_kept(tmp_path, monkeypatch):
+    (tmp_path / "calls.py").write_text(HANGS_LATER)
+    shutil.copy(registry.FOLDER / "reporting.py", tmp_path)
+    monkeypatch.setattr(registry, "FOLDER", tmp_path)
+    monkeypatch.setattr(registry, "SECONDS", 3.0)
+
+    results = registry.run_script(Path(sys.executable), "calls.py", "http://x/v1", "m", tmp_path, tmp_path / "scratch")
+
+    assert [(each.call, each.outcome) for each in results] == [
+        ("x", CallOutcome.PASSED),
+        (PROGRAM, CallOutcome.FAILED),
+    ]
+    assert results[-1].why == "no end within 3 s"
+
+
 HANGS_AT_FIRST = """\
 #!/bin/sh
 cd "$(dirname "$0")"

@@ -24,10 +24,10 @@ from fleet.router.messages import Arrived
 
 MAX_ANSWER_TOKENS = 2**30  # placement counts at most this many tokens, whatever a body says
 
-# Headers that concern only the connection to the client (RFC 9110, 7.6.1), and headers that the upstream connection sets.
 CREDENTIALS = (b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key")
 """Headers in which clients send keys: those of OpenAI, Anthropic, Azure and Google."""
 
+# Headers that concern only the connection to the client (RFC 9110, 7.6.1), and headers that the upstream connection sets.
 _NOT_FORWARDED = frozenset(
     b"host connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade expect "
     b"content-length accept-encoding".split()

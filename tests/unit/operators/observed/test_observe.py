@@ -270,7 +270,7 @@ def test_routers_are_ready_when_status_and_pods_both_say_so():
     assert observed(routers, a_router("r1"), a_router("r2")).router.ready == 1
 
 
-def test_routers_speak_tls_only_if_the_ready_ones_do():
+def test_routers_speak_tls_if_a_ready_one_does():
     routers = msgspec.structs.replace(a_child(), metadata=without_revision("dd-router"))
     plain, secured = a_router("r1"), a_router("r2", **{SPEAKS_TLS: "true"})
     waiting = a_router("r2", ready=False, **{SPEAKS_TLS: "true"})
@@ -278,6 +278,7 @@ def test_routers_speak_tls_only_if_the_ready_ones_do():
     assert not observed(routers, plain).router.tls
     assert not observed(routers, plain, waiting).router.tls
     assert observed(routers, secured).router.tls
+    assert observed(routers, plain, secured).router.tls  # in a rollout, during which no probe is sent
 
 
 def test_router_pod_without_an_owner_is_not_counted():

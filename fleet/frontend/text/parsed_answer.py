@@ -242,7 +242,7 @@ class _Regions:
         self._enter(self._outside)
         self.held: list[str] = []  # text of a tool call that was not given to the parser yet
         self.begun = ""  # text, not given to the parser yet, that may be the beginning of a delimiter
-        self._unparsed = ""  # text for which the parser has not returned an event yet
+        self._position = self._next_position  # where the text begins in the buffer for which there was no event yet
         self._call_text = ""  # text of the tool call that is not complete yet
         self._follows = False  # True if the next text directly follows another region (rule 3)
         self._malformed = False
@@ -252,6 +252,21 @@ class _Regions:
         for event in self._parser.initial_events:
             self._move(event)
             self._follows |= event["type"] == "region_close"
+
+    @property
+    def _buffer(self) -> str:
+        """All text that the parser got."""
+        return self._parser._buffer  # type: ignore[no-any-return]  # noqa: SLF001 - the parser has no public name for it
+
+    @property
+    def _next_position(self) -> int:
+        """Where the text begins, in the buffer, that the parser holds because it may become a delimiter."""
+        return self._parser._pos  # type: ignore[no-any-return]  # noqa: SLF001 - the parser has no public name for it
+
+    @property
+    def _unparsed(self) -> str:
+        """Text that the parser got and for which it has not returned an event yet."""
+        return self._buffer[self._position :]
 
     def add(self, text: str) -> None:
         """Add text of the answer, and parse it as far as it can be told apart from delimiters."""
@@ -294,20 +309,21 @@ class _Regions:
             self.held = []
         position = 0
         while position < len(text) and not self._malformed:
+            if len(self._unparsed) > MAX_DELIMITER_CHARACTERS:
+                self._give_up("the parser waits for the end of a delimiter")
+                break
             end = self._piece_end(text, position)
             piece = text[position:end]
             position = end
             if self.plain == NOWHERE and not self._unparsed and self.search(piece) is None:  # type: ignore[misc]
                 continue
-            self._unparsed += piece
-            if len(self._unparsed) > MAX_DELIMITER_CHARACTERS + len(piece):
-                self._give_up("the parser waits for the end of a delimiter")
-                break
             self._parse(lambda piece=piece: self._parser.feed(piece))  # type: ignore[misc]  # bound as a default
         if self._malformed:
             self._texts.append(text[position:])
-        if self._unparsed:
+        elif self._unparsed:
             self.plain = None
+        elif self._region is None:
+            self._enter(None)  # the parser has dropped what it held
 
     def _piece_end(self, text: str, position: int) -> int:
         """Return where the piece for the parser ends that begins at the position (rule 2)."""
@@ -324,6 +340,7 @@ class _Regions:
 
     def _enter(self, region: str | None) -> None:
         """Note the region that the parser is in; None if it is outside of all regions."""
+        self._region = region
         self.search = self._searches[region]
         self.plain = NOWHERE if region is None and self.search is not None else None
 
@@ -332,6 +349,7 @@ class _Regions:
             try:
                 for event in events():
                     self._pass(event)
+                self._position = self._next_position  # there is no event for dropped text
             except _PARSER_ERRORS as error:
                 self._give_up(type(error).__name__)  # without the message, which quotes the answer
 
@@ -341,7 +359,7 @@ class _Regions:
         self._malformed = True
         self.plain = None
         self._texts.append(self._call_text + self._unparsed)
-        self._unparsed = ""
+        self._position = len(self._buffer)
 
     def _pass(self, event: Mapping[str, Any]) -> None:
         self._move(event)
@@ -350,7 +368,7 @@ class _Regions:
             self._consume(field, self._fields[field].open_re)
         elif event["type"] == "region_chunk":
             text = event["text"]
-            self._unparsed = self._unparsed[len(text) :]
+            self._position += len(text)
             self._chunk(field, text)
         else:
             if field == TOOL_CALLS:
@@ -375,10 +393,10 @@ class _Regions:
 
     def _consume(self, field: str, delimiter: Any) -> None:
         """Remove a delimiter from `_unparsed`, and dropped text before it, if there is one."""
-        if delimiter is not None and (found := delimiter.search(self._unparsed)) is not None:
+        if delimiter is not None and (found := delimiter.search(self._buffer, self._position)) is not None:
             if field == TOOL_CALLS:
                 self._call_text = found[0]
-            self._unparsed = self._unparsed[found.end() :]
+            self._position = found.end()
 
 
 def _call(value: Mapping[str, Any]) -> ToolCall:

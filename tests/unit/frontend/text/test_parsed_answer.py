@@ -174,6 +174,7 @@ ALTERNATIVES = own_template(content=VERBATIM, tool_calls=a_field(r"@call:|call="
 FLAGGED = own_template(content=VERBATIM, tool_calls=a_field(r"(?i)call:", r";(?i)end", **AS_CALL))
 LITERAL_START = own_template(content=VERBATIM, tool_calls=a_field(r"@\w+:\s*", r";\d", **AS_CALL))
 PIPES = own_template(content=VERBATIM, tool_calls=a_field(r"<\|call\|>", r"<\|end\|>", **AS_CALL))
+AFTER_A_LINE = own_template(content=VERBATIM, tool_calls=a_field(r"(?<=\n)CALL ", ";", **AS_CALL))
 MIXED = own_template(
     content=VERBATIM,
     thinking={"open": "<think>", "close": "</think>", "repeats": True, "join": "", **VERBATIM},
@@ -191,6 +192,8 @@ OWN_CORPUS = [
     (ESCAPED, f"So [TOOL_CALLS]{ADD}[/TOOL_CALLS] done", ("", "So done", [PARSED_CALL])),
     (ESCAPED, f"[THINK]a [b] \\c[/THINK]So [TOOL_CALLS] {ADD}[/TOOL_CALLS]", ("a [b] \\c", "So ", [PARSED_CALL])),
     (ESCAPED, f"a[TOOL_CALLS]{ADD}[/TOOL_CALLS][TOOL_CALLS]{ADD}[/TOOL_CALLS]", ("", "a", [PARSED_CALL, PARSED_CALL])),
+    (AFTER_A_LINE, "x\nCALL {bad;y", ("", "x\nCALL {bad;y", [])),
+    (AFTER_A_LINE, f"x CALL {ADD};\nCALL {ADD};y", ("", f"x CALL {ADD};\ny", [PARSED_CALL])),
     (ESCAPED, "a[0] \\[TOOL_CALL]", ("", "a[0] \\[TOOL_CALL]", [])),
     (ESCAPED, "a[TOOL_CALLS]{bad[/TOOL_CALLS]b", ("", "a[TOOL_CALLS]{bad[/TOOL_CALLS]b", [])),
     (ALTERNATIVES, f"So @call:{ADD};and call={ADD}", ("", "So and ", [PARSED_CALL, PARSED_CALL])),
@@ -338,6 +341,32 @@ def test_delimiter_that_never_ends_becomes_text():
 
     assert parse(an_answer(XML_CALLS, ""), ["So ", text, "b"]) == ("", f"So {text}b", [])
     assert parse(an_answer(XML_CALLS, ""), list(f"So {text}b")) == ("", f"So {text}b", [])
+
+
+DROPPED = "n" * (MAX_DELIMITER_CHARACTERS + 100)
+
+
+@pytest.mark.parametrize("begun", ["", "<|call|>"])
+@pytest.mark.parametrize(
+    "call_opens", [r"<\|call\|>\s*(?=\{)", r"(?<!x)<\|call\|>\s*(?=\{)"], ids=["searched", "all-text"]
+)
+def test_dropped_text_may_be_longer_than_a_delimiter(call_opens, begun):
+    own = own_template(**CHANNELS["fields"] | {"tool_calls": a_field(call_opens, r"<\|end\|>", **AS_CALL)})
+    text = f"{begun}{DROPPED}<|final|>So<|end|>"
+
+    assert parse(an_answer(None, "", own), [text]) == ("", "So", [])
+    assert parse(an_answer(None, "", own), list(text)) == ("", "So", [])
+
+
+def test_text_after_a_dropped_delimiter_is_left_alone_again():
+    answer = an_answer(None, "", CHANNELS)
+    for text in ("<|call|>", "no"):
+        answer.take(Progress(request_id=ID, token_ids=tuple(map(ord, text))))
+
+    with count_calls("") as counted:
+        answer.take(Progress(request_id=ID, token_ids=tuple(map(ord, "word"))))
+
+    assert not any("chat_parsing" in file for file in counted.files)
 
 
 def test_malformed_call_in_the_prompt_fails_no_answer():

@@ -369,6 +369,34 @@ def test_text_after_a_dropped_delimiter_is_left_alone_again():
     assert not any("chat_parsing" in file for file in counted.files)
 
 
+TYPED_CHANNELS = own_template(
+    thinking=a_field(r"<\|channel\|>analysis<\|message\|>", r"<\|end\|>", join="", **VERBATIM),
+    content=a_field(r"<\|channel\|>final<\|message\|>", r"<\|end\|>", join="", **VERBATIM),
+    tool_calls=a_field(r"<\|channel\|>call\s*(?=\{)", r"<\|end\|>", **AS_CALL),
+)
+
+
+@pytest.mark.parametrize(
+    ("parsers", "own", "begun", "text", "expected"),
+    [
+        (None, TYPED_CHANNELS, "<|channel|>", "analysis<|message|>why<|end|><|channel|>final<|message|>So<|end|>", ("why", "So", [])),
+        (None, TYPED_CHANNELS, "<|channel|>", f"call {ADD}<|end|>no", ("", "", [PARSED_CALL])),
+        (None, TYPED_CHANNELS, "<|channel|>", "no<|channel|>final<|message|>So<|end|>", ("", "So", [])),
+        (None, TYPED_CHANNELS, "<|channel|>", "call {bad<|end|>x", ("", "call {bad<|end|>x", [])),
+        (XML_CALLS, None, "<tool_call>", f"{XML.removeprefix('<tool_call>')}So{XML}", ("", "So", [PARSED_CALL, PARSED_CALL])),
+        (XML_CALLS, None, "<tool_call>", "So <b>", ("", "So <b>", [])),
+        (XML_CALLS, None, "<tool_call>", DROPPED.replace("n", " "), ("", DROPPED.replace("n", " "), [])),
+        (JSON_CALLS, None, "<tool", f"_call>{ADD}</tool_call>So", ("", "So", [PARSED_CALL])),
+        (JSON_CALLS, None, "<tool", "_call>{bad</tool_call>", ("", "_call>{bad</tool_call>", [])),
+        (JSON_CALLS, None, "<think>1 <", "2</think>So", ("2", "So", [])),
+    ],
+)  # fmt: skip
+def test_delimiter_that_the_prompt_began_is_completed(parsers, own, begun, text, expected):
+    for position in range(0, len(text) + 1, max(1, len(text) // 100)):
+        assert parse(an_answer(parsers, begun, own), [text[:position], text[position:]]) == expected
+    assert parse(an_answer(parsers, begun, own), list(text)) == expected
+
+
 def test_malformed_call_in_the_prompt_fails_no_answer():
     assert parse(an_answer(JSON_CALLS, "<tool_call>{bad</tool_call>"), ["So ", CALL]) == ("", "So ", [PARSED_CALL])
 

@@ -185,5 +185,9 @@ class _Prefixes:
             return [(text, False) for text, _ in growing] if is_end else growing
         if operation in ("ASSERT", "ASSERT_NOT"):
             self.are_independent &= value[0] > 0
+            self._extended([], value[1])  # only notes whether it depends on the text before it
             return growing
+        if operation == "GROUPREF_EXISTS":
+            for branch in value[1:]:
+                self._extended([], branch or [])
         return [(text, False) for text, _ in growing]

@@ -233,7 +233,7 @@ def test_own_template_parses_alike_whole_and_in_pieces(own, text, positions):
 
 
 PATTERN_PARTS = [r"\[", "a", "b", "<", "a|b", "(?:ab|a)", "(ab|b<)", "[ab]", "[^ab]", r"\w", ".", "a?", "b*", "a+", "(?:<a){2}", "(?i:a)", "(?=b)",
-                 "(?!a)", "(?<=a)", "(?<!b)", r"\b", "^", "$", r"\Z", "(?>ab)", "a{1,2}", "é"]  # fmt: skip
+                 "(?!a)", "(?<=a)", "(?<!b)", r"\b", "^", "$", r"\Z", "(?>ab)", "a{1,2}", "é", r"(?=\bab)", "(?=(?<=b)a)", "(?!(?<=<)a)", "(a)?(?(1)b|(?<=b)<)"]  # fmt: skip
 PATTERNS = st.lists(st.sampled_from(PATTERN_PARTS), min_size=1, max_size=4).map("".join)
 # The parser never ends if nothing can open and close a region.
 OPENS = PATTERNS.map(lambda pattern: f"(?:{pattern})[ab]")
@@ -251,6 +251,10 @@ OPENS = PATTERNS.map(lambda pattern: f"(?:{pattern})[ab]")
 @example(r"\b[ab]", "<", "", True, True, "[ [Aa<", [1])
 @example("(?<!A)[ab]", "<", "", True, True, "[ [Aa<", [1])
 @example("a+<[ab]", r"\[", "", True, True, "é[aa<a", [1])
+@example(r"(?=\b[ab])[ab]", "<", "", True, True, "é a<é", [1])
+@example(r"(?!(?<!\n)[ab])[ab]", "<", "", True, True, "é\na<é", [1])
+@example("é(A)?(?(1)b|(?<= é)<)[ab]", "<", "", True, True, "A é<aA<A", [1])
+@example("é(A)?(?(1)(?<= éA)<)[ab]", "<", "", True, True, "A éA<aA<A", [1])
 def test_search_for_delimiters_changes_no_answer(begins, ends, flags, is_reasoning, has_content, text, positions):
     """The parser alone, which gets each character, tells what is right."""
     region = {"open_pattern": flags + begins, "close_pattern": ends, "repeats": True}

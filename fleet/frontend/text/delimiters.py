@@ -17,7 +17,7 @@ MAX_PREFIXES = 64
 MAX_PREFIX_CHARACTERS = 64
 
 _parser: Any = importlib.import_module("re._parser")  # the parser of `re`, which is not public
-_UNLIKE_RE = re.compile(r"(?<!\\)(?:\\\\)*\{(?!\d*(?:,\d*)?\})[\s\d]*[<eids]|\[\[|\[:")
+_UNLIKE_RE = re.compile(r"(?<!\\)(?:\\\\)*(?:\{(?!\d*(?:,\d*)?\})[\s\d]*[<eids]|\[\[|\[:)")
 """Matches syntax that the package `regex`, which compiles the templates, may read in another way than `re`: fuzzy matching, and sets in sets."""
 
 

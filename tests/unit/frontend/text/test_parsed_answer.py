@@ -287,6 +287,7 @@ def test_search_for_delimiters_changes_no_answer(begins, ends, flags, is_reasoni
         r"(?:x|\Z)",
         r"\{\"",
         "a{",
+        r"\[[XY]\]",
     ],
 )
 def test_pattern_of_known_beginning_leaves_other_text_alone(pattern):

@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -318,6 +320,9 @@ def test_pattern_of_unknown_beginning_is_searched_in_all_text(pattern):
         (r"\p{N}*", r"\p{N}*"),
         ("(?:a){d}", "(?:a){d}"),
         (r"(?=\n\n)", "$"),
+        *(("$", ends) for ends in ["$", "a?", r"(?=\n)"]),
+        *(("(?:;|$)", ends) for ends in ["(?:;|$)", "a?"]),
+        (r"(?<=;)(?=\n)", "$"),
     ],
 )
 def test_template_whose_region_can_be_empty_anywhere_is_refused(begins, ends):
@@ -325,6 +330,40 @@ def test_template_whose_region_can_be_empty_anywhere_is_refused(begins, ends):
 
     with pytest.raises(RequestRejected, match="'thinking' can open and close at the same place"):
         an_answer(None, "", own)
+
+
+class LimitedPattern:
+    """Regular expression that may be searched for a few times at one place of a text."""
+
+    def __init__(self, pattern: Any) -> None:
+        self._pattern = pattern
+        self._searches: Counter[tuple[int, int]] = Counter()
+
+    def search(self, text: str, position: int, **options: bool) -> Any:
+        self._searches[len(text), position] += 1
+        assert self._searches[len(text), position] < 10, "the parser searches at one place again and again"
+        return self._pattern.search(text, position, **options)
+
+
+@given(PATTERNS, PATTERNS, st.text("ab<[Aé \n", max_size=12))
+@example("$", "$", "a\nb")
+@example("(?:;|$)", "a?", "a\nb")
+@example(r"(?<=a)(?=\n)", "$", "a\nb")
+@example(r"(?=\n)", r"(?<=\p{L})$", "a\nb")
+def test_parser_ends_for_each_template_that_is_accepted(begins, ends, text):
+    own = own_template(content=VERBATIM, thinking=a_field(begins, ends, join="", **VERBATIM))
+    try:
+        compiled = TEMPLATES.compiled(f"{own}", own, None)
+    except RequestRejected:
+        return
+    thinking = replace(compiled.fields["thinking"], open_re=LimitedPattern(compiled.fields["thinking"].open_re))
+    limited = replace(compiled.template, fields=compiled.fields | {"thinking": thinking})
+    answer_text = AnswerText(Characters(), end_token_ids=frozenset({0}))
+
+    parse(
+        TemplateParsedAnswer(ID, answer_text, CompiledTemplate(limited, compiled.searches), prompt="", tools=TOOLS),
+        list(text),
+    )
 
 
 @pytest.mark.parametrize("ends", [r"\Z", "$", r"(?:;|\Z)", r"\n+", "[;.]"])

@@ -119,14 +119,15 @@ class ResponseTemplates:
             raise invalid("chat.tools", compiled)
         return compiled
 
-    def _compile(self, model: str, spec: Mapping[str, Any]) -> CompiledTemplate | str:
+    def _compile(self, model: str, spec: Any) -> CompiledTemplate | str:
         """Compile a template; return what is wrong with one that is not valid."""
         if self._parser is None:
             message = "this router cannot parse answers: install its extra, pip install 'fleet-serving[parsers]'"
             raise invalid("chat.tools", message) from self._missing
         try:
-            if len(spec["fields"]) > MAX_FIELDS:
-                raise ValueError(f"it has {len(spec['fields'])} fields; at most {MAX_FIELDS} are supported")
+            fields = spec.get("fields") if isinstance(spec, Mapping) else None
+            if isinstance(fields, Mapping) and len(fields) > MAX_FIELDS:
+                raise ValueError(f"it has {len(fields)} fields; at most {MAX_FIELDS} are supported")
             template = self._parser.load_response_template(spec)
             for name, field in template.fields.items():
                 _check_field(name, field)

@@ -459,6 +459,20 @@ def test_template_that_is_not_valid_is_refused_with_its_cause(wrong, cause):
         an_answer(None, "", own_template(**wrong))
 
 
+@pytest.mark.parametrize(
+    ("own", "cause"),
+    [
+        ({}, "fields must be a non-empty dict"),
+        ({"fields": 5}, "fields must be a non-empty dict"),
+        ([], "response_template must be a dict, got list"),
+        ("fields", "response_template must be a dict, got str"),
+    ],
+)
+def test_template_of_another_shape_is_refused_with_its_cause(own, cause):
+    with pytest.raises(RequestRejected, match=cause):
+        an_answer(None, "", own)
+
+
 def test_refused_template_is_compiled_once():
     templates = ResponseTemplates()
     templates.load()

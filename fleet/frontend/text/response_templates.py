@@ -6,7 +6,7 @@ that the settings of the workers give. Workers whose engine parses need no templ
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -137,7 +137,11 @@ class ResponseTemplates:
 
 
 def _check_field(name: str, field: Any) -> None:
-    """Raise ValueError if a field of a compiled template could keep the router from its other requests."""
+    """Check what compiling a template leaves out.
+
+    Raises:
+        ValueError: The field could keep the router from its other requests, or a tag pattern of its content is not valid.
+    """
     literals = [*(field.open_literals or ()), *(field.close_literals or ())]
     if len(literals) > MAX_LITERALS or any(len(literal) > MAX_LITERAL_CHARACTERS for literal in literals):
         raise ValueError(
@@ -147,6 +151,22 @@ def _check_field(name: str, field: Any) -> None:
         raise ValueError(
             f"the field {name!r} can open and close at the same place; let one of its patterns match a character"
         )
+    regex = importlib.import_module("regex")
+    for pattern in _tag_patterns(field.content_args):
+        try:
+            regex.compile(pattern, regex.DOTALL)
+        except regex.error as error:
+            raise ValueError(f"the field {name!r} has the tag_pattern {pattern!r}: {error}") from error
+
+
+def _tag_patterns(arguments: Any) -> Iterator[Any]:
+    """Yield the tag patterns in the arguments of a field's content, and of its values' content."""
+    if isinstance(arguments, Mapping):
+        for key, value in arguments.items():
+            if key == "tag_pattern":
+                yield value
+            else:
+                yield from _tag_patterns(value)
 
 
 def _built_in(tool_calls: str, reasoning: str) -> Mapping[str, Any] | None:

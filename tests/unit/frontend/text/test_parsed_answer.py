@@ -445,12 +445,23 @@ def test_malformed_call_in_the_prompt_fails_no_answer():
     assert parse(an_answer(JSON_CALLS, "<tool_call>{bad</tool_call>"), ["So ", CALL]) == ("", "So ", [PARSED_CALL])
 
 
+VALUES_WITH_TAGS = {"value_parser": {"name": "xml-inline", "args": {"tag_pattern": "("}}}
+
+
 @pytest.mark.parametrize(
     ("wrong", "cause"),
     [
         ({"content": {"content": []}}, "unhashable"),
         ({"thinking": {"open_pattern": 5}}, "first argument must be a string"),
         ({"thinking": {"open": "x" * 257}}, "one of over 256 characters"),
+        (
+            {"tool_calls": {"open": "x", "content": "xml-inline", "content_args": {"tag_pattern": "("}}},
+            r"the tag_pattern .* missing \)",
+        ),
+        (
+            {"tool_calls": {"open": "x", "content": "kv-lines", "content_args": VALUES_WITH_TAGS}},
+            r"the tag_pattern .* missing \)",
+        ),
         ({f"a{number}": {"open": "x"} for number in range(65)}, "at most 64 are supported"),
     ],
 )

@@ -4,6 +4,7 @@ Each delimiter is a regular expression. From the parse tree of the expression fo
 prefixes). A search for these prefixes takes a fraction of a microsecond, and the parser takes several for each piece of text.
 """
 
+import functools
 import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ MAX_PREFIXES = 64
 MAX_PREFIX_CHARACTERS = 64
 
 _parser: Any = importlib.import_module("re._parser")  # the parser of `re`, which is not public
-_UNLIKE_RE = re.compile(r"(?<!\\)(?:\\\\)*\{(?!\d*(?:,\d*)?\})[\s\d]*[<eids]|\[\[|\[:")
+_UNLIKE_RE = re.compile(r"(?<!\\)(?:\\\\)*(?:\{(?!\d*(?:,\d*)?\})[\s\d]*[<eids]|\[\[|\[:)")
 """Matches syntax that the package `regex`, which compiles the templates, may read in another way than `re`: fuzzy matching, and sets in sets."""
 
 
@@ -83,17 +84,23 @@ def may_never_end(opening: Any, closing: Any) -> bool:
         opening: Compiled regular expression that opens the region.
         closing: Compiled regular expression that closes it.
     """
-    if not _can_be_empty(opening):
-        return False
-    # The expression $ also matches before a newline.
-    at_newline = "$" in closing.pattern and opening.match("\n", partial=True) is not None
-    return at_newline or _can_be_empty(closing)
+    patterns = (opening, closing)
+    return all(map(_can_be_empty, patterns)) or all(map(_can_be_empty_at_newline, patterns))
 
 
-def _can_be_empty(pattern: Any) -> bool:
+def _can_be_empty(pattern: Any, *, at_newline: bool = False) -> bool:
     """Return whether a compiled regular expression may match empty text before the end of the text."""
     tree = _parsed(pattern.pattern)
-    return pattern.search("") is not None if tree is None else _is_empty(tree)
+    if tree is None:
+        return pattern.search("") is not None or (at_newline and "$" in pattern.pattern.replace(r"\$", ""))
+    return _is_empty(tree, at_newline=at_newline)
+
+
+def _can_be_empty_at_newline(pattern: Any) -> bool:
+    """Return whether a compiled regular expression may match empty text before a newline, as the expression $ does."""
+    if not _can_be_empty(pattern, at_newline=True):
+        return False
+    return not _Prefixes(pattern.pattern).are_independent or pattern.match("\n", partial=True) is not None
 
 
 def _parsed(pattern: str) -> Any:
@@ -106,19 +113,25 @@ def _parsed(pattern: str) -> Any:
         return None
 
 
-def _is_empty(tree: Any) -> bool:
-    """Return whether a sequence of parse tree nodes may match empty text before the end of the text."""
+def _is_empty(tree: Any, *, at_newline: bool) -> bool:
+    """Return whether a sequence of parse tree nodes may match empty text before the end of the text.
+
+    Args:
+        tree: The nodes.
+        at_newline: True if a newline follows, so that the expression $ may match as well.
+    """
+    is_empty = functools.partial(_is_empty, at_newline=at_newline)
     for operation, value in tree:
         match str(operation):
-            case "AT" if str(value) in ("AT_END", "AT_END_STRING"):
+            case "AT" if str(value) == "AT_END_STRING" or (str(value) == "AT_END" and not at_newline):
                 return False
-            case "BRANCH" if not any(map(_is_empty, value[1])):
+            case "BRANCH" if not any(map(is_empty, value[1])):
                 return False
-            case "SUBPATTERN" if not _is_empty(value[3]):
+            case "SUBPATTERN" if not is_empty(value[3]):
                 return False
-            case "ATOMIC_GROUP" if not _is_empty(value):
+            case "ATOMIC_GROUP" if not is_empty(value):
                 return False
-            case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT" if value[0] and not _is_empty(value[2]):
+            case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT" if value[0] and not is_empty(value[2]):
                 return False
             case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
                 return False
@@ -185,5 +198,9 @@ class _Prefixes:
             return [(text, False) for text, _ in growing] if is_end else growing
         if operation in ("ASSERT", "ASSERT_NOT"):
             self.are_independent &= value[0] > 0
+            self._extended([], value[1])  # only notes whether it depends on the text before it
             return growing
+        if operation == "GROUPREF_EXISTS":
+            for branch in value[1:]:
+                self._extended([], branch or [])
         return [(text, False) for text, _ in growing]

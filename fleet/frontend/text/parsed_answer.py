@@ -222,6 +222,8 @@ class _Regions:
     2. The parser gets at most one delimiter at a time. If it raises an error for a piece, only the events of this piece are
        lost. So the result does not depend on how the text was cut into pieces.
     3. White space between a region and the following text is dropped.
+    4. The prompt may end with the beginning of a delimiter. The parser completes it with the answer, but text of the prompt is
+       never passed on as a part of the answer.
     """
 
     def __init__(self, compiled: CompiledTemplate, prompt: str, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -242,7 +244,10 @@ class _Regions:
         self._enter(self._outside)
         self.held: list[str] = []  # text of a tool call that was not given to the parser yet
         self.begun = ""  # text, not given to the parser yet, that may be the beginning of a delimiter
-        self._unparsed = ""  # text for which the parser has not returned an event yet
+        self._prompt_length = len(self._buffer)  # the answer follows the prompt in the buffer
+        self._position = 0  # where the text begins in the buffer for which there was no event yet
+        self._num_held = 0  # length of the text that the parser holds because it may become a delimiter
+        self._update_position()
         self._call_text = ""  # text of the tool call that is not complete yet
         self._follows = False  # True if the next text directly follows another region (rule 3)
         self._malformed = False
@@ -252,6 +257,13 @@ class _Regions:
         for event in self._parser.initial_events:
             self._move(event)
             self._follows |= event["type"] == "region_close"
+        if self._num_held:
+            self.plain = None  # rule 4
+
+    @property
+    def _buffer(self) -> str:
+        """All text that the parser got."""
+        return self._parser._buffer  # type: ignore[no-any-return]  # noqa: SLF001 - the parser has no public name for it
 
     def add(self, text: str) -> None:
         """Add text of the answer, and parse it as far as it can be told apart from delimiters."""
@@ -294,24 +306,25 @@ class _Regions:
             self.held = []
         position = 0
         while position < len(text) and not self._malformed:
+            if self._num_held > MAX_DELIMITER_CHARACTERS:
+                self._give_up("the parser waits for the end of a delimiter")
+                break
             end = self._piece_end(text, position)
             piece = text[position:end]
             position = end
-            if self.plain == NOWHERE and not self._unparsed and self.search(piece) is None:  # type: ignore[misc]
+            if self.plain == NOWHERE and not self._num_held and self.search(piece) is None:  # type: ignore[misc]
                 continue
-            self._unparsed += piece
-            if len(self._unparsed) > MAX_DELIMITER_CHARACTERS + len(piece):
-                self._give_up("the parser waits for the end of a delimiter")
-                break
             self._parse(lambda piece=piece: self._parser.feed(piece))  # type: ignore[misc]  # bound as a default
         if self._malformed:
             self._texts.append(text[position:])
-        if self._unparsed:
+        elif self._num_held:
             self.plain = None
+        elif self._region is None:
+            self._enter(None)  # the parser has dropped what it held
 
     def _piece_end(self, text: str, position: int) -> int:
         """Return where the piece for the parser ends that begins at the position (rule 2)."""
-        if self.search is None or self._unparsed:
+        if self.search is None or self._num_held:
             return position + 1
         if (found := self.search(text, position)) is None:
             return len(text)
@@ -324,14 +337,21 @@ class _Regions:
 
     def _enter(self, region: str | None) -> None:
         """Note the region that the parser is in; None if it is outside of all regions."""
+        self._region = region
         self.search = self._searches[region]
         self.plain = NOWHERE if region is None and self.search is not None else None
+
+    def _update_position(self) -> None:
+        """Note how far the parser has come; it returns no event for dropped text."""
+        self._position = self._parser._pos  # noqa: SLF001 - the parser has no public name for it
+        self._num_held = len(self._buffer) - self._position
 
     def _parse(self, events: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         if not self._malformed:
             try:
                 for event in events():
                     self._pass(event)
+                self._update_position()
             except _PARSER_ERRORS as error:
                 self._give_up(type(error).__name__)  # without the message, which quotes the answer
 
@@ -340,8 +360,7 @@ class _Regions:
         log.info("answer malformed, passing the rest as text", extra={"cause": cause})
         self._malformed = True
         self.plain = None
-        self._texts.append(self._call_text + self._unparsed)
-        self._unparsed = ""
+        self._texts.append(self._call_text + self._answer_text(self._position, len(self._buffer)))
 
     def _pass(self, event: Mapping[str, Any]) -> None:
         self._move(event)
@@ -349,9 +368,9 @@ class _Regions:
         if event["type"] == "region_open":
             self._consume(field, self._fields[field].open_re)
         elif event["type"] == "region_chunk":
-            text = event["text"]
-            self._unparsed = self._unparsed[len(text) :]
-            self._chunk(field, text)
+            text, begin = event["text"], self._position
+            self._position += len(text)
+            self._chunk(field, text if begin >= self._prompt_length else self._answer_text(begin, self._position))
         else:
             if field == TOOL_CALLS:
                 values = event["value"]
@@ -373,12 +392,16 @@ class _Regions:
         if self.search is not None:
             self.plain = field if field in (REASONING, TOOL_CALLS) else CONTENT
 
+    def _answer_text(self, begin: int, end: int) -> str:
+        """Return a part of the buffer, without text of the prompt (rule 4)."""
+        return self._buffer[max(begin, self._prompt_length) : end]
+
     def _consume(self, field: str, delimiter: Any) -> None:
-        """Remove a delimiter from `_unparsed`, and dropped text before it, if there is one."""
-        if delimiter is not None and (found := delimiter.search(self._unparsed)) is not None:
+        """Pass over a delimiter, and dropped text before it, if there is one."""
+        if delimiter is not None and (found := delimiter.search(self._buffer, self._position)) is not None:
             if field == TOOL_CALLS:
-                self._call_text = found[0]
-            self._unparsed = self._unparsed[found.end() :]
+                self._call_text = self._answer_text(*found.span())
+            self._position = found.end()
 
 
 def _call(value: Mapping[str, Any]) -> ToolCall:

@@ -6,7 +6,7 @@ that the settings of the workers give. Workers whose engine parses need no templ
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -119,14 +119,15 @@ class ResponseTemplates:
             raise invalid("chat.tools", compiled)
         return compiled
 
-    def _compile(self, model: str, spec: Mapping[str, Any]) -> CompiledTemplate | str:
+    def _compile(self, model: str, spec: Any) -> CompiledTemplate | str:
         """Compile a template; return what is wrong with one that is not valid."""
         if self._parser is None:
             message = "this router cannot parse answers: install its extra, pip install 'fleet-serving[parsers]'"
             raise invalid("chat.tools", message) from self._missing
         try:
-            if len(spec["fields"]) > MAX_FIELDS:
-                raise ValueError(f"it has {len(spec['fields'])} fields; at most {MAX_FIELDS} are supported")
+            fields = spec.get("fields") if isinstance(spec, Mapping) else None
+            if isinstance(fields, Mapping) and len(fields) > MAX_FIELDS:
+                raise ValueError(f"it has {len(fields)} fields; at most {MAX_FIELDS} are supported")
             template = self._parser.load_response_template(spec)
             for name, field in template.fields.items():
                 _check_field(name, field)
@@ -136,7 +137,11 @@ class ResponseTemplates:
 
 
 def _check_field(name: str, field: Any) -> None:
-    """Raise ValueError if a field of a compiled template could keep the router from its other requests."""
+    """Check what compiling a template leaves out.
+
+    Raises:
+        ValueError: The field could keep the router from its other requests, or a tag pattern of its content is not valid.
+    """
     literals = [*(field.open_literals or ()), *(field.close_literals or ())]
     if len(literals) > MAX_LITERALS or any(len(literal) > MAX_LITERAL_CHARACTERS for literal in literals):
         raise ValueError(
@@ -146,6 +151,22 @@ def _check_field(name: str, field: Any) -> None:
         raise ValueError(
             f"the field {name!r} can open and close at the same place; let one of its patterns match a character"
         )
+    regex = importlib.import_module("regex")
+    for pattern in _tag_patterns(field.content_args):
+        try:
+            regex.compile(pattern, regex.DOTALL)
+        except regex.error as error:
+            raise ValueError(f"the field {name!r} has the tag_pattern {pattern!r}: {error}") from error
+
+
+def _tag_patterns(arguments: Any) -> Iterator[Any]:
+    """Yield the tag patterns in the arguments of a field's content, and of its values' content."""
+    if isinstance(arguments, Mapping):
+        for key, value in arguments.items():
+            if key == "tag_pattern":
+                yield value
+            else:
+                yield from _tag_patterns(value)
 
 
 def _built_in(tool_calls: str, reasoning: str) -> Mapping[str, Any] | None:

@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -174,6 +176,7 @@ ALTERNATIVES = own_template(content=VERBATIM, tool_calls=a_field(r"@call:|call="
 FLAGGED = own_template(content=VERBATIM, tool_calls=a_field(r"(?i)call:", r";(?i)end", **AS_CALL))
 LITERAL_START = own_template(content=VERBATIM, tool_calls=a_field(r"@\w+:\s*", r";\d", **AS_CALL))
 PIPES = own_template(content=VERBATIM, tool_calls=a_field(r"<\|call\|>", r"<\|end\|>", **AS_CALL))
+AFTER_A_LINE = own_template(content=VERBATIM, tool_calls=a_field(r"(?<=\n)CALL ", ";", **AS_CALL))
 MIXED = own_template(
     content=VERBATIM,
     thinking={"open": "<think>", "close": "</think>", "repeats": True, "join": "", **VERBATIM},
@@ -191,6 +194,8 @@ OWN_CORPUS = [
     (ESCAPED, f"So [TOOL_CALLS]{ADD}[/TOOL_CALLS] done", ("", "So done", [PARSED_CALL])),
     (ESCAPED, f"[THINK]a [b] \\c[/THINK]So [TOOL_CALLS] {ADD}[/TOOL_CALLS]", ("a [b] \\c", "So ", [PARSED_CALL])),
     (ESCAPED, f"a[TOOL_CALLS]{ADD}[/TOOL_CALLS][TOOL_CALLS]{ADD}[/TOOL_CALLS]", ("", "a", [PARSED_CALL, PARSED_CALL])),
+    (AFTER_A_LINE, "x\nCALL {bad;y", ("", "x\nCALL {bad;y", [])),
+    (AFTER_A_LINE, f"x CALL {ADD};\nCALL {ADD};y", ("", f"x CALL {ADD};\ny", [PARSED_CALL])),
     (ESCAPED, "a[0] \\[TOOL_CALL]", ("", "a[0] \\[TOOL_CALL]", [])),
     (ESCAPED, "a[TOOL_CALLS]{bad[/TOOL_CALLS]b", ("", "a[TOOL_CALLS]{bad[/TOOL_CALLS]b", [])),
     (ALTERNATIVES, f"So @call:{ADD};and call={ADD}", ("", "So and ", [PARSED_CALL, PARSED_CALL])),
@@ -230,7 +235,7 @@ def test_own_template_parses_alike_whole_and_in_pieces(own, text, positions):
 
 
 PATTERN_PARTS = [r"\[", "a", "b", "<", "a|b", "(?:ab|a)", "(ab|b<)", "[ab]", "[^ab]", r"\w", ".", "a?", "b*", "a+", "(?:<a){2}", "(?i:a)", "(?=b)",
-                 "(?!a)", "(?<=a)", "(?<!b)", r"\b", "^", "$", r"\Z", "(?>ab)", "a{1,2}", "é"]  # fmt: skip
+                 "(?!a)", "(?<=a)", "(?<!b)", r"\b", "^", "$", r"\Z", "(?>ab)", "a{1,2}", "é", r"(?=\bab)", "(?=(?<=b)a)", "(?!(?<=<)a)", "(a)?(?(1)b|(?<=b)<)"]  # fmt: skip
 PATTERNS = st.lists(st.sampled_from(PATTERN_PARTS), min_size=1, max_size=4).map("".join)
 # The parser never ends if nothing can open and close a region.
 OPENS = PATTERNS.map(lambda pattern: f"(?:{pattern})[ab]")
@@ -248,6 +253,10 @@ OPENS = PATTERNS.map(lambda pattern: f"(?:{pattern})[ab]")
 @example(r"\b[ab]", "<", "", True, True, "[ [Aa<", [1])
 @example("(?<!A)[ab]", "<", "", True, True, "[ [Aa<", [1])
 @example("a+<[ab]", r"\[", "", True, True, "é[aa<a", [1])
+@example(r"(?=\b[ab])[ab]", "<", "", True, True, "é a<é", [1])
+@example(r"(?!(?<!\n)[ab])[ab]", "<", "", True, True, "é\na<é", [1])
+@example("é(A)?(?(1)b|(?<= é)<)[ab]", "<", "", True, True, "A é<aA<A", [1])
+@example("é(A)?(?(1)(?<= éA)<)[ab]", "<", "", True, True, "A éA<aA<A", [1])
 def test_search_for_delimiters_changes_no_answer(begins, ends, flags, is_reasoning, has_content, text, positions):
     """The parser alone, which gets each character, tells what is right."""
     region = {"open_pattern": flags + begins, "close_pattern": ends, "repeats": True}
@@ -280,6 +289,7 @@ def test_search_for_delimiters_changes_no_answer(begins, ends, flags, is_reasoni
         r"(?:x|\Z)",
         r"\{\"",
         "a{",
+        r"\[[XY]\]",
     ],
 )
 def test_pattern_of_known_beginning_leaves_other_text_alone(pattern):
@@ -310,6 +320,9 @@ def test_pattern_of_unknown_beginning_is_searched_in_all_text(pattern):
         (r"\p{N}*", r"\p{N}*"),
         ("(?:a){d}", "(?:a){d}"),
         (r"(?=\n\n)", "$"),
+        *(("$", ends) for ends in ["$", "a?", r"(?=\n)"]),
+        *(("(?:;|$)", ends) for ends in ["(?:;|$)", "a?"]),
+        (r"(?<=;)(?=\n)", "$"),
     ],
 )
 def test_template_whose_region_can_be_empty_anywhere_is_refused(begins, ends):
@@ -317,6 +330,40 @@ def test_template_whose_region_can_be_empty_anywhere_is_refused(begins, ends):
 
     with pytest.raises(RequestRejected, match="'thinking' can open and close at the same place"):
         an_answer(None, "", own)
+
+
+class LimitedPattern:
+    """Regular expression that may be searched for a few times at one place of a text."""
+
+    def __init__(self, pattern: Any) -> None:
+        self._pattern = pattern
+        self._searches: Counter[tuple[int, int]] = Counter()
+
+    def search(self, text: str, position: int, **options: bool) -> Any:
+        self._searches[len(text), position] += 1
+        assert self._searches[len(text), position] < 10, "the parser searches at one place again and again"
+        return self._pattern.search(text, position, **options)
+
+
+@given(PATTERNS, PATTERNS, st.text("ab<[Aé \n", max_size=12))
+@example("$", "$", "a\nb")
+@example("(?:;|$)", "a?", "a\nb")
+@example(r"(?<=a)(?=\n)", "$", "a\nb")
+@example(r"(?=\n)", r"(?<=\p{L})$", "a\nb")
+def test_parser_ends_for_each_template_that_is_accepted(begins, ends, text):
+    own = own_template(content=VERBATIM, thinking=a_field(begins, ends, join="", **VERBATIM))
+    try:
+        compiled = TEMPLATES.compiled(f"{own}", own, None)
+    except RequestRejected:
+        return
+    thinking = replace(compiled.fields["thinking"], open_re=LimitedPattern(compiled.fields["thinking"].open_re))
+    limited = replace(compiled.template, fields=compiled.fields | {"thinking": thinking})
+    answer_text = AnswerText(Characters(), end_token_ids=frozenset({0}))
+
+    parse(
+        TemplateParsedAnswer(ID, answer_text, CompiledTemplate(limited, compiled.searches), prompt="", tools=TOOLS),
+        list(text),
+    )
 
 
 @pytest.mark.parametrize("ends", [r"\Z", "$", r"(?:;|\Z)", r"\n+", "[;.]"])
@@ -340,8 +387,65 @@ def test_delimiter_that_never_ends_becomes_text():
     assert parse(an_answer(XML_CALLS, ""), list(f"So {text}b")) == ("", f"So {text}b", [])
 
 
+DROPPED = "n" * (MAX_DELIMITER_CHARACTERS + 100)
+
+
+@pytest.mark.parametrize("begun", ["", "<|call|>"])
+@pytest.mark.parametrize(
+    "call_opens", [r"<\|call\|>\s*(?=\{)", r"(?<!x)<\|call\|>\s*(?=\{)"], ids=["searched", "all-text"]
+)
+def test_dropped_text_may_be_longer_than_a_delimiter(call_opens, begun):
+    own = own_template(**CHANNELS["fields"] | {"tool_calls": a_field(call_opens, r"<\|end\|>", **AS_CALL)})
+    text = f"{begun}{DROPPED}<|final|>So<|end|>"
+
+    assert parse(an_answer(None, "", own), [text]) == ("", "So", [])
+    assert parse(an_answer(None, "", own), list(text)) == ("", "So", [])
+
+
+def test_text_after_a_dropped_delimiter_is_left_alone_again():
+    answer = an_answer(None, "", CHANNELS)
+    for text in ("<|call|>", "no"):
+        answer.take(Progress(request_id=ID, token_ids=tuple(map(ord, text))))
+
+    with count_calls("") as counted:
+        answer.take(Progress(request_id=ID, token_ids=tuple(map(ord, "word"))))
+
+    assert not any("chat_parsing" in file for file in counted.files)
+
+
+TYPED_CHANNELS = own_template(
+    thinking=a_field(r"<\|channel\|>analysis<\|message\|>", r"<\|end\|>", join="", **VERBATIM),
+    content=a_field(r"<\|channel\|>final<\|message\|>", r"<\|end\|>", join="", **VERBATIM),
+    tool_calls=a_field(r"<\|channel\|>call\s*(?=\{)", r"<\|end\|>", **AS_CALL),
+)
+
+
+@pytest.mark.parametrize(
+    ("parsers", "own", "begun", "text", "expected"),
+    [
+        (None, TYPED_CHANNELS, "<|channel|>", "analysis<|message|>why<|end|><|channel|>final<|message|>So<|end|>", ("why", "So", [])),
+        (None, TYPED_CHANNELS, "<|channel|>", f"call {ADD}<|end|>no", ("", "", [PARSED_CALL])),
+        (None, TYPED_CHANNELS, "<|channel|>", "no<|channel|>final<|message|>So<|end|>", ("", "So", [])),
+        (None, TYPED_CHANNELS, "<|channel|>", "call {bad<|end|>x", ("", "call {bad<|end|>x", [])),
+        (XML_CALLS, None, "<tool_call>", f"{XML.removeprefix('<tool_call>')}So{XML}", ("", "So", [PARSED_CALL, PARSED_CALL])),
+        (XML_CALLS, None, "<tool_call>", "So <b>", ("", "So <b>", [])),
+        (XML_CALLS, None, "<tool_call>", DROPPED.replace("n", " "), ("", DROPPED.replace("n", " "), [])),
+        (JSON_CALLS, None, "<tool", f"_call>{ADD}</tool_call>So", ("", "So", [PARSED_CALL])),
+        (JSON_CALLS, None, "<tool", "_call>{bad</tool_call>", ("", "_call>{bad</tool_call>", [])),
+        (JSON_CALLS, None, "<think>1 <", "2</think>So", ("2", "So", [])),
+    ],
+)  # fmt: skip
+def test_delimiter_that_the_prompt_began_is_completed(parsers, own, begun, text, expected):
+    for position in range(0, len(text) + 1, max(1, len(text) // 100)):
+        assert parse(an_answer(parsers, begun, own), [text[:position], text[position:]]) == expected
+    assert parse(an_answer(parsers, begun, own), list(text)) == expected
+
+
 def test_malformed_call_in_the_prompt_fails_no_answer():
     assert parse(an_answer(JSON_CALLS, "<tool_call>{bad</tool_call>"), ["So ", CALL]) == ("", "So ", [PARSED_CALL])
+
+
+VALUES_WITH_TAGS = {"value_parser": {"name": "xml-inline", "args": {"tag_pattern": "("}}}
 
 
 @pytest.mark.parametrize(
@@ -350,12 +454,34 @@ def test_malformed_call_in_the_prompt_fails_no_answer():
         ({"content": {"content": []}}, "unhashable"),
         ({"thinking": {"open_pattern": 5}}, "first argument must be a string"),
         ({"thinking": {"open": "x" * 257}}, "one of over 256 characters"),
+        (
+            {"tool_calls": {"open": "x", "content": "xml-inline", "content_args": {"tag_pattern": "("}}},
+            r"the tag_pattern .* missing \)",
+        ),
+        (
+            {"tool_calls": {"open": "x", "content": "kv-lines", "content_args": VALUES_WITH_TAGS}},
+            r"the tag_pattern .* missing \)",
+        ),
         ({f"a{number}": {"open": "x"} for number in range(65)}, "at most 64 are supported"),
     ],
 )
 def test_template_that_is_not_valid_is_refused_with_its_cause(wrong, cause):
     with pytest.raises(RequestRejected, match=cause):
         an_answer(None, "", own_template(**wrong))
+
+
+@pytest.mark.parametrize(
+    ("own", "cause"),
+    [
+        ({}, "fields must be a non-empty dict"),
+        ({"fields": 5}, "fields must be a non-empty dict"),
+        ([], "response_template must be a dict, got list"),
+        ("fields", "response_template must be a dict, got str"),
+    ],
+)
+def test_template_of_another_shape_is_refused_with_its_cause(own, cause):
+    with pytest.raises(RequestRejected, match=cause):
+        an_answer(None, "", own)
 
 
 def test_refused_template_is_compiled_once():

@@ -200,7 +200,7 @@ def test_notes_contain_the_next_command():
     assert "apply -f" not in notes({"operator": {"enabled": False}})
 
 
-def test_notes_say_that_metrics_are_closed_unless_settings_open_them():
+def test_notes_say_that_metrics_are_closed_if_they_are():
     warning = "Metrics at port 8080 are closed without a key"
     opened = {"settings": {"metrics_access": {"open": True}}}
 

@@ -5,7 +5,8 @@ Rules:
 1. The journal only notes answers over server-sent events, whose clients come back with the header `Last-Event-ID`.
    Fleet's own client library needs no journal, because it keeps the tokens itself.
 2. The router that serves an answer notes the tokens before the client gets them, and sends them to its peer routers
-   (`fleet.peers`). So the peers still have them if that router is killed.
+   (`fleet.peers`). So the peers still have them if that router is killed. The tokens that all answers get in one turn of
+   the event loop are sent together.
 3. An answer is forgotten a set time after its last tokens. If the journal exceeds its memory limit, the answers without new
    tokens for the longest time are forgotten first. A router that lacks the tokens generates them again, where that gives
    the same tokens (`ResumedAnswer`).
@@ -14,10 +15,11 @@ Rules:
    example, from a router that hung and goes on although its client now reads from another router.
 """
 
+import asyncio
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 from msgspec import Struct
 
 from fleet.core.clock import SECOND, Clock, Nanos
@@ -55,7 +57,7 @@ class AnswerJournal:
             seconds: Time for which an answer without new tokens is kept.
             clock: Clock that measures this time.
         """
-        self.tell: Callable[[JournalEntry], None] | None = None
+        self.tell: Callable[[Sequence[JournalEntry]], None] | None = None
         """Sends new tokens of this router's answers to the peer routers; None if there are no peers."""
 
         self._max_bytes = max_bytes
@@ -64,12 +66,21 @@ class AnswerJournal:
         # The answers in the order of their latest tokens, oldest first.
         self._answers: OrderedDict[AnswerKey, _Answer] = OrderedDict()
         self.held_bytes = 0
+        self._untold: list[JournalEntry] = []  # what the peer routers get at the end of this turn
 
-    def note(self, entry: JournalEntry) -> None:
-        """Note tokens of an answer of this router, and send them to the peer routers."""
+    async def note(self, entry: JournalEntry) -> None:
+        """Note tokens of an answer of this router, and wait until they have been sent to the peer routers."""
         self.heard(entry)
         if self.tell is not None:
-            self.tell(entry)
+            if not self._untold:
+                asyncio.get_running_loop().call_soon(self._tell)
+            self._untold.append(entry)
+            await asyncio.sleep(0)  # the event loop calls `_tell` first, because callbacks run in their order
+
+    def _tell(self) -> None:
+        untold, self._untold = self._untold, []
+        if self.tell is not None:
+            self.tell(untold)
 
     def heard(self, entry: JournalEntry) -> None:
         """Note tokens of an answer that this router or a peer router serves."""
@@ -84,7 +95,7 @@ class AnswerJournal:
         else:
             self._answers.move_to_end(entry.key)
         answer.turn, answer.at = entry.turn, now
-        answer.tokens[begin:] = np.asarray(entry.token_ids, "<u4").tobytes()
+        answer.tokens[begin:] = array("I", entry.token_ids).tobytes()
         self.held_bytes += len(answer.tokens) - held
         self._forget(now)
 

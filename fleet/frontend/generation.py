@@ -652,7 +652,7 @@ class Generation:
                         if event.prompt_logprobs:
                             delta = structs.replace(delta, prompt_logprobs=event.prompt_logprobs)
                         if journal is not None:
-                            journal.note(JournalEntry(journal_key, turn, noted, delta.token_ids))
+                            await journal.note(JournalEntry(journal_key, turn, noted, delta.token_ids))
                             noted += len(delta.token_ids)
                         if claims is not None:
                             delta = self._with_token(delta, request.id, claims)

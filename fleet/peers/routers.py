@@ -5,11 +5,13 @@ Rules:
 1. Each router dials every other one and sends its messages on that connection. It receives the messages of others on
    the connections that it has accepted. On a dialled connection it receives only the answers to its own queries.
 2. Each message about reservations contains all of them. So if a message is lost, the next one replaces it.
-3. Reservations are sent `SEND_INTERVAL_SECONDS` after a change, because many change at once, and at least every
-   `FULL_STATE_SECONDS`. The longer the interval, the more routers send their next requests to the same worker: if a
-   quarter of the running requests changes between two messages, the messages are of no use. Unchanged reservations are
-   only sent every `FULL_STATE_SECONDS`. Otherwise two idle routers would answer each other's messages forever, because
-   each message is an event for its receiver.
+3. Reservations are sent at once after a change, but not more often than every `SEND_INTERVAL_SECONDS`, because many
+   change at once, and at least every `FULL_STATE_SECONDS`. The longer the interval, the more routers send their next
+   requests to the same worker: if a quarter of the running requests changes between two messages, the messages are of
+   no use. The shorter the interval, the more CPU time each request takes
+   (`python -m loadtests.router.resuming_cost`). Unchanged reservations are only sent every `FULL_STATE_SECONDS`.
+   Otherwise two idle routers would answer each other's messages forever, because each message is an event for its
+   receiver.
 4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, counts as gone, and its reservations are
    dropped.
 5. A worker registers with one router, and that router forwards each registration to the others. A router that is
@@ -34,9 +36,9 @@ Rules:
     its answers are not waited for until it has sent one again.
 12. A router that is reached later gets all this state, and the reservations as its last message. So a process that
     shares its ports with others knows when it has the whole state. It accepts no client before that.
-13. The tokens of answers in the journal (`fleet.frontend.answer_journal`) are sent at once and not in batches. The
-    client gets the tokens only after that, because this router may be killed at any time. A router that is reached
-    later gets all known tokens. A peer whose send buffer is full does not get them.
+13. The tokens of answers in the journal (`fleet.frontend.answer_journal`) are sent at the end of each turn of the event
+    loop. The client gets the tokens only after that, because this router may be killed at any time. A router that is
+    reached later gets all known tokens. A peer whose send buffer is full does not get them.
 14. The first message (`ReplicaHello`) states the protocol versions of the router that dials, and the answer states
     those of the other router. Without a common version, the connection ends, and both routers log what to upgrade
     (`kvstore.protocol.versions`).
@@ -101,7 +103,7 @@ from kvstore.protocol.versions import NoCommonProtocol, agree, own_protocols
 
 log = logging.getLogger(__name__)
 
-SEND_INTERVAL_SECONDS = 0.002
+SEND_INTERVAL_SECONDS = 0.01
 FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
 DIAL_SECONDS = 1.0  # time limit for a connection attempt, and maximum pause between two attempts
@@ -203,6 +205,7 @@ class PeerRouters:
         self._tuned: PeerThresholds | None = None
         self.links: dict[str, _PeerConnection] = {}  # the open connections that this router has dialled, by address
         self._timer: asyncio.TimerHandle | None = None
+        self._next_send = 0.0  # earliest time of the event loop at which changes are sent again
         self._told: Mapping[WorkerId, ReservationTotals] = {}
         self._heard_of: set[str] = set()
         self._caught_up = asyncio.Event()
@@ -211,7 +214,7 @@ class PeerRouters:
         self._overflow = overflow
         self._journal = journal
         if journal is not None:
-            journal.tell = self._tell_answer
+            journal.tell = self._tell_answers
         router.on_change = self._changed
         if limits is not None:
             limits.tenants.on_taken = self._changed
@@ -359,10 +362,12 @@ class PeerRouters:
 
     def _changed(self) -> None:
         if self._timer is None and self.links:
-            self._timer = asyncio.get_running_loop().call_later(SEND_INTERVAL_SECONDS, self._tell_changes)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.0, self._next_send - loop.time()), self._tell_changes)
 
     def _tell_changes(self) -> None:
         self._timer = None
+        self._next_send = asyncio.get_running_loop().time() + SEND_INTERVAL_SECONDS
         # Send prompts before reservations. A router that knows a prompt can still send another request with the same
         # prompt to its worker, in spite of the reservation.
         self._tell_news()
@@ -418,8 +423,8 @@ class PeerRouters:
         if self._limits is not None:
             self._limits.tenants.others = sum(not link.deaf for link in self.links.values())
 
-    def _tell_answer(self, entry: JournalEntry) -> None:
-        for message in encode_answers([entry]):
+    def _tell_answers(self, entries: Sequence[JournalEntry]) -> None:
+        for message in encode_answers(entries):
             payload = message.SerializeToString()
             for link in list(self.links.values()):
                 link.send(payload)

@@ -1,3 +1,5 @@
+import asyncio
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,6 +8,7 @@ from fleet.core.clock import SECOND
 from fleet.frontend.answer_journal import ENTRY_BYTES, AnswerJournal, JournalEntry
 from fleet.peers.messages import decode_answer, encode_answers
 from tests.support.kvstore.builders import ManualClock
+from tests.support.waiting import turns
 
 A, B, C = 1, 2, 2**64 - 1
 
@@ -16,9 +19,9 @@ def a_journal(max_bytes: int = 1 << 20, clock: ManualClock | None = None) -> Ans
 
 def test_tokens_are_those_that_were_noted_in_order():
     journal = a_journal()
-    journal.note(JournalEntry(A, 0, 0, (1, 2)))
-    journal.note(JournalEntry(B, 0, 0, (9,)))
-    journal.note(JournalEntry(A, 0, 2, (3,)))
+    journal.heard(JournalEntry(A, 0, 0, (1, 2)))
+    journal.heard(JournalEntry(B, 0, 0, (9,)))
+    journal.heard(JournalEntry(A, 0, 2, (3,)))
     assert journal.tokens(A) == (1, 2, 3)
     assert journal.tokens(B) == (9,)
     assert journal.tokens(C) == ()
@@ -26,34 +29,34 @@ def test_tokens_are_those_that_were_noted_in_order():
 
 def test_resumed_answer_replaces_what_its_client_never_got():
     journal = a_journal()
-    journal.note(JournalEntry(A, 0, 0, (1, 2, 3, 4)))
-    journal.note(JournalEntry(A, 0, 2, (7,)))
+    journal.heard(JournalEntry(A, 0, 0, (1, 2, 3, 4)))
+    journal.heard(JournalEntry(A, 0, 2, (7,)))
     assert journal.tokens(A) == (1, 2, 7)
 
 
 def test_router_of_an_earlier_turn_changes_nothing():
     journal = a_journal()
-    journal.note(JournalEntry(A, 0, 0, (1, 2, 3)))
-    journal.note(JournalEntry(A, 1, 2, (7, 8)))
-    journal.note(JournalEntry(A, 0, 3, (4,)))
+    journal.heard(JournalEntry(A, 0, 0, (1, 2, 3)))
+    journal.heard(JournalEntry(A, 1, 2, (7, 8)))
+    journal.heard(JournalEntry(A, 0, 3, (4,)))
     assert journal.tokens(A) == (1, 2, 7, 8)
 
 
 def test_tokens_after_a_gap_are_not_noted():
     journal = a_journal()
-    journal.note(JournalEntry(A, 0, 1, (5,)))
-    journal.note(JournalEntry(B, 0, 0, (1,)))
-    journal.note(JournalEntry(C, 0, 0, (1,)))
-    journal.note(JournalEntry(B, 0, 2, (3,)))
+    journal.heard(JournalEntry(A, 0, 1, (5,)))
+    journal.heard(JournalEntry(B, 0, 0, (1,)))
+    journal.heard(JournalEntry(C, 0, 0, (1,)))
+    journal.heard(JournalEntry(B, 0, 2, (3,)))
     assert (journal.tokens(A), journal.tokens(B)) == ((), (1,))
 
 
 def test_memory_is_bounded_and_oldest_answer_goes_first():
     journal = a_journal(2 * ENTRY_BYTES + 4 * 6)
-    journal.note(JournalEntry(A, 0, 0, (1, 2)))
-    journal.note(JournalEntry(B, 0, 0, (1, 2)))
-    journal.note(JournalEntry(A, 0, 2, (3, 4)))
-    journal.note(JournalEntry(B, 0, 2, (3,)))  # over the limit: the last tokens of A are older
+    journal.heard(JournalEntry(A, 0, 0, (1, 2)))
+    journal.heard(JournalEntry(B, 0, 0, (1, 2)))
+    journal.heard(JournalEntry(A, 0, 2, (3, 4)))
+    journal.heard(JournalEntry(B, 0, 2, (3,)))  # over the limit: the last tokens of A are older
 
     assert (journal.tokens(A), journal.tokens(B)) == ((), (1, 2, 3))
     assert journal.held_bytes == ENTRY_BYTES + 4 * 3
@@ -63,7 +66,7 @@ def test_memory_is_bounded_and_oldest_answer_goes_first():
 def test_held_bytes_agree_with_content_and_limit(notes):
     journal = a_journal(2 * ENTRY_BYTES + 40)
     for key, position, token_ids in notes:
-        journal.note(JournalEntry(key, 0, position, token_ids))
+        journal.heard(JournalEntry(key, 0, position, token_ids))
         assert journal.held_bytes <= 2 * ENTRY_BYTES + 40
     entries = list(journal.entries())
     empty = (journal.held_bytes - sum(ENTRY_BYTES + 4 * len(each.token_ids) for each in entries)) / ENTRY_BYTES
@@ -73,9 +76,9 @@ def test_held_bytes_agree_with_content_and_limit(notes):
 def test_answer_is_forgotten_its_time_after_the_last_token():
     clock = ManualClock()
     journal = a_journal(clock=clock)
-    journal.note(JournalEntry(A, 0, 0, (1,)))
+    journal.heard(JournalEntry(A, 0, 0, (1,)))
     clock.move(40 * SECOND)
-    journal.note(JournalEntry(A, 0, 1, (2,)))
+    journal.heard(JournalEntry(A, 0, 1, (2,)))
     clock.move(60 * SECOND)
     assert journal.tokens(A) == (1, 2)
     clock.move(1)
@@ -85,11 +88,37 @@ def test_answer_is_forgotten_its_time_after_the_last_token():
 
 def test_journal_of_no_bytes_notes_nothing():
     journal = a_journal(0)
-    journal.note(JournalEntry(A, 0, 0, (1,)))
+    journal.heard(JournalEntry(A, 0, 0, (1,)))
     assert journal.tokens(A) == ()
 
 
-def test_peer_gets_each_entry_and_a_late_one_all_of_them():
+async def test_tokens_of_a_turn_reach_peers_together_before_clients():
+    journal, log = a_journal(), []
+    journal.tell = lambda entries: log.append([entry.key for entry in entries])
+
+    async def serve(key):
+        for position in range(2):
+            await journal.note(JournalEntry(key, 0, position, (1,)))
+            log.append(f"client of {key}")
+
+    await asyncio.gather(serve(A), serve(B))
+
+    assert log == [[A, B], f"client of {A}", f"client of {B}"] * 2
+
+
+async def test_answer_that_is_cancelled_leaves_the_others_their_tokens():
+    journal, told = a_journal(), []
+    journal.tell = told.extend
+    left, stays = (asyncio.create_task(journal.note(JournalEntry(key, 0, 0, (1,)))) for key in (A, B))
+    await turns(1)
+    left.cancel()
+
+    await stays
+
+    assert [entry.key for entry in told] == [A, B]
+
+
+async def test_peer_gets_each_entry_and_a_late_one_all_of_them():
     first, second, late = a_journal(), a_journal(), a_journal()
 
     def tell(entries, to):
@@ -97,10 +126,10 @@ def test_peer_gets_each_entry_and_a_late_one_all_of_them():
             for answer in type(message).FromString(message.SerializeToString()).answers.answers:
                 to.heard(decode_answer(answer))
 
-    first.tell = lambda entry: tell([entry], second)
-    first.note(JournalEntry(A, 0, 0, (1, 2)))
-    first.note(JournalEntry(A, 0, 2, (2**32 - 1,)))
-    first.note(JournalEntry(B, 0, 0, tuple(np.arange(300_000).tolist())))
+    first.tell = lambda entries: tell(entries, second)
+    await first.note(JournalEntry(A, 0, 0, (1, 2)))
+    await first.note(JournalEntry(A, 0, 2, (2**32 - 1,)))
+    await first.note(JournalEntry(B, 0, 0, tuple(np.arange(300_000).tolist())))
     tell(first.entries(), late)
 
     for key in (A, B):

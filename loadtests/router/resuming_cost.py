@@ -1,0 +1,345 @@
+"""Cost of streams that survive a router: CPU time of the router per request, and time to the first token.
+
+    python -m loadtests.router.resuming_cost [--rounds N] [--requests N] [--tokens N] [--prompts N] [--seed N] [--json FILE]
+        [--most-cpu-percent P] [--most-ttft-percent P]
+
+Three routers serve the same two workers (the simulated engine with its default latencies) and are measured in turn, in another order
+in each round. One router is alone. The other two are peers; one of them is measured with ordinary streams and with
+resumable ones. Clients of gRPC keep the tokens of resumable streams themselves. Clients of server-sent events keep only an event id, so
+the router sends their tokens to its peer.
+
+The CPU time is that of the measured router, with `STREAMS` requests at a time. The time to the first token is measured with one request
+at a time, whose prompt has `LONG_PROMPT_TOKENS` tokens that no cache holds. Ratios compare figures of the same round.
+With `--most-cpu-percent` or `--most-ttft-percent` the command fails if the median of a ratio is above this.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import msgspec
+import uvloop
+from msgspec import Struct
+
+from fleet.client.requests import Options, build_message
+from fleet.local.tiny_model import build_tiny_model
+from fleet.net.grpc.options import CHANNEL_OPTIONS
+from loadtests import host
+from loadtests.environments import SystemUnavailable
+from loadtests.kvstore.nodes import environment, free_port
+from loadtests.router.grpc_stream import METHOD
+from loadtests.router.systems.processes import (
+    Cores,
+    ProcessTree,
+    cores_of_this_process,
+    running_on,
+    started,
+    wait_until_it_answers,
+)
+
+STREAMS = 16
+PROMPT_TOKENS = 128
+LONG_PROMPT_TOKENS = 2048
+WORKERS = 2
+START_SECONDS = 90.0
+BETWEEN_SECONDS = 0.05
+MODEL = "tiny"
+
+Stream = Callable[[Sequence[int], int], Awaitable[float]]
+"""Sends a prompt, reads an answer of so many tokens, and returns the seconds until the first message with a token."""
+
+
+class Variant(Struct, frozen=True, kw_only=True):
+    """One way to stream answers."""
+
+    protocol: str
+    has_peer: bool
+    resumable: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.protocol}, " + (
+            "resumable" if self.resumable else "with a peer" if self.has_peer else "without peers"
+        )
+
+
+VARIANTS = [
+    Variant(protocol=protocol, has_peer=has_peer, resumable=resumable)
+    for protocol in ("gRPC", "SSE")
+    for has_peer, resumable in ((False, False), (True, False), (True, True))
+]
+
+
+class RouterUnderTest(Struct, frozen=True, kw_only=True):
+    process: ProcessTree
+    grpc: str
+    http: str
+
+
+class RoundFigures(Struct, frozen=True, kw_only=True):
+    """Figures of one variant in one round."""
+
+    cpu_seconds: float
+    """CPU time of the router per request."""
+
+    ttft_seconds: float
+    """Median of the requests with a long prompt."""
+
+
+class Figures(Struct, frozen=True, kw_only=True):
+    """Medians over the rounds, and the middle halves of the ratios to the router without peers."""
+
+    variant: str
+    cpu_microseconds: float
+    cpu_ratio: float
+    cpu_ratio_middle_half: tuple[float, float]
+    ttft_milliseconds: float
+    ttft_ratio: float
+    ttft_ratio_middle_half: tuple[float, float]
+
+
+@contextmanager
+def service(part: str, settings: dict[str, Any], folder: Path, cores: frozenset[int]) -> Iterator[ProcessTree]:
+    """Run `fleet serve` with a log and a settings file in the folder."""
+    name = settings.get("router_id") or settings["worker_id"]
+    config = folder / f"{name}.json"
+    config.write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "fleet.cli.main", "serve", part, "--config", str(config)]
+    with started(name, command, folder, cores, environment()) as running:
+        yield running
+
+
+@contextmanager
+def routers(folder: Path, cores: Cores) -> Iterator[dict[bool, RouterUnderTest]]:
+    """Run the workers and the three routers; yield the measured ones, by whether they have a peer.
+
+    Raises:
+        SystemUnavailable: A router does not answer, or does not reach its peer; the message contains its last log lines.
+    """
+    (folder / "members").mkdir()
+    discovery = {"kind": "file", "folder": str(folder / "members"), "lease_seconds": 30, "poll_ms": 100}
+    model_dir = str(build_tiny_model(folder, tokenizer_only=True))
+    with ExitStack() as opened:
+        for number in range(WORKERS):
+            settings = {
+                "worker_id": f"worker-{number}",
+                "engine": "simulated",
+                "model": MODEL,
+                "model_dir": model_dir,
+                "listen": f"unix:{folder}/w{number}",
+                "control_listen": f"unix:{folder}/c{number}",
+                "discovery": discovery,
+                "simulated": {"eos_probability": 0.0},
+            }
+            opened.enter_context(service("worker", settings, folder, cores.others))
+
+        peers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+        found = {}
+        for name, own, other in (("alone", "", ""), ("peer", *peers), ("other", *reversed(peers))):
+            http, rpc = free_port(), free_port()
+            settings = {
+                "router_id": name,
+                "http_listen": f"127.0.0.1:{http}",
+                "grpc_listen": f"127.0.0.1:{rpc}",
+                "control_listen": f"unix:{folder}/{name}",
+                "models": {MODEL: model_dir},
+                "discovery": discovery,
+                "prompt_secret": "a secret of all routers",
+                "heartbeat_timeout_seconds": 30.0,  # the cores are busy
+            }
+            if own:
+                settings |= {"replicas_listen": own, "replicas": [other], "replicas_credentials": {"insecure": True}}
+            on = cores.others if name == "other" else cores.router
+            process = opened.enter_context(service("router", settings, folder, on))
+            body = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 1, "stream": True}).encode()
+            wait_until_it_answers(process, http, ("/v1/completions", body), START_SECONDS)
+            found[name] = RouterUnderTest(process=process, grpc=f"127.0.0.1:{rpc}", http=f"127.0.0.1:{http}")
+        _wait_for_peer(folder / "peer.log")
+        yield {False: found["alone"], True: found["peer"]}
+
+
+def _wait_for_peer(log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while "peer router reached" not in log.read_text():
+        if time.monotonic() > deadline:
+            raise SystemUnavailable(f"the peers did not reach each other within {START_SECONDS:.0f} s")
+        time.sleep(BETWEEN_SECONDS)
+
+
+@asynccontextmanager
+async def _grpc_stream(router: RouterUnderTest, resumable: bool) -> Any:
+    async with grpc.aio.insecure_channel(router.grpc, options=CHANNEL_OPTIONS) as channel:
+        generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(METHOD)
+
+        async def stream(prompt: Sequence[int], tokens: int) -> float:
+            fields: Options = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+            message = build_message(prompt, fields)
+            message.resumable = resumable
+            sent, messages, first = time.perf_counter(), 0, 0.0
+            async for _ in generate(message.SerializeToString()):
+                messages += 1
+                if messages == 2:  # the first one admits the request
+                    first = time.perf_counter()
+            return first - sent
+
+        yield stream
+
+
+@asynccontextmanager
+async def _sse_stream(router: RouterUnderTest, resumable: bool) -> Any:
+    headers = {"x-fleet-resumable": "1"} if resumable else {}
+    async with aiohttp.ClientSession(f"http://{router.http}", headers=headers) as session:
+
+        async def stream(prompt: Sequence[int], tokens: int) -> float:
+            body = {"model": MODEL, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "stream": True}
+            body["ignore_eos"] = True
+            sent, first, last = time.perf_counter(), 0.0, b""
+            async with session.post("/v1/completions", json=body) as answer:
+                answer.raise_for_status()
+                async for line in answer.content:
+                    if line.startswith(b"data: "):
+                        first, last = first or time.perf_counter(), line
+            if b"[DONE]" not in last:
+                raise SystemUnavailable(f"a stream ended with {last[:300]!r}")
+            return first - sent
+
+        yield stream
+
+
+STREAM_OF = {"gRPC": _grpc_stream, "SSE": _sse_stream}
+
+
+async def _round(
+    variant: Variant, router: RouterUnderTest, chance: random.Random, requests: int, tokens: int, long_prompts: int
+) -> RoundFigures:
+    def prompt(length: int) -> list[int]:
+        return [chance.randrange(64, 4000) for _ in range(length)]
+
+    async with STREAM_OF[variant.protocol](router, variant.resumable) as stream:
+        await stream(prompt(PROMPT_TOKENS), 1)  # connects
+        waiting = iter([prompt(PROMPT_TOKENS) for _ in range(requests)])
+
+        async def client() -> None:
+            for each in waiting:
+                await stream(each, tokens)
+
+        before = router.process.cpu_seconds()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(STREAMS):
+                tasks.create_task(client())
+        spent = router.process.cpu_seconds() - before
+        latencies = [await stream(prompt(LONG_PROMPT_TOKENS), 1) for _ in range(long_prompts)]
+    return RoundFigures(cpu_seconds=spent / requests, ttft_seconds=statistics.median(latencies))
+
+
+def measure(rounds: int, requests: int, tokens: int, long_prompts: int, seed: int) -> dict[Variant, list[RoundFigures]]:
+    """Return the figures of each round, by variant.
+
+    Args:
+        rounds: Number of rounds, after one that is not counted.
+        requests: Requests of a round and variant whose CPU time is measured.
+        tokens: Tokens of each of their answers.
+        long_prompts: Requests of a round and variant whose time to the first token is measured.
+        seed: Seed of prompts and order.
+    """
+    chance, cores = random.Random(seed), cores_of_this_process()
+    found: dict[Variant, list[RoundFigures]] = {variant: [] for variant in VARIANTS}
+    with (
+        tempfile.TemporaryDirectory(prefix="fr-") as folder,
+        running_on(cores.others),
+        routers(Path(folder), cores) as measured,
+    ):
+        for number in range(rounds + 1):
+            for variant in chance.sample(VARIANTS, len(VARIANTS)):
+                router = measured[variant.has_peer]
+                figures = uvloop.run(_round(variant, router, chance, requests, tokens, long_prompts))
+                if number:
+                    found[variant].append(figures)
+            print(f"round {number} of {rounds}", file=sys.stderr)
+    return found
+
+
+def compare(found: dict[Variant, list[RoundFigures]]) -> list[Figures]:
+    """Return medians, and ratios to the router without peers under the same protocol."""
+    rows = []
+    for variant, figures in found.items():
+        base = found[Variant(protocol=variant.protocol, has_peer=False, resumable=False)]
+        cpu, cpu_half = _ratios(
+            [(each.cpu_seconds, least.cpu_seconds) for each, least in zip(figures, base, strict=True)]
+        )
+        ttft, ttft_half = _ratios(
+            [(each.ttft_seconds, least.ttft_seconds) for each, least in zip(figures, base, strict=True)]
+        )
+        rows.append(
+            Figures(
+                variant=variant.name,
+                cpu_microseconds=1e6 * statistics.median(each.cpu_seconds for each in figures),
+                cpu_ratio=cpu,
+                cpu_ratio_middle_half=cpu_half,
+                ttft_milliseconds=1e3 * statistics.median(each.ttft_seconds for each in figures),
+                ttft_ratio=ttft,
+                ttft_ratio_middle_half=ttft_half,
+            )
+        )
+    return rows
+
+
+def _ratios(pairs: Sequence[tuple[float, float]]) -> tuple[float, tuple[float, float]]:
+    ratios = sorted(each / base for each, base in pairs)
+    quarter = len(ratios) // 4
+    return statistics.median(ratios), (ratios[quarter], ratios[-1 - quarter])
+
+
+def main() -> int:
+    """Measure, print the figures, and return 1 if a ratio is above what the options allow."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--requests", type=int, default=300, help="of a round and variant, for the CPU time")
+    parser.add_argument("--tokens", type=int, default=64, help="of each of their answers")
+    parser.add_argument("--prompts", type=int, default=10, help="of a round and variant, for the first token")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the machine to a file")
+    parser.add_argument("--most-cpu-percent", type=float, help="fail if a variant costs more CPU time")
+    parser.add_argument("--most-ttft-percent", type=float, help="fail if a first token comes later")
+    arguments = parser.parse_args()
+
+    rows = compare(measure(arguments.rounds, arguments.requests, arguments.tokens, arguments.prompts, arguments.seed))
+    for row in rows:
+        (cpu_low, cpu_high), (ttft_low, ttft_high) = row.cpu_ratio_middle_half, row.ttft_ratio_middle_half
+        print(
+            f"{row.variant:20} {row.cpu_microseconds:7.0f} µs CPU a request, {row.cpu_ratio - 1:+.1%}"
+            f" (middle half of the rounds {cpu_low - 1:+.1%} to {cpu_high - 1:+.1%});"
+            f" {row.ttft_milliseconds:6.1f} ms to the first token, {row.ttft_ratio - 1:+.1%}"
+            f" ({ttft_low - 1:+.1%} to {ttft_high - 1:+.1%})"
+        )
+    if arguments.json:
+        machine = host.facts(Path.cwd(), ["grpcio", "aiohttp", "uvloop"])
+        arguments.json.write_text(json.dumps({"machine": machine, "variants": msgspec.to_builtins(rows)}, indent=1))
+    return _judge(rows, arguments.most_cpu_percent, arguments.most_ttft_percent)
+
+
+def _judge(rows: Sequence[Figures], most_cpu: float | None, most_ttft: float | None) -> int:
+    status = 0
+    for row in rows:
+        for what, ratio, most in (("CPU time", row.cpu_ratio, most_cpu), ("first token", row.ttft_ratio, most_ttft)):
+            if most is not None and 100 * (ratio - 1) > most:
+                print(f"{row.variant}: {what} {ratio - 1:+.1%}, and {most:g} % is allowed", file=sys.stderr)
+                status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -203,11 +203,16 @@ def test_notes_contain_the_next_command():
 def test_notes_say_that_metrics_are_closed_if_they_are():
     warning = "Metrics at port 8080 are closed without a key"
     opened = {"settings": {"metrics_access": {"open": True}}}
+    routers = "routers (once tenants have API keys)"
 
-    assert warning in notes({})
+    assert f"{warning}: those of operator, {routers}.\n" in notes({})
+    assert f"{warning}: those of operator, planner, {routers}.\n" in notes({"planner": {"enabled": True}})
     assert warning not in notes({"monitoring": {"access": {"open": True}}})
-    assert warning in notes({"operator": opened})
-    assert warning not in notes({"operator": opened, "planner": opened})
+    assert f"{warning}: those of {routers}.\n" in notes({"operator": opened})
+    unasked = {"settings": {"metrics_access": {"ask_on_health": False}}}
+    assert warning not in notes({"operator": opened, "routers": unasked})
+    closed = {"settings": {"metrics_access": {"open": False}}}
+    assert f"{warning}: those of operator, {routers}.\n" in notes({"operator": closed})
 
 
 def test_notes_warn_of_routers_that_do_not_know_each_other():

@@ -1,0 +1,47 @@
+"""Tests of the process of a node's NIXL agent, with a script in the place of the agent."""
+
+import sys
+
+import msgspec
+import pytest
+
+from kvstore.errors import StoreNotStarted
+from kvstore.tiers.shared_memory import SharedMemoryTier
+from kvstore.transports.nixl import NixlOffer
+from kvstore.transports.nixl_node import NixlNode
+
+AGENT = """\
+#!/bin/sh
+cat {offer}
+exec cat
+"""
+
+
+@pytest.fixture
+def offer(tmp_path, monkeypatch):
+    """Return the file that the agent sends as its offer."""
+    (tmp_path / "agent").write_text(AGENT.format(offer=tmp_path / "offer"))
+    (tmp_path / "agent").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "agent"))
+    return tmp_path / "offer"
+
+
+@pytest.fixture
+def node():
+    tier = SharedMemoryTier(1 << 20)
+    yield NixlNode(tier)
+    tier.close()
+
+
+async def test_ports_are_warned_of_once_and_only_if_nixl_starts(node, offer, caplog):
+    offer.write_bytes(b"no offer")
+    with pytest.raises(StoreNotStarted, match="the agent process did not start"):
+        await node.start()
+    assert not caplog.records
+
+    offer.write_bytes(msgspec.msgpack.encode(NixlOffer(b"agent", 1, 2)))
+    for _ in range(2):
+        await node.start()
+        assert node.offer == NixlOffer(b"agent", 1, 2)
+        await node.stop()
+    assert [record.message for record in caplog.records] == ["port open to other hosts"]

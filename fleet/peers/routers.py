@@ -5,13 +5,11 @@ Rules:
 1. Each router dials every other one and sends its messages on that connection. It receives the messages of others on
    the connections that it has accepted. On a dialled connection it receives only the answers to its own queries.
 2. Each message about reservations contains all of them. So if a message is lost, the next one replaces it.
-3. Reservations are sent at once after a change, but not more often than every `SEND_INTERVAL_SECONDS`, because many
-   change at once, and at least every `FULL_STATE_SECONDS`. The longer the interval, the more routers send their next
-   requests to the same worker: if a quarter of the running requests changes between two messages, the messages are of
-   no use. The shorter the interval, the more CPU time each request takes
-   (`python -m loadtests.router.resuming_cost`). Unchanged reservations are only sent every `FULL_STATE_SECONDS`.
-   Otherwise two idle routers would answer each other's messages forever, because each message is an event for its
-   receiver.
+3. Reservations are sent `SEND_INTERVAL_SECONDS` after a change, because many change at once, and at least every
+   `FULL_STATE_SECONDS`. The longer the interval, the more routers send their next requests to the same worker: if a
+   quarter of the running requests changes between two messages, the messages are of no use. Unchanged reservations are
+   only sent every `FULL_STATE_SECONDS`. Otherwise two idle routers would answer each other's messages forever, because
+   each message is an event for its receiver.
 4. A router that was silent for `SILENCE_SECONDS`, or whose connection broke, counts as gone, and its reservations are
    dropped.
 5. A worker registers with one router, and that router forwards each registration to the others. A router that is
@@ -103,7 +101,7 @@ from kvstore.protocol.versions import NoCommonProtocol, agree, own_protocols
 
 log = logging.getLogger(__name__)
 
-SEND_INTERVAL_SECONDS = 0.01
+SEND_INTERVAL_SECONDS = 0.002
 FULL_STATE_SECONDS = 0.5
 SILENCE_SECONDS = 2.0
 DIAL_SECONDS = 1.0  # time limit for a connection attempt, and maximum pause between two attempts
@@ -205,7 +203,6 @@ class PeerRouters:
         self._tuned: PeerThresholds | None = None
         self.links: dict[str, _PeerConnection] = {}  # the open connections that this router has dialled, by address
         self._timer: asyncio.TimerHandle | None = None
-        self._next_send = 0.0  # earliest time of the event loop at which changes are sent again
         self._told: Mapping[WorkerId, ReservationTotals] = {}
         self._heard_of: set[str] = set()
         self._caught_up = asyncio.Event()
@@ -362,12 +359,10 @@ class PeerRouters:
 
     def _changed(self) -> None:
         if self._timer is None and self.links:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, self._next_send - loop.time()), self._tell_changes)
+            self._timer = asyncio.get_running_loop().call_later(SEND_INTERVAL_SECONDS, self._tell_changes)
 
     def _tell_changes(self) -> None:
         self._timer = None
-        self._next_send = asyncio.get_running_loop().time() + SEND_INTERVAL_SECONDS
         # Send prompts before reservations. A router that knows a prompt can still send another request with the same
         # prompt to its worker, in spite of the reservation.
         self._tell_news()

@@ -7,17 +7,15 @@ import pytest
 
 from fleet.core.clock import Nanos
 from fleet.core.ids import WorkerId
-from fleet.peers import routers
 from fleet.peers.messages import LATEST, encode_sessions
 from fleet.peers.routers import PeerRouters
 from fleet.router.kv_index.peer_prompts import MAX_ANNOUNCED_KEYS
-from fleet.router.messages import ReservationTotals
 from fleet.router.sessions import SessionBinding, SessionTable
 from fleet.router.settings.router import RouterSettings
 from fleet.v1 import replica_pb2 as pb
 from kvstore.net.frames import connect
 from tests.support.router.recording_router import RecordingRouter
-from tests.support.waiting import turns, until
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -115,36 +113,3 @@ def test_prompts_with_a_foreign_secret_are_ignored(tmp_path, private, ours):
 
 def test_message_of_a_later_version_is_skipped(tmp_path):
     assert received_events(tmp_path, pb.ReplicaMessage())[-1] == "PeerReserved"
-
-
-class RecordingConnection:
-    """Takes the place of a connection to a peer router, and records what is sent."""
-
-    def __init__(self):
-        self.booked = []
-
-    def send(self, payload):
-        message = pb.ReplicaMessage.FromString(payload)
-        if message.HasField("bookings"):
-            self.booked += [each.requests for each in message.bookings.workers]
-
-
-async def test_first_change_is_sent_at_once_and_the_next_ones_together(monkeypatch):
-    monkeypatch.setattr(routers, "SEND_INTERVAL_SECONDS", 0.5)
-    router, connection = RecordingRouter(), RecordingConnection()
-    peers = PeerRouters(RouterSettings(), router, router, router, lambda: "")
-    peers.links["other"] = connection
-
-    def change(requests):
-        router.booked = lambda: {WorkerId("w"): ReservationTotals(0, 0.0, requests)}
-        router.on_change()
-
-    change(1)
-    await turns(2)
-    assert connection.booked == [1]
-
-    for requests in (2, 3, 4):
-        change(requests)
-        await turns(2)
-    await until(lambda: len(connection.booked) > 1)
-    assert connection.booked == [1, 4]

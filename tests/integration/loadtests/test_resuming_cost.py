@@ -29,15 +29,15 @@ def test_tiny_run_measures_each_variant(tmp_path):
     ("cpu", "ttft", "complaint"),
     [
         (1.01, 1.01, ""),
-        (1.03, 1.01, "SSE, resumable: CPU time +3.0%, and 2 % is allowed\n"),
-        (1.01, 1.04, "SSE, resumable: first token +4.0%, and 3 % is allowed\n"),
+        (1.03, 1.01, "SSE, resumable, with a peer: CPU time +3.0%, and 2 % is allowed\n"),
+        (1.01, 1.04, "SSE, resumable, with a peer: first token +4.0%, and 3 % is allowed\n"),
     ],
 )
 def test_cost_is_limited_by_the_median_ratio(monkeypatch, capsys, cpu, ttft, complaint):
     base = [1.0, 2.0, 4.0]  # a machine whose speed changes from round to round
 
     def figures(cpu: float, ttft: float) -> list[RoundFigures]:
-        return [RoundFigures(cpu_seconds=cpu * each, ttft_seconds=ttft * each) for each in base]
+        return [RoundFigures(cpu_seconds=cpu * each, peer_cpu_seconds=0.0, ttft_seconds=ttft * each) for each in base]
 
     found = {variant: figures(1.0, 1.0) for variant in VARIANTS} | {VARIANTS[-1]: figures(cpu, ttft)}
     monkeypatch.setattr(resuming_cost, "measure", lambda *_: found)

@@ -6,7 +6,7 @@ Rules:
    Fleet's own client library needs no journal, because it keeps the tokens itself.
 2. The router that serves an answer notes the tokens before the client gets them, and sends them to its peer routers
    (`fleet.peers`). So the peers still have them if that router is killed. The tokens that all answers get in one turn of
-   the event loop are sent together.
+   the event loop are sent together. If sending fails, the event loop logs the error, and the clients get their tokens.
 3. An answer is forgotten a set time after its last tokens. If the journal exceeds its memory limit, the answers without new
    tokens for the longest time are forgotten first. A router that lacks the tokens generates them again, where that gives
    the same tokens (`ResumedAnswer`).

@@ -7,6 +7,7 @@ that the settings of the workers give. Workers whose engine parses need no templ
 
 import importlib
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from msgspec import Struct
@@ -81,7 +82,7 @@ class ResponseTemplates:
         self._missing: ImportError | None = None
         self._compiled: dict[
             tuple[str, str, str], CompiledTemplate | str | None
-        ] = {}  # a text says why it is not valid
+        ] = {}  # a text says why it cannot be used
 
     @property
     def is_loaded(self) -> bool:
@@ -120,7 +121,7 @@ class ResponseTemplates:
         return compiled
 
     def _compile(self, model: str, spec: Any) -> CompiledTemplate | str:
-        """Compile a template; return what is wrong with one that is not valid."""
+        """Compile a template; return why it cannot be used, if so."""
         if self._parser is None:
             message = "this router cannot parse answers: install its extra, pip install 'fleet-serving[parsers]'"
             raise invalid("chat.tools", message) from self._missing
@@ -131,8 +132,14 @@ class ResponseTemplates:
             template = self._parser.load_response_template(spec)
             for name, field in template.fields.items():
                 _check_field(name, field)
+            parser = importlib.import_module("transformers.utils.chat_parsing").ResponseParser(template, prefix="")
         except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
             return f"the response template of {model!r} is not valid: {error}"
+        if not (hasattr(parser, "_buffer") and hasattr(parser, "_pos")):  # `parsed_answer` reads them
+            return (
+                f"this router cannot parse answers with transformers {version('transformers')}, which keeps the text that it"
+                " holds under other names; install transformers 5.19"
+            )
         return CompiledTemplate(template, delimiter_searches(template, held=TOOL_CALLS))
 
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
+from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
 
@@ -482,6 +483,13 @@ def test_template_that_is_not_valid_is_refused_with_its_cause(wrong, cause):
 def test_template_of_another_shape_is_refused_with_its_cause(own, cause):
     with pytest.raises(RequestRejected, match=cause):
         an_answer(None, "", own)
+
+
+def test_parser_that_hides_what_it_holds_is_refused(monkeypatch):
+    monkeypatch.setattr("transformers.utils.chat_parsing.ResponseParser", lambda *_, **__: object())
+
+    with pytest.raises(RequestRejected, match=f"transformers {version('transformers')}, .*; install transformers 5.19"):
+        an_answer(None, "", own_template(thinking={"open": "x"}))
 
 
 def test_refused_template_is_compiled_once():

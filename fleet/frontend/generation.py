@@ -596,7 +596,8 @@ class Generation:
         collected: list[Delta] = []  # the parts of an answer that the client gets in one piece
         allowance: RateLimitStatus | None = None
         counted_tokens = 0
-        if resumed is None or not resumed.is_free:
+        # Ask again, because another request with this token may have been admitted while this one was prepared.
+        if resumed is None or not self._is_free(resumed.resume.token, resumed.claims):
             counted_tokens = 0 if request.sibling else prompt_tokens
             allowance = await admit_with_peers(self._tenants, request.tenant, counted_tokens, self._clock)
         measured.admitted(counted_tokens)
@@ -729,7 +730,7 @@ class Generation:
         if request.journaled and self._journal is not None:
             known = self._journal.tokens(claims.answer)
             resume = structs.replace(resume, token_ids=known[: resume.position])
-        answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._resume_tokens.is_free(resume.token, claims))
+        answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._is_free(resume.token, claims))
         return structs.replace(request, id=request_id, tenant=tenant), answer
 
     def _claims(self, request: GenerateRequest, digest: bytes, resumed: ResumedAnswer | None) -> ResumeClaims:
@@ -745,6 +746,10 @@ class Generation:
             digest,
             secrets.randbits(64),
         )
+
+    def _is_free(self, token: str, claims: ResumeClaims) -> bool:
+        assert self._resume_tokens is not None
+        return self._resume_tokens.is_free(token, claims)
 
     def _note_resumed(self, resumed: ResumedAnswer, counts: ModelRequests) -> None:
         assert self._resume_tokens is not None

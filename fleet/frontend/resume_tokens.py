@@ -88,7 +88,7 @@ class ResumeTokens:
     def issue(self, claims: ResumeClaims) -> str:
         """Return a signed token with these claims."""
         content = msgspec.msgpack.encode(claims)
-        return urlsafe_b64encode(content + self._mac(content)).decode().rstrip("=")
+        return _encoded(content + self._mac(content))
 
     def read(self, token: str, tenant: str) -> ResumeClaims:
         """Check the signature, tenant and age of a token, and return its content.
@@ -103,7 +103,8 @@ class ResumeTokens:
         except (Base64Error, ValueError):
             raise _unknown() from None
         content, mac = signed[:-_MAC_BYTES], signed[-_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(content)):
+        # Only the form that `issue` gives is accepted: in another one, the same token would be free again (rule 3).
+        if not hmac.compare_digest(mac, self._mac(content)) or _encoded(signed) != token:
             raise _unknown()
         try:
             claims = msgspec.msgpack.decode(content, type=ResumeClaims)
@@ -130,6 +131,10 @@ class ResumeTokens:
 
     def _mac(self, content: bytes) -> bytes:
         return hmac.digest(self._key, content, "sha256")[:_MAC_BYTES]
+
+
+def _encoded(signed: bytes) -> str:
+    return urlsafe_b64encode(signed).decode().rstrip("=")
 
 
 def _unknown() -> RequestRejected:

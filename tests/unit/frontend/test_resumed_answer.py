@@ -1,5 +1,6 @@
 """Tests of resumed generations: at every cut, text and tokens together are those of an undisturbed answer."""
 
+import asyncio
 from hashlib import sha256
 
 import pytest
@@ -23,7 +24,7 @@ from fleet.core.system_clock import SystemClock
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.work import ParsedDelta, Progress
 from fleet.frontend.access_log import AccessLog
-from fleet.frontend.generation import INLINE_TOKENS, Generation
+from fleet.frontend.generation import INLINE_CHARACTERS, INLINE_TOKENS, Generation
 from fleet.frontend.resume_tokens import ResumeClaims, ResumeTokens
 from fleet.frontend.resumed_answer import ResumedAnswer
 from fleet.frontend.text.answer_text import AnswerText
@@ -151,6 +152,23 @@ async def test_resumed_request_counts_once_against_limits(open_generation, codec
     with pytest.raises(RequestRejected) as refused:
         await events_of(second, resumed)
     assert refused.value.reason is Reason.RATE_LIMITED, "a token is free once"
+
+
+async def test_of_simultaneous_uses_of_a_token_one_is_free(open_generation, codec):
+    """A long prompt is tokenized in a thread, so that all of these requests arrive before the first one is admitted."""
+    answer = token_ids(codec.encode(TEXT))[1:]
+    limit = TenantSettings(requests_per_minute=1)
+    prompt = TextPrompt(text="a " * INLINE_CHARACTERS)
+    request = a_request(sampling=GREEDY, resumable=True, tenant="acme", prompt=prompt)
+    router = FakeRouter(answer, cards=[a_model_card(max_model_len=100_000)])
+    seen = (await events_of(open_generation(router, acme=limit), request))[:5]
+    second = open_generation(router, acme=limit)
+    resumed = structs.replace(request, resume=resumption(seen))
+
+    ends = await asyncio.gather(*(events_of(second, resumed) for _ in range(4)), return_exceptions=True)
+
+    refused = [end.reason for end in ends if isinstance(end, RequestRejected)]
+    assert refused == [Reason.RATE_LIMITED] * 2, "one is free, and one is the one request of this minute"
 
 
 async def test_tokens_of_both_routers_are_charged_once(open_generation, codec):

@@ -149,7 +149,8 @@ def _check_field(name: str, field: Any) -> None:
         )
     if field.open_re is not None and field.close_re is not None and may_never_end(field.open_re, field.close_re):
         raise ValueError(
-            f"the field {name!r} can open and close at the same place; let one of its patterns match a character"
+            f"the field {name!r} can open and close at the same place; let one of its patterns match a character, in syntax"
+            " that Python's module re reads too"
         )
     regex = importlib.import_module("regex")
     for pattern in _tag_patterns(field.content_args):

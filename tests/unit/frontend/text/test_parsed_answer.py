@@ -319,6 +319,8 @@ def test_pattern_of_unknown_beginning_is_searched_in_all_text(pattern):
         *(("(?=a)", ends) for ends in [r"\Z|a?", "^"]),
         (r"\p{N}*", r"\p{N}*"),
         ("(?:a){d}", "(?:a){d}"),
+        *((each, each) for each in [r"\m", r"(?=\p{L})", "(?V1)(?=x)", "(?r)(?=x)", "(?=x)(?i)"]),
+        (r"(?=\p{L})", "a?"),
         (r"(?=\n\n)", "$"),
         *(("$", ends) for ends in ["$", "a?", r"(?=\n)"]),
         *(("(?:;|$)", ends) for ends in ["(?:;|$)", "a?"]),

@@ -597,7 +597,7 @@ class Generation:
         allowance: RateLimitStatus | None = None
         counted_tokens = 0
         # Ask again, because another request with this token may have been admitted while this one was prepared.
-        if resumed is None or not self._is_free(resumed.resume.token, resumed.claims):
+        if resumed is None or not self._is_free(resumed.claims):
             counted_tokens = 0 if request.sibling else prompt_tokens
             allowance = await admit_with_peers(self._tenants, request.tenant, counted_tokens, self._clock)
         measured.admitted(counted_tokens)
@@ -730,7 +730,7 @@ class Generation:
         if request.journaled and self._journal is not None:
             known = self._journal.tokens(claims.answer)
             resume = structs.replace(resume, token_ids=known[: resume.position])
-        answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._is_free(resume.token, claims))
+        answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._is_free(claims))
         return structs.replace(request, id=request_id, tenant=tenant), answer
 
     def _claims(self, request: GenerateRequest, digest: bytes, resumed: ResumedAnswer | None) -> ResumeClaims:
@@ -747,13 +747,13 @@ class Generation:
             secrets.randbits(64),
         )
 
-    def _is_free(self, token: str, claims: ResumeClaims) -> bool:
+    def _is_free(self, claims: ResumeClaims) -> bool:
         assert self._resume_tokens is not None
-        return self._resume_tokens.is_free(token, claims)
+        return self._resume_tokens.is_free(claims)
 
     def _note_resumed(self, resumed: ResumedAnswer, counts: ModelRequests) -> None:
         assert self._resume_tokens is not None
-        self._resume_tokens.use(resumed.resume.token)
+        self._resume_tokens.use(resumed.claims)
         counts.resumed += 1
 
     def _issued(self, claims: ResumeClaims) -> str:

@@ -7,9 +7,9 @@ Rules:
 2. The token names the request, the tenant, the prompt (by a digest) and the weights that began the answer. It is not
    accepted for another tenant, for another prompt, or after its lifetime. It does not contain the tokens of the answer. The
    client sends them, which is safe, because the client could also write them into a prompt.
-3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But only the
-   first use of a token on a router is free, and only `MAX_FREE_RESUMES` resumptions of one request. Further ones are
-   charged like new requests, because otherwise clients could have prompts computed for free.
+3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But only
+   `MAX_FREE_RESUMES` resumptions of one request are free, and of the tokens of one stream only the first that a router
+   gets. Further ones are charged like new requests, because otherwise clients could have prompts computed for free.
 4. Without a common secret, tokens are signed with a key that is no secret. They are then issued only if clients have no API
    keys, which is only done in closed networks.
 """
@@ -34,7 +34,7 @@ NO_RESUME_TOKENS = (
     " prompt_secret or tenant_secret on all routers"
 )
 MAX_FREE_RESUMES = 8
-MAX_REMEMBERED_USES = 65_536  # maximum number of remembered tokens that were used; each takes about 150 bytes
+MAX_REMEMBERED_USES = 65_536  # maximum number of remembered streams whose tokens were used; each takes about 200 bytes
 MAX_TOKEN_CHARACTERS = 4096
 _MAC_BYTES = 16
 _PURPOSE = b"fleet resume token 1"
@@ -79,7 +79,8 @@ class ResumeTokens:
         self._key = hmac.digest(secret, _PURPOSE, "sha256")
         self._lifetime_seconds = lifetime_seconds
         self._unix_seconds = unix_seconds
-        self._used: OrderedDict[str, None] = OrderedDict()
+        # The streams, as answer and number of earlier resumptions, of which a token was used.
+        self._used: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     def now(self) -> int:
         """Return the current time for `ResumeClaims.issued`, in Unix seconds."""
@@ -119,13 +120,13 @@ class ResumeTokens:
             )
         return claims
 
-    def is_free(self, token: str, claims: ResumeClaims) -> bool:
-        """Return whether a request with this valid token is free of charge (rule 3)."""
-        return claims.resumes < MAX_FREE_RESUMES and token not in self._used
+    def is_free(self, claims: ResumeClaims) -> bool:
+        """Return whether a request with a valid token of this content is free of charge (rule 3)."""
+        return claims.resumes < MAX_FREE_RESUMES and (claims.answer, claims.resumes) not in self._used
 
-    def use(self, token: str) -> None:
-        """Remember that this token was used, because a request with it was admitted."""
-        self._used[token] = None
+    def use(self, claims: ResumeClaims) -> None:
+        """Remember that a token of this content was used, because a request with it was admitted."""
+        self._used[claims.answer, claims.resumes] = None
         if len(self._used) > MAX_REMEMBERED_USES:
             self._used.popitem(last=False)
 

@@ -74,22 +74,25 @@ def test_expired_token_is_refused_with_its_lifetime():
     assert "has expired, 60 s" in refusal(tokens, token).message
 
 
-def test_second_use_of_a_token_and_many_resumes_are_charged():
+def test_second_use_of_a_stream_and_many_resumes_are_charged():
+    """`Admitted` and the first `Delta` of a stream have different tokens, because only the latter names the weights."""
     tokens = a_router()
-    token = tokens.issue(CLAIMS)
-    assert tokens.is_free(token, CLAIMS)
-    tokens.use(token)
-    assert not tokens.is_free(token, CLAIMS)
-    often = structs.replace(CLAIMS, resumes=MAX_FREE_RESUMES)
-    assert not tokens.is_free(tokens.issue(often), often)
+    first, later = structs.replace(CLAIMS, fingerprint=""), structs.replace(CLAIMS, resumes=1)
+    assert tokens.is_free(first)
+    tokens.use(first)
+    assert not tokens.is_free(first)
+    assert not tokens.is_free(CLAIMS)
+    assert tokens.is_free(later)
+    assert not tokens.is_free(structs.replace(CLAIMS, resumes=MAX_FREE_RESUMES))
 
 
 def test_remembered_uses_are_bounded(monkeypatch):
     monkeypatch.setattr(resume_tokens, "MAX_REMEMBERED_USES", 2)
     tokens = a_router()
-    for name in ("a", "b", "c"):
-        tokens.use(name)
-    assert [name for name in ("a", "b", "c") if tokens.is_free(name, CLAIMS)] == ["a"]
+    answers = [structs.replace(CLAIMS, answer=answer) for answer in range(3)]
+    for claims in answers:
+        tokens.use(claims)
+    assert [claims.answer for claims in answers if tokens.is_free(claims)] == [0]
 
 
 def test_digest_tells_models_and_prompts_apart():

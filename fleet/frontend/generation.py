@@ -591,7 +591,7 @@ class Generation:
             raise invalid("resumable", NO_RESUME_TOKENS)
         journal, journal_key, turn = None, 0, 0
         if request.journaled and claims is not None:
-            journal, journal_key, turn = self._journal, claims.answer, claims.resumes
+            journal, journal_key, turn = self._journal, claims.stream, claims.resumes
         noted = 0 if resumed is None else resumed.first_position
         collected: list[Delta] = []  # the parts of an answer that the client gets in one piece
         allowance: RateLimitStatus | None = None
@@ -618,6 +618,8 @@ class Generation:
             try:
                 if resumed is not None:
                     self._note_resumed(resumed, measured.counts)
+                    if journal is not None and resumed.token_ids:
+                        await journal.note(JournalEntry(journal_key, turn, 0, resumed.token_ids))
                 yield Admitted(
                     request_id=request.id,
                     model=card.name,
@@ -728,7 +730,7 @@ class Generation:
             request_id = RequestId(f"{request_id}x")
         resume = request.resume
         if request.journaled and self._journal is not None:
-            known = self._journal.tokens(claims.answer)
+            known = self._journal.tokens(claims.stream)
             resume = structs.replace(resume, token_ids=known[: resume.position])
         answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._is_free(claims))
         return structs.replace(request, id=request_id, tenant=tenant), answer
@@ -737,7 +739,7 @@ class Generation:
         """Return the content that the resume tokens of this stream share. `digest` is that of the prompt."""
         assert self._resume_tokens is not None
         if resumed is not None:
-            return structs.replace(resumed.claims, resumes=resumed.claims.resumes + 1)
+            return structs.replace(resumed.claims, resumes=resumed.claims.resumes + 1, stream=secrets.randbits(64))
         return ResumeClaims(
             request.id,
             request.tenant,

@@ -34,7 +34,7 @@ NO_RESUME_TOKENS = (
     " prompt_secret or tenant_secret on all routers"
 )
 MAX_FREE_RESUMES = 8
-MAX_REMEMBERED_USES = 65_536  # maximum number of remembered streams whose tokens were used; each takes about 200 bytes
+MAX_REMEMBERED_USES = 65_536  # maximum number of remembered streams whose tokens were used; each takes about 150 bytes
 MAX_TOKEN_CHARACTERS = 4096
 _MAC_BYTES = 16
 _PURPOSE = b"fleet resume token 1"
@@ -48,7 +48,7 @@ class ResumeClaims(Struct, frozen=True, array_like=True):
     issued: int  # when the original request arrived, Unix time in seconds
     resumes: int  # how often the answer was resumed before this token
     prompt: bytes  # digest of model and prompt (`prompt_digest`)
-    answer: int  # 64 random bits that identify the answer at all routers
+    stream: int  # 64 random bits that identify the stream at all routers; a resumed answer is a stream of its own
     fingerprint: str = ""  # fingerprint of the worker that began the answer; empty if not known yet
 
     @property
@@ -79,8 +79,7 @@ class ResumeTokens:
         self._key = hmac.digest(secret, _PURPOSE, "sha256")
         self._lifetime_seconds = lifetime_seconds
         self._unix_seconds = unix_seconds
-        # The streams, as answer and number of earlier resumptions, of which a token was used.
-        self._used: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._used: OrderedDict[int, None] = OrderedDict()  # the streams of which a token was used
 
     def now(self) -> int:
         """Return the current time for `ResumeClaims.issued`, in Unix seconds."""
@@ -122,11 +121,11 @@ class ResumeTokens:
 
     def is_free(self, claims: ResumeClaims) -> bool:
         """Return whether a request with a valid token of this content is free of charge (rule 3)."""
-        return claims.resumes < MAX_FREE_RESUMES and (claims.answer, claims.resumes) not in self._used
+        return claims.resumes < MAX_FREE_RESUMES and claims.stream not in self._used
 
     def use(self, claims: ResumeClaims) -> None:
         """Remember that a token of this content was used, because a request with it was admitted."""
-        self._used[claims.answer, claims.resumes] = None
+        self._used[claims.stream] = None
         if len(self._used) > MAX_REMEMBERED_USES:
             self._used.popitem(last=False)
 

@@ -77,22 +77,22 @@ def test_expired_token_is_refused_with_its_lifetime():
 def test_second_use_of_a_stream_and_many_resumes_are_charged():
     """`Admitted` and the first `Delta` of a stream have different tokens, because only the latter names the weights."""
     tokens = a_router()
-    first, later = structs.replace(CLAIMS, fingerprint=""), structs.replace(CLAIMS, resumes=1)
+    first, other = structs.replace(CLAIMS, fingerprint=""), structs.replace(CLAIMS, stream=8)
     assert tokens.is_free(first)
     tokens.use(first)
     assert not tokens.is_free(first)
     assert not tokens.is_free(CLAIMS)
-    assert tokens.is_free(later)
+    assert tokens.is_free(other)
     assert not tokens.is_free(structs.replace(CLAIMS, resumes=MAX_FREE_RESUMES))
 
 
 def test_remembered_uses_are_bounded(monkeypatch):
     monkeypatch.setattr(resume_tokens, "MAX_REMEMBERED_USES", 2)
     tokens = a_router()
-    answers = [structs.replace(CLAIMS, answer=answer) for answer in range(3)]
-    for claims in answers:
+    streams = [structs.replace(CLAIMS, stream=stream) for stream in range(3)]
+    for claims in streams:
         tokens.use(claims)
-    assert [claims.answer for claims in answers if tokens.is_free(claims)] == [0]
+    assert [claims.stream for claims in streams if tokens.is_free(claims)] == [0]
 
 
 def test_digest_tells_models_and_prompts_apart():

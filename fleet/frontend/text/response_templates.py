@@ -61,6 +61,33 @@ TURN_BEGINS = (
 """Regular expression of the texts by which common chat templates begin the assistant's turn."""
 
 
+SEARCH_SECONDS = 0.05
+"""Time limit of one search for a delimiter, which usually takes microseconds. The event loop waits for it."""
+
+
+class LimitedPattern:
+    """A compiled regular expression of the package `regex` whose searches have a time limit.
+
+    For some expressions of model folders, such as (a|aa)+$, the time grows exponentially with the length of the text.
+    """
+
+    def __init__(self, pattern: Any) -> None:
+        self.pattern: str = pattern.pattern
+        self._pattern = pattern
+
+    def search(self, text: str, position: int = 0, *, partial: bool = False) -> Any:
+        """Search like the expression.
+
+        Raises:
+            TimeoutError: The search takes longer than `SEARCH_SECONDS`.
+        """
+        return self._pattern.search(text, position, partial=partial, timeout=SEARCH_SECONDS)
+
+    def finditer(self, text: str) -> Iterator[Any]:
+        """Find all matches like the expression. Raise TimeoutError like `search`."""
+        return self._pattern.finditer(text, timeout=SEARCH_SECONDS)  # type: ignore[no-any-return]
+
+
 class CompiledTemplate(Struct, frozen=True):
     """A response template, and how to find its delimiters."""
 
@@ -133,7 +160,15 @@ class ResponseTemplates:
                 _check_field(name, field)
         except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
             return f"the response template of {model!r} is not valid: {error}"
-        return CompiledTemplate(template, delimiter_searches(template, held=TOOL_CALLS))
+        searches = delimiter_searches(template, held=TOOL_CALLS)
+        template.start_anchor_re = LimitedPattern(template.start_anchor_re)
+        for field in template.fields.values():
+            field.open_re, field.close_re = _limited(field.open_re), _limited(field.close_re)
+        return CompiledTemplate(template, searches)
+
+
+def _limited(pattern: Any) -> LimitedPattern | None:
+    return None if pattern is None else LimitedPattern(pattern)
 
 
 def _check_field(name: str, field: Any) -> None:

@@ -11,8 +11,11 @@ Rules:
    tokens for the longest time are forgotten first. A router that lacks the tokens generates them again, where that gives
    the same tokens (`ResumedAnswer`).
 4. Tokens that would leave a gap after the known tokens of an answer are not noted.
-5. `turn` counts how often an answer was resumed. Tokens of an earlier turn than the known one are ignored: they come, for
-   example, from a router that hung and goes on although its client now reads from another router.
+5. Each stream has an entry of its own: an answer that is resumed begins a new one with its known tokens. Otherwise, two
+   streams of one answer at random would mix their tokens. Two streams run, for example, if a router hung and goes on
+   although its client now reads from another router.
+6. Routers of earlier versions note a resumed answer under the key of its first stream. Their `turn` counts how often it was
+   resumed, and tokens of an earlier turn than the known one are ignored.
 """
 
 import asyncio
@@ -26,7 +29,7 @@ from fleet.core.clock import SECOND, Clock, Nanos
 from fleet.core.requests import TOKEN_BYTES
 
 AnswerKey = int
-"""Key of an answer: `ResumeClaims.answer`, 64 random bits. Request ids do not serve as keys, because clients may use one twice."""
+"""Key of an answer as one stream has it: `ResumeClaims.stream`, 64 random bits. Request ids do not serve as keys, because clients may use one twice."""
 
 ENTRY_BYTES = 400  # memory for an answer besides its tokens
 

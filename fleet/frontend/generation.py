@@ -591,12 +591,13 @@ class Generation:
             raise invalid("resumable", NO_RESUME_TOKENS)
         journal, journal_key, turn = None, 0, 0
         if request.journaled and claims is not None:
-            journal, journal_key, turn = self._journal, claims.answer, claims.resumes
+            journal, journal_key, turn = self._journal, claims.stream, claims.resumes
         noted = 0 if resumed is None else resumed.first_position
         collected: list[Delta] = []  # the parts of an answer that the client gets in one piece
         allowance: RateLimitStatus | None = None
         counted_tokens = 0
-        if resumed is None or not resumed.is_free:
+        # Ask again, because another request with this token may have been admitted while this one was prepared.
+        if resumed is None or not self._is_free(resumed.claims):
             counted_tokens = 0 if request.sibling else prompt_tokens
             allowance = await admit_with_peers(self._tenants, request.tenant, counted_tokens, self._clock)
         measured.admitted(counted_tokens)
@@ -617,6 +618,8 @@ class Generation:
             try:
                 if resumed is not None:
                     self._note_resumed(resumed, measured.counts)
+                    if journal is not None and resumed.token_ids:
+                        await journal.note(JournalEntry(journal_key, turn, 0, resumed.token_ids))
                 yield Admitted(
                     request_id=request.id,
                     model=card.name,
@@ -727,16 +730,16 @@ class Generation:
             request_id = RequestId(f"{request_id}x")
         resume = request.resume
         if request.journaled and self._journal is not None:
-            known = self._journal.tokens(claims.answer)
+            known = self._journal.tokens(claims.stream)
             resume = structs.replace(resume, token_ids=known[: resume.position])
-        answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._resume_tokens.is_free(resume.token, claims))
+        answer = ResumedAnswer(resume=resume, claims=claims, is_free=self._is_free(claims))
         return structs.replace(request, id=request_id, tenant=tenant), answer
 
     def _claims(self, request: GenerateRequest, digest: bytes, resumed: ResumedAnswer | None) -> ResumeClaims:
         """Return the content that the resume tokens of this stream share. `digest` is that of the prompt."""
         assert self._resume_tokens is not None
         if resumed is not None:
-            return structs.replace(resumed.claims, resumes=resumed.claims.resumes + 1)
+            return structs.replace(resumed.claims, resumes=resumed.claims.resumes + 1, stream=secrets.randbits(64))
         return ResumeClaims(
             request.id,
             request.tenant,
@@ -746,9 +749,13 @@ class Generation:
             secrets.randbits(64),
         )
 
+    def _is_free(self, claims: ResumeClaims) -> bool:
+        assert self._resume_tokens is not None
+        return self._resume_tokens.is_free(claims)
+
     def _note_resumed(self, resumed: ResumedAnswer, counts: ModelRequests) -> None:
         assert self._resume_tokens is not None
-        self._resume_tokens.use(resumed.resume.token)
+        self._resume_tokens.use(resumed.claims)
         counts.resumed += 1
 
     def _issued(self, claims: ResumeClaims) -> str:

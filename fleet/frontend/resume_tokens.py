@@ -7,9 +7,9 @@ Rules:
 2. The token names the request, the tenant, the prompt (by a digest) and the weights that began the answer. It is not
    accepted for another tenant, for another prompt, or after its lifetime. It does not contain the tokens of the answer. The
    client sends them, which is safe, because the client could also write them into a prompt.
-3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But only the
-   first use of a token on a router is free, and only `MAX_FREE_RESUMES` resumptions of one request. Further ones are
-   charged like new requests, because otherwise clients could have prompts computed for free.
+3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But only
+   `MAX_FREE_RESUMES` resumptions of one request are free, and of the tokens of one stream only the first that a router
+   gets. Further ones are charged like new requests, because otherwise clients could have prompts computed for free.
 4. Without a common secret, tokens are signed with a key that is no secret. They are then issued only if clients have no API
    keys, which is only done in closed networks.
 """
@@ -34,7 +34,7 @@ NO_RESUME_TOKENS = (
     " prompt_secret or tenant_secret on all routers"
 )
 MAX_FREE_RESUMES = 8
-MAX_REMEMBERED_USES = 65_536  # maximum number of remembered tokens that were used; each takes about 150 bytes
+MAX_REMEMBERED_USES = 65_536  # maximum number of remembered streams whose tokens were used; each takes about 150 bytes
 MAX_TOKEN_CHARACTERS = 4096
 _MAC_BYTES = 16
 _PURPOSE = b"fleet resume token 1"
@@ -48,7 +48,7 @@ class ResumeClaims(Struct, frozen=True, array_like=True):
     issued: int  # when the original request arrived, Unix time in seconds
     resumes: int  # how often the answer was resumed before this token
     prompt: bytes  # digest of model and prompt (`prompt_digest`)
-    answer: int  # 64 random bits that identify the answer at all routers
+    stream: int  # 64 random bits that identify the stream at all routers; a resumed answer is a stream of its own
     fingerprint: str = ""  # fingerprint of the worker that began the answer; empty if not known yet
 
     @property
@@ -79,7 +79,7 @@ class ResumeTokens:
         self._key = hmac.digest(secret, _PURPOSE, "sha256")
         self._lifetime_seconds = lifetime_seconds
         self._unix_seconds = unix_seconds
-        self._used: OrderedDict[str, None] = OrderedDict()
+        self._used: OrderedDict[int, None] = OrderedDict()  # the streams of which a token was used
 
     def now(self) -> int:
         """Return the current time for `ResumeClaims.issued`, in Unix seconds."""
@@ -88,7 +88,7 @@ class ResumeTokens:
     def issue(self, claims: ResumeClaims) -> str:
         """Return a signed token with these claims."""
         content = msgspec.msgpack.encode(claims)
-        return urlsafe_b64encode(content + self._mac(content)).decode().rstrip("=")
+        return _encoded(content + self._mac(content))
 
     def read(self, token: str, tenant: str) -> ResumeClaims:
         """Check the signature, tenant and age of a token, and return its content.
@@ -103,7 +103,8 @@ class ResumeTokens:
         except (Base64Error, ValueError):
             raise _unknown() from None
         content, mac = signed[:-_MAC_BYTES], signed[-_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(content)):
+        # Only the form that `issue` gives is accepted: in another one, the same token would be free again (rule 3).
+        if not hmac.compare_digest(mac, self._mac(content)) or _encoded(signed) != token:
             raise _unknown()
         try:
             claims = msgspec.msgpack.decode(content, type=ResumeClaims)
@@ -118,18 +119,22 @@ class ResumeTokens:
             )
         return claims
 
-    def is_free(self, token: str, claims: ResumeClaims) -> bool:
-        """Return whether a request with this valid token is free of charge (rule 3)."""
-        return claims.resumes < MAX_FREE_RESUMES and token not in self._used
+    def is_free(self, claims: ResumeClaims) -> bool:
+        """Return whether a request with a valid token of this content is free of charge (rule 3)."""
+        return claims.resumes < MAX_FREE_RESUMES and claims.stream not in self._used
 
-    def use(self, token: str) -> None:
-        """Remember that this token was used, because a request with it was admitted."""
-        self._used[token] = None
+    def use(self, claims: ResumeClaims) -> None:
+        """Remember that a token of this content was used, because a request with it was admitted."""
+        self._used[claims.stream] = None
         if len(self._used) > MAX_REMEMBERED_USES:
             self._used.popitem(last=False)
 
     def _mac(self, content: bytes) -> bytes:
         return hmac.digest(self._key, content, "sha256")[:_MAC_BYTES]
+
+
+def _encoded(signed: bytes) -> str:
+    return urlsafe_b64encode(signed).decode().rstrip("=")
 
 
 def _unknown() -> RequestRejected:

@@ -89,11 +89,10 @@ def may_never_end(opening: Any, closing: Any) -> bool:
 
 
 def _can_be_empty(pattern: Any, *, at_newline: bool = False) -> bool:
-    """Return whether a compiled regular expression may match empty text before the end of the text."""
+    """Return whether a compiled regular expression may match empty text before the end of the text, or nobody can tell."""
     tree = _parsed(pattern.pattern)
-    if tree is None:
-        return pattern.search("") is not None or (at_newline and "$" in pattern.pattern.replace(r"\$", ""))
-    return _is_empty(tree, at_newline=at_newline)
+    # An expression that `re` does not read, such as (?=\p{L}), may match empty text at places that no probe finds.
+    return tree is None or _is_empty(tree, at_newline=at_newline)
 
 
 def _can_be_empty_at_newline(pattern: Any) -> bool:

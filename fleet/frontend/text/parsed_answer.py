@@ -31,8 +31,8 @@ MAX_DELIMITER_CHARACTERS = 1024
 """Maximum length of the text that may be held because it may become a delimiter. The time to parse a text grows with its
 square while it is held."""
 
-_PARSER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""Errors that Hugging Face's parser raises for malformed answers."""
+_PARSER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError, TimeoutError)
+"""Errors that Hugging Face's parser raises for malformed answers, and that of a search over its time limit (`LimitedPattern`)."""
 
 NOWHERE = ""
 """The region of text that a response template has no place for. It is dropped, as by Hugging Face's parser."""
@@ -229,12 +229,12 @@ class _Regions:
     def __init__(self, compiled: CompiledTemplate, prompt: str, tools: Sequence[Mapping[str, Any]]) -> None:
         parsing = importlib.import_module("transformers.utils.chat_parsing")
         template = compiled.template
-        if template.start_anchor_re.search(prompt) is None:
-            prompt = ""  # without an anchor, the parser would take the whole prompt as a part of the answer
         self._fields = template.fields
         try:
+            if template.start_anchor_re.search(prompt) is None:
+                prompt = ""  # without an anchor, the parser would take the whole prompt as a part of the answer
             self._parser = parsing.ResponseParser(template, prefix=prompt, tools=tools)
-        except _PARSER_ERRORS:  # the prompt ends with a malformed call
+        except _PARSER_ERRORS:  # the prompt ends with a malformed call, or a search takes too long
             self._parser = parsing.ResponseParser(template, prefix="", tools=tools)
         self._searches = compiled.searches
         self._outside = template.implicit  # the region of text outside of delimiters; None: such text is dropped

@@ -62,6 +62,33 @@ TURN_BEGINS = (
 """Regular expression of the texts by which common chat templates begin the assistant's turn."""
 
 
+SEARCH_SECONDS = 0.05
+"""Time limit of one search for a delimiter, which usually takes microseconds. The event loop waits for it."""
+
+
+class LimitedPattern:
+    """A compiled regular expression of the package `regex` whose searches have a time limit.
+
+    For some expressions of model folders, such as (a|aa)+$, the time grows exponentially with the length of the text.
+    """
+
+    def __init__(self, pattern: Any) -> None:
+        self.pattern: str = pattern.pattern
+        self._pattern = pattern
+
+    def search(self, text: str, position: int = 0, *, partial: bool = False) -> Any:
+        """Search like the expression.
+
+        Raises:
+            TimeoutError: The search takes longer than `SEARCH_SECONDS`.
+        """
+        return self._pattern.search(text, position, partial=partial, timeout=SEARCH_SECONDS)
+
+    def finditer(self, text: str) -> Iterator[Any]:
+        """Find all matches like the expression. Raise TimeoutError like `search`."""
+        return self._pattern.finditer(text, timeout=SEARCH_SECONDS)  # type: ignore[no-any-return]
+
+
 class CompiledTemplate(Struct, frozen=True):
     """A response template, and how to find its delimiters."""
 
@@ -140,7 +167,15 @@ class ResponseTemplates:
                 f"this router cannot parse answers with transformers {version('transformers')}, which keeps the text that it"
                 " holds under other names; install transformers 5.19"
             )
-        return CompiledTemplate(template, delimiter_searches(template, held=TOOL_CALLS))
+        searches = delimiter_searches(template, held=TOOL_CALLS)
+        template.start_anchor_re = LimitedPattern(template.start_anchor_re)
+        for field in template.fields.values():
+            field.open_re, field.close_re = _limited(field.open_re), _limited(field.close_re)
+        return CompiledTemplate(template, searches)
+
+
+def _limited(pattern: Any) -> LimitedPattern | None:
+    return None if pattern is None else LimitedPattern(pattern)
 
 
 def _check_field(name: str, field: Any) -> None:
@@ -156,7 +191,8 @@ def _check_field(name: str, field: Any) -> None:
         )
     if field.open_re is not None and field.close_re is not None and may_never_end(field.open_re, field.close_re):
         raise ValueError(
-            f"the field {name!r} can open and close at the same place; let one of its patterns match a character"
+            f"the field {name!r} can open and close at the same place; let one of its patterns match a character, in syntax"
+            " that Python's module re reads too"
         )
     regex = importlib.import_module("regex")
     for pattern in _tag_patterns(field.content_args):

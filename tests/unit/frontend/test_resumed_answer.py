@@ -1,5 +1,7 @@
 """Tests of resumed generations: at every cut, text and tokens together are those of an undisturbed answer."""
 
+import asyncio
+from collections.abc import Sequence
 from hashlib import sha256
 
 import pytest
@@ -23,7 +25,8 @@ from fleet.core.system_clock import SystemClock
 from fleet.core.telemetry import RouterProcessMetrics
 from fleet.core.work import ParsedDelta, Progress
 from fleet.frontend.access_log import AccessLog
-from fleet.frontend.generation import INLINE_TOKENS, Generation
+from fleet.frontend.answer_journal import AnswerJournal
+from fleet.frontend.generation import INLINE_CHARACTERS, INLINE_TOKENS, Generation
 from fleet.frontend.resume_tokens import ResumeClaims, ResumeTokens
 from fleet.frontend.resumed_answer import ResumedAnswer
 from fleet.frontend.text.answer_text import AnswerText
@@ -50,7 +53,7 @@ def open_generation(codec):
     """Return a factory of the generations of several routers of one cluster."""
     threads = TokenizerThreads()
 
-    def make(router, codec=codec, **tenants) -> Generation:
+    def make(router, codec=codec, journal=None, **tenants) -> Generation:
         clock = SystemClock()
         return Generation(
             router,
@@ -61,6 +64,7 @@ def open_generation(codec):
             metrics=RouterProcessMetrics(CollectorRegistry()),
             threads=threads,
             resume_tokens=ResumeTokens(b"secret", 60, lambda: 1000),
+            journal=journal,
         )
 
     yield make
@@ -153,6 +157,23 @@ async def test_resumed_request_counts_once_against_limits(open_generation, codec
     assert refused.value.reason is Reason.RATE_LIMITED, "a token is free once"
 
 
+async def test_of_simultaneous_uses_of_a_token_one_is_free(open_generation, codec):
+    """A long prompt is tokenized in a thread, so that all of these requests arrive before the first one is admitted."""
+    answer = token_ids(codec.encode(TEXT))[1:]
+    limit = TenantSettings(requests_per_minute=1)
+    prompt = TextPrompt(text="a " * INLINE_CHARACTERS)
+    request = a_request(sampling=GREEDY, resumable=True, tenant="acme", prompt=prompt)
+    router = FakeRouter(answer, cards=[a_model_card(max_model_len=100_000)])
+    seen = (await events_of(open_generation(router, acme=limit), request))[:5]
+    second = open_generation(router, acme=limit)
+    resumed = structs.replace(request, resume=resumption(seen))
+
+    ends = await asyncio.gather(*(events_of(second, resumed) for _ in range(4)), return_exceptions=True)
+
+    refused = [end.reason for end in ends if isinstance(end, RequestRejected)]
+    assert refused == [Reason.RATE_LIMITED] * 2, "one is free, and one is the one request of this minute"
+
+
 async def test_tokens_of_both_routers_are_charged_once(open_generation, codec):
     answer = token_ids(codec.encode(TEXT))[1:]
     request = a_request(sampling=GREEDY, resumable=True, tenant="acme")
@@ -173,6 +194,30 @@ async def test_tokens_of_both_routers_are_charged_once(open_generation, codec):
 
     counted = usage.usage()["acme"]
     assert (counted.requests, counted.prompt_tokens, counted.answer_tokens) == (0, 0, len(answer) - 4)
+
+
+async def test_streams_of_one_answer_at_random_keep_their_tokens_apart(open_generation):
+    """A client may resume twice from one event, if its first try reached a router that hung and goes on later."""
+    journal = AnswerJournal(1 << 20, 60, SystemClock())
+    router = FakeRouter()
+    generation = open_generation(router, journal=journal)
+    request = a_request(sampling=Sampling(max_tokens=100), resumable=True, journaled=True)
+    begun = Resume(token="")
+
+    async def got(answer: Sequence[int], events: int, resume: Resume = begun) -> Resume:
+        """Return what a client has that gets so many events of a stream with this answer."""
+        router.answer = list(answer)
+        asked = request if resume is begun else structs.replace(request, resume=resume)
+        seen = (await events_of(generation, asked))[:events]
+        return Resume(token=received(seen)[2], position=resume.position + len(received(seen)[1]))
+
+    seen = await got(range(100, 120), 6)
+    ours = await got([*range(100, 105), *range(200, 215)], 6, seen)
+    await got([*range(100, 105), *range(300, 315)], 20, seen)
+
+    await got([0] * 20, 20, ours)
+
+    assert router.submitted[-1].answered == (*range(100, 105), *range(200, 205))
 
 
 async def test_access_log_names_resumed_request_and_its_tenant(open_generation, codec, caplog):

@@ -320,6 +320,8 @@ def test_pattern_of_unknown_beginning_is_searched_in_all_text(pattern):
         *(("(?=a)", ends) for ends in [r"\Z|a?", "^"]),
         (r"\p{N}*", r"\p{N}*"),
         ("(?:a){d}", "(?:a){d}"),
+        *((each, each) for each in [r"\m", r"(?=\p{L})", "(?V1)(?=x)", "(?r)(?=x)", "(?=x)(?i)"]),
+        (r"(?=\p{L})", "a?"),
         (r"(?=\n\n)", "$"),
         *(("$", ends) for ends in ["$", "a?", r"(?=\n)"]),
         *(("(?:;|$)", ends) for ends in ["(?:;|$)", "a?"]),
@@ -333,7 +335,7 @@ def test_template_whose_region_can_be_empty_anywhere_is_refused(begins, ends):
         an_answer(None, "", own)
 
 
-class LimitedPattern:
+class CountedPattern:
     """Regular expression that may be searched for a few times at one place of a text."""
 
     def __init__(self, pattern: Any) -> None:
@@ -357,7 +359,7 @@ def test_parser_ends_for_each_template_that_is_accepted(begins, ends, text):
         compiled = TEMPLATES.compiled(f"{own}", own, None)
     except RequestRejected:
         return
-    thinking = replace(compiled.fields["thinking"], open_re=LimitedPattern(compiled.fields["thinking"].open_re))
+    thinking = replace(compiled.fields["thinking"], open_re=CountedPattern(compiled.fields["thinking"].open_re))
     limited = replace(compiled.template, fields=compiled.fields | {"thinking": thinking})
     answer_text = AnswerText(Characters(), end_token_ids=frozenset({0}))
 
@@ -365,6 +367,20 @@ def test_parser_ends_for_each_template_that_is_accepted(begins, ends, text):
         TemplateParsedAnswer(ID, answer_text, CompiledTemplate(limited, compiled.searches), prompt="", tools=TOOLS),
         list(text),
     )
+
+
+@pytest.mark.parametrize("place", ["open_pattern", "close_pattern", "start_anchor_pattern"])
+def test_answer_is_text_where_a_search_takes_exponential_time(place):
+    slow, text = "<(a|aa)+;", f"<{'a' * 60}"
+    own = own_template(content=VERBATIM, thinking={"open_pattern": "<", "close_pattern": ">", **VERBATIM})
+    if place == "start_anchor_pattern":
+        del own["start_anchor"]
+        own[place] = slow
+        assert parse(an_answer(None, f"<|assistant|>{text}.", own), ["So ", "it is"]) == ("", "So it is", [])
+    else:
+        own["fields"]["thinking"][place] = slow
+        answer = parse(an_answer(None, "", own), ["So <", text, ".", "it is"])
+        assert "".join(answer[:2]).replace("<", "").endswith(f"{'a' * 60}.it is")
 
 
 @pytest.mark.parametrize("ends", [r"\Z", "$", r"(?:;|\Z)", r"\n+", "[;.]"])

@@ -283,6 +283,8 @@ def _build_request(
     if body.stream_options is not None:
         _check_stream_options(body.stream_options, stream=bool(body.stream))
     form, form_field = _structured_output(body)
+    if form_field.startswith("response_format") and parsing is not None and parsing.tool_choice in _DEMANDED_CALLS:
+        form, form_field = None, ""  # it is about the text of the answer, and an answer of demanded calls has none
     contents = tuple([each.content for each in images]) if images else ()
     values = {
         "max_tokens": max_tokens,
@@ -346,6 +348,7 @@ def _build_request(
 
 _NO_OPTIONS = FleetOptions()
 _ONE = (None, 1)
+_DEMANDED_CALLS = (ToolChoice.REQUIRED, ToolChoice.NAMED)
 
 
 def _details(body: OpenAiBody, more_prompts: tuple[Prompt, ...], *, echo: bool) -> Details:

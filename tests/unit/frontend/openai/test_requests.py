@@ -250,6 +250,16 @@ def test_tool_choice_says_which_calls_an_answer_may_have(fields, parsing):
     assert chat(**fields).request.parsing == parsing
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_response_format_has_no_effect_on_demanded_calls(choice):
+    """Check what instructor's mode for tools of the Responses API sends, and agents that demand a call at first."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+    assert chat(tools=TOOLS, tool_choice=choice, response_format=form).request.sampling.form is None
+    assert chat(tools=TOOLS, tool_choice="auto", response_format=form).request.sampling.form == JsonSchema(SCHEMA_TEXT)
+    assert chat(tools=TOOLS, tool_choice=choice, guided_regex="a").request.sampling.form == Pattern("a")
+
+
 @pytest.mark.parametrize(
     ("fields", "variables"),
     [

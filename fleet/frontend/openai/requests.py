@@ -575,8 +575,8 @@ def _message(index: int, message: MessageBody, images: list[ImageFile]) -> ChatM
     match message.content:
         case str(content):
             pass
-        case None if message.tool_calls:
-            content = ""
+        case None if message.role == "assistant":
+            content = message.refusal or ""  # without both, the answer was calls alone, or was cut within its reasoning
         case None:
             raise invalid(f"{field}.content", "must not be null")
         case given:
@@ -598,7 +598,7 @@ def _message(index: int, message: MessageBody, images: list[ImageFile]) -> ChatM
 def _part(field: str, part: ContentPart, images: list[ImageFile]) -> str | None:
     """Return the text of a part, or None for an image, which is appended to `images`."""
     match part:
-        case ContentPart(type="text", text=str(text)):
+        case ContentPart(type="text", text=str(text)) | ContentPart(type="refusal", refusal=str(text)):
             return text
         case ContentPart(type="image_url", image_url=str(url)):
             add_image(url, f"{field}.image_url", images)

@@ -113,6 +113,29 @@ def test_message_content_may_be_parts():
     )
 
 
+@pytest.mark.parametrize(
+    ("answer", "content"),
+    [
+        ({"content": None}, ""),
+        ({"content": None, "reasoning_content": "cut"}, ""),
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+    ],
+)
+def test_earlier_answer_may_have_no_content(answer, content):
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", **answer}, {"role": "user", "content": "y"}]
+
+    assert chat(messages=messages).request.prompt.messages[1].content == content
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+def test_only_answers_may_have_no_content(role):
+    with pytest.raises(RequestRejected) as refused:
+        chat(messages=[{"role": role, "content": None, "tool_call_id": "c"}])
+
+    assert refused.value.field == "messages[0].content"
+
+
 def test_images_are_read_in_the_order_of_their_places():
     one, other = (an_image_file(color) for color in ("red", "blue"))
     messages = [

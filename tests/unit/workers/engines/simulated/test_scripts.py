@@ -27,6 +27,10 @@ SCHEMAS = [
      "$defs": {"b": {"properties": {"b": {"type": "boolean"}}, "required": ["b"]}}},
     {"type": "object", "properties": {"p": {"$ref": "#/$defs/Point"}}, "required": ["p"],
      "$defs": {"Point": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}}},
+    {"$ref": "#/$defs/Tree", "$defs": {"Tree": {"type": "object", "required": ["left", "right"], "properties": {
+        side: {"type": "array", "items": {"$ref": "#/$defs/Tree"}} for side in ("left", "right")}}}},
+    {"$ref": "#/$defs/Link", "$defs": {"Link": {"type": "object", "required": ["next"], "properties": {
+        "next": {"anyOf": [{"$ref": "#/$defs/Link"}, {"type": "null"}]}}}}},
 ]  # fmt: skip
 
 

@@ -158,6 +158,7 @@ async def test_cut_response_is_incomplete(frontends, responses):
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.output[0].status == "incomplete"
+    assert (events[-2].type, events[-2].item.status) == ("response.output_item.done", "incomplete")
 
 
 async def test_response_with_calls_streams_like_the_whole(parsing):

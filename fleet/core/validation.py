@@ -147,20 +147,24 @@ def validate(
 def validate_length(request: GenerateRequest, card: ModelCard, prompt_tokens: int) -> None:
     """Check that the prompt and the answer together fit into the model's context.
 
+    Clients know these errors by their words: "prompt is too long" as in Anthropic's API, "maximum context length is" as in
+    OpenAI's. They then shorten the conversation or use another model.
+
     Raises:
         RequestRejected: INVALID_ARGUMENT, if the prompt is empty or too long, or leaves too little room for the answer.
     """
     field = prompt_field(request)
     if prompt_tokens == 0:
         raise invalid(field, "must not be empty")
+    limit = f"this model's maximum context length is {card.max_model_len} tokens"
     if prompt_tokens > card.max_model_len:
-        raise invalid(field, f"has {prompt_tokens} tokens, and the model takes {card.max_model_len}")
+        raise invalid(field, f"the prompt is too long: it has {prompt_tokens} tokens, and {limit}")
     if request.pooling is not None:
         return  # the answer is a vector, so the prompt may fill the whole context
     room = card.max_model_len - prompt_tokens
     if room == 0:
         raise invalid(
-            field, f"has {prompt_tokens} tokens, which leaves none of the model's {card.max_model_len} to the answer"
+            field, f"the prompt is too long: it has {prompt_tokens} tokens, {limit}, and the answer needs some of them"
         )
     if request.fill_context:
         if request.sampling.min_tokens > room:
@@ -170,8 +174,7 @@ def validate_length(request: GenerateRequest, card: ModelCard, prompt_tokens: in
     elif request.sampling.max_tokens > room:
         raise invalid(
             "sampling.max_tokens",
-            f"{request.sampling.max_tokens} and the prompt's {prompt_tokens} are more tokens than the model takes, "
-            f"{card.max_model_len}; ask for at most {room}",
+            f"{request.sampling.max_tokens} and the prompt's {prompt_tokens} are too many: {limit}; ask for at most {room}",
         )
 
 

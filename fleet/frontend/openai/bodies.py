@@ -56,6 +56,7 @@ class ImageUrl(Struct, frozen=True, kw_only=True):
 class ContentPart(Struct, frozen=True, kw_only=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
     image_url: str | ImageUrl | None = None
 
 
@@ -65,6 +66,7 @@ class MessageBody(Struct, frozen=True, kw_only=True):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     function_call: Any = None

@@ -283,6 +283,8 @@ def _build_request(
     if body.stream_options is not None:
         _check_stream_options(body.stream_options, stream=bool(body.stream))
     form, form_field = _structured_output(body)
+    if form_field.startswith("response_format") and parsing is not None and parsing.tool_choice in _DEMANDED_CALLS:
+        form, form_field = None, ""  # it is about the text of the answer, and an answer of demanded calls has none
     contents = tuple([each.content for each in images]) if images else ()
     values = {
         "max_tokens": max_tokens,
@@ -346,6 +348,7 @@ def _build_request(
 
 _NO_OPTIONS = FleetOptions()
 _ONE = (None, 1)
+_DEMANDED_CALLS = (ToolChoice.REQUIRED, ToolChoice.NAMED)
 
 
 def _details(body: OpenAiBody, more_prompts: tuple[Prompt, ...], *, echo: bool) -> Details:
@@ -572,8 +575,8 @@ def _message(index: int, message: MessageBody, images: list[ImageFile]) -> ChatM
     match message.content:
         case str(content):
             pass
-        case None if message.tool_calls:
-            content = ""
+        case None if message.role == "assistant":
+            content = message.refusal or ""  # without both, the answer was calls alone, or was cut within its reasoning
         case None:
             raise invalid(f"{field}.content", "must not be null")
         case given:
@@ -595,7 +598,7 @@ def _message(index: int, message: MessageBody, images: list[ImageFile]) -> ChatM
 def _part(field: str, part: ContentPart, images: list[ImageFile]) -> str | None:
     """Return the text of a part, or None for an image, which is appended to `images`."""
     match part:
-        case ContentPart(type="text", text=str(text)):
+        case ContentPart(type="text", text=str(text)) | ContentPart(type="refusal", refusal=str(text)):
             return text
         case ContentPart(type="image_url", image_url=str(url)):
             add_image(url, f"{field}.image_url", images)

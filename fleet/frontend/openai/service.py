@@ -13,6 +13,7 @@ from email.utils import formatdate
 from functools import partial
 from http import HTTPStatus
 from typing import Protocol
+from urllib.parse import unquote
 
 import msgspec
 from msgspec import structs
@@ -493,7 +494,7 @@ class HttpFrontend(HttpServer):
 
     async def _model(self, exchange: Exchange) -> None:
         self._generation.identify(_authorization(exchange))
-        name = exchange.request.path.removeprefix("/v1/models/")
+        name = unquote(exchange.request.path.removeprefix("/v1/models/"))  # clients encode the slash of ORG/NAME
         for listed in await self._model_objects():
             if listed["id"] == name:
                 exchange.respond(HTTPStatus.OK, msgspec.json.encode(listed))

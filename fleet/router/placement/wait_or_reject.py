@@ -77,7 +77,7 @@ def explain_no_candidate(request: PlacementRequest, table: CandidateTable) -> Wa
         return Rejection(
             reason=Reason.INVALID_ARGUMENT,
             cause=RejectionCause.PIN_UNKNOWN,
-            message=f"pin: {request.pin} answers no requests for this model; leave it out to let the router choose",
+            message=f"pin: no worker {request.pin!r} answers requests for this model; leave it out to let the router choose",
             field="pin",
         )
     if request.pin is None and causes == {IneligibleReason.NOT_AMONG}:

@@ -103,6 +103,15 @@ async def test_models_have_the_same_creation_time_at_each_call(http, monkeypatch
     assert first["data"][0]["created"] > 1_700_000_000
 
 
+async def test_model_is_found_by_its_percent_encoded_name(frontends, http):
+    """Check the path that the OpenAI client makes of a name such as those of the hub."""
+    frontends.router.cards = (*frontends.router.cards, a_model_card(name="org/ada", parent=MODEL, revision="r"))
+
+    assert (await http.get("/v1/models/org%2Fada")).json()["id"] == "org/ada"
+    assert (await http.get("/v1/models/org/ada")).json()["id"] == "org/ada"
+    assert "'org/nobody'" in (await http.get("/v1/models/org%2Fnobody")).json()["error"]["message"]
+
+
 async def test_creation_time_of_a_model_is_that_of_its_files(model_dir, tmp_path):
     """Check that routers with the same files agree, whenever they have started."""
     folder = shutil.copytree(model_dir, tmp_path / "model")

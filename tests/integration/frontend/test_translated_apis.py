@@ -158,6 +158,7 @@ async def test_cut_response_is_incomplete(frontends, responses):
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.output[0].status == "incomplete"
+    assert (events[-2].type, events[-2].item.status) == ("response.output_item.done", "incomplete")
 
 
 async def test_response_with_calls_streams_like_the_whole(parsing):
@@ -603,6 +604,8 @@ async def test_call_that_the_limit_cuts_off_is_no_broken_message(parsing):
         ({"tools": MESSAGE_TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"speed": "fast"}, "speed"),
         ({"service_tier": "priority"}, "service_tier"),
         ({"inference_geo": "eu"}, "inference_geo"),

@@ -268,6 +268,15 @@ def test_answer_longer_than_the_context_is_rejected():
     assert refused.value.field == "sampling.max_tokens"
 
 
+@pytest.mark.parametrize("prompt_tokens", [101, 100, 99])
+def test_clients_know_a_full_context_by_its_words(prompt_tokens):
+    """Check the words by which LiteLLM, LangChain and Anthropic's clients tell a full context from other errors."""
+    with pytest.raises(RequestRejected, match="this model's maximum context length is 100 tokens") as refused:
+        validate(a_request(sampling=Sampling(max_tokens=2)), a_model_card(max_model_len=100), prompt_tokens)
+
+    assert ("prompt is too long" in str(refused.value)) is (prompt_tokens >= 100)
+
+
 def test_max_tokens_is_ignored_with_fill_context():
     validate(a_request(fill_context=True, sampling=Sampling(max_tokens=16)), a_model_card(max_model_len=100), 99)
 

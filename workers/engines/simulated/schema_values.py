@@ -2,7 +2,8 @@
 
 The module supports the parts of schemas that tools and structured outputs commonly use: types, enumerations, constants,
 objects, arrays, numeric and length limits, common formats, alternatives and references within the schema. It ignores
-patterns. A schema of a few bytes may demand a value of any size, so the size of a value is limited.
+patterns. A schema of a few bytes may demand a value of any size, so the size of a value is limited. Below some levels a
+value has only what its schema demands, so that values of recursive schemas, such as trees, come to an end.
 """
 
 import json
@@ -11,7 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 32
+FULL_DEPTH = 8  # level from which on arrays are as short as allowed, and null is preferred to other alternatives
 MAX_CHARACTERS = 65536  # approximate limit of the size of a value as JSON, far more than an answer of a simulated model
+_NULL = {"type": "null"}
 FORMATS = {
     "date": "2026-01-01",
     "date-time": "2026-01-01T00:00:00Z",
@@ -69,7 +72,10 @@ def _value(schema: Any, root: _Document, depth: int) -> Any:
     for keyword in ("anyOf", "oneOf"):
         if schema.get(keyword):
             rest = {name: value for name, value in schema.items() if name != keyword}
-            return _value({**rest, **_resolved(schema[keyword][0], root)}, root, depth + 1)
+            chosen = schema[keyword][0]
+            if depth >= FULL_DEPTH and _NULL in schema[keyword]:
+                chosen = _NULL
+            return _value({**rest, **_resolved(chosen, root)}, root, depth + 1)
     if schema.get("allOf"):
         merged = {name: value for name, value in schema.items() if name != "allOf"}
         for part in schema["allOf"]:
@@ -95,7 +101,8 @@ def _typed(schema: Mapping[str, Any], root: _Document, depth: int) -> Any:
             return {name: _value(properties.get(name, True), root, depth + 1) for name in names}
         case "array":
             prefix = [_value(item, root, depth + 1) for item in schema.get("prefixItems") or ()]
-            count = min(max(schema.get("minItems", 1), len(prefix)), schema.get("maxItems", math.inf))
+            fewest = schema.get("minItems", 1 if depth < FULL_DEPTH else 0)
+            count = min(max(fewest, len(prefix)), schema.get("maxItems", math.inf))
             more = int(count) - len(prefix)
             root.grow(max(0, more))
             return prefix + [_value(schema.get("items", {"type": "string"}), root, depth + 1) for _ in range(more)]

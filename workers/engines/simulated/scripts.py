@@ -3,9 +3,11 @@
 Rules:
 
 1. Answers follow a JSON schema or a choice. A regular expression and a grammar are refused.
-2. Demanded tool calls are written as the worker's parser expects them. The engine calls the tool that the request
-   names, or else the first tool, with arguments that the tool's schema allows. If the request leaves the decision to
-   the model, the engine calls the first tool only once in a conversation, so that an agent does not go on for ever.
+2. Demanded tool calls are written as the worker's parser expects them, with arguments that the tool's schema allows. The
+   engine calls the tool that the request names. If the request demands any call, the engine calls the tools of the
+   request in turn, one for each call of the conversation so far, and at last always the last tool: agents that demand
+   calls until a certain tool was called come to an end. If the request leaves the decision to the model, the engine calls
+   the first tool only once in a conversation, so that an agent does not go on for ever.
 3. A worker with a reasoning parser begins its answers with a sentence of reasoning, unless the prompt has ended the reasoning.
    The sentence is cut where the request limits the tokens of the reasoning.
 4. All other text of an answer is the model's random text.
@@ -88,7 +90,7 @@ class ScriptWriter:
             return None
         tools: list[Mapping[str, Any]] = [tool["function"] for tool in json.loads(parsing.tools)]
         named = [tool for tool in tools if tool["name"] == parsing.function]
-        tool = named[0] if named else tools[0]
+        tool = named[0] if named else tools[min(parsing.earlier_calls, len(tools) - 1)]
         arguments = value_of(tool.get("parameters") or {"type": "object"})
         if self._parsers.tool_calls in ("qwen3_coder", "qwen3_xml"):
             return _xml_call(tool["name"], arguments)

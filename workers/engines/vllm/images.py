@@ -112,7 +112,10 @@ def fit_answer(start: Start, prompt: "MultiModalInput", params: "SamplingParams"
     """
     length = len(prompt["prompt_token_ids"])
     if length >= max_model_len:
-        raise ImageRefused(f"the prompt has {length} tokens with its images, and the model takes {max_model_len}")
+        raise ImageRefused(
+            f"the prompt is too long: it has {length} tokens with its images, and this model's maximum context length is"
+            f" {max_model_len} tokens"
+        )
     if params.max_tokens is not None:
         params.max_tokens = min(params.max_tokens, max_model_len - length)
     return length - len(prompt_ids(start))

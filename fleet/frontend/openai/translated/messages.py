@@ -145,7 +145,7 @@ class StrictMessagesBody(MessagesBody, frozen=True, kw_only=True, forbid_unknown
 ACCEPTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "mcp_servers": ([],),
     "container": (),
-    "context_management": ({},),
+    "context_management": ({}, {"edits": []}),
     "speed": ("standard",),
     "service_tier": ("auto", "standard_only"),
     "inference_geo": (),
@@ -303,6 +303,8 @@ def _turn(field: str, turn: TurnBody, images: list[ImageFile]) -> Iterator[Json]
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
         return
+    if not turn.content and turn.role != "assistant":
+        raise invalid(f"{field}.content", "must not be empty")
     texts: list[str] = []
     parts: list[Json] = []  # texts and images of a user
     calls: list[Json] = []

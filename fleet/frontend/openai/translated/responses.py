@@ -366,11 +366,14 @@ class ResponseWriter:
         self._sent = start.events
         self._blocks = AnswerBlocks()
         self._began = False
+        self._status = "completed"  # of an item that ends now
 
     def chunk(self, delta: Delta) -> bytes:
         return self._written(self._blocks.add(delta))
 
     def last_chunks(self, finished: Finished) -> bytes:
+        if finished.finish is Finish.LENGTH:
+            self._status = "incomplete"
         ends = self._written(self._blocks.finish(finished.text))
         response = self._complete(finished)
         return ends + self._event({"type": f"response.{response['status']}", "response": response})
@@ -421,7 +424,7 @@ class ResponseWriter:
                 done = {
                     "type": "response.output_item.done",
                     "output_index": block.index,
-                    "item": self._item(block, "completed"),
+                    "item": self._item(block, self._status),
                 }
                 return [*_ends(block, place), done]
 

@@ -113,6 +113,29 @@ def test_message_content_may_be_parts():
     )
 
 
+@pytest.mark.parametrize(
+    ("answer", "content"),
+    [
+        ({"content": None}, ""),
+        ({"content": None, "reasoning_content": "cut"}, ""),
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+    ],
+)
+def test_earlier_answer_may_have_no_content(answer, content):
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", **answer}, {"role": "user", "content": "y"}]
+
+    assert chat(messages=messages).request.prompt.messages[1].content == content
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+def test_only_answers_may_have_no_content(role):
+    with pytest.raises(RequestRejected) as refused:
+        chat(messages=[{"role": role, "content": None, "tool_call_id": "c"}])
+
+    assert refused.value.field == "messages[0].content"
+
+
 def test_images_are_read_in_the_order_of_their_places():
     one, other = (an_image_file(color) for color in ("red", "blue"))
     messages = [
@@ -248,6 +271,16 @@ def test_structured_output_is_read_from_openai_and_vllm_fields(read, fields, for
 )
 def test_tool_choice_says_which_calls_an_answer_may_have(fields, parsing):
     assert chat(**fields).request.parsing == parsing
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_response_format_has_no_effect_on_demanded_calls(choice):
+    """Check what instructor's mode for tools of the Responses API sends, and agents that demand a call at first."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+    assert chat(tools=TOOLS, tool_choice=choice, response_format=form).request.sampling.form is None
+    assert chat(tools=TOOLS, tool_choice="auto", response_format=form).request.sampling.form == JsonSchema(SCHEMA_TEXT)
+    assert chat(tools=TOOLS, tool_choice=choice, guided_regex="a").request.sampling.form == Pattern("a")
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,13 @@ def test_cause_ignores_workers_outside_the_allowed_list(cause, demand):
     assert refused.cause is cause
 
 
+def test_unknown_pin_is_quoted_in_its_error():
+    refused = outcome({"pin": WorkerId("nobody")}, D)
+
+    assert isinstance(refused, Rejection)
+    assert refused.message.startswith("pin: no worker 'nobody' answers requests for this model")
+
+
 def test_pin_outside_the_allowed_list_is_unfit():
     refused = outcome({"pin": WorkerId("d"), "among": (WorkerId("x"),)}, D)
 

@@ -27,6 +27,10 @@ SCHEMAS = [
      "$defs": {"b": {"properties": {"b": {"type": "boolean"}}, "required": ["b"]}}},
     {"type": "object", "properties": {"p": {"$ref": "#/$defs/Point"}}, "required": ["p"],
      "$defs": {"Point": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}}},
+    {"$ref": "#/$defs/Tree", "$defs": {"Tree": {"type": "object", "required": ["left", "right"], "properties": {
+        side: {"type": "array", "items": {"$ref": "#/$defs/Tree"}} for side in ("left", "right")}}}},
+    {"$ref": "#/$defs/Link", "$defs": {"Link": {"type": "object", "required": ["next"], "properties": {
+        "next": {"anyOf": [{"$ref": "#/$defs/Link"}, {"type": "null"}]}}}}},
 ]  # fmt: skip
 
 
@@ -115,7 +119,9 @@ def written(
         ({"form": Choice(("yes", "no"))}, ("yes", True)),
         ({"tools": TOOLS}, (ADD, True)),
         ({"tools": TOOLS, "earlier_calls": 1}, None),
-        ({"tools": TOOLS, "tool_choice": ToolChoice.REQUIRED, "form": ToolCallForm(), "earlier_calls": 1}, (ADD, True)),
+        ({"tools": TOOLS, "tool_choice": ToolChoice.REQUIRED, "form": ToolCallForm()}, (ADD, True)),
+        ({"tools": TOOLS, "tool_choice": ToolChoice.REQUIRED, "form": ToolCallForm(), "earlier_calls": 1}, (STOP, True)),
+        ({"tools": TOOLS, "tool_choice": ToolChoice.REQUIRED, "form": ToolCallForm(), "earlier_calls": 5}, (STOP, True)),
         ({"tools": TOOLS, "tool_choice": ToolChoice.NAMED, "function": "stop", "form": ToolCallForm()}, (STOP, True)),
         ({"tools": TOOLS, "parsers": AnswerParsers(tool_calls="qwen3_coder")},
          ("<tool_call>\n<function=add>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>", True)),

@@ -291,6 +291,7 @@ async def test_unknown_tool_choice_of_a_response_lists_the_known(responses, choi
         ({"service_tier": "flex"}, "service_tier"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
+        ({"instructions": "x", "input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"moderation": {"model": "m"}}, "moderation"),
     ],
 )
@@ -605,6 +606,10 @@ async def test_call_that_the_limit_cuts_off_is_no_broken_message(parsing):
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        (
+            {"system": "x", "messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
+            "messages[0].content[0].tool_use_id",
+        ),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"speed": "fast"}, "speed"),
         ({"service_tier": "priority"}, "service_tier"),

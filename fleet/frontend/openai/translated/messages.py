@@ -323,6 +323,8 @@ def _turn(field: str, turn: TurnBody, images: list[ImageFile]) -> Iterator[Json]
                 arguments = msgspec.json.encode(block.input or {}).decode()
                 function = {"name": block.name, "arguments": arguments}
                 calls.append({"id": block.id, "type": "function", "function": function})
+            case "tool_result", "user" if not block.tool_use_id:
+                raise invalid(f"{where}.tool_use_id", "is missing; a result names the tool use that it answers")
             case "tool_result", "user":
                 content = _text(f"{where}.content", block.content or "")
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}

@@ -253,6 +253,8 @@ def _messages(body: ResponsesBody, images: list[ImageFile]) -> list[Json]:
                 messages.append({"role": item.role, "content": _content(f"{where}.content", item.content, images)})
             case "message":
                 raise invalid(f"{where}.role", "must be user, assistant, system or developer")
+            case "function_call_output" if not item.call_id:
+                raise invalid(f"{where}.call_id", "is missing; an output names the call that it answers")
             case "function_call_output":
                 content = _text(f"{where}.output", item.output)
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})

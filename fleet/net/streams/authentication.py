@@ -9,12 +9,14 @@ Rules:
    (`kvstore.net.unproven_connections`). A connection no longer counts after it is authenticated.
 2. Only the handshake is read from unauthenticated connections, and its payloads have at most `MAX_HANDSHAKE_BYTES`.
 3. After the handshake the receiver gets the connection directly, so a proof costs nothing per message.
-4. A refused caller is logged, once a minute for each host and cause. It also receives the cause, if it takes part in
-   the handshake or knows the payload of rejections.
+4. A refused caller is logged, once a minute for each host and cause, and at most `MAX_LOGGED_CAUSES` of these pairs are
+   logged in a minute. Causes that differ only in numbers, which the caller may choose, count as one. The caller also
+   receives the cause, if it takes part in the handshake or knows the payload of rejections.
 """
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -35,7 +37,8 @@ PROVE_SECONDS = 5.0
 DIAL_TLS_SECONDS = 3.0
 OUT_OF_FILES_SECONDS = 0.1
 LOG_INTERVAL_SECONDS = 60.0  # minimum time between two warnings about one host and cause
-MAX_LOGGED_CAUSES = 64  # maximum number of pairs of host and cause whose last warning is remembered
+MAX_LOGGED_CAUSES = 64  # maximum number of pairs of host and cause that are logged in this time
+_NUMBER = re.compile("[0-9]+")
 
 NEEDS_TLS = "this end speaks TLS: set the authority of its certificate in the credentials of your end"
 
@@ -64,7 +67,9 @@ class StreamAuthenticator:
         self._unproven: UnprovenConnections[_UnprovenCaller] = UnprovenConnections(MAX_UNPROVEN)
         # A connection stays here for one iteration of the event loop after its proof.
         self._handshakes: dict[_UnprovenCaller, asyncio.Task[None]] = {}
-        self._logged_at: dict[tuple[str, str], float] = {}  # time of the last log message by host and cause
+        self._logged_at: dict[
+            tuple[str, str], float
+        ] = {}  # time of the last log message by host and cause without its numbers
 
     @asynccontextmanager
     async def guarding(
@@ -154,11 +159,14 @@ class StreamAuthenticator:
             return
         caller.end(cause)
         now = asyncio.get_running_loop().time()
-        if now - self._logged_at.get((host, cause), -LOG_INTERVAL_SECONDS) < LOG_INTERVAL_SECONDS:
+        kind = (host, _NUMBER.sub("#", cause))
+        if now - self._logged_at.get(kind, -LOG_INTERVAL_SECONDS) < LOG_INTERVAL_SECONDS:
             return
         if len(self._logged_at) >= MAX_LOGGED_CAUSES:
-            self._logged_at.clear()
-        self._logged_at[host, cause] = now
+            self._logged_at = {key: at for key, at in self._logged_at.items() if now - at < LOG_INTERVAL_SECONDS}
+            if len(self._logged_at) >= MAX_LOGGED_CAUSES:
+                return
+        self._logged_at[kind] = now
         log.warning("stream refused", extra={"peer": host, "kind": self._kind.decode(), "cause": cause})
 
 

@@ -12,12 +12,12 @@ from fleet.backends.workers.streams import WorkerStreams
 from fleet.core.errors import ConfigurationRefused
 from fleet.core.ids import Incarnation, ModelName, WorkerId
 from fleet.core.system_clock import SystemClock
-from fleet.net.streams.authentication import MAX_UNPROVEN, StreamAuthenticator, dial
+from fleet.net.streams.authentication import MAX_LOGGED_CAUSES, MAX_UNPROVEN, StreamAuthenticator, dial
 from fleet.net.streams.identity import router_identity, worker_identity
-from fleet.net.streams.proof import MAGIC, REFUSED, TO_WORKERS, VERIFIED, Prover
+from fleet.net.streams.proof import MAGIC, MAX_HANDSHAKE_BYTES, REFUSED, TO_WORKERS, VERIFIED, Prover
 from fleet.router.messages import WorkerJoined
 from fleet.router.settings.router import RouterSettings
-from kvstore.net.frames import FrameConnection, connect, open_server
+from kvstore.net.frames import HEAD, FrameConnection, connect, open_server
 from kvstore.security.credentials import Credentials
 from tests.support.backends.stream_workers import EventInbox
 from tests.support.certificates import Authority
@@ -199,6 +199,22 @@ async def test_silent_connections_give_way_to_the_router(secret, caplog):
 
     assert cut == [b""] * MAX_UNPROVEN
     assert "it had proven nothing when newer ones came" in logged_causes(caplog, "stream refused")
+
+
+@pytest.mark.parametrize(("hosts", "lines"), [(1, 1), (MAX_LOGGED_CAUSES + 20, MAX_LOGGED_CAUSES)])
+async def test_strangers_cannot_fill_the_log(secret, caplog, hosts, lines):
+    """The cause names the length of the frame, which the stranger chooses."""
+    async with a_worker(Credentials(secret_file=secret)) as address:
+        host, port = address.rsplit(":", 1)
+        for number in range(MAX_LOGGED_CAUSES + 20):
+            source = (f"127.0.1.{number % hosts + 1}", 0)
+            reader, writer = await asyncio.open_connection(host, int(port), local_addr=source)
+            writer.write(HEAD.pack(2 * MAX_HANDSHAKE_BYTES + number))
+            await asyncio.wait_for(reader.read(), 60)
+            writer.close()
+
+    refused = [each for each in caplog.records if each.getMessage() == "stream refused"]
+    assert len(refused) == lines
 
 
 class Echo:

@@ -15,7 +15,7 @@ Rules:
    tool calls to text or from text to reasoning: one `Delta` cannot tell where, and it depends on the steps of the first worker.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from types import TracebackType
 from typing import Self
@@ -162,6 +162,7 @@ class EndedAnswer:
 
     kv: tuple[KvPhase, ...] = ()
     cached_tokens = 0
+    on_tokens: Callable[[Sequence[int]], None] | None = None
 
     def __init__(self, request_id: RequestId, finish: Finish) -> None:
         self._complete: Complete | None = Complete(request_id=request_id, finish=finish, kv=(), cached_tokens=0)

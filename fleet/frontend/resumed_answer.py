@@ -48,11 +48,6 @@ class ResumedAnswer(Struct, kw_only=True):
         """The known tokens: the beginning of the answer, from the client or from the answer journal."""
         return self.resume.token_ids
 
-    @property
-    def first_position(self) -> int:
-        """Number of the answer's tokens before the first one that is generated and not dropped."""
-        return len(self.token_ids) if self.resume.from_start else self.resume.position
-
     def check(self, sampling: Sampling, prompt: bytes, vocab_size: int, *, in_engine: bool) -> None:
         """Check that the resume token and the known tokens fit the request, and compute `to_skip`.
 

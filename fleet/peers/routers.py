@@ -34,8 +34,8 @@ Rules:
     its answers are not waited for until it has sent one again.
 12. A router that is reached later gets all this state, and the reservations as its last message. So a process that
     shares its ports with others knows when it has the whole state. It accepts no client before that.
-13. The tokens of answers in the journal (`fleet.frontend.answer_journal`) are sent at the end of each turn of the event
-    loop. The client gets the tokens only after that, because this router may be killed at any time. A router that is
+13. The tokens of answers in the journal (`fleet.frontend.answer_journal`) are sent in the turn of the event loop after the
+    one in which they arrive. The client gets the tokens only after that, because this router may be killed at any time. A router that is
     reached later gets all known tokens. A peer whose send buffer is full does not get them.
 14. The first message (`ReplicaHello`) states the protocol versions of the router that dials, and the answer states
     those of the other router. Without a common version, the connection ends, and both routers log what to upgrade

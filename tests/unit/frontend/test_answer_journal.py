@@ -200,7 +200,7 @@ def test_streams_that_exceed_the_limit_are_forgotten():
     assert journal.held_bytes == 0
 
 
-def test_stream_changes_nothing_of_answer_that_another_router_took_over():
+def test_stream_changes_no_answer_that_a_router_took_over():
     journal = a_journal()
     stream = journal.begin(A, 0)
     stream.note((1, 2, 3))

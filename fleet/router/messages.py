@@ -91,7 +91,10 @@ class CacheReported(Struct, frozen=True, kw_only=True):
 
 
 class StoreChanged(Struct, frozen=True, kw_only=True):
-    """Event: one tier of a store node has stored and removed blocks of one namespace. `reset`: forget first what all its tiers held."""
+    """Event: one tier of a store node has stored and removed blocks of one namespace.
+
+    If `reset` is true, the blocks of this namespace in all tiers of the node are forgotten before.
+    """
 
     store_id: StoreId
     fingerprint: str

@@ -10,7 +10,7 @@ Rules of eligibility:
    the fingerprint of the worker that began it: other weights would continue it with another model's tokens. It also rebuilds the
    state of all sampling fields whose effect depends on the tokens of the answer so far.
 2. Most requests demand nothing special, and mostly all workers have room. Then no single worker has to be checked.
-3. If several reasons exclude a worker, the first one counts: demands of the client come before the state of the worker.
+3. If several reasons exclude a worker, only the first one is reported. Demands of the client are checked before the state of the worker.
 """
 
 from bisect import bisect_left, bisect_right

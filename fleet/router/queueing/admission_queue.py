@@ -33,10 +33,11 @@ from fleet.router.sessions import SessionKey
 from fleet.router.state.departure_rate import DepartureRate
 
 MAX_SECONDS = 1e9  # maximum predicted wait, about thirty years; infinity cannot be used in sums
-# The maximum number of untried wait groups that are tried after a change, in addition to the tries that may fail; they
+# The maximum number of untried wait groups that are tried after a change, in addition to the limited number of failing tries. 1024 tries
 # take about 35 ms.
 MAX_FIRST_TRIES = 1024
-# If more tenants without waiting requests have a clock, the clocks that are behind the queue's clock are removed.
+# The number of tenants without waiting requests whose clocks are kept. If there are more, all of their clocks that are not ahead of the
+# queue's clock are removed, because such a clock makes no difference (rule 2).
 MAX_IDLE_CLOCKS = 64
 
 QueuePosition = tuple[int, int, RequestId]

@@ -1,6 +1,6 @@
 """Mooncake's conductor rule (R. Qin et al., "Mooncake", FAST '25, Algorithm 1): the least time to the first token.
 
-For each prefill instance, with the longest match of all instances at hand:
+For each prefill instance, `own` is its longest match with the prompt, and `longest` is the longest match of all instances:
 
     if longest / own < balancing_threshold:  TTFT = queue + prefill(prompt, own)
     else:                                    the missing blocks are fetched, TTFT = transfer + queue + prefill(prompt, longest)

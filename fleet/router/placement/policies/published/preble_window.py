@@ -4,7 +4,7 @@
    earlier.
 2. A prefix is identified by the key of its first block. The first prompt with this prefix that a worker computes becomes a node, which
    later prompts with the prefix share. The rest of each later prompt becomes a node of its own, which no other prompt shares.
-3. The nodes of a worker are kept in the order of their last use. The worker evicts the first ones first.
+3. The nodes of a worker are kept in the order of their last use. The worker is assumed to evict the least recently used node first.
 4. A prefix on a worker is forgotten with its last request in the window.
 """
 

@@ -251,7 +251,8 @@ class KeepTrace(Struct, frozen=True, kw_only=True):
     """
 
     trace_id: bytes
-    # the router's spans of the attempts of this request; empty, from an earlier router: all attempts of the trace
+    # Ids of the spans that the router made for the attempts of this request. Empty: the router has an earlier version,
+    # and all attempts of the trace are meant.
     parent_ids: tuple[bytes, ...] = ()
     leave_room: bool = False  # these spans may fill only a part of the queue for the collector
 

@@ -1,9 +1,9 @@
-"""First-byte history: measures how long a server takes until the first byte of an answer, in total and for each KiB of prompt.
+"""First-byte history: measures the time until the first byte of an answer, and this time divided by the KiB of the request.
 
 Times are counted in a histogram whose buckets grow by the square root of 2, so adding a time only increments a counter.
 When the histogram has `REMEMBERED` times, all counts are halved, so that recent times count more. A time far above the
-others is counted as `MAX_FACTOR` times the expected time. So after a single answer that took a minute, a minute is not
-expected for the next answers. But if a server stays slow, the expected times follow after about ten requests.
+others is counted as `MAX_FACTOR` times the expected time. So a single answer that took a minute does not raise the
+expected time to a minute. But if a server stays slow, the expected time rises after about ten requests.
 """
 
 from math import isqrt

@@ -5,9 +5,9 @@ answer arrives. Silence may also have other causes: a long prompt, a long answer
 still loads. Rules:
 
 1. The allowed silence follows from the measured times of the server's earlier answers (`first_byte_history.py`): the
-   time until the first byte, and the same time for each KiB of prompt, so that a long prompt gets more time. A server
-   with few answers is also judged by the times of its siblings, the other servers of its model. If none of them has
-   answered yet, no server is judged.
+   time until the first byte, and this time divided by the size of the prompt in KiB, so that a long prompt gets more
+   time. A server with few answers is also judged by the times of its siblings, the other servers of its model. If none
+   of them has answered yet, no server is judged.
 2. A server becomes suspect if a request has waited twice the expected time while the server sent no byte to any client.
    The same holds if the client has cancelled the request after that time. Shorter waits of cancelled requests are added
    up. The router sends a suspect server a trial request (`SendTrial`) for one token, so that no client's request is

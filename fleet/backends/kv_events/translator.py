@@ -79,7 +79,10 @@ Raises:
 
 
 def salt_of_router(adapter: str, told: str) -> bytes:
-    """Return the salt of a chain, which the router gave the engine in hexadecimal. It already covers the LoRA adapter."""
+    """Return the salt of a chain.
+
+    `told` is the salt in hexadecimal. The router gave it to the engine, and it already covers the LoRA adapter.
+    """
     salt = bytes.fromhex(told)
     if len(salt) != (SALT_BYTES if told or adapter else 0):
         raise ValueError("this is not a router's salt")

@@ -596,7 +596,7 @@ class HttpConnection(asyncio.Protocol):
         if self._is_stranger is None or self._arriving is not None:
             self._takes_body = True
             return
-        if not self._reading:  # the deadline has passed by while nothing was read
+        if not self._reading:  # while nothing was read, the time of the body's deadline ran on, so it begins again
             self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
         if self.exchange is not None or self.waiting or self.paused is not None:
             self._advance()

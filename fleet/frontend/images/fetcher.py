@@ -10,10 +10,11 @@ Rules:
    because images are compressed already, and a small answer could become a huge file.
 5. All images of a request have one time limit. When it is reached, or when the client leaves, the connections are closed.
 6. One tenant gets at most half of the places, of the lookups of names, of the waiting images and of the memory for images, so that its
-   images cannot keep those of all others from being fetched. Without tenants there is no such limit. A lookup counts until its name
-   server answers, even if nobody waits for it any more, because its thread cannot be interrupted. The end of the process does not wait
-   for such threads.
-7. Errors do not tell whether a name is unknown or belongs to a private address. They contain nothing of what a server sent but its status.
+   images cannot keep those of all others from being fetched. Without tenants there is no such limit. A lookup counts until the name server
+   answers, even if no request waits for it any more, because the thread of the lookup cannot be interrupted. The end of the process does
+   not wait for such threads.
+7. Errors do not tell whether a name is unknown or belongs to a private address. The HTTP status is the only part of a server's answer that
+   they contain.
 """
 
 import asyncio
@@ -192,7 +193,7 @@ class ImageFetcher:
         due: float,
         within_seconds: float,
     ) -> bytes:
-        """Fetch one image until the instant `due` of the event loop's clock, and count how that ended."""
+        """Fetch one image, at the latest until `due` by the event loop's clock, and count the outcome."""
         outcome = FetchOutcome.CANCELLED
         try:
             async with asyncio.timeout_at(due), AsyncExitStack() as taken:

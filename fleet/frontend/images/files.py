@@ -6,9 +6,10 @@ Rules:
    allow it, after the client is known.
 2. The type and the size of an image are read from its header, whatever the URL says. The pixels are decoded by the worker,
    which compares their number with the limits again: formats such as GIF can state a larger size behind the header.
-3. Images in data URLs are read with the body of the request, before its tenant's limits are asked: in the event loop, or in a thread
-   if an HTTP body has more than 64 KiB. So their number is limited before one is read, and the work for a
-   header is bounded: a few fields at fixed places, or at most `MAX_SEGMENTS` segments of a JPEG.
+3. Images in data URLs are read with the body of the request, before the limits of its tenant are checked: in the event
+   loop, or in a thread if an HTTP body has more than 64 KiB. So the number of images is checked before the first one is
+   read, and the work to read a header is bounded: a few fields at fixed places, or at most `MAX_SEGMENTS` segments of a
+   JPEG.
 
 Formats: PNG (ISO/IEC 15948, 11.2.2), GIF (GIF89a, 18), JPEG (ITU-T T.81, annex B) and WebP (RFC 9649, 2.5 to 2.7).
 """
@@ -51,7 +52,7 @@ class ImageFile(NamedTuple):
 
 
 def add_image(url: str, field: str, images: list[ImageFile]) -> None:
-    """Append the image of a URL to the images of a request. An image at an http or https URL is only noted.
+    """Append the image of a URL to the images of a request. An image at an http or https URL is not fetched here.
 
     Args:
         url: URL of the image.

@@ -38,7 +38,8 @@ from kvstore.block import HashAlgorithm, adapter_salt, chain
 # Any hash algorithm would be suitable, because these hashes never leave the process.
 ALGORITHM = HashAlgorithm.XXH3_128
 RUNS = 5  # how often the tokenizer's speed is measured; the fastest run counts
-# Maximum time for which tokenizing may block the event loop; longer prompts are tokenized in a thread.
+# Maximum time for which tokenizing one prompt may block the event loop. A prompt that takes longer is tokenized in a
+# thread.
 MAX_INLINE_TIME = 2 * MILLISECOND
 
 PURPOSE = b"fleet.prompt_keys.v1"

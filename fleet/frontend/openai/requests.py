@@ -92,7 +92,7 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for `max_tokens` of a completion
 MAX_N = 128  # OpenAI's limit for `n`, the number of answers to a prompt
 MAX_PROMPTS = 1024  # vLLM's limit for the prompts of one request
 MAX_BRANCHES = 1024  # maximum number of answers that one request may have generated, over all its prompts
-MAX_REPEATED_IMAGE_BYTES = 16 * 2**20  # images of all answers to a chat together
+MAX_REPEATED_IMAGE_BYTES = 16 * 2**20  # bytes of all images of a chat, counted once for each answer
 
 
 class Details(Struct, frozen=True, kw_only=True):
@@ -284,7 +284,8 @@ def _build_request(
         _check_stream_options(body.stream_options, stream=bool(body.stream))
     form, form_field = _structured_output(body)
     if form_field.startswith("response_format") and parsing is not None and parsing.tool_choice in _DEMANDED_CALLS:
-        form, form_field = None, ""  # it is about the text of the answer, and an answer of demanded calls has none
+        # The format is for the text of the answer, and an answer with demanded tool calls has no text.
+        form, form_field = None, ""
     contents = tuple([each.content for each in images]) if images else ()
     values = {
         "max_tokens": max_tokens,
@@ -385,7 +386,7 @@ def most_image_bytes(details: Details) -> int:
 
 
 def _check_repeated_images(images: Sequence[ImageFile], details: Details) -> None:
-    """Refuse more answers than the images that the client sent allow."""
+    """Refuse a request if its images, sent once for each of its answers, exceed `MAX_REPEATED_IMAGE_BYTES`."""
     size = details.best_of * sum([len(each.content) for each in images])
     if details.best_of > 1 and size > MAX_REPEATED_IMAGE_BYTES:
         field = "n" if details.best_of == details.n else "best_of"
@@ -576,7 +577,8 @@ def _message(index: int, message: MessageBody, images: list[ImageFile]) -> ChatM
         case str(content):
             pass
         case None if message.role == "assistant":
-            content = message.refusal or ""  # without both, the answer was calls alone, or was cut within its reasoning
+            # Empty if the answer had only tool calls, or was cut off within its reasoning.
+            content = message.refusal or ""
         case None:
             raise invalid(f"{field}.content", "must not be null")
         case given:
@@ -650,9 +652,10 @@ def invalid_body(error: msgspec.ValidationError, parent: str = "", kind: Any = N
 def new_request_id(
     headers: Mapping[bytes, bytes], is_running: Callable[[RequestId], bool], otherwise: RequestId | None = None
 ) -> RequestId:
-    """Return the client's id of a request; `otherwise`, or else a random id, if the client sent none or an unusable one.
+    """Return the request id that the client sent; `otherwise` or a random id if the client sent no usable id.
 
-    The id of a running request is not used again, because proxies send requests again under the same id.
+    The id of a running request counts as unusable. Proxies may send a request again under the same id while the first
+    one runs.
     """
     if REQUEST_ID_HEADER in headers:
         chosen = RequestId(headers[REQUEST_ID_HEADER].decode("latin-1"))

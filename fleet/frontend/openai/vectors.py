@@ -3,7 +3,8 @@
 Rules:
 
 1. To the router, each prompt of an HTTP request is a request of its own, with the same key, deadline and limits. The
-   first one has the id of the HTTP request. If one fails, the others are cancelled, and the HTTP request fails with its error.
+   first one has the id of the HTTP request. If one prompt fails, the other prompts are cancelled, and the HTTP request
+   fails with the error of this prompt.
 2. At most `CONCURRENT` prompts of one HTTP request are on their way, so that a long list does not fill the admission queue. They begin
    over several turns of the event loop (`PromptPace`), so that tokenizing them does not hold it up.
 3. A model with the task classify reads each pair of texts as one prompt and gives its score. For a model with the task embed,
@@ -65,7 +66,7 @@ Read = TypeVar("Read", InputsRequest, ScoringRequest)
 
 CONCURRENT = 64
 NUMBER_BYTES = 4
-NUMBERS_PER_ENTRY = 32  # so many numbers of a vector take as long to write as one log probability
+NUMBERS_PER_ENTRY = 32  # writing this many numbers of a vector takes as long as writing one log probability
 
 FIELD_NAMES = {**OPENAI_FIELD_NAMES, "pooling.dimensions": "dimensions", "pooling": "use_activation"}
 
@@ -199,7 +200,11 @@ class VectorFrontend:
 
     @asynccontextmanager
     async def _answering(self, exchange: Exchange) -> AsyncIterator[tuple[RequestId, Nanos, Headers | None] | None]:
-        """Yield what the reader of a body needs, or None if the request is answered already; a rejection becomes the answer."""
+        """Yield the arguments for the reader of a body, or None if the request was already answered.
+
+        The arguments are the request id, the instant of arrival, and the headers if there are hints among them. A
+        rejection that is raised within the context is sent as the answer.
+        """
         if self._is_draining():
             raise draining_rejection()
         headers = exchange.request.headers

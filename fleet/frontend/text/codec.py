@@ -1,7 +1,7 @@
 """Tokenizer, chat template and incremental decoder of a Hugging Face model folder.
 
-Text is encoded by the library fastokens, which is at least ten times faster than Hugging Face's tokenizers. When the model
-is loaded, both encode samples; if fastokens gives other ids, tokenizers encodes. Tokens are always decoded by tokenizers.
+Text is encoded by the library fastokens, which is at least ten times faster than Hugging Face's tokenizers. When the model is loaded, both
+libraries encode samples. If fastokens gives other ids, the library tokenizers encodes all text. Tokens are always decoded by tokenizers.
 
 The chat template comes from ``chat_template.jinja`` or else from ``tokenizer_config.json``. It is code that is delivered with
 the weights. So Jinja renders it in a sandbox, in which the template can reach nothing but the messages and the functions that
@@ -156,7 +156,7 @@ class ChatTemplate:
             if name in self._variables:
                 known[name] = value
             elif name == "enable_thinking" and "reasoning_effort" in variables.keys() & self._variables:
-                pass  # the effort, which the template has, says it too
+                pass  # the client also sets `reasoning_effort`, which the template has and which says the same
             elif (name, value) not in REASONING_OFF:
                 takes = sorted(self._variables - {*RESERVED_VARIABLES, *self._special_tokens, *TEMPLATE_GLOBALS})
                 raise invalid(

@@ -40,12 +40,15 @@ def delimiter_searches(template: Any, *, held: str) -> Mapping[str | None, Searc
         found[field.name] = _search(watched, gets_all=field.name == held)
     patterns = [pattern for field in fields for pattern in (field.open_re, field.close_re) if pattern is not None]
     if template.implicit is None and not all(_Prefixes(pattern.pattern).are_independent for pattern in patterns):
-        return dict.fromkeys(found)  # what the parser holds outside of regions could not be told from the dropped text
+        # Outside of regions, one could not tell the text that the parser holds from the text that it drops.
+        return dict.fromkeys(found)
     return found
 
 
 def _search(delimiters: Iterable[tuple[list[str] | None, Any]], *, gets_all: bool) -> Search | None:
-    """Return the search for delimiters, each with its literals, or None, and its regular expression.
+    """Return a function that searches for delimiters; None if the parser has to get all text.
+
+    A delimiter is a pair: its literals, or None if it has none, and its compiled regular expression.
 
     If the parser gets all text of the region at its end (`gets_all`), a delimiter may depend on the text before it.
     """
@@ -89,7 +92,7 @@ def may_never_end(opening: Any, closing: Any) -> bool:
 
 
 def _can_be_empty(pattern: Any, *, at_newline: bool = False) -> bool:
-    """Return whether a compiled regular expression may match empty text before the end of the text, or nobody can tell."""
+    """Return whether a compiled regular expression may match empty text before the end of the text, or True if this is unknown."""
     tree = _parsed(pattern.pattern)
     # An expression that `re` does not read, such as (?=\p{L}), may match empty text at places that no probe finds.
     return tree is None or _is_empty(tree, at_newline=at_newline)

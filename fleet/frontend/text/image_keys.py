@@ -1,7 +1,7 @@
 """Block keys of prompts with images: the keys cover the images, so prompts with different images share no block after them.
 
-The keys are those of the tokens that the router has, with one placeholder for each image. An engine replaces a placeholder by
-several tokens. So only the blocks before the first image have the keys that workers report.
+The keys are computed from the router's tokens, with one placeholder for each image. An engine replaces each placeholder
+by several tokens. So only the blocks before the first image have the keys that workers report.
 """
 
 import asyncio

@@ -216,9 +216,9 @@ class _Regions:
 
     Rules:
 
-    1. Text in which no delimiter begins cannot end a region. Such text is not given to the parser, which takes several
-       microseconds for each piece; without it, a token takes less than one. Where any text may begin a delimiter, the
-       parser gets all text.
+    1. Text in which no delimiter begins cannot end a region. Such text is not given to the parser, because the parser
+       takes several microseconds for each piece. Without the parser, a token takes less than one microsecond. Where any
+       text may begin a delimiter, the parser gets all text.
     2. The parser gets at most one delimiter at a time. If it raises an error for a piece, only the events of this piece are
        lost. So the result does not depend on how the text was cut into pieces.
     3. White space between a region and the following text is dropped.
@@ -266,7 +266,7 @@ class _Regions:
         return self._parser._buffer  # type: ignore[no-any-return]  # noqa: SLF001 - the parser has no public name for it
 
     def add(self, text: str) -> None:
-        """Add text of the answer, and parse it as far as it can be told apart from delimiters."""
+        """Add text of the answer, and parse all of it except an end that may be the beginning of a delimiter."""
         if self.plain is not None and self.search is not None:
             text, self.begun = self.begun + text, ""
             found = self.search(text)

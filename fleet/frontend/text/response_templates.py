@@ -179,10 +179,11 @@ def _limited(pattern: Any) -> LimitedPattern | None:
 
 
 def _check_field(name: str, field: Any) -> None:
-    """Check what compiling a template leaves out.
+    """Check a field for errors that compiling a template does not find.
 
     Raises:
-        ValueError: The field could keep the router from its other requests, or a tag pattern of its content is not valid.
+        ValueError: Parsing by the field could take so long that the router's other requests wait, or a tag pattern of
+            its content is not valid.
     """
     literals = [*(field.open_literals or ()), *(field.close_literals or ())]
     if len(literals) > MAX_LITERALS or any(len(literal) > MAX_LITERAL_CHARACTERS for literal in literals):

@@ -368,7 +368,7 @@ class ResponseWriter:
         self._sent = start.events
         self._blocks = AnswerBlocks()
         self._began = False
-        self._status = "completed"  # of an item that ends now
+        self._status = "completed"  # status of an item that ends now
 
     def chunk(self, delta: Delta) -> bytes:
         return self._written(self._blocks.add(delta))

@@ -193,9 +193,9 @@ class PulledBlocks(Struct, frozen=True, kw_only=True):
     If the engine has several ranks, the part of a block that one rank pulls counts as a block.
     """
 
-    verified: int = 0  # their checksums were right
-    corrupt: int = 0  # their checksums were wrong, so they were computed instead
-    unverified: int = 0  # the other engine sent no checksums of them that could be compared
+    verified: int = 0  # blocks whose checksums were right
+    corrupt: int = 0  # blocks whose checksums were wrong; they were computed instead
+    unverified: int = 0  # blocks for which the other engine sent no comparable checksums
 
     def __add__(self, other: "PulledBlocks") -> "PulledBlocks":
         return PulledBlocks(

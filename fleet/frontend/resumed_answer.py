@@ -51,7 +51,7 @@ class ResumedAnswer(Struct, kw_only=True):
 
     @property
     def first_position(self) -> int:
-        """Number of the answer's tokens before the first one that is generated and not dropped."""
+        """Number of tokens of the answer before the first new token that is sent to the client."""
         return len(self.token_ids) if self.resume.from_start else self.resume.position
 
     def check(self, sampling: Sampling, prompt: bytes, vocab_size: int, *, in_engine: bool) -> None:

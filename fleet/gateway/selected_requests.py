@@ -1,4 +1,4 @@
-"""Selected requests: the router places and reserves them like others, but proxies send them to the workers."""
+"""Selected requests: the router places them and reserves capacity for them, but proxies send them to the workers."""
 
 import asyncio
 from collections.abc import Callable

@@ -223,7 +223,7 @@ class _PredictedWorker:
         self._most_tokens = description.kv_blocks * description.block_tokens
         self._prompts: dict[RequestId, _PredictedPrompt] = {}  # prompts in the order in which they were sent
         self._streams: dict[RequestId, _PredictedStream] = {}
-        self._since = Nanos(0)  # instant from which the first prompt could be computed
+        self._since = Nanos(0)  # instant from which the worker could compute the first of these prompts
         self._computed = Nanos(-1)  # instant at which the last prompt was computed
 
     def send(self, now: Nanos, work_id: RequestId, tokens: int, to_compute: int) -> None:
@@ -322,7 +322,8 @@ class _PredictedWorker:
     def _seconds(self, to_compute: int, cached: int, *, queued: bool) -> float:
         """Predict, by the profile, the seconds of all prefill steps of a prompt. Each step also computes the current decodes.
 
-        If the prompt is queued behind others, its last step is shared with the next prompt, so a part of a step counts as that part.
+        If other prompts wait too (`queued`), the last step also computes tokens of the next prompt. So a part of a step
+        counts as that part. Otherwise it counts as a whole step.
         """
         most = self._profile.step_tokens
         steps = to_compute / most if queued else ceil(to_compute / most)

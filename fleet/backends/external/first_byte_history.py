@@ -69,7 +69,7 @@ class FirstByteHistory:
 
 
 def _upper(counts: list[int]) -> Nanos:
-    """Return the time that all but the share `BEYOND` of the counted times do not exceed, rounded up to the end of its bucket."""
+    """Return the time that only the share `BEYOND` of the counted times exceeds, rounded up to the end of its bucket."""
     above, few = 0, BEYOND * sum(counts)
     for bucket in range(_BUCKETS - 1, -1, -1):
         above += counts[bucket]

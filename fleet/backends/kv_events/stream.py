@@ -3,7 +3,8 @@
 Rules:
 
 1. A new listener first requests all batches that the engine can still repeat, so that the cache of an idle engine is
-   known too. Blocks whose earlier blocks in the chain were stored by still older batches cannot be named.
+   known too. A block cannot be named if an earlier block of its chain was stored by a batch that the engine can no
+   longer repeat.
 2. Batches are numbered. Missing batches are requested from the engine's replay endpoint. If that fails, all knowledge
    of the engine's cache is dropped (`KvCleared`), and the listener goes on with the next batch.
 3. If a number comes a second time with other content, another process of the engine publishes now, so all knowledge is

@@ -6,8 +6,9 @@ Rules:
 
 1. Only public addresses are allowed: global unicast addresses that no registry has set aside for another purpose. `ipaddress`
    knows most of the special ones. What it lacks, or what it learned only in later versions of Python, is listed here.
-2. An IPv6 address that stands for an IPv4 address is judged by that address: mapped addresses (RFC 4291, 2.5.5.2) and those of the
-   well-known prefix of NAT64 (RFC 6052, 2.1). Tunnels (6to4, Teredo) and prefixes for local use are refused.
+2. If an IPv6 address contains an IPv4 address, the rules apply to the IPv4 address. Such addresses are mapped addresses
+   (RFC 4291, 2.5.5.2) and addresses with the well-known prefix of NAT64 (RFC 6052, 2.1). Tunnels (6to4, Teredo) and
+   prefixes for local use are refused.
 3. Metadata services of clouds are at link-local or private addresses, except Azure's wire server, which is listed.
 4. The operator may allow networks that are not public.
 """

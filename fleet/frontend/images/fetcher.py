@@ -9,10 +9,10 @@ Rules:
 4. The content is read in pieces and counted against the limits of the request and of the process. Compressed answers are refused,
    because images are compressed already, and a small answer could become a huge file.
 5. All images of a request have one time limit. When it is reached, or when the client leaves, the connections are closed.
-6. One tenant gets at most half of the places, of the lookups of names, of the waiting images and of the memory for images, so that its
-   images cannot keep those of all others from being fetched. Without tenants there is no such limit. A lookup counts until the name server
-   answers, even if no request waits for it any more, because the thread of the lookup cannot be interrupted. The end of the process does
-   not wait for such threads.
+6. One tenant may use at most half of each limit: concurrent fetches, concurrent name lookups, waiting images, and memory for images. So the
+   images of one tenant cannot keep the images of other tenants from being fetched. Without tenants there is no such limit. A lookup counts
+   until the name server answers, even if no request waits for it any more, because the thread of the lookup cannot be interrupted. The end
+   of the process does not wait for such threads.
 7. Errors do not tell whether a name is unknown or belongs to a private address. The HTTP status is the only part of a server's answer that
    they contain.
 """
@@ -81,7 +81,7 @@ class ImageFetcher:
 
         Args:
             settings: The limits, and what may be fetched.
-            resolve: Resolver of names; None: that of the system, in threads.
+            resolve: Resolver of names; None: the system's resolver, called in threads.
 
         Raises:
             ConfigurationRefused: `authority` cannot be read.
@@ -399,7 +399,7 @@ async def _content(answer: aiohttp.ClientResponse, field: str, held: _HeldBytes)
 
 
 def load_trust(authority: str, *, field: str) -> ssl.SSLContext:
-    """Return the TLS context that verifies https servers by the certificates in a file; an empty name: by those of the system.
+    """Return the TLS context that verifies https servers by the certificates in a file, or by the system's if the name is empty.
 
     Raises:
         ConfigurationRefused: The file cannot be used. `field` is the path of the setting, for the message.

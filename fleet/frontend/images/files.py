@@ -2,8 +2,8 @@
 
 Rules:
 
-1. An image is a data URL in base64, or an http or https URL. `fleet.frontend.images.fetcher` fetches the latter, if the settings
-   allow it, after the client is known.
+1. An image is a data URL in base64, or an http or https URL. `fleet.frontend.images.fetcher` fetches images at such
+   URLs, if the settings allow it, after the client's tenant is known.
 2. The type and the size of an image are read from its header, whatever the URL says. The pixels are decoded by the worker,
    which compares their number with the limits again: formats such as GIF can state a larger size behind the header.
 3. Images in data URLs are read with the body of the request, before the limits of its tenant are checked: in the event

@@ -121,7 +121,7 @@ class AnswerStream(Protocol):
     """Port to the connection to a server, over which an answer is arriving."""
 
     def flush(self) -> None:
-        """Send the bytes that wait for the end of the event loop's iteration, so that others can follow."""
+        """Send the bytes that wait for the end of the event loop's iteration, so that other bytes can be sent after them."""
         ...
 
     def at_event_boundary(self) -> bool:

@@ -7,7 +7,8 @@ Rules:
 3. A field that would change the answer and is not supported is rejected, unless its value has no effect. docs/api.md
    lists all fields.
 4. Options without an OpenAI field are in the object ``fleet``, where unknown names are rejected.
-5. Tools become part of the prompt, and the model's calls are parsed out of its answer. The same holds for reasoning.
+5. Tools become part of the prompt. The tool calls and the reasoning of the model are parsed out of the text of its
+   answer.
 6. An unusable `x-request-id` is ignored, because proxies add this header.
 
 vLLM's sampling parameters are supported too, because benchmarks and evaluations send them, and vLLM's, OpenAI's and SGLang's
@@ -381,7 +382,7 @@ def _details(body: OpenAiBody, more_prompts: tuple[Prompt, ...], *, echo: bool) 
 
 
 def most_image_bytes(details: Details) -> int:
-    """Return the largest size of all images of a request together: each of its answers is a request of its own to a worker."""
+    """Return the maximum total bytes of a request's images; lower for several answers, because each one sends the images again."""
     return MAX_IMAGE_BYTES if details.best_of == 1 else MAX_REPEATED_IMAGE_BYTES // details.best_of
 
 
@@ -665,14 +666,14 @@ def new_request_id(
 
 
 def unused_id(request: GenerateRequest, chosen: RequestId, is_running: Callable[[RequestId], bool]) -> GenerateRequest:
-    """Return a request with another id if a request that has come meanwhile runs under the id `chosen` by `new_request_id`."""
+    """Return the request, under a new id if another request has begun under the id `chosen` since `new_request_id` chose it."""
     if request.id != chosen or not is_running(chosen):
         return request
     return structs.replace(request, id=RequestId(uuid.uuid4().hex))
 
 
 def numbered_request_id(request_id: RequestId, number: int, is_running: Callable[[RequestId], bool]) -> RequestId:
-    """Return the id of one of several requests that an HTTP request becomes; that of number 0 is the id of the HTTP request.
+    """Return the id of request `number` of those that one HTTP request becomes; number 0 has the id of the HTTP request.
 
     The id is shortened if it is very long. It differs from the ids of running requests, which a client may have chosen.
     """

@@ -5,8 +5,9 @@ Rules:
 1. To the router, each prompt of an HTTP request is a request of its own, with the same key, deadline and limits. The
    first one has the id of the HTTP request. If one prompt fails, the other prompts are cancelled, and the HTTP request
    fails with the error of this prompt.
-2. At most `CONCURRENT` prompts of one HTTP request are on their way, so that a long list does not fill the admission queue. They begin
-   over several turns of the event loop (`PromptPace`), so that tokenizing them does not hold it up.
+2. At most `CONCURRENT` prompts of one HTTP request are on their way, so that a long list does not fill the admission
+   queue. Prompts begin in several turns of the event loop (`PromptPace`), so that tokenizing them does not block the
+   loop for long.
 3. A model with the task classify reads each pair of texts as one prompt and gives its score. For a model with the task embed,
    the score of a pair is the cosine of the angle between the embeddings of both texts. Each text is embedded once.
 """

@@ -490,9 +490,9 @@ def _class_names(config: Mapping[str, Any]) -> Mapping[int, str]:
 def _eos_token_ids(
     folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str], tokenizer: Tokenizer
 ) -> tuple[int, ...]:
-    """Return the end-of-sequence ids as engines find them.
+    """Return the end-of-sequence ids that engines would find in the model folder.
 
-    They are in the generation settings, or else in the settings of the model, and also in those of the tokenizer.
+    They are in generation_config.json or, if it has none, in config.json. The tokenizer's settings name a further one.
     """
     declared = _load_object(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
     ids = declared if isinstance(declared, list) else [declared]
@@ -524,7 +524,7 @@ class IncrementalDecoder:
         self._stream = DecodeStream(context, self._skip)
         whole = not text.endswith(REPLACEMENT)
         self._context = context if whole else []
-        # Text of an incomplete context, which the stream will return again.
+        # Text of the context, if the context ends within a character. The stream will return this text again, so `add` removes it.
         self._known = "" if whole else text.rstrip(REPLACEMENT)
         self._held: tuple[int, ...] = ()
 

@@ -94,7 +94,8 @@ def may_never_end(opening: Any, closing: Any) -> bool:
 def _can_be_empty(pattern: Any, *, at_newline: bool = False) -> bool:
     """Return whether a compiled regular expression may match empty text before the end of the text, or True if this is unknown."""
     tree = _parsed(pattern.pattern)
-    # An expression that `re` does not read, such as (?=\p{L}), may match empty text at places that no probe finds.
+    # If `re` does not read an expression, such as (?=\p{L}), the answer is True, because tests with sample texts could
+    # not prove that the expression never matches empty text.
     return tree is None or _is_empty(tree, at_newline=at_newline)
 
 
@@ -200,7 +201,7 @@ class _Prefixes:
             return [(text, False) for text, _ in growing] if is_end else growing
         if operation in ("ASSERT", "ASSERT_NOT"):
             self.are_independent &= value[0] > 0
-            self._extended([], value[1])  # only notes whether it depends on the text before it
+            self._extended([], value[1])  # only sets `are_independent`; the prefixes are not needed
             return growing
         if operation == "GROUPREF_EXISTS":
             for branch in value[1:]:

@@ -16,7 +16,8 @@ Rules:
 6. An offer of another protocol (``Upgrade``, which Java's client sends for HTTP/2) is declined, and the request is
    served.
 7. The server may read the body of a request while it arrives (`StreamsBody`), and may let a WebSocket begin. Such a
-   request is served from its head on. Its body has no limit of size, but must arrive at the minimum rate of rule 4.
+   request is served as soon as its head is complete. Its body has no limit of size, but must arrive at the minimum rate
+   of rule 4.
 8. A head that equals an earlier one, apart from the content length, is not parsed again.
 9. A connection that waits for its client may be closed at any time for a new connection (`ConnectionTable`).
 10. The server may take no bodies from some clients (`IsStranger`), such as those without a key. If the body of their request has

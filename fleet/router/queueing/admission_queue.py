@@ -272,7 +272,7 @@ class FairQueue:
                 self._rate.idle()
 
     def set_sizes(self, sizes: WorkerSizes, waiting: Mapping[RequestId, QueuedRequest]) -> None:
-        """Form the wait groups anew, because the sizes of workers have changed and with them the prompts that fit.
+        """Form new wait groups, because the sizes of workers have changed, so that other prompts fit on them than before.
 
         Args:
             sizes: The sizes of the workers.

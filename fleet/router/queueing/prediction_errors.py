@@ -29,7 +29,7 @@ class PredictionErrors:
         self._noted_at = Nanos(0)
 
     def note(self, seconds: float, now: Nanos) -> None:
-        """Record that a first token came so many seconds later than predicted; negative: earlier."""
+        """Record that a first token came `seconds` later than predicted; negative: earlier."""
         if now - self._noted_at > FORGOTTEN_AFTER:
             self._errors.clear()
         self._noted_at = now

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Requests are in one wait group when every worker that can serve one of them can serve the others. So when one of them was tried without
-   success, the others need not be tried.
+1. Queued requests are in one wait group if exactly the same workers can serve them. So when one request of a group was tried without
+   success, the other requests of the group need not be tried.
 2. A rejected group waits for certain workers, none of which has room. Groups that wait for the same workers share a `BlockedOn`. The
    `BlockedOn` is closed until something changes at one of these workers (`changed`); then its groups are tried again. As soon as one of
    these groups is rejected again and waits for exactly the same workers, the `BlockedOn` is closed for all its groups. When other workers

@@ -345,7 +345,7 @@ class FirstTokenRate:
             self._rate.idle()
 
     def full_with(self, requests: int, blocks: int) -> bool:
-        """Return whether the worker is full once it has so many requests and blocks (rule 7)."""
+        """Return whether the worker is full when it has this many requests and blocks (rule 7)."""
         return requests > self._max_running or blocks > self._kv_blocks > 0
 
     @property

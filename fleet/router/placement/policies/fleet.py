@@ -19,7 +19,7 @@
 5. *decode blocks* are the unique blocks that live requests hold on the worker, including those of this request. An answer near its expected
    end counts less.
 6. On a worker with a full batch, a cached block is worth less: the loss is `spread` times the number of waiting requests, divided by the
-   batch size. So a hot prefix spreads to another worker before its requests wait for one.
+   batch size. So a hot prefix spreads to another worker before requests with this prefix have to wait for a place in the batch.
 7. All blocks are converted by the speed of the worker. The credit of a fetched block is what the fetch saves compared with computing the
    block on this worker.
 8. The worker of this session's last request is preferred by `session_blocks`.

@@ -22,7 +22,7 @@ The paper has a third rule, which is checked before exploring. If decoding is mo
 capacity for prefill, and the request goes to it. The paper gives neither a formula for this share nor a bound, and its code has no such
 rule. So by default the rule never applies here.
 
-The window, `imbalance`, the 50 requests and the halves are those of the code (WukLab/preble, global_scheduler_with_time.py).
+The code (WukLab/preble, global_scheduler_with_time.py) gives the window, `imbalance`, the 50 requests and the halves of the window.
 
 The interface of policies lacks some of the rule's inputs. They are replaced as follows:
 

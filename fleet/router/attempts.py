@@ -39,7 +39,7 @@ from fleet.router.state.live_requests import Attempt, LiveRequest, attempt_id
 # Seconds of computing after which the weight of a measurement has fallen to 1/e. A worker computes about 100,000 prompt tokens in
 # this time.
 MEMORY_SECONDS = 20.0
-# Number of measured prompts from which on the rate is used; the first one may include a compilation in the engine.
+# Number of prompts that are measured before the rate is used, because the first measurement may include a compilation in the engine.
 EVIDENCE = 3
 
 _PREFILL, _DECODE = Phase.PREFILL, Phase.DECODE  # module variables are ten times as fast as enum attributes

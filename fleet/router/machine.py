@@ -496,7 +496,7 @@ class RouterMachine:
     def _decode_worker(
         self, live: LiveRequest, prefill: RegisteredWorker, handoff: Handoff, now: Nanos
     ) -> WorkerId | None:
-        """Return the decode worker that was chosen with the prefill worker, or another one if that worker is draining or gone; None if none can."""
+        """Return the decode worker that was chosen with the prefill worker. If it is draining or gone, return another one, or None."""
         for worker_id in live.reserved_on:
             worker = self.registry[worker_id]
             if worker is not prefill and not worker.draining:

@@ -32,7 +32,7 @@ class WorkerJoined(Struct, frozen=True, kw_only=True):
 
 
 class WorkerLeft(Struct, frozen=True, kw_only=True):
-    """Event: the stream to a worker broke or its lease ended, so every attempt on the worker is lost."""
+    """Event: the stream to a worker has ended, or an external server is gone. Every attempt on the worker is lost."""
 
     worker_id: WorkerId
 

@@ -300,7 +300,7 @@ class Tenants:
         return {name: limited.told for name, limited in self._limited.items() if limited.told != limited.heard}
 
     def confirm(self, told: Mapping[str, TenantUsageDelta]) -> None:
-        """Record that all peers have confirmed these totals of `told`. The calls may come in any order, and repeatedly."""
+        """Record that all peers have confirmed these totals, which `told` has returned. The calls may come in any order, and repeatedly."""
         for name, taken in told.items():
             limited = self._limited[name]
             limited.heard = TenantUsageDelta(

@@ -208,7 +208,7 @@ class SilenceDetector:
         self._heard_at = max(self._heard_at, now)
 
     def answered(self, sent_at: Nanos, waited: Nanos, size: int, *, streams: bool) -> None:
-        """Note that the first byte of an answer came the time `waited` after its request, which has `size` bytes, was sent."""
+        """Note the first byte of an answer. It came `waited` nanoseconds after its request of `size` bytes was sent."""
         self.answers += 1
         self.past[streams].add(waited, (size >> 10) + 1)
         self._heard_at = max(self._heard_at, Nanos(sent_at + waited))

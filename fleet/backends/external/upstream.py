@@ -67,7 +67,7 @@ _INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1(?!01)[0-9]{2}(?=[ \r]).*?\r\n\r\n",
 _ONE_CONNECTION = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"x-fleet-request-id"})
 _BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # if the relayed bytes end like this, both an event and a chunk are complete
 _PLAIN_BOUNDARIES = (b"\n\n", b"\n\r\n\r\n")
-# Neither a line break nor the member of an object can be a part of the text of an answer, in which both are escaped.
+# The text of an answer cannot match this expression, because line breaks and quotes are escaped in it.
 _LAST_EVENT = re.compile(
     rb'(?:\A|[\r\n])data:[ \t]*\[DONE\]|"type"\s*:\s*"(?:message_stop|response\.(?:completed|incomplete|failed))"'
 )

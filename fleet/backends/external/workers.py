@@ -153,7 +153,7 @@ class ExternalBackends:
         raise refused
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
-        """Send a request that `expect` has noted to a server.
+        """Send a request to a server; `expect` has noted the request before.
 
         Raises:
             WorkerUnreachable: The server takes no requests, or the request cannot be relayed.

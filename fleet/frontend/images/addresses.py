@@ -73,7 +73,7 @@ def is_public(address: Address) -> bool:
 
 
 def _meant(address: Address) -> Address:
-    """Return the IPv4 address that an IPv6 address stands for, or the address itself (rule 2)."""
+    """Return the IPv4 address that an IPv6 address contains, or the address itself if it contains none (rule 2)."""
     if isinstance(address, IPv6Address):
         if address.ipv4_mapped is not None:
             return address.ipv4_mapped

@@ -336,7 +336,7 @@ class _Addresses(AbstractResolver):
 
 
 class _Budget:
-    """Limits what all requests, or those of one tenant, use at a time: places, lookups, waiting images, bytes of images."""
+    """Limits what all requests, or the requests of one tenant, use at a time: fetches, name lookups, waiting images, bytes of images."""
 
     def __init__(self, places: int, waiting: int, held_bytes: int, tenant: str = "") -> None:
         self.tenant = tenant  # empty: the budget of all

@@ -94,7 +94,7 @@ def check_images(contents: Sequence[bytes], fields: Mapping[int, str]) -> None:
         fields: The field of each fetched image, by its place in `contents`.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT; a fetched image is none, or there are too many pixels.
+        RequestRejected: INVALID_ARGUMENT; the content of a fetched image is no image, or there are too many pixels.
     """
     sizes = [image_size(content) for place, content in enumerate(contents) if place not in fields]
     pixels = sum([width * height for width, height in filter(None, sizes)])

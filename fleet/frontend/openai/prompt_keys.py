@@ -279,7 +279,7 @@ def _is_text(part: ContentPart) -> bool:
 
 
 def _rendered_conversation(instructions: Raw, turns: Raw, codec: TextCodec) -> TokenBytes | None:
-    """Return the tokens of a conversation, rendered as at its server; None if the conversation has more than text."""
+    """Return the tokens of a conversation as its server renders them; None if the conversation has more than text."""
     try:
         leading = _INSTRUCTIONS.decode(instructions) if instructions else None
         following = _TURNS.decode(turns)

@@ -129,7 +129,7 @@ class AnswerStream(Protocol):
         ...
 
     def send_last_event(self, event: bytes) -> None:
-        """Send one more event if the last one is complete and the answer ends with its connection."""
+        """Send one more event if the last event is complete and the end of the connection marks the end of the answer."""
         ...
 
 

@@ -97,7 +97,7 @@ MAX_REPEATED_IMAGE_BYTES = 16 * 2**20  # bytes of all images of a chat, counted 
 
 
 class Details(Struct, frozen=True, kw_only=True):
-    """Options of a request for more than one plain answer; `fleet.frontend.openai.branches` serves it."""
+    """Options of a request for several answers, or for more than text; `fleet.frontend.openai.branches` serves such a request."""
 
     more_prompts: tuple[Prompt, ...] = ()
     n: int = 1  # number of answers to each prompt

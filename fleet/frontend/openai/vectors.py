@@ -334,7 +334,7 @@ class VectorFrontend:
         raise AssertionError("a request ends with `Finished`")
 
     async def _respond(self, exchange: Exchange, found: Sequence[PromptVector], answer: Callable[[], Json]) -> None:
-        """Send the answer, whose own fields the function `answer` returns. Many vectors are converted in a thread."""
+        """Send the answer with the fields that `answer` returns besides the common ones. Many vectors are converted in a thread."""
         admitted = found[0].admitted
         tokens = sum(each.tokens for each in found)
 
@@ -357,7 +357,7 @@ class VectorFrontend:
 
 
 def _classified(index: int, found: PromptVector, names: Mapping[int, str]) -> Json:
-    """Return the classes of one input as vLLM does; a class without a name has that of Hugging Face, as ``LABEL_0``."""
+    """Return the classes of one input as vLLM does; a class without a name gets Hugging Face's name, such as ``LABEL_0``."""
     best = int(np.argmax(found.numbers))
     label = names.get(best, f"LABEL_{best}")
     return {"index": index, "label": label, "probs": _floats(found), "num_classes": len(found.numbers)}

@@ -25,7 +25,7 @@ _UNLIKE_RE = re.compile(r"(?<!\\)(?:\\\\)*(?:\{(?!\d*(?:,\d*)?\})[\s\d]*[<eids]|
 def delimiter_searches(template: Any, *, held: str) -> Mapping[str | None, Search | None]:
     """Return how to find the delimiters that matter in each region of a compiled response template.
 
-    The parser gets all text of the region `held` when it ends, and of other regions only the delimiters.
+    The parser gets all text of the region `held` when this region ends. Of other regions, it gets only the delimiters.
 
     Returns:
         By the name of the region (None: outside all regions), the search; None if any text may begin a delimiter, so that

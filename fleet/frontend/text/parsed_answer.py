@@ -102,7 +102,7 @@ class EngineParsedAnswer:
         )
 
     def _unseen(self, parsed: ParsedDelta) -> ParsedDelta:
-        """Remove from `parsed`, the answer from its beginning, what the client already has (rule 3)."""
+        """Remove the part that the client already has from `parsed`, which is the answer from its beginning (rule 3)."""
         known = dict(enumerate(join_calls(self._calls)))
         calls = []
         for index, call in enumerate(join_calls(parsed.calls)):
@@ -356,7 +356,10 @@ class _Regions:
                 self._give_up(type(error).__name__)  # without the message, which quotes the answer
 
     def _give_up(self, cause: str) -> None:
-        """Pass what was not parsed yet as text, and all text that follows. The cause is logged and must not quote the answer."""
+        """Pass on all text that was not parsed yet, and all text that follows, as plain text.
+
+        The cause is logged and must not quote the answer.
+        """
         log.info("answer malformed, passing the rest as text", extra={"cause": cause})
         self._malformed = True
         self.plain = None

@@ -590,7 +590,7 @@ class HttpConnection(asyncio.Protocol):
         )
 
     def _refuse_body_of_stranger(self) -> None:
-        """Serve the request whose body arrives without its body if its client is a stranger (rule 10).
+        """If the client is a stranger, serve its request now, without the body that is arriving (rule 10).
 
         A request behind an earlier one cannot be served yet. `_advance` then stops reading, and calls this again in its turn.
         """
@@ -654,7 +654,7 @@ class HttpConnection(asyncio.Protocol):
                 self._advance()
 
     def _decline_upgrade(self, rest: bytes) -> None:
-        """Serve a request that offers another protocol without upgrading (rule 6); `rest` follows its head.
+        """Serve a request that offers another protocol, but keep HTTP/1.1 (rule 6). The bytes `rest` follow its head.
 
         The connection closes after the answer, because the client may already have switched to the other protocol.
         """
@@ -824,7 +824,8 @@ class HttpConnection(asyncio.Protocol):
     def _is_http_0_9(self, data: bytes) -> bool:
         """Return whether a request line has ended without a version; `data` is its latest part.
 
-        The parser notices this one byte later. It would wait for the other lines of a head, which such clients never send.
+        The parser notices this only with the next byte. So it would wait for further lines of a head, which such
+        clients never send.
         """
         if self._stage is not _HEAD or not self._url:
             return False

@@ -206,7 +206,7 @@ class ServingWorkers(Struct, frozen=True):
 
 
 class CandidateTable(Struct, frozen=True, eq=False, gc=False):
-    """All workers of a model as they are for one request. The table never changes, so that the decision can be explained later."""
+    """The values of all workers of a model for one request. The table never changes, so that the decision can be explained later."""
 
     topology: PoolTopology
     columns: Floats  # one row for each quantity of `fleet.router.policy`, one column for each worker

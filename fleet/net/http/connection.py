@@ -590,7 +590,7 @@ class HttpConnection(asyncio.Protocol):
         )
 
     def _refuse_body_of_stranger(self) -> None:
-        """If the client is a stranger, serve its request now, without the body that is arriving (rule 10).
+        """Serve the request of a stranger now, without the body that is arriving; take the bodies of other clients (rule 10).
 
         A request behind an earlier one cannot be served yet. `_advance` then stops reading, and calls this again in its turn.
         """

@@ -13,8 +13,8 @@ Rules:
 4. Each prediction is made twice: by the profile alone, and corrected by what was learned about this worker
    (`fleet.hardware.latency.correction`: one line for prompts, one for gaps). Predictions are never changed later, and errors are counted for both.
 5. For a new incarnation of a worker, learning begins from nothing. Nothing is learned from attempts that are cancelled, rejected or lost.
-6. Memory: the current attempts, the last `REMEMBERED` errors of a worker, the results of as many workers that have left, and
-   `ALARMS` alarms.
+6. These are kept in memory: the current attempts, the last `REMEMBERED` errors of each worker, the results of the last `REMEMBERED` workers
+   that have left, and the last `ALARMS` alarms.
 """
 
 from collections import deque

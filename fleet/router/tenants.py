@@ -2,8 +2,8 @@
 
 Rules:
 
-1. If no tenant has a key, the router believes the tenant that a request names, because then only trusted clients are expected on the
-   network. If any tenant has a key, each request has to prove its tenant by a key, and must not name another tenant.
+1. If no tenant has a key, the router trusts the tenant's name in a request, because then only trusted clients are expected on the network.
+   If any tenant has a key, each request has to prove its tenant by a key, and must not name another tenant.
 2. A tenant has one token bucket for requests and one for tokens. Each fills at a constant rate, up to the limit for one minute. A request
    is admitted if the level of each bucket is at least one. On admission it takes one request and the tokens of its prompt, and at its end
    the tokens of its answer. So the level may fall below zero; then no request is admitted until the bucket has filled again. A limit that

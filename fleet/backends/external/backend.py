@@ -23,8 +23,9 @@ Rules:
 7. A server that answers health checks but sends no content of answers leaves rotation: it gets no new requests. The
    rules of `silence.py` decide this, also for requests that their clients cancelled. The server stays a worker, so the
    router still assumes the same cache when the server returns.
-8. Without a key of its own, a server gets the client's key. If the connection is unencrypted and leads to another host, the
-   key is left out unless the settings allow it (`insecure`); the first time is logged.
+8. If the settings have no key for a server, the server gets the client's key. If the connection is unencrypted and
+   leads to another host, the client's key is left out unless the settings allow to send it (`insecure`). This is logged
+   once for each server.
 9. If this router has no socket left, no server is blamed. A request waits for a socket at most until its connection
    timeout, and is then rejected. A health check that cannot be sent counts neither as answered nor as failed.
 """

@@ -16,9 +16,9 @@ still loads. Rules:
 3. A server leaves rotation (`TakeOutOfRotation`) when its silence has lasted `silence_factor` times the expected time, and the trial
    request was not answered either. A sibling must work: it has answered a request since the silence began, or has no
    requests. If all servers are equally slow, none of them is removed.
-4. A server that answers some requests and never others is not silent. Therefore single requests are counted: those that
-   wait much longer than expected while later requests were answered, and those that wait on a silent server. Each
-   answer lowers the count. A server with a count of `MAX_SILENT_REQUESTS` leaves rotation.
+4. A server may answer some requests and never answer others. Such a server is not silent, so single requests are
+   counted too: those that wait much longer than expected while later requests were answered, and those that wait on a
+   silent server. Each answer lowers the count. A server with a count of `MAX_SILENT_REQUESTS` leaves rotation.
 5. If a server is out of rotation, its waiting requests are abandoned and start on another server, unless their clients
    have already got a part of the answer. If a server is held back, its waiting requests are abandoned when the trial
    request has waited as long as a first byte may take, each request at most once. For an answer in one piece, this is

@@ -2,9 +2,9 @@
 
 Rules:
 
-1. With a tokenizer, a prompt is divided into blocks of token ids, as at the server. Without a tokenizer, or if the known
-   template cannot render a message (tools, images), the client's bytes take the place of tokens, 4 bytes each. Prompts with
-   the same beginning share blocks in both cases.
+1. With a tokenizer, a prompt is divided into blocks of token ids, as its server divides it. Without a tokenizer, or if
+   the known template cannot render a message (tools, images), the client's bytes take the place of tokens, 4 bytes
+   each. Prompts with the same beginning share blocks in both cases.
 2. A key stands for a block and all blocks before it in the prompt. For servers with KV events, the keys come from
    `kvstore.block.chain`, so that they equal the keys in the events. Keys of other servers are only compared by routers,
    so 64 bits are enough (`fleet.router.native.twin.block_keys`). Routers with the same secret compute the same keys;

@@ -11,8 +11,8 @@ Rules:
    answer.
 6. An unusable `x-request-id` is ignored, because proxies add this header.
 
-vLLM's sampling parameters are supported too, because benchmarks and evaluations send them, and vLLM's, OpenAI's and SGLang's
-fields for structured output.
+vLLM's sampling parameters are supported too, because benchmarks and evaluations send them. For structured output, the
+fields of vLLM, OpenAI and SGLang are supported.
 """
 
 import re

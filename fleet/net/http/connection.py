@@ -7,7 +7,7 @@ Rules:
 2. A malformed message is answered with an error, after the requests before it. Then the connection closes, because
    client and server may no longer agree where the next message begins.
 3. A client that closes its sending side while an engine works on its request counts as disconnected. TCP does not show
-   whether it has closed both sides, and an engine must not compute an answer that no client reads.
+   whether the client has closed the receiving side too, and an engine must not compute an answer that no client reads.
 4. Every buffer is bounded. A writer waits (`Exchange.drained`) while the client does not read, and a client that reads
    too slowly is disconnected (`SlowReader`). Meanwhile, no bytes are read from the source of a relayed answer
    (`Exchange.relay`).

@@ -12,8 +12,8 @@ Rules:
    start again.
 3. Among the requests of a tenant, the lowest queue position is next. The position is an instant: the arrival, moved to an earlier instant
    for preferred requests. So no request is overtaken for ever.
-4. When the queue is full, the last request of the tenant with the most waiting tokens over its weight is dropped. That may be the new
-   request. A request that had been placed before stays, because its client has begun to read the answer.
+4. When the queue is full, the last request of the tenant with the most waiting tokens, divided by its weight, is dropped. That may be the
+   new request. A request that had been placed before stays, because its client has begun to read the answer.
 5. The predicted wait is the backlog before a request (by rules 2 and 3), divided by the rate at which requests have left the queue. Both
    count prompt tokens, cached or not. There is no prediction until enough requests have left.
 """

@@ -10,8 +10,8 @@ Rules:
    may be able to serve the groups (`all_changed`), no group is blocked any more.
 3. A group is *untried* if it was not tried since it was formed, or since other workers may be able to serve it. It is tried once, and is
    then blocked if the workers that it waits for are known. So there are never more first tries than requests that arrived.
-4. No group stays blocked for ever: its workers have requests, and when these end, or when the worker leaves, that is a change. A group that
-   waits for unknown workers is never blocked, and is tried whenever anything changes.
+4. No group stays blocked for ever: the workers that it waits for have requests. When such a request ends, or such a worker leaves, this
+   counts as a change. A group that waits for unknown workers is never blocked, and is tried whenever anything changes.
 """
 
 from collections.abc import Callable, Hashable, Iterator

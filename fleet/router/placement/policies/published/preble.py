@@ -13,10 +13,10 @@ Then follow the paper's two adjustments of an exploiting choice, in its order:
 1. Rebalancing. While the most loaded worker has more than `imbalance` times the load of the least loaded worker, requests that would
    exploit the most loaded worker go to the least loaded one. That worker computes the prefix and holds it from then on. This rule applies
    once there were 50 requests for each worker, on average.
-2. Copies. Otherwise, if the queue of a prefix at its worker has doubled (its mean over the later half of the window is twice
-   the mean over the earlier half), the least loaded worker without the prefix gets a copy: this request computes it. From then on requests
-   with that prefix go to the cheapest of its workers, even if another worker has a longer match. This ends when the copy has had
-   no request for a window.
+2. Copies. Otherwise, if the queue of a prefix at its worker has doubled (its mean over the later half of the window is twice the mean over
+   the earlier half), the least loaded worker without the prefix gets a copy: the request that is being placed computes the prefix there.
+   From then on, requests with that prefix go to the cheapest worker that holds it, even if another worker has a longer match. This ends
+   when the copy has had no request for a window.
 
 The paper has a third rule, which is checked before exploring. If decoding is more than `decode_share` of a worker's load, the worker has
 capacity for prefill, and the request goes to it. The paper gives neither a formula for this share nor a bound, and its code has no such

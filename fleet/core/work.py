@@ -234,7 +234,7 @@ KvEvent = KvStored | KvRemoved | KvCleared
 
 
 class RouterHello(Struct, frozen=True, kw_only=True):
-    """Message to a worker: the first one of a router on its stream."""
+    """Message to a worker: the first message of a router on its stream to the worker."""
 
     router_id: str
     protocols: ProtocolRange = UNSTATED  # protocol versions that the router speaks
@@ -275,7 +275,7 @@ class Draining(Struct, frozen=True):
 
 
 class Goodbye(Struct, frozen=True, kw_only=True):
-    """Message from a worker: the last one, if the worker itself ends the stream."""
+    """Message from a worker: the last message on a stream that the worker itself ends."""
 
     reason: str
     # Protocol versions that the worker speaks; sent only if the router speaks none of them.

@@ -44,7 +44,7 @@ class _Refusals(Struct):
     peer: IncompatiblePeer
     at: Nanos  # instant of the latest refusal
     logged: Nanos  # instant of the latest refusal that was to be logged
-    unlogged: int = 0  # number of refusals since then
+    unlogged: int = 0  # number of refusals since `logged`
 
 
 class IncompatiblePeers:

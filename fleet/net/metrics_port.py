@@ -35,4 +35,4 @@ async def metrics_port(
     try:
         yield f"{host}:{server.port}"
     finally:
-        await asyncio.to_thread(server.close)  # it waits up to 0.5 s for the thread that accepts connections
+        await asyncio.to_thread(server.close)  # `close` waits up to 0.5 s for the thread that accepts connections

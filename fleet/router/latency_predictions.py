@@ -322,8 +322,8 @@ class _PredictedWorker:
     def _seconds(self, to_compute: int, cached: int, *, queued: bool) -> float:
         """Predict, by the profile, the seconds of all prefill steps of a prompt. Each step also computes the current decodes.
 
-        If other prompts wait too (`queued`), the last step also computes tokens of the next prompt. So a part of a step
-        counts as that part. Otherwise it counts as a whole step.
+        If the prompt is queued behind other prompts (`queued`), it shares a step with another prompt. So a part of a step counts as that
+        part. Otherwise a part of a step counts as a whole step.
         """
         most = self._profile.step_tokens
         steps = to_compute / most if queued else ceil(to_compute / most)

@@ -61,7 +61,7 @@ class AddressRule:
 
 
 def is_public(address: Address) -> bool:
-    """Return whether an address is a public one of a single server (rules 1 to 3)."""
+    """Return whether an address is a public address of one host, and not one for a special purpose (rules 1 to 3)."""
     address = _meant(address)
     if not address.is_global or address.is_multicast or address.is_reserved or address.is_unspecified:
         return False

@@ -65,7 +65,7 @@ _HEADERS = {
 
 
 class FetchOutcome(StrEnum):
-    """How the fetch of an image ended; a label of its metric."""
+    """How the fetch of an image ended. The values are labels of a metric."""
 
     FETCHED = "fetched"
     REFUSED = "refused"  # the URL or its content is not allowed, or the server did not give it
@@ -93,7 +93,7 @@ class ImageFetcher:
         self._threads = DaemonThreads("image-names", settings.max_fetches) if resolve is None else None
         self._resolve = self._system_addresses if resolve is None else resolve
         self._all = _Budget(settings.max_fetches, MAX_WAITING, settings.max_held_mib * MIB)
-        self._tenants: dict[str, _Budget] = {}  # budgets of the tenants that use some of it now
+        self._tenants: dict[str, _Budget] = {}  # budget of each tenant that uses a part of it now
         self.outcomes = dict.fromkeys(FetchOutcome, 0)
 
     @property
@@ -242,7 +242,7 @@ class ImageFetcher:
         raise invalid(field, f"redirects more than {self._settings.max_redirects} times")
 
     def _check_url(self, url: URL, field: str) -> None:
-        """Refuse a URL that is not allowed whatever its address is."""
+        """Refuse a URL that is not allowed, independent of the addresses of its host."""
         host, port = _host(url), url.port
         if url.scheme not in _PORTS or not host:
             raise invalid(field, "must be a data URL, or an http or https URL with a host")

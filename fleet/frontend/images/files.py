@@ -39,7 +39,7 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15, wi
 
 _DATA_URL = re.compile(r"data:[^,;]*(?:;[^,;]*)*;base64,", re.IGNORECASE)
 _REMOTE_URL = re.compile(r"https?://", re.IGNORECASE)
-_MAX_HEAD = 256  # characters of a data URL before its data
+_MAX_HEAD = 256  # maximum number of characters of a data URL before its data
 
 
 class ImageFile(NamedTuple):

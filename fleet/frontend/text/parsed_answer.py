@@ -245,7 +245,7 @@ class _Regions:
         self.held: list[str] = []  # text of a tool call that was not given to the parser yet
         self.begun = ""  # text, not given to the parser yet, that may be the beginning of a delimiter
         self._prompt_length = len(self._buffer)  # the answer follows the prompt in the buffer
-        self._position = 0  # where the text begins in the buffer for which there was no event yet
+        self._position = 0  # start, in the buffer, of the text for which no event has come yet
         self._num_held = 0  # length of the text that the parser holds because it may become a delimiter
         self._update_position()
         self._call_text = ""  # text of the tool call that is not complete yet

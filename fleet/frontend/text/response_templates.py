@@ -109,7 +109,7 @@ class ResponseTemplates:
         self._missing: ImportError | None = None
         self._compiled: dict[
             tuple[str, str, str], CompiledTemplate | str | None
-        ] = {}  # a text says why it cannot be used
+        ] = {}  # a value that is a text says why the template cannot be used
 
     @property
     def is_loaded(self) -> bool:
@@ -162,7 +162,7 @@ class ResponseTemplates:
             parser = importlib.import_module("transformers.utils.chat_parsing").ResponseParser(template, prefix="")
         except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
             return f"the response template of {model!r} is not valid: {error}"
-        if not (hasattr(parser, "_buffer") and hasattr(parser, "_pos")):  # `parsed_answer` reads them
+        if not (hasattr(parser, "_buffer") and hasattr(parser, "_pos")):  # `parsed_answer` reads these attributes
             return (
                 f"this router cannot parse answers with transformers {version('transformers')}, which keeps the text that it"
                 " holds under other names; install transformers 5.19"

@@ -597,7 +597,7 @@ class HttpConnection(asyncio.Protocol):
         if self._is_stranger is None or self._arriving is not None:
             self._takes_body = True
             return
-        if not self._reading:  # while nothing was read, the time of the body's deadline ran on, so it begins again
+        if not self._reading:  # nothing was read for a while, so the time limit for the body begins again
             self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
         if self.exchange is not None or self.waiting or self.paused is not None:
             self._advance()
@@ -770,7 +770,7 @@ class HttpConnection(asyncio.Protocol):
             slot = self._slot
             if waits and slot is not None:
                 if slot.group is _WAITS_IDLE and now / SECOND - slot.since < ORDER_SECONDS:
-                    slot.served = False  # `mark_waiting` would have no other effect
+                    slot.served = False  # `mark_waiting` would do nothing else here
                 else:
                     self._table.mark_waiting(slot, _WAITS_IDLE, now / SECOND)
         elif waits:

@@ -237,7 +237,7 @@ class VectorFrontend:
     async def _scores(
         self, exchange: Exchange, asked: ScoringRequest
     ) -> tuple[Sequence[float], Sequence[PromptVector]]:
-        """Return the scores of the pairs, and the vectors from which they follow."""
+        """Return the scores of the pairs, and the vectors from which the scores were computed."""
         card = self._card(exchange, asked.shared)
         if card.pooling is not None and card.pooling.task is PoolingTask.CLASSIFY:
             return await self._scores_of_pairs(exchange, asked, card)

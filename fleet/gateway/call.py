@@ -311,7 +311,7 @@ class PickerCall:
                 self._booking = None
 
     def _move(self, served: str) -> None:
-        """Move the reservation to the endpoint that gives the answer (rule 4)."""
+        """Move the reservation to the endpoint that gives the answer (rule 4 of `endpoint_picker.py`)."""
         desk = self._desk
         assert self._arrived is not None
         assert self._booking is not None

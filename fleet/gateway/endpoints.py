@@ -100,7 +100,7 @@ class PickerEndpoints:
         return None if len(endpoints) == len(self._router.addresses()) else tuple(endpoints)
 
     def idlest(self, subset: Sequence[str] | None) -> str:
-        """Return the endpoint with the fewest requests (rule 5).
+        """Return the endpoint with the fewest requests (rule 5 of `endpoint_picker.py`).
 
         Raises:
             RequestRejected: No allowed worker serves now.

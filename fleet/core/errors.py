@@ -47,6 +47,10 @@ class Reason(StrEnum):
     INTERNAL = "internal"
 
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""Cause of the rejection of a prompt that, with its answer, is longer than the model's context. The OpenAI API has the same code."""
+
+
 class RequestRejected(Exception):
     """Error: a request was not served, or not completely.
 
@@ -56,7 +60,8 @@ class RequestRejected(Exception):
         field: Path of the wrong field as the client wrote it, such as ``sampling.temperature``; empty if no field is
             wrong.
         retry_after_ms: Milliseconds after which a retry may succeed, or 0 if this is unknown or a retry cannot succeed.
-        cause: Detailed code of a failed placement (`RejectionCause` of the router); empty for other reasons.
+        cause: Detailed code: of a failed placement (`RejectionCause` of the router), or `CONTEXT_LENGTH_EXCEEDED`; empty for other
+            rejections.
     """
 
     def __init__(self, reason: Reason, message: str, *, field: str = "", retry_after_ms: int = 0, cause: str = ""):
@@ -68,9 +73,9 @@ class RequestRejected(Exception):
         self.cause = cause
 
 
-def invalid(field: str, message: str) -> RequestRejected:
+def invalid(field: str, message: str, *, cause: str = "") -> RequestRejected:
     """Return the rejection of a request whose `field` is wrong."""
-    return RequestRejected(Reason.INVALID_ARGUMENT, f"{field}: {message}", field=field)
+    return RequestRejected(Reason.INVALID_ARGUMENT, f"{field}: {message}", field=field, cause=cause)
 
 
 def internal_error() -> RequestRejected:

@@ -6,13 +6,20 @@ the rejection (`fleet.net.status_codes.rename_field`).
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, Protocol, assert_never
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct, structs
 
-from fleet.core.errors import RequestRejected, invalid, split_validation_error, with_allowed_values
+from fleet.core.errors import (
+    CONTEXT_LENGTH_EXCEEDED,
+    RequestRejected,
+    invalid,
+    split_validation_error,
+    with_allowed_values,
+)
 from fleet.core.ids import RequestId
 from fleet.core.requests import (
     TOKEN_BYTES,
@@ -147,8 +154,8 @@ def validate(
 def validate_length(request: GenerateRequest, card: ModelCard, prompt_tokens: int) -> None:
     """Check that the prompt and the answer together fit into the model's context.
 
-    Clients know these errors by their words: "prompt is too long" as in Anthropic's API, "maximum context length is" as in
-    OpenAI's. They then shorten the conversation or use another model.
+    Clients know these errors by the cause, or by their words: "prompt is too long" as in Anthropic's API, "maximum context length
+    is" as in OpenAI's. They then shorten the conversation or use another model.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, if the prompt is empty or too long, or leaves too little room for the answer.
@@ -157,22 +164,23 @@ def validate_length(request: GenerateRequest, card: ModelCard, prompt_tokens: in
     if prompt_tokens == 0:
         raise invalid(field, "must not be empty")
     limit = f"this model's maximum context length is {card.max_model_len} tokens"
+    too_long = partial(invalid, cause=CONTEXT_LENGTH_EXCEEDED)
     if prompt_tokens > card.max_model_len:
-        raise invalid(field, f"the prompt is too long: it has {prompt_tokens} tokens, and {limit}")
+        raise too_long(field, f"the prompt is too long: it has {prompt_tokens} tokens, and {limit}")
     if request.pooling is not None:
         return  # the answer is a vector, so the prompt may fill the whole context
     room = card.max_model_len - prompt_tokens
     if room == 0:
-        raise invalid(
+        raise too_long(
             field, f"the prompt is too long: it has {prompt_tokens} tokens, {limit}, and the answer needs some of them"
         )
     if request.fill_context:
         if request.sampling.min_tokens > room:
-            raise invalid(
+            raise too_long(
                 "sampling.min_tokens", f"{request.sampling.min_tokens} is more than the {room} that the prompt leaves"
             )
     elif request.sampling.max_tokens > room:
-        raise invalid(
+        raise too_long(
             "sampling.max_tokens",
             f"{request.sampling.max_tokens} and the prompt's {prompt_tokens} are too many: {limit}; ask for at most {room}",
         )

@@ -5,8 +5,8 @@ Rules:
 1. The journal only notes answers over server-sent events, whose clients come back with the header `Last-Event-ID`.
    Fleet's own client library needs no journal, because it keeps the tokens itself.
 2. The router that serves an answer notes the tokens before the client gets them, and sends them to its peer routers
-   (`fleet.peers`). So the peers still have them if that router is killed. The tokens that all answers get in one turn of
-   the event loop are sent together. If sending fails, the event loop logs the error, and the clients get their tokens.
+   (`fleet.peers`). So the peers still have them if that router is killed. The tokens that all answers get from one message
+   of a worker are sent together. They are noted before the tasks of the answers wake up, so these tasks need not wait. If sending fails, the event loop logs the error, and the clients get their tokens.
 3. An answer is forgotten a set time after its last tokens. If the journal exceeds its memory limit, the answers without new
    tokens for the longest time are forgotten first. A router that lacks the tokens generates them again, where that gives
    the same tokens (`ResumedAnswer`).
@@ -35,7 +35,7 @@ ENTRY_BYTES = 400  # memory for an answer besides its tokens
 
 
 class JournalEntry(Struct, frozen=True):
-    """Consecutive tokens of one answer, as routers note them and send them to each other."""
+    """Consecutive tokens of one answer, as routers send them to each other."""
 
     key: AnswerKey
     turn: int  # how often the answer had been resumed when these tokens came
@@ -44,9 +44,47 @@ class JournalEntry(Struct, frozen=True):
 
 
 class _Answer(Struct):
-    tokens: bytearray
+    tokens: "array[int]"
     turn: int
-    at: Nanos
+    at: Nanos  # when the last tokens came; of an answer that is streamed here, an earlier time
+    streamed_here: bool = False  # True while a `JournaledStream` of this router adds tokens, which does not set `at`
+
+
+class JournaledStream:
+    """Notes the tokens of one stream of this router; `AnswerJournal.begin` returns it.
+
+    `note` is called for each step of the engine, so it leaves out what can wait, such as the order of the answers.
+    """
+
+    def __init__(self, journal: "AnswerJournal", key: AnswerKey, answer: _Answer) -> None:
+        self._key = key
+        self._answer = answer
+        self._journal = journal
+        self._tokens = answer.tokens
+        self._told = 0  # number of tokens that the peer routers have been sent
+        self.is_untold = False  # True if the peer routers lack tokens; `told` waits until they have been sent them
+
+    def note(self, token_ids: Sequence[int]) -> None:
+        """Note the next tokens. The peer routers are sent them at the beginning of the next turn of the event loop."""
+        self._tokens.extend(token_ids)
+        if self._answer.streamed_here:
+            self._journal.grow(TOKEN_BYTES * len(token_ids))
+        if not self.is_untold and self._journal.tell is not None:
+            self.is_untold = True
+            self._journal.tell_soon(self)
+
+    async def told(self) -> None:
+        """Wait until the peer routers have been sent all noted tokens."""
+        await asyncio.sleep(0)  # the event loop calls `AnswerJournal._tell` first: its callbacks run in their order
+
+    def end(self) -> None:
+        """Note that no more tokens follow, so that the time for which they are kept begins."""
+        self._journal.ended(self._key, self._answer)
+
+    def news(self) -> JournalEntry:
+        """Return the tokens that the peer routers have not been sent, and count them as sent."""
+        position, self._told, self.is_untold = self._told, len(self._tokens), False
+        return JournalEntry(self._key, self._answer.turn, position, self._tokens[position:])
 
 
 class AnswerJournal:
@@ -56,7 +94,7 @@ class AnswerJournal:
         """Create an empty journal.
 
         Args:
-            max_bytes: Memory limit; with 0 the journal notes nothing.
+            max_bytes: Memory limit; with 0 the journal keeps nothing.
             seconds: Time for which an answer without new tokens is kept.
             clock: Clock that measures this time.
         """
@@ -66,47 +104,81 @@ class AnswerJournal:
         self._max_bytes = max_bytes
         self._keep = int(seconds * SECOND)
         self._clock = clock
-        # The answers in the order of their latest tokens, oldest first.
+        # The answers in the order of `_Answer.at`, oldest first.
         self._answers: OrderedDict[AnswerKey, _Answer] = OrderedDict()
         self.held_bytes = 0
-        self._untold: list[JournalEntry] = []  # what the peer routers get at the end of this turn
+        self._untold: list[JournaledStream] = []  # the streams whose new tokens are sent in the next turn
 
-    async def note(self, entry: JournalEntry) -> None:
-        """Note tokens of an answer of this router, and wait until they have been sent to the peer routers."""
-        self.heard(entry)
-        if self.tell is not None:
-            if not self._untold:
-                asyncio.get_running_loop().call_soon(self._tell)
-            self._untold.append(entry)
-            await asyncio.sleep(0)  # the event loop calls `_tell` first, because callbacks run in their order
+    def begin(self, key: AnswerKey, turn: int, token_ids: Sequence[int] = ()) -> JournaledStream:
+        """Return an object that notes the tokens of a stream of this router. The caller calls its `end` after the last token.
+
+        Args:
+            key: A new key.
+            turn: How often the answer was resumed before this stream.
+            token_ids: Known tokens of a resumed answer.
+        """
+        now = self._clock.now()
+        answer = _Answer(array("I", token_ids), turn, now)
+        if self._max_bytes:
+            answer.streamed_here = True
+            self._answers[key] = answer
+            self.held_bytes += ENTRY_BYTES + TOKEN_BYTES * len(token_ids)
+            self._forget(now)
+        stream = JournaledStream(self, key, answer)
+        if token_ids:
+            stream.note(())  # the peers need the known tokens, too
+        return stream
+
+    def ended(self, key: AnswerKey, answer: _Answer) -> None:
+        """Keep the tokens of a stream that has ended for the set time."""
+        if answer.streamed_here:
+            answer.streamed_here, answer.at = False, self._clock.now()
+            self._answers.move_to_end(key)
+
+    def tell_soon(self, stream: JournaledStream) -> None:
+        """Send the new tokens of a stream to the peer routers in the next turn of the event loop."""
+        if not self._untold:
+            asyncio.get_running_loop().call_soon(self._tell)
+        self._untold.append(stream)
 
     def _tell(self) -> None:
         untold, self._untold = self._untold, []
         if self.tell is not None:
-            self.tell(untold)
+            self.tell([stream.news() for stream in untold])
+
+    def grow(self, num_bytes: int) -> None:
+        """Count memory for new tokens, and forget old answers if the journal exceeds its limit."""
+        self.held_bytes += num_bytes
+        if self.held_bytes > self._max_bytes:
+            self._forget(self._clock.now())
 
     def heard(self, entry: JournalEntry) -> None:
-        """Note tokens of an answer that this router or a peer router serves."""
-        now, begin = self._clock.now(), entry.position * TOKEN_BYTES
+        """Note tokens of an answer that a peer router serves."""
+        begin, count = entry.position, len(entry.token_ids)
         answer = self._answers.get(entry.key)
         held = 0 if answer is None else len(answer.tokens)
         if begin > held or not self._max_bytes or (answer is not None and entry.turn < answer.turn):
             return
+        now = self._clock.now()
         if answer is None:
-            answer = self._answers[entry.key] = _Answer(bytearray(), entry.turn, now)
+            answer = self._answers[entry.key] = _Answer(array("I"), entry.turn, now)
             self.held_bytes += ENTRY_BYTES
-        else:
-            self._answers.move_to_end(entry.key)
+        elif (
+            answer.streamed_here
+        ):  # a router has resumed the answer under the same key (rule 6), so this stream adds no more
+            answer.streamed_here = False
+            answer = self._answers[entry.key] = _Answer(answer.tokens[:], entry.turn, now)
+        self._answers.move_to_end(entry.key)
         answer.turn, answer.at = entry.turn, now
-        answer.tokens[begin:] = array("I", entry.token_ids).tobytes()
-        self.held_bytes += len(answer.tokens) - held
+        answer.tokens[begin:] = array("I", entry.token_ids)
+        self.held_bytes += TOKEN_BYTES * (begin + count - held)
         self._forget(now)
 
     def tokens(self, key: AnswerKey) -> tuple[int, ...]:
         """Return the known tokens of an answer, from the first one on; empty if the answer is unknown."""
         self._forget(self._clock.now())
         answer = self._answers.get(key)
-        return () if answer is None else tuple(memoryview(bytes(answer.tokens)).cast("I"))
+        return () if answer is None else tuple(answer.tokens)
 
     def entries(self) -> Iterator[JournalEntry]:
         """Yield all known tokens, one entry for each answer, for a peer that has just been connected."""
@@ -119,5 +191,10 @@ class AnswerJournal:
             key, oldest = next(iter(self._answers.items()))
             if self.held_bytes <= self._max_bytes and now - oldest.at <= self._keep:
                 return
+            if oldest.streamed_here and oldest.at < now:  # it is not as old as `at` says
+                oldest.at = now
+                self._answers.move_to_end(key)
+                continue
+            oldest.streamed_here = False
             del self._answers[key]
-            self.held_bytes -= len(oldest.tokens) + ENTRY_BYTES
+            self.held_bytes -= TOKEN_BYTES * len(oldest.tokens) + ENTRY_BYTES

@@ -68,7 +68,7 @@ from fleet.core.validation import (
 )
 from fleet.core.work import LoraAdapter, ParsingTask
 from fleet.frontend.access_log import AccessEntry, AccessLog, RequestTimes
-from fleet.frontend.answer_journal import AnswerJournal, JournalEntry
+from fleet.frontend.answer_journal import AnswerJournal, JournaledStream
 from fleet.frontend.request_tracing import RequestEnd, RequestTrace, RequestTracing, traced_request
 from fleet.frontend.resume_tokens import FIELD as RESUME_FIELD
 from fleet.frontend.resume_tokens import NO_RESUME_TOKENS, ResumeClaims, ResumeTokens, prompt_digest
@@ -589,10 +589,8 @@ class Generation:
             claims = self._claims(request, _digest(card, tokens, digests), resumed)
         elif request.journaled:  # the client needs event ids, and these need resume tokens
             raise invalid("resumable", NO_RESUME_TOKENS)
-        journal, journal_key, turn = None, 0, 0
-        if request.journaled and claims is not None:
-            journal, journal_key, turn = self._journal, claims.stream, claims.resumes
-        noted = 0 if resumed is None else resumed.first_position
+        journal = self._journal if request.journaled and claims is not None else None
+        journaled: JournaledStream | None = None
         collected: list[Delta] = []  # the parts of an answer that the client gets in one piece
         allowance: RateLimitStatus | None = None
         counted_tokens = 0
@@ -618,8 +616,10 @@ class Generation:
             try:
                 if resumed is not None:
                     self._note_resumed(resumed, measured.counts)
-                    if journal is not None and resumed.token_ids:
-                        await journal.note(JournalEntry(journal_key, turn, 0, resumed.token_ids))
+                if journal is not None and claims is not None:
+                    known = () if resumed is None else resumed.token_ids
+                    journaled = journal.begin(claims.stream, claims.resumes, known)
+                    submitted.on_tokens = journaled.note
                 yield Admitted(
                     request_id=request.id,
                     model=card.name,
@@ -641,6 +641,8 @@ class Generation:
                         collected.clear()
                     elif event.token_ids or event.parsed is not None:
                         measured.tokens()
+                        if journaled is not None and journaled.is_untold:
+                            await journaled.told()
                         progress = event
                         if resumed is not None and resumed.to_skip:
                             progress = resumed.skip(answer, event)
@@ -654,9 +656,6 @@ class Generation:
                             delta = answer.take(progress)
                         if event.prompt_logprobs:
                             delta = structs.replace(delta, prompt_logprobs=event.prompt_logprobs)
-                        if journal is not None:
-                            await journal.note(JournalEntry(journal_key, turn, noted, delta.token_ids))
-                            noted += len(delta.token_ids)
                         if claims is not None:
                             delta = self._with_token(delta, request.id, claims)
                             claims = None
@@ -673,6 +672,8 @@ class Generation:
                     elif event.vector:
                         collected.append(Delta(text="", token_ids=(), vector=event.vector))
             finally:
+                if journaled is not None:
+                    journaled.end()
                 generated = answer.num_tokens - replayed
                 image_tokens = 0
                 if request.images:

@@ -20,6 +20,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from hashlib import blake2b, sha256
 
 import msgspec
@@ -63,7 +64,12 @@ class ResumeClaims(Struct, frozen=True, array_like=True):
 
 def prompt_digest(model: ModelName, tokens: TokenBytes) -> bytes:
     """Return the 16-byte digest of a model's name and a prompt."""
-    return blake2b(tokens, digest_size=16, key=sha256(model.encode()).digest()).digest()
+    return blake2b(tokens, digest_size=16, key=_digest_key(model)).digest()
+
+
+@lru_cache(maxsize=256)  # the served models
+def _digest_key(model: ModelName) -> bytes:
+    return sha256(model.encode()).digest()
 
 
 class ResumeTokens:
@@ -77,7 +83,8 @@ class ResumeTokens:
             lifetime_seconds: How long after the first request tokens are accepted.
             unix_seconds: Wall clock, because the clocks of different routers are compared.
         """
-        self._key = hmac.digest(secret, _PURPOSE, "sha256")
+        # A copy of this object computes a MAC in less time than `hmac.digest`, which looks up the algorithm each time.
+        self._keyed = hmac.new(hmac.digest(secret, _PURPOSE, "sha256"), digestmod="sha256")
         self._lifetime_seconds = lifetime_seconds
         self._unix_seconds = unix_seconds
         self._used: OrderedDict[int, None] = OrderedDict()  # the streams of which a token was used
@@ -132,7 +139,9 @@ class ResumeTokens:
             self._used.popitem(last=False)
 
     def _mac(self, content: bytes) -> bytes:
-        return hmac.digest(self._key, content, "sha256")[:_MAC_BYTES]
+        mac = self._keyed.copy()
+        mac.update(content)
+        return mac.digest()[:_MAC_BYTES]
 
 
 def _encoded(signed: bytes) -> str:

@@ -16,7 +16,7 @@ Rules:
    first worker.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from types import TracebackType
 from typing import Self
@@ -48,11 +48,6 @@ class ResumedAnswer(Struct, kw_only=True):
     def token_ids(self) -> tuple[int, ...]:
         """The known tokens: the beginning of the answer, from the client or from the answer journal."""
         return self.resume.token_ids
-
-    @property
-    def first_position(self) -> int:
-        """Number of tokens of the answer before the first new token that is sent to the client."""
-        return len(self.token_ids) if self.resume.from_start else self.resume.position
 
     def check(self, sampling: Sampling, prompt: bytes, vocab_size: int, *, in_engine: bool) -> None:
         """Check that the resume token and the known tokens fit the request, and compute `to_skip`.
@@ -163,6 +158,7 @@ class EndedAnswer:
 
     kv: tuple[KvPhase, ...] = ()
     cached_tokens = 0
+    on_tokens: Callable[[Sequence[int]], None] | None = None
 
     def __init__(self, request_id: RequestId, finish: Finish) -> None:
         self._complete: Complete | None = Complete(request_id=request_id, finish=finish, kv=(), cached_tokens=0)

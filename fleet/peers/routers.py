@@ -34,8 +34,8 @@ Rules:
     its answers are not waited for until it has sent one again.
 12. A router that is reached later gets all this state, and the reservations as its last message. So a process that
     shares its ports with others knows when it has the whole state. It accepts no client before that.
-13. The tokens of answers in the journal (`fleet.frontend.answer_journal`) are sent at the end of each turn of the event
-    loop. The client gets the tokens only after that, because this router may be killed at any time. A router that is
+13. The tokens of answers in the journal (`fleet.frontend.answer_journal`) are sent in the turn of the event loop after the
+    one in which they arrive. The client gets the tokens only after that, because this router may be killed at any time. A router that is
     reached later gets all known tokens. A peer whose send buffer is full does not get them.
 14. The first message (`ReplicaHello`) states the protocol versions of the router that dials, and the answer states
     those of the other router. Without a common version, the connection ends, and both routers log what to upgrade
@@ -241,7 +241,7 @@ class PeerRouters:
                     await asyncio.sleep(FULL_STATE_SECONDS)
                     self._tell_news()
                     self._tell_taken()
-                    self._tell_bookings()
+                    self._tell_bookings(self._router.booked())
         except StoreNotStarted as error:
             raise ConfigurationRefused(str(error)) from error
         raise AssertionError("its tasks never end")
@@ -367,12 +367,12 @@ class PeerRouters:
         # prompt to its worker, in spite of the reservation.
         self._tell_news()
         self._tell_taken()
-        if self._router.booked() != self._told:
-            self._tell_bookings()
+        if (booked := self._router.booked()) != self._told:
+            self._tell_bookings(booked)
 
-    def _tell_bookings(self) -> None:
-        self._told = self._router.booked()
-        self._send(encode_bookings(self._told))
+    def _tell_bookings(self, booked: Mapping[WorkerId, ReservationTotals]) -> None:
+        self._told = booked
+        self._send(encode_bookings(booked))
 
     def _tell_news(self) -> None:
         placed, over = self._router.prompts.news()
@@ -631,7 +631,9 @@ class _IncomingPeer:
         self._router_id = ""
         self._replica = ""
         self._refused = False  # True once it is known that the routers have no common protocol version
-        self._silence = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._silent)
+        self._loop = asyncio.get_running_loop()
+        self._heard_at = self._loop.time()
+        self._silence = self._loop.call_later(SILENCE_SECONDS, self._check_silence)
 
     def received(self, payload: bytes) -> None:
         try:
@@ -647,8 +649,7 @@ class _IncomingPeer:
         kind = message.WhichOneof("message")
         if (kind == "hello") == bool(self._replica):
             raise ConnectionError("a peer router sent no hello, or two")
-        self._silence.cancel()
-        self._silence = asyncio.get_running_loop().call_later(SILENCE_SECONDS, self._silent)
+        self._heard_at = self._loop.time()
         match kind:
             case "hello":
                 self._router_id = message.hello.router_id
@@ -719,8 +720,12 @@ class _IncomingPeer:
         elif cause is not None and not self._refused:
             log.warning("peer router rejected", extra={"cause": str(cause)})
 
-    def _silent(self) -> None:
-        self._connection.abort(ConnectionError(f"it was silent for {SILENCE_SECONDS:g} s"))
+    def _check_silence(self) -> None:
+        due = self._heard_at + SILENCE_SECONDS
+        if self._loop.time() >= due:
+            self._connection.abort(ConnectionError(f"it was silent for {SILENCE_SECONDS:g} s"))
+        else:
+            self._silence = self._loop.call_at(due, self._check_silence)
 
 
 def _remember_refusal(incompatible: IncompatiblePeers, name: str, error: NoCommonProtocol) -> None:

@@ -8,7 +8,7 @@ commands of the present event.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Never, Protocol, Self, assert_never
 
@@ -71,6 +71,9 @@ class RequestStream:
         self._server = server
         self.kv: tuple[KvPhase, ...] = ()  # KV reports of all attempts so far
         self.cached_tokens = 0  # prompt tokens that were cached, in all attempts so far
+        self.on_tokens: Callable[[Sequence[int]], None] | None = (
+            None  # is called for the tokens of each step, before the reader wakes up
+        )
         self._waiting: deque[Progress | StartedOver | Complete | RequestRejected] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._over = False
@@ -115,6 +118,8 @@ class RequestStream:
         if type(item) is Emit:
             self.kv, self.cached_tokens = item.kv, item.cached_tokens
             self._waiting.append(item.progress)
+            if self.on_tokens is not None:
+                self.on_tokens(item.progress.token_ids)
         elif isinstance(item, StartedOver):
             self._waiting.clear()
             self._waiting.append(item)

@@ -1091,7 +1091,9 @@ class ErrorDetail(_message.Message):
     retry_after_ms: _builtins.int
     """Milliseconds after which a retry may succeed; 0: unknown."""
     cause: _builtins.str
-    """Why no worker could be chosen, finer than the reason; stable: see fleet/router/placement/wait_or_reject.py. Empty when that is not why."""
+    """Finer than the reason, and stable. Why no worker could be chosen: see fleet/router/placement/wait_or_reject.py. Or
+    "context_length_exceeded": prompt and answer are longer than the model's context. Otherwise empty.
+    """
     def __init__(
         self,
         *,

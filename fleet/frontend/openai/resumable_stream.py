@@ -76,26 +76,26 @@ class EventIds:
         """
         if seen is not None and seen.seen is not None:
             raise invalid(LAST_EVENT_ID.decode(), "is the id of an event of another API")
-        self._token = ""
+        self._beginning = b""  # of the line with an id: all but the position
         self._position = 0 if seen is None else seen.resume.position
         self._last_events = 0 if seen is None else seen.last_events
 
     def follow(self, event: Admitted | Delta) -> None:
         """Count the tokens of the next event, and note a new resume token."""
-        self._token = event.resume_token or self._token
+        if event.resume_token:
+            self._beginning = b"id: %b." % event.resume_token.encode()
         if isinstance(event, Delta):
             self._position += len(event.token_ids)
 
     def numbered(self, event: bytes) -> bytes:
         """Return the event with its id before it."""
-        return b"id: %b.%d\n%b" % (self._token.encode(), self._position, event)
+        return b"%b%d\n%b" % (self._beginning, self._position, event)
 
     def numbered_last(self, events: bytes) -> bytes:
         """Return the events that end the answer, with ids, except the events that the client already has."""
-        token = self._token.encode()
         each = [event + _EVENT_END for event in events.split(_EVENT_END) if event]
         return b"".join(
-            b"id: %b.%d.%d\n%b" % (token, self._position, number, event)
+            b"%b%d.%d\n%b" % (self._beginning, self._position, number, event)
             for number, event in enumerate(each, 1)
             if number > self._last_events
         )

@@ -847,7 +847,10 @@ class HttpConnection(asyncio.Protocol):
 
     def _reject_head(self) -> None:
         limit = self._settings.max_head_bytes
-        self._reject(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the request's head is larger than {limit} bytes")
+        self._reject(
+            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+            f"the request's head is larger than {limit} bytes (max_head_bytes)",
+        )
 
     def _reject_overhead(self) -> None:
         limit = self._settings.max_head_bytes
@@ -856,7 +859,9 @@ class HttpConnection(asyncio.Protocol):
 
     def _reject_body(self) -> None:
         limit = self._settings.max_body_bytes
-        self._reject(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request's body is larger than {limit} bytes")
+        self._reject(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the request's body is larger than {limit} bytes (max_body_bytes)"
+        )
 
     def _linger(self) -> None:
         """Close after the client had time to read the answer; drop the remaining bytes of its request meanwhile."""

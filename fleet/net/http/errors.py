@@ -6,7 +6,7 @@ from http import HTTPStatus
 import msgspec
 from msgspec import Struct
 
-from fleet.core.errors import Reason, RequestRejected
+from fleet.core.errors import CONTEXT_LENGTH_EXCEEDED, Reason, RequestRejected
 from fleet.net.http.exchange import EVENT_STREAM, Exchange, MalformedRequest, sse_event
 from fleet.net.status_codes import REASON_STATUSES
 
@@ -80,7 +80,8 @@ def _error(refused: RequestRejected) -> dict[str, object]:
         "message": refused.message,
         "type": REASON_STATUSES[refused.reason].openai,
         "param": refused.field or None,
-        "code": refused.reason,
+        # OpenAI's clients know an exceeded context by this code, in the place of the reason.
+        "code": CONTEXT_LENGTH_EXCEEDED if refused.cause == CONTEXT_LENGTH_EXCEEDED else refused.reason,
     }
     if refused.cause:
         error["cause"] = refused.cause

@@ -8,6 +8,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -48,6 +49,12 @@ def running_on(cores: frozenset[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def _exit_on_sigterm() -> None:
+    """Let SIGTERM raise SystemExit in this process, so that contexts end the processes that they have started."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 class ProcessTree:
@@ -111,6 +118,7 @@ def started(
     name: str, command: Sequence[str], folder: Path, cores: frozenset[int], more: Mapping[str, str]
 ) -> Iterator[ProcessTree]:
     """Run a server on these cores, with a log in the folder."""
+    _exit_on_sigterm()
     log = folder / f"{name.replace(':', '-')}.log"
     with log.open("ab") as output, running_on(cores):
         process = subprocess.Popen(
@@ -137,6 +145,7 @@ def started_module(
     Raises:
         SystemUnavailable: It was not ready in time.
     """
+    _exit_on_sigterm()
     name = module.rpartition(".")[2]
     log = folder / f"{name}.log"
     with log.open("ab") as output, running_on(cores):

@@ -199,6 +199,14 @@ async def test_invalid_input_is_a_typed_error_naming_the_field(frontends, client
     assert frontends.router.submitted == []
 
 
+@pytest.mark.parametrize("fields", [{"prompt": [3] * 5000}, {"max_tokens": 5000}])
+async def test_exceeded_context_has_the_code_of_openai(client, fields):
+    with pytest.raises(openai.BadRequestError) as raised:
+        await client.completions.create(**{"model": "tiny", "prompt": "once", **fields})
+
+    assert raised.value.code == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(
     ("reason", "error", "status"),
     [

@@ -3,11 +3,14 @@
 import http.client
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 
 import msgspec
+import psutil
 import pytest
 
 from fleet.core.errors import ConfigurationRefused
@@ -58,6 +61,29 @@ class NoMeter:
 
     def stop(self):
         pass
+
+
+HOLDER = """
+import signal
+import sys
+from pathlib import Path
+from loadtests.router.systems.processes import cores_of_this_process, started
+
+with started("server", ["sleep", "600"], Path(sys.argv[1]), cores_of_this_process().others, {}):
+    print("ready", flush=True)
+    signal.pause()
+"""
+
+
+def test_ended_benchmark_ends_the_processes_that_it_started(tmp_path):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as benchmark:
+        assert benchmark.stdout.readline() == "ready\n"
+        (server,) = psutil.Process(benchmark.pid).children()
+        benchmark.terminate()
+
+        assert benchmark.wait(60) == 128 + signal.SIGTERM
+        assert not server.is_running()
 
 
 def counters(port):

@@ -1,7 +1,7 @@
 """Fake router server whose answers the test writes; it passes tests/contract/router/test_router.py."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -140,6 +140,7 @@ class FakeStream:
         self._started_over = False
         self.kv: tuple[KvPhase, ...] = ()
         self.cached_tokens = 0
+        self.on_tokens: Callable[[Sequence[int]], None] | None = None
 
     async def __aenter__(self) -> Self:
         if self._router.refuse is not None:
@@ -208,6 +209,8 @@ class FakeStream:
             alike = [Logprobs(-1.0)] * (len(self._arrived.tokens) // TOKEN_BYTES - 1)
             prompt_logprobs = router.prompt_logprobs or alike
         self._sent += len(tokens)
+        if self.on_tokens is not None:
+            self.on_tokens(tokens)
         if self._finish is None and self._sent >= min(sampling.max_tokens, len(self._answer)):
             self._finish = Finish.LENGTH
         return Progress(

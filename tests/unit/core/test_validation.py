@@ -275,6 +275,7 @@ def test_clients_know_a_full_context_by_its_words(prompt_tokens):
         validate(a_request(sampling=Sampling(max_tokens=2)), a_model_card(max_model_len=100), prompt_tokens)
 
     assert ("prompt is too long" in str(refused.value)) is (prompt_tokens >= 100)
+    assert refused.value.cause == "context_length_exceeded"
 
 
 def test_max_tokens_is_ignored_with_fill_context():

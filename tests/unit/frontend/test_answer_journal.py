@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.core.clock import SECOND
-from fleet.frontend.answer_journal import ENTRY_BYTES, AnswerJournal, JournalEntry
+from fleet.frontend.answer_journal import ENTRY_BYTES, AnswerJournal, JournaledStream, JournalEntry
 from fleet.peers.messages import decode_answer, encode_answers
 from tests.support.kvstore.builders import ManualClock
 from tests.support.waiting import turns
@@ -92,24 +92,33 @@ def test_journal_of_no_bytes_notes_nothing():
     assert journal.tokens(A) == ()
 
 
+async def note(stream: JournaledStream, *token_ids: int) -> None:
+    """Note tokens as the router does, and wait until the peers have been sent them."""
+    stream.note(token_ids)
+    if stream.is_untold:
+        await stream.told()
+
+
 async def test_tokens_of_a_turn_reach_peers_together_before_clients():
     journal, log = a_journal(), []
-    journal.tell = lambda entries: log.append([entry.key for entry in entries])
+    journal.tell = lambda entries: log.append([(entry.key, entry.position) for entry in entries])
 
     async def serve(key):
-        for position in range(2):
-            await journal.note(JournalEntry(key, 0, position, (1,)))
+        stream = journal.begin(key, 0)
+        for _ in range(2):
+            await note(stream, 1)
             log.append(f"client of {key}")
 
     await asyncio.gather(serve(A), serve(B))
 
-    assert log == [[A, B], f"client of {A}", f"client of {B}"] * 2
+    clients = [f"client of {A}", f"client of {B}"]
+    assert log == [[(A, 0), (B, 0)], *clients, [(A, 1), (B, 1)], *clients]
 
 
 async def test_answer_that_is_cancelled_leaves_the_others_their_tokens():
     journal, told = a_journal(), []
     journal.tell = told.extend
-    left, stays = (asyncio.create_task(journal.note(JournalEntry(key, 0, 0, (1,)))) for key in (A, B))
+    left, stays = (asyncio.create_task(note(journal.begin(key, 0), 1)) for key in (A, B))
     await turns(1)
     left.cancel()
 
@@ -119,7 +128,7 @@ async def test_answer_that_is_cancelled_leaves_the_others_their_tokens():
 
 
 async def test_peer_gets_each_entry_and_a_late_one_all_of_them():
-    first, second, late = a_journal(), a_journal(), a_journal()
+    first, second, late = a_journal(4 << 20), a_journal(4 << 20), a_journal(4 << 20)
 
     def tell(entries, to):
         for message in encode_answers(entries):
@@ -127,13 +136,80 @@ async def test_peer_gets_each_entry_and_a_late_one_all_of_them():
                 to.heard(decode_answer(answer))
 
     first.tell = lambda entries: tell(entries, second)
-    await first.note(JournalEntry(A, 0, 0, (1, 2)))
-    await first.note(JournalEntry(A, 0, 2, (2**32 - 1,)))
-    await first.note(JournalEntry(B, 0, 0, tuple(np.arange(300_000).tolist())))
+    stream = first.begin(A, 0)
+    await note(stream, 1, 2)
+    await note(stream, 2**32 - 1)
+    await first.begin(B, 3, tuple(np.arange(300_000).tolist())).told()
     tell(first.entries(), late)
 
+    assert first.tokens(A) == (1, 2, 2**32 - 1)
+    assert len(first.tokens(B)) == 300_000
     for key in (A, B):
         assert first.tokens(key) == second.tokens(key) == late.tokens(key)
+
+
+def test_stream_without_peers_is_noted_at_once():
+    journal = a_journal()
+    stream = journal.begin(A, 0, (1, 2))
+    stream.note((3,))
+    assert not stream.is_untold
+    assert journal.tokens(A) == (1, 2, 3)
+    assert journal.held_bytes == ENTRY_BYTES + 4 * 3
+
+
+def test_streamed_answer_is_kept_its_time_after_its_end():
+    clock = ManualClock()
+    journal = a_journal(clock=clock)
+    stream = journal.begin(A, 0)
+    stream.note((1,))
+    clock.move(1000 * SECOND)
+    assert journal.tokens(A) == (1,)
+    stream.note((2,))
+    stream.end()
+    clock.move(60 * SECOND)
+    assert journal.tokens(A) == (1, 2)
+    clock.move(1)
+    assert journal.tokens(A) == ()
+    assert journal.held_bytes == 0
+
+
+def test_answer_that_ended_goes_before_older_one_that_streams():
+    clock = ManualClock()
+    journal = a_journal(2 * ENTRY_BYTES + 4 * 3, clock)
+    streamed = journal.begin(A, 0)
+    clock.move(1)
+    ended = journal.begin(B, 0, (1, 2))
+    ended.end()
+    clock.move(1)
+    streamed.note((1, 2))
+
+    assert (journal.tokens(A), journal.tokens(B)) == ((1, 2), ())
+    assert journal.held_bytes == ENTRY_BYTES + 4 * 2
+
+
+def test_streams_that_exceed_the_limit_are_forgotten():
+    journal = a_journal(ENTRY_BYTES + 4 * 2)
+    first, second = journal.begin(A, 0), journal.begin(B, 0)
+    for _ in range(3):
+        first.note((1,))
+        second.note((1,))
+    first.end()
+    second.end()
+
+    assert (journal.tokens(A), journal.tokens(B)) == ((), ())
+    assert journal.held_bytes == 0
+
+
+def test_stream_changes_nothing_of_answer_that_another_router_took_over():
+    journal = a_journal()
+    stream = journal.begin(A, 0)
+    stream.note((1, 2, 3))
+    journal.heard(JournalEntry(A, 1, 2, (7,)))
+    stream.note((4,))
+    stream.end()
+
+    assert journal.tokens(A) == (1, 2, 7)
+    assert journal.held_bytes == ENTRY_BYTES + 4 * 3
 
 
 def test_large_journal_is_told_in_several_messages():

@@ -67,7 +67,7 @@ def prompt_digest(model: ModelName, tokens: TokenBytes) -> bytes:
     return blake2b(tokens, digest_size=16, key=_digest_key(model)).digest()
 
 
-@lru_cache(maxsize=256)  # the served models
+@lru_cache(maxsize=256)  # one entry for each served model
 def _digest_key(model: ModelName) -> bytes:
     return sha256(model.encode()).digest()
 

@@ -202,7 +202,7 @@ class OverflowStatus(Struct, frozen=True, kw_only=True):
 
 
 class RefusedPeer(Struct, frozen=True, kw_only=True):
-    """Names a process that the router refused in the last minute, because both have no protocol version in common."""
+    """Names a process that the router refused in the last minute, because both processes have no protocol version in common."""
 
     link: str  # kind of the connection: worker, registry, peer or store
     name: str

@@ -55,7 +55,9 @@ DIAGNOSIS_SECONDS = 0.5  # limit for each step of the connections of a TLS diagn
 
 LEAVE_OUT_TLS = "; leave out tls"
 GIVE_TLS = ": give it tls=ClientTls(authority=FILE)"
-"""Ends of the causes that TLS is used on one end only, which commands say in the words of their options."""
+"""Last parts of the error texts if only the client or only the router uses TLS. `fleet.cli.console.address` replaces
+these parts by the names of command-line options.
+"""
 
 
 def open_channel(address: str, options: Options, tls: ClientTls | None) -> grpc.Channel:

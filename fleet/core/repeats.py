@@ -1,4 +1,4 @@
-"""Log deduplication: decides whether an event is written to the log, if similar events come again and again.
+"""Log deduplication: decides whether a repeated event is written to the log again.
 
 Rules:
 

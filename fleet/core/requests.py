@@ -135,8 +135,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
 
         Only then may a decode worker treat the token of the prefill worker as a part of its prompt. Penalties,
         `min_tokens`, seeded generators, structured output and forbidden sequences depend on the tokens that the same
-        engine has generated. With log probabilities of the prompt it is False too, because a decode worker would send
-        them a second time.
+        engine has generated. It is also False if log probabilities of the prompt are requested, because a decode worker
+        would send them a second time.
         """
         return (
             (self.temperature == 0 or self.seed is None)

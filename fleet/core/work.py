@@ -193,9 +193,9 @@ class PulledBlocks(Struct, frozen=True, kw_only=True):
     If the engine has several ranks, the part of a block that one rank pulls counts as a block.
     """
 
-    verified: int = 0  # their checksums were right
-    corrupt: int = 0  # their checksums were wrong, so they were computed instead
-    unverified: int = 0  # the other engine sent no checksums of them that could be compared
+    verified: int = 0  # blocks whose checksums were right
+    corrupt: int = 0  # blocks whose checksums were wrong; they were computed instead
+    unverified: int = 0  # blocks for which the other engine sent no comparable checksums
 
     def __add__(self, other: "PulledBlocks") -> "PulledBlocks":
         return PulledBlocks(
@@ -234,7 +234,7 @@ KvEvent = KvStored | KvRemoved | KvCleared
 
 
 class RouterHello(Struct, frozen=True, kw_only=True):
-    """Message to a worker: the first one of a router on its stream."""
+    """Message to a worker: the first message of a router on its stream to the worker."""
 
     router_id: str
     protocols: ProtocolRange = UNSTATED  # protocol versions that the router speaks
@@ -251,7 +251,8 @@ class KeepTrace(Struct, frozen=True, kw_only=True):
     """
 
     trace_id: bytes
-    # the router's spans of the attempts of this request; empty, from an earlier router: all attempts of the trace
+    # Ids of the spans that the router made for the attempts of this request. Empty: the router has an earlier version,
+    # and all attempts of the trace are meant.
     parent_ids: tuple[bytes, ...] = ()
     leave_room: bool = False  # these spans may fill only a part of the queue for the collector
 
@@ -274,7 +275,7 @@ class Draining(Struct, frozen=True):
 
 
 class Goodbye(Struct, frozen=True, kw_only=True):
-    """Message from a worker: the last one, if the worker itself ends the stream."""
+    """Message from a worker: the last message on a stream that the worker itself ends."""
 
     reason: str
     # Protocol versions that the worker speaks; sent only if the router speaks none of them.

@@ -95,7 +95,7 @@ class AccessLog:
         first_byte_at: Nanos | None,
         trace_id: str = "",
     ) -> None:
-        """Write the line and the record of a request to an external server, which has ended.
+        """Write the line and the record of an ended request to an external server.
 
         Args:
             request_id: Id of the request.

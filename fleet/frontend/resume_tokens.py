@@ -4,14 +4,15 @@ Rules:
 
 1. A resume token is self-contained. The routers of a cluster sign it with a key derived from their common secret, and store
    nothing about it. So any router can go on with an answer that another router began.
-2. The token names the request, the tenant, the prompt (by a digest) and the weights that began the answer. It is not
-   accepted for another tenant, for another prompt, or after its lifetime. It does not contain the tokens of the answer. The
-   client sends them, which is safe, because the client could also write them into a prompt.
+2. The token names the request, the tenant, the prompt (by a digest) and the fingerprint of the worker that began the
+   answer. It is not accepted for another tenant, for another prompt, or after its lifetime. It does not contain the
+   tokens of the answer. The client sends them, which is safe, because the client could also write them into a prompt.
 3. A resumption is free, because the first router has charged the tenant for the request and its prompt. But only
-   `MAX_FREE_RESUMES` resumptions of one request are free, and of the tokens of one stream only the first that a router
-   gets. Further ones are charged like new requests, because otherwise clients could have prompts computed for free.
-4. Without a common secret, tokens are signed with a key that is no secret. They are then issued only if clients have no API
-   keys, which is only done in closed networks.
+   `MAX_FREE_RESUMES` resumptions of one request are free. And only the first resumption with a token of the same stream
+   is free at each router. All others are charged like new requests, because otherwise clients could have prompts
+   computed for free.
+4. Without a common secret, tokens are signed with a key that is no secret. Tokens are then issued only if clients need
+   no API keys, because such routers run only in closed networks.
 """
 
 import hmac
@@ -66,7 +67,7 @@ def prompt_digest(model: ModelName, tokens: TokenBytes) -> bytes:
     return blake2b(tokens, digest_size=16, key=_digest_key(model)).digest()
 
 
-@lru_cache(maxsize=256)  # the served models
+@lru_cache(maxsize=256)  # one entry for each served model
 def _digest_key(model: ModelName) -> bytes:
     return sha256(model.encode()).digest()
 
@@ -110,7 +111,8 @@ class ResumeTokens:
         except (Base64Error, ValueError):
             raise _unknown() from None
         content, mac = signed[:-_MAC_BYTES], signed[-_MAC_BYTES:]
-        # Only the form that `issue` gives is accepted: in another one, the same token would be free again (rule 3).
+        # Only the exact text that `issue` returns is accepted, because base64 can express the same bytes by several
+        # texts.
         if not hmac.compare_digest(mac, self._mac(content)) or _encoded(signed) != token:
             raise _unknown()
         try:

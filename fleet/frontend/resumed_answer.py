@@ -10,9 +10,10 @@ Rules:
 3. If the client has more tokens than this router knows, the missing tokens are generated again and dropped. This is only done
    for greedy sampling, which gives the same tokens.
 4. If the client already has the last token or the stop string of the answer, nothing is generated.
-5. If the caller leaves out what the client has (`Resume.from_start`), nothing is dropped: the known part is the first part of the
-   answer. This needs the text, so it is not possible if a worker parses the answer. It is refused too if the known part goes back from
-   tool calls to text or from text to reasoning: one `Delta` cannot tell where, and it depends on the steps of the first worker.
+5. If the caller leaves out what the client has (`Resume.from_start`), nothing is dropped: the known part is the first part of the answer.
+   This needs the text, so it is not possible if a worker parses the answer. It is also refused if, in the known part, text follows a tool
+   call or reasoning follows text: one `Delta` cannot express where the kind of content changes, and this place depends on the steps of the
+   first worker.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,7 +87,7 @@ class ResumedAnswer(Struct, kw_only=True):
         """Bring a new `answer` into the state after the known tokens, by adding these tokens to it.
 
         Raises:
-            RequestRejected: WORKER_LOST; the order of the known parts is lost (rule 5).
+            RequestRejected: WORKER_LOST; one `Delta` cannot express the order of the known parts (rule 5).
         """
         if isinstance(answer, EngineParsedAnswer):
             resume = self.resume

@@ -311,7 +311,7 @@ class PickerCall:
                 self._booking = None
 
     def _move(self, served: str) -> None:
-        """Move the reservation to the endpoint that gives the answer (rule 4)."""
+        """Move the reservation to the endpoint that gives the answer (rule 4 of `endpoint_picker.py`)."""
         desk = self._desk
         assert self._arrived is not None
         assert self._booking is not None
@@ -340,7 +340,7 @@ def _api_path(path: str) -> str:
     return next((each for each in PLACED if path.endswith(each)), path)
 
 
-TAIL_BYTES = 512  # number of bytes kept from the end of an answer that is not streamed; the usage is in them
+TAIL_BYTES = 512  # bytes kept of the end of an answer that is not streamed; the usage is in this part
 
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*([0-9]{1,9})(?![0-9])')
 _EVENT = b"data: {"

@@ -100,7 +100,7 @@ class PickerEndpoints:
         return None if len(endpoints) == len(self._router.addresses()) else tuple(endpoints)
 
     def idlest(self, subset: Sequence[str] | None) -> str:
-        """Return the endpoint with the fewest requests (rule 5).
+        """Return the endpoint with the fewest requests (rule 5 of `endpoint_picker.py`).
 
         Raises:
             RequestRejected: No allowed worker serves now.
@@ -118,7 +118,7 @@ class PickerEndpoints:
         return endpoints[min(answering, key=lambda each: each.booked_requests + each.booked_elsewhere).worker_id]
 
     def own(self, subset: Sequence[str] | None) -> str:
-        """Return the router's own endpoint; the router then places the request when it arrives there.
+        """Return the router's own endpoint. When the request arrives there, the router places it.
 
         Raises:
             RequestRejected: The gateway does not allow this endpoint, or the router has no worker.

@@ -1,4 +1,4 @@
-"""Selected requests: the router places and reserves them like others, but proxies send them to the workers."""
+"""Selected requests: the router places them and reserves capacity for them, but proxies send them to the workers."""
 
 import asyncio
 from collections.abc import Callable
@@ -49,10 +49,10 @@ class SelectedRequest:
     def begun(self, worker_id: WorkerId, start: Start) -> None:
         """Record that the router starts an attempt; end the lease if the caller does not know the attempt's worker.
 
-        The caller knows the workers of the first placement: the first attempt, and after a prefill the attempt on the
-        decode worker in the answer to the caller.
+        The answer to the caller names the workers of the first placement. So the caller knows the worker of the first
+        attempt and, after a prefill, the decode worker in that answer.
         """
-        # False if the router had to choose another decode worker.
+        # True if this is the decode attempt, on the decode worker that the caller knows.
         as_told = self._handed_over and worker_id == self.decode
         lost = self.work is not None and not as_told
         self.work, self._handed_over = (worker_id, start), False

@@ -44,13 +44,13 @@ class _Refusals(Struct):
     peer: IncompatiblePeer
     at: Nanos  # instant of the latest refusal
     logged: Nanos  # instant of the latest refusal that was to be logged
-    unlogged: int = 0  # number of refusals since then
+    unlogged: int = 0  # number of refusals since `logged`
 
 
 class IncompatiblePeers:
     """Remembers the peers that this process refused, or that refused it: the latest `MOST_REFUSED` of them.
 
-    Those whose latest refusal is older than `REFUSED_FOR` are not shown, and are forgotten when somebody asks for the others.
+    `present` returns only peers whose latest refusal is younger than `REFUSED_FOR`, and forgets all other peers.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -61,8 +61,8 @@ class IncompatiblePeers:
         """Remember that the peer `name` was refused, and why.
 
         Returns:
-            The number of refusals for one line of the log: this one, and those of this peer that were remembered but not logged,
-            whatever their causes. 0 if there is nothing to log, because a line with the same cause is younger than
+            The number of refusals that the caller reports in one log line: this one, and all earlier refusals of this peer that were not
+            logged, whatever their causes. 0 if there is nothing to log, because a line with the same cause is younger than
             `LOG_AGAIN_AFTER`.
         """
         now, peer = self._clock.now(), IncompatiblePeer(link=link, name=name, cause=cause)

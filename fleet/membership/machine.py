@@ -17,8 +17,8 @@ Rules:
 5. A worker in a directory is a member as if it had registered, for the lease that the directory states. A worker that
    has registered here counts as alive until its lease ends: a record of another incarnation in the directory is ignored
    until then, and a missing record is no departure. If a member was only found in the directory, changes of the
-   directory count at once, unless this router has a stream to the member, because directories show renewals with a
-   delay.
+   directory count at once. But while this router has a stream to the member, they do not count, because directories
+   show renewals with a delay.
 6. A worker that another router announces becomes a member for the rest of the lease that it has at that router. If
    another incarnation is already a member of this router, the announcement does not replace it, because the other
    router may not know of a restart. The incarnation that is alive will renew its registration.

@@ -183,7 +183,10 @@ class GrpcRegistryClient:
             raise _unreachable(error) from error
 
     async def _tls_cause(self, error: grpc.aio.AioRpcError) -> str:
-        """Return the TLS cause of a failure, or an empty text if TLS is not the cause. Look for it once for equal failures in a row."""
+        """Return the TLS cause of a failure, or an empty text if TLS is not the cause.
+
+        For equal failures in a row, the cause is looked for only once.
+        """
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return ""
         failure = f"{error.code().name}: {error.details()}"

@@ -14,7 +14,7 @@ from kvstore.service.metrics_server import metrics_certificates
 
 
 def certificate_watch(sections: Mapping[str, Credentials], *further: CertificateFiles | None) -> CertificateWatch:
-    """Return the watch of the certificates in settings sections, by the name of the section, and of further files.
+    """Return the watch of certificate files: those of settings `sections`, by the section's name, and `further` files.
 
     Raises:
         ConfigurationRefused: A file cannot be used; the message names its field.

@@ -9,7 +9,8 @@ Rules:
    counts as a silent connection (`fleet.net.connection_limits`), and is closed first when the table is full. Clients that
    never finish a handshake therefore take no slot from others.
 3. A handshake must end within `first_byte_timeout_seconds`, like the first byte on a port without TLS.
-4. Why handshakes fail is logged, at most once a minute. The client gets the alert that TLS has for the cause.
+4. The causes of failed handshakes are logged, at most once a minute. The client gets the alert that TLS has for the
+   cause.
 """
 
 import asyncio

@@ -4,11 +4,12 @@ Rules:
 
 1. A connection that waits for its client is in one of the groups of `WaitingFor`. A connection whose request is being
    served is never closed for another one.
-2. If the table is full, a new connection displaces a waiting one, which is closed. It is chosen first among connections
-   that have waited for their client's next bytes for `GRACE_SECONDS`: silent ones, then closing ones, then incomplete
-   heads. If there is none, the connection that has waited longest is displaced, idle ones included, and an incomplete
-   body only if nothing else waits. So the connections of one burst do not displace each other while others have been
-   idle for longer. If no connection waits, the new one is refused.
+2. If the table is full, a new connection displaces a waiting connection, which is closed. First, connections are
+   displaced that have waited for their client's next bytes for `GRACE_SECONDS`: silent ones before closing ones, and
+   these before those with an incomplete head. If there is no such connection, the one that has waited longest is
+   displaced, which may be an idle one. A connection with an incomplete body is displaced only if no other one waits. So
+   the connections of one burst do not displace each other while others have been idle for longer. If no connection
+   waits, the new one is refused.
 3. One client address has a limited share of the connections. At that limit, a new connection displaces only connections
    of its own address, so one address can never shut out the clients of other addresses.
 4. Every operation takes constant time. The start of a request only sets a flag (`ConnectionSlot.served`). The search for

@@ -79,7 +79,7 @@ class EtcdChannels:
     async def _explained(self, error: grpc.aio.AioRpcError, at: str) -> grpc.aio.AioRpcError:
         """Return the error, completed by the TLS failure of the endpoint if there is one.
 
-        It is diagnosed once per outage.
+        The cause is looked for once per outage of the endpoint.
         """
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             return error

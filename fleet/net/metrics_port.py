@@ -17,7 +17,9 @@ from kvstore.service.metrics_server import MetricsServer
 async def metrics_port(
     listen: str, access: MetricsAccess, registry: CollectorRegistry, certificates: CertificateFiles | None = None
 ) -> AsyncIterator[str]:
-    """Serve /metrics in threads; yield the address, or nothing without one. The event loop runs on while the port closes.
+    """Serve /metrics in threads while the context is open; yield the address of the port.
+
+    If `listen` is empty, nothing is served, and an empty text is yielded.
 
     Raises:
         ConfigurationRefused: The address is malformed or in use.
@@ -33,4 +35,4 @@ async def metrics_port(
     try:
         yield f"{host}:{server.port}"
     finally:
-        await asyncio.to_thread(server.close)  # it waits up to 0.5 s for the thread that accepts connections
+        await asyncio.to_thread(server.close)  # `close` waits up to 0.5 s for the thread that accepts connections

@@ -11,9 +11,9 @@ Rules for readers:
    the keys of a prompt with images (`Arrived.keys`), which include the digests of the images.
 4. Payloads are left out: token ids of prompts and answers, texts of structured outputs and messages, salts, log probabilities, and
    parameters of handoffs. Of the settings, only those that affect decisions are recorded, without keys, secrets or addresses. Names of
-   requests, tenants, sessions, models and workers are recorded, and also the addresses of workers. Block keys are parts of block hashes,
-   which are salted for tenants with a salt. A reader who guesses a whole prompt of another tenant can check with them whether the guess
-   is right.
+   requests, tenants, sessions, models and workers are recorded, and also the addresses of workers. Block keys are recorded too. They are
+   parts of block hashes, and the block hashes of a tenant with a salt include this salt. A reader of the recording who guesses a whole
+   prompt can check by the block keys whether the guess is right, if the tenant has no salt or the reader knows it.
 
 A recording suffices for `fleet sim replay`, because the machine is a pure function of it.
 """

@@ -2,11 +2,12 @@
 
 Rules:
 
-1. A request has one attempt at a time. Each attempt has an id that is used once: late messages of an attempt that was
-   aborted find nothing, and a client may reuse the id of a request that has ended.
-2. An engine computes prompts in the order in which it gets them, and a long one delays all later ones. So a worker gets prompts only
-   while it has fewer than `prefill_window_tokens` to compute. The other prompts wait in the worker's prefill queue, where they
-   can still be overtaken. Their attempts have begun, but the worker has not been sent anything.
+1. A request has one attempt at a time. Each attempt has an id that is never used again. So the router recognises and ignores late messages
+   of an aborted attempt, and a client may reuse the id of a request that has ended.
+2. An engine computes prompts in the order in which it gets them, and a long prompt delays all later prompts. So a worker is sent prompts
+   only while it has fewer than `prefill_window_tokens` tokens to compute. The other prompts wait in the worker's prefill queue in this
+   router, where a prompt with a lower queue position can still overtake them. The attempts of waiting prompts have begun, but nothing was
+   sent to the worker for them.
 3. A queued prompt holds the same reservations as a sent one; only its dispatch is delayed. So placement sees the same
    loads with prefill queues and without.
 4. The prompt with the lowest queue position is sent first (`fleet.router.queueing.admission_queue`). The position depends on the arrival,
@@ -15,8 +16,8 @@ Rules:
 5. The tokens of a sent prompt count against the window until the prompt is computed, or until its attempt ends for another reason. A prompt
    that is longer than the window is sent under the same condition as a short one.
 6. The predicted wait is computed from the worker's prefill rate: the computed prompt tokens, divided by the seconds in which the worker had
-   tokens to compute. Recent tokens count more. The router does not know how far the current prompts are, but it knows when the worker began
-   with them, and subtracts the time since then from their predicted time.
+   tokens to compute. Recent tokens count more. The router does not know how many tokens of the current prompts are computed. But it knows
+   when the worker began to compute these prompts, and subtracts the time since then from their predicted time.
 7. What follows the loss of a worker, such as another attempt elsewhere, is decided in `fleet.router.machine` (its rule 4).
 """
 
@@ -38,7 +39,7 @@ from fleet.router.state.live_requests import Attempt, LiveRequest, attempt_id
 # Seconds of computing after which the weight of a measurement has fallen to 1/e. A worker computes about 100,000 prompt tokens in
 # this time.
 MEMORY_SECONDS = 20.0
-# Number of measured prompts from which on the rate is used; the first one may include a compilation in the engine.
+# Number of prompts that are measured before the rate is used, because the first measurement may include a compilation in the engine.
 EVIDENCE = 3
 
 _PREFILL, _DECODE = Phase.PREFILL, Phase.DECODE  # module variables are ten times as fast as enum attributes
@@ -92,7 +93,7 @@ class Attempts:
             self._note_idle(live.attempt.worker_id)
 
     def _note_idle(self, worker_id: WorkerId) -> None:
-        """Stop the clock of the worker's prefill rate if the worker has no more tokens to compute."""
+        """Stop counting time for the worker's prefill rate if the worker has no more tokens to compute."""
         if not self._queues.sent_tokens(worker_id):
             self._rates[worker_id].idle()
 
@@ -216,8 +217,8 @@ class PrefillQueues:
         """Start without prompts.
 
         Args:
-            window_tokens: The prefill window: a worker with so many prompt tokens to compute is sent no more prompts;
-                0: no limit.
+            window_tokens: The prefill window: a worker that has at least this many prompt tokens to compute is sent no more prompts; 0: no
+                limit.
         """
         self._window = window_tokens
         self._tokens: dict[WorkerId, int] = {}  # prompt tokens that each worker was sent and has not computed yet
@@ -366,7 +367,7 @@ class PrefillRate:
         self._since = None
 
     def computed(self, tokens: int, now: Nanos) -> None:
-        """Record that the worker has computed so many tokens of a prompt."""
+        """Record that the worker has computed `tokens` tokens of a prompt."""
         if self._since is None:
             return
         seconds = max(0, now - self._since) / SECOND
@@ -377,11 +378,11 @@ class PrefillRate:
         self._since = now
 
     def seconds_to_wait(self, sent: int, held: int, now: Nanos) -> float | None:
-        """Return the estimated seconds until the worker has computed these tokens; None if too little was measured.
+        """Return the estimated seconds until the worker has computed `sent` and `held` tokens; None if too little was measured.
 
         Args:
             sent: Tokens that the worker was sent and has not reported as computed.
-            held: Tokens of the waiting prompts that are computed after those and before the prompt in question.
+            held: Tokens of the prompts in the prefill queue that the worker will compute before the new prompt.
             now: The present instant.
         """
         if self._computed < EVIDENCE or self._seconds <= 0 or self._tokens <= 0:

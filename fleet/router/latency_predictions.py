@@ -1,19 +1,20 @@
-"""Latency predictions: what profiles predict about workers, corrected by measurements while a router runs, and drift alarms.
+"""Latency predictions: predicts the latencies of workers by their profiles, corrects them by measurements, and raises drift alarms.
 
 Rules:
 
-1. The predictions observe a router's machine (`fleet.router.observer`) and know what it knows: which attempt is where, how much of
-   each prompt is to be computed, and when tokens came. Engines report nothing more.
-2. A worker computes prompts in the order in which they were sent. The remaining time of the earlier prompts and its own time predict a
-   prompt's first token when the prompt is sent. Prompts whose first tokens come in one message are counted as computed together. Nothing is
-   predicted for a prompt that has to wait for answers to end, because the batch or the KV cache is full.
+1. The predictions observe a router's machine (`fleet.router.observer`). Like the machine, they know on which worker each attempt is, how
+   many tokens of each prompt are to be computed, and when tokens came. Engines report nothing more.
+2. A worker computes prompts in the order in which they were sent. When a prompt is sent, its time to the first token is predicted: the
+   remaining time of the earlier prompts on the worker, plus the time of the prompt itself. Prompts whose first tokens come in one message
+   are counted as computed together. Nothing is predicted for a prompt that has to wait for answers to end, because the batch or the KV
+   cache is full.
 3. The gap between two tokens is predicted from the requests that decode at that time. Gaps in which a prompt was computed are left
    out, because they last as long as that prompt's steps.
 4. Each prediction is made twice: by the profile alone, and corrected by what was learned about this worker
    (`fleet.hardware.latency.correction`: one line for prompts, one for gaps). Predictions are never changed later, and errors are counted for both.
-5. A new incarnation of a worker is learned anew. Nothing is learned from attempts that are cancelled, rejected or lost.
-6. Memory: the current attempts, the last `REMEMBERED` errors of a worker, the results of as many workers that have left, and
-   `ALARMS` alarms.
+5. For a new incarnation of a worker, learning begins from nothing. Nothing is learned from attempts that are cancelled, rejected or lost.
+6. These are kept in memory: the current attempts, the last `REMEMBERED` errors of each worker, the results of the last `REMEMBERED` workers
+   that have left, and the last `ALARMS` alarms.
 """
 
 from collections import deque
@@ -222,7 +223,7 @@ class _PredictedWorker:
         self._most_tokens = description.kv_blocks * description.block_tokens
         self._prompts: dict[RequestId, _PredictedPrompt] = {}  # prompts in the order in which they were sent
         self._streams: dict[RequestId, _PredictedStream] = {}
-        self._since = Nanos(0)  # instant from which the first prompt could be computed
+        self._since = Nanos(0)  # instant from which the worker could compute the first of these prompts
         self._computed = Nanos(-1)  # instant at which the last prompt was computed
 
     def send(self, now: Nanos, work_id: RequestId, tokens: int, to_compute: int) -> None:
@@ -321,7 +322,8 @@ class _PredictedWorker:
     def _seconds(self, to_compute: int, cached: int, *, queued: bool) -> float:
         """Predict, by the profile, the seconds of all prefill steps of a prompt. Each step also computes the current decodes.
 
-        If the prompt is queued behind others, its last step is shared with the next prompt, so a part of a step counts as that part.
+        If the prompt is queued behind other prompts (`queued`), it shares a step with another prompt. So a part of a step counts as that
+        part. Otherwise a part of a step counts as a whole step.
         """
         most = self._profile.step_tokens
         steps = to_compute / most if queued else ceil(to_compute / most)

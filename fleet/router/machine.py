@@ -9,11 +9,11 @@ Rules:
    worker that answers releases the prefill share of its reservation at the first token, and the rest at the end of the request.
 3. After a prefill attempt the request is over if its one token ended the answer; else the decode worker gets the handoff.
    `LiveRequest.ends_with_prefill_token` and `emits_prefill_token` decide what happens with that token.
-4. A failed attempt (the worker left, could not be reached, or rejected it for a reason that is not the request's fault) is placed again
-   on another worker, up to `max_attempts` placements in all. Tokens that the client has become part of the prompt, and
-   the attempt contains their number (`Start.generated_tokens`). If no other worker can continue in the same way, the
-   answer starts over, provided that the client has seen nothing of it (`Arrived.whole`); else the request is rejected
-   with WORKER_LOST. An answer that another router has begun (`Arrived.answered`) is continued in the same way.
+4. A failed attempt (the worker left, could not be reached, or rejected it for a reason that is not the request's fault) is placed again on
+   another worker, up to `max_attempts` placements in all. The tokens that were already sent to the client are appended to the prompt, and
+   the attempt states their number (`Start.generated_tokens`). If no other worker can continue in the same way, the answer starts over,
+   provided that the client has seen nothing of it (`Arrived.whole`); else the request is rejected with WORKER_LOST. An answer that another
+   router has begun (`Arrived.answered`) is continued in the same way.
 5. Messages of attempts that were aborted are ignored, because each attempt has an id of its own
    (`fleet.router.attempts`).
 6. A deadline ends a request in any stage; the server sends `RouterTicked` when `next_deadline()` has come.
@@ -129,7 +129,7 @@ class _Wait(NamedTuple):
 
 
 class RouterMachine:
-    """Decides about all requests of one router: takes events, and returns commands (rules 1 to 7)."""
+    """Makes all decisions about the requests of one router: takes events, and returns commands (rules 1 to 7)."""
 
     def __init__(
         self,
@@ -263,7 +263,8 @@ class RouterMachine:
         if event.answered and (hindrance := self._hindrance(live)):
             self._end_begun(live, hindrance.cause, f"the answer cannot be resumed: {hindrance.message};", now, out)
             return
-        # If a worker has room although requests are queued, those requests are waiting for other workers, and this one may be placed.
+        # If a worker has room although requests are queued, the queued requests are waiting for other workers. So the new request may be
+        # placed before them.
         busy = UNKNOWN_WORKERS
         if self.queue.first(event.model) is None or self.registry.worth_trying(event.model):
             outcome = self._place(live, now, out, new=True)
@@ -347,8 +348,8 @@ class RouterMachine:
     def _shorter_wait(self, live: LiveRequest, placed: Decision, wait: _Wait, now: Nanos) -> Decision | None:
         """Return a decision for other workers on which the request would wait only a short time; None if none is found.
 
-        This helps if the worker with the lowest cost is slow, or is busy because it holds most of the prompt. A few full workers may hold
-        it, so the last try is among the workers that are not full.
+        The worker with the lowest cost may be slow, or busy because it holds most of the prompt. Then a worker with a higher cost may give
+        the first token sooner. Several full workers may hold most of the prompt, so the last try leaves out all full workers.
 
         Args:
             live: The request.
@@ -427,7 +428,7 @@ class RouterMachine:
         if attempt is None or attempt.worker_id != event.worker_id or not event.prompt_tokens:
             return
         live = self.live_requests[attempt.request_id]
-        # The share is used, because the server may count tokens differently.
+        # The server may count prompt tokens differently. So its share of cached tokens is applied to the router's own count.
         share = event.cached_tokens / event.prompt_tokens
         self._compare(live, attempt, round(share * live.prompt_tokens), out)
 
@@ -495,7 +496,7 @@ class RouterMachine:
     def _decode_worker(
         self, live: LiveRequest, prefill: RegisteredWorker, handoff: Handoff, now: Nanos
     ) -> WorkerId | None:
-        """Return the decode worker that was chosen with the prefill worker, or another one if that worker is draining or gone; None if none can."""
+        """Return the decode worker that was chosen with the prefill worker. If it is draining or gone, return another one, or None."""
         for worker_id in live.reserved_on:
             worker = self.registry[worker_id]
             if worker is not prefill and not worker.draining:

@@ -32,7 +32,7 @@ class WorkerJoined(Struct, frozen=True, kw_only=True):
 
 
 class WorkerLeft(Struct, frozen=True, kw_only=True):
-    """Event: the stream to a worker broke or its lease ended, so every attempt on the worker is lost."""
+    """Event: the stream to a worker has ended, or an external server is gone. Every attempt on the worker is lost."""
 
     worker_id: WorkerId
 
@@ -91,7 +91,10 @@ class CacheReported(Struct, frozen=True, kw_only=True):
 
 
 class StoreChanged(Struct, frozen=True, kw_only=True):
-    """Event: one tier of a store node has stored and removed blocks of one namespace. `reset`: forget first what all its tiers held."""
+    """Event: one tier of a store node has stored and removed blocks of one namespace.
+
+    If `reset` is true, the blocks of this namespace in all tiers of the node are forgotten before.
+    """
 
     store_id: StoreId
     fingerprint: str

@@ -295,7 +295,7 @@ class RouterDemand:
         )
 
     def rejected(self, live: LiveRequest, reason: Reason) -> None:
-        """Count a request that was rejected. If it had begun to be answered, its tokens still count."""
+        """Count a request that was rejected. If its answer had begun, the tokens of the answer still count."""
         counters = self._models.get(model := live.arrived.model) or self._new(model)
         if live.first_token_at:
             counters.finished += 1

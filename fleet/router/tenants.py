@@ -2,22 +2,22 @@
 
 Rules:
 
-1. If no tenant has a key, the router believes the tenant that a request names, because then only trusted clients are expected on the
-   network. If any tenant has a key, each request has to prove its tenant by a key, and must not name another tenant.
+1. If no tenant has a key, the router trusts the tenant's name in a request, because then only trusted clients are expected on the network.
+   If any tenant has a key, each request has to prove its tenant by a key, and must not name another tenant.
 2. A tenant has one token bucket for requests and one for tokens. Each fills at a constant rate, up to the limit for one minute. A request
    is admitted if the level of each bucket is at least one. On admission it takes one request and the tokens of its prompt, and at its end
    the tokens of its answer. So the level may fall below zero; then no request is admitted until the bucket has filled again. A limit that
    is not set has no bucket.
 3. Routers can share buckets through Redis. Several times a second each router reports what was taken from its buckets (`taken`) and gets
-   the common levels (`settle`). It also sends its own levels (`before`), in case Redis has lost the common ones. Between two reports each
-   router counts by itself, so together the routers may admit more than the limit by the requests of that time.
+   the common levels (`settle`). It also sends its own levels (`before`), in case Redis has lost the common ones. Between two reports, each
+   router counts by itself. So in this time the routers together may admit more than the limit.
 4. Routers that are peers (`fleet.peers`) each keep buckets for the whole cluster: what was taken at a peer is subtracted here too
    (`took_elsewhere`). Until all peers have confirmed what a router has reported, that router admits at most an equal share of what is left
-   (`is_unsure`), or one request if the share is smaller. N routers together admit at most N - 1 requests too many, and then the level is
-   below zero.
+   (`is_unsure`), or one request if the share is smaller. N routers together admit at most N - 1 requests too many. The level of the bucket
+   is then below zero, so these requests are made up for later.
 5. A request whose images have to be fetched first asks whether it would be admitted (`expected`), so that nothing is fetched for a tenant
-   over its limit. It takes nothing yet, but until its images are there it counts for other requests that ask. This router answers by its
-   own buckets; the admission afterwards follows rules 2 to 4.
+   over its limit. The question takes nothing from the buckets. But until the images are fetched, the request counts as expected when other
+   requests ask. The answer depends on the buckets of this router alone; the later admission follows rules 2 to 4.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -36,8 +36,8 @@ MINUTE_SECONDS = 60
 # Maximum number of times that one request waits until the peers have confirmed (rule 4). After each wait, this router may
 # admit at least its equal share of what is left of the tenant's limit.
 ROUNDS = 100
-# Time after which a request may try again that only requests with images to fetch keep out (rule 5): their fetches may fail,
-# and then they take nothing.
+# Maximum retry hint, in seconds, for a request that would be admitted if no requests with images to fetch were expected (rule 5). The hint
+# is short, because the expected requests take nothing if their fetches fail.
 RETRY_EXPECTED_SECONDS = 1.0
 
 PerMinute = Annotated[float, Meta(ge=0, le=1e12)]
@@ -93,7 +93,7 @@ class TokenBucket:
 
 
 class TenantUsageDelta(Struct, frozen=True, kw_only=True):
-    """The requests and tokens that were taken from a tenant's buckets on this router in some time."""
+    """The requests and tokens that were taken from a tenant's buckets on this router, since the last report or since the start."""
 
     requests: float
     tokens: float
@@ -219,13 +219,13 @@ class Tenants:
 
     @contextmanager
     def expected(self, tenant: str, now: Nanos) -> Iterator[None]:
-        """Refuse a request that `admit` would refuse now, or after the expected ones; else expect it as long as the context lasts.
+        """Check that `admit` would admit this request after all expected ones, and count it as expected while the context is open.
 
         Nothing is taken (rule 5).
 
         Raises:
-            RequestRejected: RATE_LIMITED. It has the time after which a request can be admitted, but at most `RETRY_EXPECTED_SECONDS`
-            if only expected requests are in the way, which may end at any time.
+            RequestRejected: RATE_LIMITED. The retry hint is the time after which a request can be admitted. It is at most
+            `RETRY_EXPECTED_SECONDS` if the request would be admitted without the expected requests, because these may end at any time.
         """
         limited = self._limited.get(tenant)
         if limited is None:
@@ -300,7 +300,7 @@ class Tenants:
         return {name: limited.told for name, limited in self._limited.items() if limited.told != limited.heard}
 
     def confirm(self, told: Mapping[str, TenantUsageDelta]) -> None:
-        """Record that all peers have confirmed these totals of `told`. The calls may come in any order, and repeatedly."""
+        """Record that all peers have confirmed these totals, which `told` has returned. The calls may come in any order, and repeatedly."""
         for name, taken in told.items():
             limited = self._limited[name]
             limited.heard = TenantUsageDelta(
@@ -397,7 +397,7 @@ def _check(bucket: TokenBucket | None, what: str, now: Nanos) -> None:
 
 
 def _check_expected(requests: TokenBucket, expected: int, now: Nanos) -> None:
-    """Refuse a request if the bucket has not one request for it besides one for each expected request (rule 5)."""
+    """Refuse a request unless the bucket holds enough for all expected requests and for this one (rule 5)."""
     seconds = min(RETRY_EXPECTED_SECONDS, requests.seconds_until(1 + expected, now))
     if seconds == 0:
         return

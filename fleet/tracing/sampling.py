@@ -49,7 +49,8 @@ def is_sampled(trace_id: bytes, ratio: float) -> bool:
 def is_refusal(outcome: Finish | Reason | None, *, has_begun: bool) -> bool:
     """Return whether a request was refused by a rule or cancelled, and has not failed (rule 3).
 
-    If an answer has begun, only its client may end it early. If a rule, such as a drain, ends it, it has failed.
+    After the answer has begun, only a cancellation by the client is no failure. If a rule, such as a drain, ends the
+    answer, the request has failed.
     """
     return outcome is Reason.CANCELLED if has_begun else outcome in REFUSALS
 

@@ -5,10 +5,10 @@ Rules:
 1. To the router, a server is a worker that runs whole requests. It joins when it answers a health check. It leaves when
    it fails several health checks in a row, and answers no request in this time either.
 2. A server that cannot be reached, or fails `TRIPS` requests in a row, gets no new requests (it drains) and leaves when
-   its running requests have ended. It returns after a pause, when it answers a health check. If the first
-   request after its return fails too, the server leaves again, and the next pause is twice as long. At least half of
-   the servers of a model stay, whatever requests fail, and a single server always stays: a request that no server can
-   handle could otherwise remove all of them.
+   its running requests have ended. It returns after a pause, when it answers a health check. If the first request after
+   its return fails too, the server leaves again, and the next pause is twice as long. At least half of the servers of a
+   model stay in use, however many requests fail, and the only server of a model always stays. Otherwise a request that
+   no server can handle could remove all servers.
 3. Exactly one event ends each request: it has finished, it was rejected, or its server left. For a cancelled request
    there is no such event. If the server had closed an idle connection before a request was sent over it, the request is
    sent again over a new one, because the server has not seen it.
@@ -23,8 +23,9 @@ Rules:
 7. A server that answers health checks but sends no content of answers leaves rotation: it gets no new requests. The
    rules of `silence.py` decide this, also for requests that their clients cancelled. The server stays a worker, so the
    router still assumes the same cache when the server returns.
-8. Without a key of its own, a server gets the client's key. If the connection is unencrypted and leads to another host, the
-   key is left out unless the settings allow it (`insecure`); the first time is logged.
+8. If the settings have no key for a server, the server gets the client's key. If the connection is unencrypted and
+   leads to another host, the client's key is left out unless the settings allow to send it (`insecure`). This is logged
+   once for each server.
 9. If this router has no socket left, no server is blamed. A request waits for a socket at most until its connection
    timeout, and is then rejected. A health check that cannot be sent counts neither as answered nor as failed.
 """

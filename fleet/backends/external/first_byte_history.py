@@ -1,9 +1,9 @@
-"""First-byte history: measures how long a server takes until the first byte of an answer, in total and for each KiB of prompt.
+"""First-byte history: measures the time until the first byte of an answer, and this time divided by the KiB of the request.
 
 Times are counted in a histogram whose buckets grow by the square root of 2, so adding a time only increments a counter.
 When the histogram has `REMEMBERED` times, all counts are halved, so that recent times count more. A time far above the
-others is counted as `MAX_FACTOR` times the expected time. So after a single answer that took a minute, a minute is not
-expected for the next answers. But if a server stays slow, the expected times follow after about ten requests.
+others is counted as `MAX_FACTOR` times the expected time. So a single answer that took a minute does not raise the
+expected time to a minute. But if a server stays slow, the expected time rises after about ten requests.
 """
 
 from math import isqrt
@@ -26,7 +26,7 @@ class FirstByteHistory:
         self.count = 0
         self._times = [0] * _BUCKETS
         self._rates = [0] * _BUCKETS
-        self._most_time = self._most_rate = 1 << 62  # longer times and higher times per KiB are counted as these values
+        self._most_time = self._most_rate = 1 << 62  # larger measurements are counted as these values
         self._time = self._rate = 0  # expected time of the first byte, and expected time for each KiB, in nanoseconds
         self._stale = False
 
@@ -69,7 +69,7 @@ class FirstByteHistory:
 
 
 def _upper(counts: list[int]) -> Nanos:
-    """Return the time that all but the share `BEYOND` of the counted times do not exceed, rounded up to the end of its bucket."""
+    """Return the time that only the share `BEYOND` of the counted times exceeds, rounded up to the end of its bucket."""
     above, few = 0, BEYOND * sum(counts)
     for bucket in range(_BUCKETS - 1, -1, -1):
         above += counts[bucket]

@@ -5,9 +5,9 @@ answer arrives. Silence may also have other causes: a long prompt, a long answer
 still loads. Rules:
 
 1. The allowed silence follows from the measured times of the server's earlier answers (`first_byte_history.py`): the
-   time until the first byte, and the same time for each KiB of prompt, so that a long prompt gets more time. A server
-   with few answers is also judged by the times of its siblings, the other servers of its model. If none of them has
-   answered yet, no server is judged.
+   time until the first byte, and this time divided by the size of the prompt in KiB, so that a long prompt gets more
+   time. A server with few answers is also judged by the times of its siblings, the other servers of its model. If none
+   of them has answered yet, no server is judged.
 2. A server becomes suspect if a request has waited twice the expected time while the server sent no byte to any client.
    The same holds if the client has cancelled the request after that time. Shorter waits of cancelled requests are added
    up. The router sends a suspect server a trial request (`SendTrial`) for one token, so that no client's request is
@@ -16,9 +16,9 @@ still loads. Rules:
 3. A server leaves rotation (`TakeOutOfRotation`) when its silence has lasted `silence_factor` times the expected time, and the trial
    request was not answered either. A sibling must work: it has answered a request since the silence began, or has no
    requests. If all servers are equally slow, none of them is removed.
-4. A server that answers some requests and never others is not silent. Therefore single requests are counted: those that
-   wait much longer than expected while later requests were answered, and those that wait on a silent server. Each
-   answer lowers the count. A server with a count of `MAX_SILENT_REQUESTS` leaves rotation.
+4. A server may answer some requests and never answer others. Such a server is not silent, so single requests are
+   counted too: those that wait much longer than expected while later requests were answered, and those that wait on a
+   silent server. Each answer lowers the count. A server with a count of `MAX_SILENT_REQUESTS` leaves rotation.
 5. If a server is out of rotation, its waiting requests are abandoned and start on another server, unless their clients
    have already got a part of the answer. If a server is held back, its waiting requests are abandoned when the trial
    request has waited as long as a first byte may take, each request at most once. For an answer in one piece, this is
@@ -208,7 +208,7 @@ class SilenceDetector:
         self._heard_at = max(self._heard_at, now)
 
     def answered(self, sent_at: Nanos, waited: Nanos, size: int, *, streams: bool) -> None:
-        """Note that the first byte of an answer came the time `waited` after its request, which has `size` bytes, was sent."""
+        """Note the first byte of an answer. It came `waited` nanoseconds after its request of `size` bytes was sent."""
         self.answers += 1
         self.past[streams].add(waited, (size >> 10) + 1)
         self._heard_at = max(self._heard_at, Nanos(sent_at + waited))

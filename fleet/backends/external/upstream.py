@@ -6,8 +6,8 @@ Rules:
 2. The HTTP parser reads every byte, but only to find the end of the head and of the answer. The connection is closed if
    the parser rejects something, or if bytes arrive while no request is open.
 3. The head is sent to the client together with the first bytes of the content, in one write. So if the server fails
-   between the two, the client has got nothing yet, and another server can answer. Headers that concern only the
-   connection to the server are removed.
+   after its head and before its content, the client has got nothing yet, and another server can answer. Headers that
+   concern only the connection to the server are removed.
 4. The following does not count as an answer: a status of 500 or more, except 501, which means that the server lacks the
    function; an answer that is cut off; and an event stream without the last event of its API (``[DONE]``,
    ``message_stop``, ``response.completed``), if an earlier stream of the same path ended with this event. The router
@@ -65,9 +65,9 @@ _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*([0-9]{1,12})')
 _BETWEEN_CHUNKS = re.compile(rb"\r\n[0-9A-Fa-f]{1,16}(?:;[^\r\n]*)?\r\n")
 _INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1(?!01)[0-9]{2}(?=[ \r]).*?\r\n\r\n", re.DOTALL)
 _ONE_CONNECTION = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"x-fleet-request-id"})
-_BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # the ends of the bytes after which both an event and a chunk are complete
+_BOUNDARIES = (b"\n\n\r\n", b"\n\r\n\r\n")  # if the relayed bytes end like this, both an event and a chunk are complete
 _PLAIN_BOUNDARIES = (b"\n\n", b"\n\r\n\r\n")
-# Neither a line break nor the member of an object can be a part of the text of an answer, in which both are escaped.
+# The text of an answer cannot match this expression, because line breaks and quotes are escaped in it.
 _LAST_EVENT = re.compile(
     rb'(?:\A|[\r\n])data:[ \t]*\[DONE\]|"type"\s*:\s*"(?:message_stop|response\.(?:completed|incomplete|failed))"'
 )
@@ -181,7 +181,7 @@ class Upstream(asyncio.Protocol):
         self._held = b""  # bytes that wait for the rest of the head, or for the first content (rule 3)
         # bytes that wait for the end of the event loop's turn: of the request, or once `_client` is set, of the answer
         self._unsent: list[bytes] = []
-        # The bytes from the latest read in which an event began until now; only their end if they are long.
+        # The bytes since the start of the latest read in which an event began; if there are many, only the last ones.
         self.latest = b""
         self.earlier = b""  # the bytes before `latest`, from the previous read in which an event began
         self._counted = b""  # for an answer in one piece: the bytes around the last token count so far

@@ -123,7 +123,7 @@ class ExternalBackends:
                     asked = [tasks.create_task(worker.model_objects()) for worker in self._workers.values()]
                 self._listed = {
                     ModelName(name): listed
-                    # reversed, so that if several servers list a model of one name, that of the first server remains
+                    # reversed, so that of several objects with one name the object of the first server is kept
                     for each in reversed(asked)
                     for listed in each.result()
                     if isinstance(name := listed.get("id"), str)
@@ -153,7 +153,7 @@ class ExternalBackends:
         raise refused
 
     def start(self, worker_id: WorkerId, start: Start) -> None:
-        """Send a request that `expect` has noted to a server.
+        """Send a request to a server; `expect` has noted the request before.
 
         Raises:
             WorkerUnreachable: The server takes no requests, or the request cannot be relayed.

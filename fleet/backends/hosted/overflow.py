@@ -372,7 +372,8 @@ class _Offer:
         self.authorization = authorization
         self.tenant: str | None = None  # the tenant, set when its rate limits have admitted the request; None before
         self.allowance: RateLimitStatus | None = None
-        # Number of prompt tokens. Until the prompt is tokenized, its bytes are an upper bound, because a token has at least one.
+        # Number of prompt tokens. Until the prompt is tokenized, its number of bytes is an upper bound, because a token
+        # has at least one byte.
         self.prompt_tokens = len(exchange.request.body)
 
     @property

@@ -3,7 +3,8 @@
 Rules:
 
 1. A new listener first requests all batches that the engine can still repeat, so that the cache of an idle engine is
-   known too. Blocks whose earlier blocks in the chain were stored by still older batches cannot be named.
+   known too. A block cannot be named if an earlier block of its chain was stored by a batch that the engine can no
+   longer repeat.
 2. Batches are numbered. Missing batches are requested from the engine's replay endpoint. If that fails, all knowledge
    of the engine's cache is dropped (`KvCleared`), and the listener goes on with the next batch.
 3. If a number comes a second time with other content, another process of the engine publishes now, so all knowledge is
@@ -47,7 +48,8 @@ RECEIVE_BATCHES = 100_000
 REMEMBERED_BATCHES = 1024
 # After this many batches the listener yields to the event loop; receiving messages that already wait does not yield.
 BATCHES_A_TURN = 16
-# maximum number of pieces of one replay; an engine's socket keeps a thousand batches, its buffer ten thousand
+# Maximum number of pieces of one replay. The engine's socket keeps a thousand unsent batches, and its replay buffer ten
+# thousand.
 MOST_PIECES = 32
 
 END_OF_REPLAY = b"\xff" * 8

@@ -79,7 +79,10 @@ Raises:
 
 
 def salt_of_router(adapter: str, told: str) -> bytes:
-    """Return the salt of a chain, which the router gave the engine in hexadecimal. It already covers the LoRA adapter."""
+    """Return the salt of a chain.
+
+    `told` is the salt in hexadecimal. The router gave it to the engine, and it already covers the LoRA adapter.
+    """
     salt = bytes.fromhex(told)
     if len(salt) != (SALT_BYTES if told or adapter else 0):
         raise ValueError("this is not a router's salt")
@@ -182,7 +185,7 @@ class KvEventTranslator:
         return new
 
     def _unfit(self, event: BlocksStored) -> SkipReason | None:
-        """Return the reason why the blocks of an event are not followed. Return None if only an unknown chain can prevent it."""
+        """Return why the blocks of an event are not followed; None if they are followed unless their chain is unknown."""
         if event.medium not in OWN_MEMORY:
             return SkipReason.OTHER_TIER
         if event.attention not in FULL_ATTENTION and event.attention is not None:

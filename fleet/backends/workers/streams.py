@@ -10,11 +10,12 @@ Rules:
    worker. If an engine hangs, its worker notices it (`workers.watchdog`) and ends the stream.
 2. When a worker has left, the router dials it again, with growing pauses, as long as the worker is a member. Each
    stream begins with a cache dump, which replaces what was known before.
-3. If a worker's lease ends, its stream stays open, because attempts may still run on the worker, and because a live
-   stream proves more than a registry that may be unreachable. When this stream has ended, the worker is not dialled
-   again.
-4. Sending never waits. Unsent bytes are kept up to a limit. An attempt that does not fit is not started, because others run on
-   the worker. A stream to which any other message does not fit counts as broken.
+3. If a worker's lease ends, its stream stays open, because attempts may still run on the worker, and because an open
+   stream shows that the worker is alive, while perhaps only the registry is unreachable. When this stream has ended,
+   the worker is not dialled again.
+4. Sending never waits. Unsent bytes are kept up to a limit. If the message that starts an attempt does not fit, the
+   attempt is not started on this worker, but the stream stays open, because other attempts run on it. If another
+   message does not fit, the stream counts as broken.
 5. The streams report to the membership whether workers can be reached (`ReachabilityEvent`), so that no other process
    can register under the name of a worker that is alive.
 6. The greeting and the description state the protocol versions of both peers. A worker without a common version has not
@@ -353,8 +354,8 @@ class _WorkerConnection:
         try:
             self._connection.send(encode_router_message(message).SerializeToString())
         except (SendBufferFull, FrameTooLong) as error:
-            # A caller starts an attempt that was not sent on another worker, and a lost `KeepTrace` costs only spans.
-            # A lost cancellation would leave an attempt running.
+            # If a `Start` was not sent, the caller starts the attempt on another worker. If a `KeepTrace` was not sent,
+            # only spans are lost. But if a cancellation was not sent, its attempt would go on, so the stream ends.
             if not isinstance(message, Start | KeepTrace):
                 # End the stream later, because the router machine is in the middle of handling an event.
                 asyncio.get_running_loop().call_soon(self.end, str(error))

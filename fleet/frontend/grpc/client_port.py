@@ -124,7 +124,7 @@ class ClientPort(ABC):
         return structs.replace(request, trace=tracing.read(headers_of(context, TRACE_HEADERS)))
 
     def deadline(self, context: Context, timeout_ms: int = 0) -> Nanos | None:
-        """Return the deadline of a request: the earlier one of the gRPC call's and the message's; None if neither sets one.
+        """Return the deadline of a request: the gRPC call's or the message's, whichever is earlier; None if neither sets one.
 
         Args:
             context: The gRPC call.

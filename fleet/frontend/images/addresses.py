@@ -6,8 +6,9 @@ Rules:
 
 1. Only public addresses are allowed: global unicast addresses that no registry has set aside for another purpose. `ipaddress`
    knows most of the special ones. What it lacks, or what it learned only in later versions of Python, is listed here.
-2. An IPv6 address that stands for an IPv4 address is judged by that address: mapped addresses (RFC 4291, 2.5.5.2) and those of the
-   well-known prefix of NAT64 (RFC 6052, 2.1). Tunnels (6to4, Teredo) and prefixes for local use are refused.
+2. If an IPv6 address contains an IPv4 address, the rules apply to the IPv4 address. Such addresses are mapped addresses
+   (RFC 4291, 2.5.5.2) and addresses with the well-known prefix of NAT64 (RFC 6052, 2.1). Tunnels (6to4, Teredo) and
+   prefixes for local use are refused.
 3. Metadata services of clouds are at link-local or private addresses, except Azure's wire server, which is listed.
 4. The operator may allow networks that are not public.
 """
@@ -60,7 +61,7 @@ class AddressRule:
 
 
 def is_public(address: Address) -> bool:
-    """Return whether an address is a public one of a single server (rules 1 to 3)."""
+    """Return whether an address is a public address of one host, and not one for a special purpose (rules 1 to 3)."""
     address = _meant(address)
     if not address.is_global or address.is_multicast or address.is_reserved or address.is_unspecified:
         return False
@@ -72,7 +73,7 @@ def is_public(address: Address) -> bool:
 
 
 def _meant(address: Address) -> Address:
-    """Return the IPv4 address that an IPv6 address stands for, or the address itself (rule 2)."""
+    """Return the IPv4 address that an IPv6 address contains, or the address itself if it contains none (rule 2)."""
     if isinstance(address, IPv6Address):
         if address.ipv4_mapped is not None:
             return address.ipv4_mapped

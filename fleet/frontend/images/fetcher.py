@@ -9,11 +9,12 @@ Rules:
 4. The content is read in pieces and counted against the limits of the request and of the process. Compressed answers are refused,
    because images are compressed already, and a small answer could become a huge file.
 5. All images of a request have one time limit. When it is reached, or when the client leaves, the connections are closed.
-6. One tenant gets at most half of the places, of the lookups of names, of the waiting images and of the memory for images, so that its
-   images cannot keep those of all others from being fetched. Without tenants there is no such limit. A lookup counts until its name
-   server answers, even if nobody waits for it any more, because its thread cannot be interrupted. The end of the process does not wait
-   for such threads.
-7. Errors do not tell whether a name is unknown or belongs to a private address. They contain nothing of what a server sent but its status.
+6. One tenant may use at most half of each limit: concurrent fetches, concurrent name lookups, waiting images, and memory for images. So the
+   images of one tenant cannot keep the images of other tenants from being fetched. Without tenants there is no such limit. A lookup counts
+   until the name server answers, even if no request waits for it any more, because the thread of the lookup cannot be interrupted. The end
+   of the process does not wait for such threads.
+7. Errors do not tell whether a name is unknown or belongs to a private address. The HTTP status is the only part of a server's answer that
+   they contain.
 """
 
 import asyncio
@@ -64,7 +65,7 @@ _HEADERS = {
 
 
 class FetchOutcome(StrEnum):
-    """How the fetch of an image ended; a label of its metric."""
+    """How the fetch of an image ended. The values are labels of a metric."""
 
     FETCHED = "fetched"
     REFUSED = "refused"  # the URL or its content is not allowed, or the server did not give it
@@ -80,7 +81,7 @@ class ImageFetcher:
 
         Args:
             settings: The limits, and what may be fetched.
-            resolve: Resolver of names; None: that of the system, in threads.
+            resolve: Resolver of names; None: the system's resolver, called in threads.
 
         Raises:
             ConfigurationRefused: `authority` cannot be read.
@@ -92,7 +93,7 @@ class ImageFetcher:
         self._threads = DaemonThreads("image-names", settings.max_fetches) if resolve is None else None
         self._resolve = self._system_addresses if resolve is None else resolve
         self._all = _Budget(settings.max_fetches, MAX_WAITING, settings.max_held_mib * MIB)
-        self._tenants: dict[str, _Budget] = {}  # budgets of the tenants that use some of it now
+        self._tenants: dict[str, _Budget] = {}  # budget of each tenant that uses a part of it now
         self.outcomes = dict.fromkeys(FetchOutcome, 0)
 
     @property
@@ -192,7 +193,7 @@ class ImageFetcher:
         due: float,
         within_seconds: float,
     ) -> bytes:
-        """Fetch one image until the instant `due` of the event loop's clock, and count how that ended."""
+        """Fetch one image, at the latest until `due` by the event loop's clock, and count the outcome."""
         outcome = FetchOutcome.CANCELLED
         try:
             async with asyncio.timeout_at(due), AsyncExitStack() as taken:
@@ -241,7 +242,7 @@ class ImageFetcher:
         raise invalid(field, f"redirects more than {self._settings.max_redirects} times")
 
     def _check_url(self, url: URL, field: str) -> None:
-        """Refuse a URL that is not allowed whatever its address is."""
+        """Refuse a URL that is not allowed, independent of the addresses of its host."""
         host, port = _host(url), url.port
         if url.scheme not in _PORTS or not host:
             raise invalid(field, "must be a data URL, or an http or https URL with a host")
@@ -335,7 +336,7 @@ class _Addresses(AbstractResolver):
 
 
 class _Budget:
-    """Limits what all requests, or those of one tenant, use at a time: places, lookups, waiting images, bytes of images."""
+    """Limits what all requests, or the requests of one tenant, use at a time: fetches, name lookups, waiting images, bytes of images."""
 
     def __init__(self, places: int, waiting: int, held_bytes: int, tenant: str = "") -> None:
         self.tenant = tenant  # empty: the budget of all
@@ -398,7 +399,7 @@ async def _content(answer: aiohttp.ClientResponse, field: str, held: _HeldBytes)
 
 
 def load_trust(authority: str, *, field: str) -> ssl.SSLContext:
-    """Return the TLS context that verifies https servers by the certificates in a file; an empty name: by those of the system.
+    """Return the TLS context that verifies https servers by the certificates in a file, or by the system's if the name is empty.
 
     Raises:
         ConfigurationRefused: The file cannot be used. `field` is the path of the setting, for the message.

@@ -2,13 +2,14 @@
 
 Rules:
 
-1. An image is a data URL in base64, or an http or https URL. `fleet.frontend.images.fetcher` fetches the latter, if the settings
-   allow it, after the client is known.
+1. An image is a data URL in base64, or an http or https URL. `fleet.frontend.images.fetcher` fetches images at such
+   URLs, if the settings allow it, after the client's tenant is known.
 2. The type and the size of an image are read from its header, whatever the URL says. The pixels are decoded by the worker,
    which compares their number with the limits again: formats such as GIF can state a larger size behind the header.
-3. Images in data URLs are read with the body of the request, before its tenant's limits are asked: in the event loop, or in a thread
-   if an HTTP body has more than 64 KiB. So their number is limited before one is read, and the work for a
-   header is bounded: a few fields at fixed places, or at most `MAX_SEGMENTS` segments of a JPEG.
+3. Images in data URLs are read with the body of the request, before the limits of its tenant are checked: in the event
+   loop, or in a thread if an HTTP body has more than 64 KiB. So the number of images is checked before the first one is
+   read, and the work to read a header is bounded: a few fields at fixed places, or at most `MAX_SEGMENTS` segments of a
+   JPEG.
 
 Formats: PNG (ISO/IEC 15948, 11.2.2), GIF (GIF89a, 18), JPEG (ITU-T T.81, annex B) and WebP (RFC 9649, 2.5 to 2.7).
 """
@@ -38,7 +39,7 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15, wi
 
 _DATA_URL = re.compile(r"data:[^,;]*(?:;[^,;]*)*;base64,", re.IGNORECASE)
 _REMOTE_URL = re.compile(r"https?://", re.IGNORECASE)
-_MAX_HEAD = 256  # characters of a data URL before its data
+_MAX_HEAD = 256  # maximum number of characters of a data URL before its data
 
 
 class ImageFile(NamedTuple):
@@ -51,7 +52,7 @@ class ImageFile(NamedTuple):
 
 
 def add_image(url: str, field: str, images: list[ImageFile]) -> None:
-    """Append the image of a URL to the images of a request. An image at an http or https URL is only noted.
+    """Append the image of a URL to the images of a request. An image at an http or https URL is not fetched here.
 
     Args:
         url: URL of the image.
@@ -93,7 +94,7 @@ def check_images(contents: Sequence[bytes], fields: Mapping[int, str]) -> None:
         fields: The field of each fetched image, by its place in `contents`.
 
     Raises:
-        RequestRejected: INVALID_ARGUMENT; a fetched image is none, or there are too many pixels.
+        RequestRejected: INVALID_ARGUMENT; the content of a fetched image is no image, or there are too many pixels.
     """
     sizes = [image_size(content) for place, content in enumerate(contents) if place not in fields]
     pixels = sum([width * height for width, height in filter(None, sizes)])

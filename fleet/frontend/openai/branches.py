@@ -200,8 +200,8 @@ class BranchedAnswers:
         if number and sampling.seed is not None:
             changes["seed"] = (sampling.seed + number) % 2**64
         if number and sampling.prompt_logprobs is not None:
-            # Only the lead computes them: they need every prompt token computed, and the other branches shall use
-            # cached blocks.
+            # Only the lead gets the log probabilities of the prompt. To get them, an engine has to compute every prompt
+            # token, but the other branches shall use cached blocks.
             changes["prompt_logprobs"] = None
         if details.best_of > details.n and sampling.logprobs is None:
             changes["logprobs"] = 0

@@ -154,7 +154,10 @@ def _getting(name: str, *failures: int) -> dict[str, Any]:
 
 
 def _failing(*statuses: int, messages: bool = False) -> dict[str, Any]:
-    """Describe the answers of failed requests. The Messages API has another form of errors, except for errors of HTTP itself."""
+    """Describe the answers of failed requests with these statuses.
+
+    If `messages` is true, errors have the form of the Messages API, except for HTTP errors.
+    """
     schema: dict[str, Any] = {"$ref": "#/components/schemas/Error"}
     if messages:
         schema = {"anyOf": [schema, {"$ref": "#/components/schemas/MessagesError"}]}

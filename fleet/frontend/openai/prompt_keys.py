@@ -2,9 +2,9 @@
 
 Rules:
 
-1. With a tokenizer, a prompt is divided into blocks of token ids, as at the server. Without a tokenizer, or if the known
-   template cannot render a message (tools, images), the client's bytes take the place of tokens, 4 bytes each. Prompts with
-   the same beginning share blocks in both cases.
+1. With a tokenizer, a prompt is divided into blocks of token ids, as its server divides it. Without a tokenizer, or if
+   the known template cannot render a message (tools, images), the client's bytes take the place of tokens, 4 bytes
+   each. Prompts with the same beginning share blocks in both cases.
 2. A key stands for a block and all blocks before it in the prompt. For servers with KV events, the keys come from
    `kvstore.block.chain`, so that they equal the keys in the events. Keys of other servers are only compared by routers,
    so 64 bits are enough (`fleet.router.native.twin.block_keys`). Routers with the same secret compute the same keys;
@@ -38,7 +38,8 @@ from kvstore.block import HashAlgorithm, adapter_salt, chain
 # Any hash algorithm would be suitable, because these hashes never leave the process.
 ALGORITHM = HashAlgorithm.XXH3_128
 RUNS = 5  # how often the tokenizer's speed is measured; the fastest run counts
-# Maximum time for which tokenizing may block the event loop; longer prompts are tokenized in a thread.
+# Maximum time for which tokenizing one prompt may block the event loop. A prompt that takes longer is tokenized in a
+# thread.
 MAX_INLINE_TIME = 2 * MILLISECOND
 
 PURPOSE = b"fleet.prompt_keys.v1"
@@ -278,7 +279,7 @@ def _is_text(part: ContentPart) -> bool:
 
 
 def _rendered_conversation(instructions: Raw, turns: Raw, codec: TextCodec) -> TokenBytes | None:
-    """Return the tokens of a conversation, rendered as at its server; None if the conversation has more than text."""
+    """Return the tokens of a conversation as its server renders them; None if the conversation has more than text."""
     try:
         leading = _INSTRUCTIONS.decode(instructions) if instructions else None
         following = _TURNS.decode(turns)

@@ -5,7 +5,7 @@ Rules:
 1. The relay only reads the fields that placement needs (model, prompt, requested length, the object ``fleet``) and forwards
    the body unchanged. The server validates all other fields, and its answer is relayed with any status below 500.
 2. A request is submitted, placed and sent in the same iteration of the event loop in which its last byte arrived. Only
-   tokenizing a long prompt, which would delay other requests, moves to a thread.
+   a long prompt is tokenized in a thread, because tokenizing it here would delay other requests.
 3. A request and its reservations end once: after the last byte of the answer, when the router rejects the request, or when
    the client disconnects. In the last case the connection to the server is closed, so that the server stops.
 4. For a failure before the first byte of an answer, the client gets an HTTP error status. For a later failure, an event
@@ -121,7 +121,7 @@ class AnswerStream(Protocol):
     """Port to the connection to a server, over which an answer is arriving."""
 
     def flush(self) -> None:
-        """Send the bytes that wait for the end of the event loop's iteration, so that others can follow."""
+        """Send the bytes that wait for the end of the event loop's iteration, so that other bytes can be sent after them."""
         ...
 
     def at_event_boundary(self) -> bool:
@@ -129,7 +129,7 @@ class AnswerStream(Protocol):
         ...
 
     def send_last_event(self, event: bytes) -> None:
-        """Send one more event if the last one is complete and the answer ends with its connection."""
+        """Send one more event if the last event is complete and the end of the connection marks the end of the answer."""
         ...
 
 
@@ -141,7 +141,7 @@ class RelayStage(Enum):
 
 _TRACE_LINES = re.compile(rb"^trace(?:parent|state): [^\r]*\r\n", re.MULTILINE)
 
-# Faster to read than enum members.
+# Module variables, because reading an enum member takes longer.
 _READING, _SUBMITTED, _OVER = RelayStage.READING, RelayStage.SUBMITTED, RelayStage.OVER
 
 
@@ -376,7 +376,7 @@ class Relay:
         path = request.head.path
         try:
             sent = known = ""
-            if self.takes_keys:  # the key is checked before the body is judged
+            if self.takes_keys:  # the key is checked first, so that a client without a key gets no error about its body
                 sent = (request.headers.get(b"authorization") or bearer_of_key(request.headers)).decode("latin-1")
                 known = self._tenants.tenant(sent, "")
             body = read_body(request.body, path)

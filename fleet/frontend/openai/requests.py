@@ -7,11 +7,12 @@ Rules:
 3. A field that would change the answer and is not supported is rejected, unless its value has no effect. docs/api.md
    lists all fields.
 4. Options without an OpenAI field are in the object ``fleet``, where unknown names are rejected.
-5. Tools become part of the prompt, and the model's calls are parsed out of its answer. The same holds for reasoning.
+5. Tools become part of the prompt. The tool calls and the reasoning of the model are parsed out of the text of its
+   answer.
 6. An unusable `x-request-id` is ignored, because proxies add this header.
 
-vLLM's sampling parameters are supported too, because benchmarks and evaluations send them, and vLLM's, OpenAI's and SGLang's
-fields for structured output.
+vLLM's sampling parameters are supported too, because benchmarks and evaluations send them. For structured output, the
+fields of vLLM, OpenAI and SGLang are supported.
 """
 
 import re
@@ -92,11 +93,11 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for `max_tokens` of a completion
 MAX_N = 128  # OpenAI's limit for `n`, the number of answers to a prompt
 MAX_PROMPTS = 1024  # vLLM's limit for the prompts of one request
 MAX_BRANCHES = 1024  # maximum number of answers that one request may have generated, over all its prompts
-MAX_REPEATED_IMAGE_BYTES = 16 * 2**20  # images of all answers to a chat together
+MAX_REPEATED_IMAGE_BYTES = 16 * 2**20  # bytes of all images of a chat, counted once for each answer
 
 
 class Details(Struct, frozen=True, kw_only=True):
-    """Options of a request for more than one plain answer; `fleet.frontend.openai.branches` serves it."""
+    """Options of a request for several answers, or for more than text; `fleet.frontend.openai.branches` serves such a request."""
 
     more_prompts: tuple[Prompt, ...] = ()
     n: int = 1  # number of answers to each prompt
@@ -284,7 +285,8 @@ def _build_request(
         _check_stream_options(body.stream_options, stream=bool(body.stream))
     form, form_field = _structured_output(body)
     if form_field.startswith("response_format") and parsing is not None and parsing.tool_choice in _DEMANDED_CALLS:
-        form, form_field = None, ""  # it is about the text of the answer, and an answer of demanded calls has none
+        # The format is for the text of the answer, and an answer with demanded tool calls has no text.
+        form, form_field = None, ""
     contents = tuple([each.content for each in images]) if images else ()
     values = {
         "max_tokens": max_tokens,
@@ -380,12 +382,12 @@ def _details(body: OpenAiBody, more_prompts: tuple[Prompt, ...], *, echo: bool) 
 
 
 def most_image_bytes(details: Details) -> int:
-    """Return the largest size of all images of a request together: each of its answers is a request of its own to a worker."""
+    """Return the maximum total bytes of a request's images; lower for several answers, because each one sends the images again."""
     return MAX_IMAGE_BYTES if details.best_of == 1 else MAX_REPEATED_IMAGE_BYTES // details.best_of
 
 
 def _check_repeated_images(images: Sequence[ImageFile], details: Details) -> None:
-    """Refuse more answers than the images that the client sent allow."""
+    """Refuse a request if its images, sent once for each of its answers, exceed `MAX_REPEATED_IMAGE_BYTES`."""
     size = details.best_of * sum([len(each.content) for each in images])
     if details.best_of > 1 and size > MAX_REPEATED_IMAGE_BYTES:
         field = "n" if details.best_of == details.n else "best_of"
@@ -576,7 +578,8 @@ def _message(index: int, message: MessageBody, images: list[ImageFile]) -> ChatM
         case str(content):
             pass
         case None if message.role == "assistant":
-            content = message.refusal or ""  # without both, the answer was calls alone, or was cut within its reasoning
+            # Empty if the answer had only tool calls, or was cut off within its reasoning.
+            content = message.refusal or ""
         case None:
             raise invalid(f"{field}.content", "must not be null")
         case given:
@@ -650,9 +653,10 @@ def invalid_body(error: msgspec.ValidationError, parent: str = "", kind: Any = N
 def new_request_id(
     headers: Mapping[bytes, bytes], is_running: Callable[[RequestId], bool], otherwise: RequestId | None = None
 ) -> RequestId:
-    """Return the client's id of a request; `otherwise`, or else a random id, if the client sent none or an unusable one.
+    """Return the request id that the client sent; `otherwise` or a random id if the client sent no usable id.
 
-    The id of a running request is not used again, because proxies send requests again under the same id.
+    The id of a running request counts as unusable. Proxies may send a request again under the same id while the first
+    one runs.
     """
     if REQUEST_ID_HEADER in headers:
         chosen = RequestId(headers[REQUEST_ID_HEADER].decode("latin-1"))
@@ -662,14 +666,14 @@ def new_request_id(
 
 
 def unused_id(request: GenerateRequest, chosen: RequestId, is_running: Callable[[RequestId], bool]) -> GenerateRequest:
-    """Return a request with another id if a request that has come meanwhile runs under the id `chosen` by `new_request_id`."""
+    """Return the request, under a new id if another request has begun under the id `chosen` since `new_request_id` chose it."""
     if request.id != chosen or not is_running(chosen):
         return request
     return structs.replace(request, id=RequestId(uuid.uuid4().hex))
 
 
 def numbered_request_id(request_id: RequestId, number: int, is_running: Callable[[RequestId], bool]) -> RequestId:
-    """Return the id of one of several requests that an HTTP request becomes; that of number 0 is the id of the HTTP request.
+    """Return the id of request `number` of those that one HTTP request becomes; number 0 has the id of the HTTP request.
 
     The id is shortened if it is very long. It differs from the ids of running requests, which a client may have chosen.
     """

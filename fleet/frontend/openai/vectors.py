@@ -3,9 +3,11 @@
 Rules:
 
 1. To the router, each prompt of an HTTP request is a request of its own, with the same key, deadline and limits. The
-   first one has the id of the HTTP request. If one fails, the others are cancelled, and the HTTP request fails with its error.
-2. At most `CONCURRENT` prompts of one HTTP request are on their way, so that a long list does not fill the admission queue. They begin
-   over several turns of the event loop (`PromptPace`), so that tokenizing them does not hold it up.
+   first one has the id of the HTTP request. If one prompt fails, the other prompts are cancelled, and the HTTP request
+   fails with the error of this prompt.
+2. At most `CONCURRENT` prompts of one HTTP request are on their way, so that a long list does not fill the admission
+   queue. Prompts begin in several turns of the event loop (`PromptPace`), so that tokenizing them does not block the
+   loop for long.
 3. A model with the task classify reads each pair of texts as one prompt and gives its score. For a model with the task embed,
    the score of a pair is the cosine of the angle between the embeddings of both texts. Each text is embedded once.
 """
@@ -65,7 +67,7 @@ Read = TypeVar("Read", InputsRequest, ScoringRequest)
 
 CONCURRENT = 64
 NUMBER_BYTES = 4
-NUMBERS_PER_ENTRY = 32  # so many numbers of a vector take as long to write as one log probability
+NUMBERS_PER_ENTRY = 32  # writing this many numbers of a vector takes as long as writing one log probability
 
 FIELD_NAMES = {**OPENAI_FIELD_NAMES, "pooling.dimensions": "dimensions", "pooling": "use_activation"}
 
@@ -199,7 +201,11 @@ class VectorFrontend:
 
     @asynccontextmanager
     async def _answering(self, exchange: Exchange) -> AsyncIterator[tuple[RequestId, Nanos, Headers | None] | None]:
-        """Yield what the reader of a body needs, or None if the request is answered already; a rejection becomes the answer."""
+        """Yield the arguments for the reader of a body, or None if the request was already answered.
+
+        The arguments are the request id, the instant of arrival, and the headers if there are hints among them. A
+        rejection that is raised within the context is sent as the answer.
+        """
         if self._is_draining():
             raise draining_rejection()
         headers = exchange.request.headers
@@ -231,7 +237,7 @@ class VectorFrontend:
     async def _scores(
         self, exchange: Exchange, asked: ScoringRequest
     ) -> tuple[Sequence[float], Sequence[PromptVector]]:
-        """Return the scores of the pairs, and the vectors from which they follow."""
+        """Return the scores of the pairs, and the vectors from which the scores were computed."""
         card = self._card(exchange, asked.shared)
         if card.pooling is not None and card.pooling.task is PoolingTask.CLASSIFY:
             return await self._scores_of_pairs(exchange, asked, card)
@@ -328,7 +334,7 @@ class VectorFrontend:
         raise AssertionError("a request ends with `Finished`")
 
     async def _respond(self, exchange: Exchange, found: Sequence[PromptVector], answer: Callable[[], Json]) -> None:
-        """Send the answer, whose own fields the function `answer` returns. Many vectors are converted in a thread."""
+        """Send the answer with the fields that `answer` returns besides the common ones. Many vectors are converted in a thread."""
         admitted = found[0].admitted
         tokens = sum(each.tokens for each in found)
 
@@ -351,7 +357,7 @@ class VectorFrontend:
 
 
 def _classified(index: int, found: PromptVector, names: Mapping[int, str]) -> Json:
-    """Return the classes of one input as vLLM does; a class without a name has that of Hugging Face, as ``LABEL_0``."""
+    """Return the classes of one input as vLLM does; a class without a name gets Hugging Face's name, such as ``LABEL_0``."""
     best = int(np.argmax(found.numbers))
     label = names.get(best, f"LABEL_{best}")
     return {"index": index, "label": label, "probs": _floats(found), "num_classes": len(found.numbers)}

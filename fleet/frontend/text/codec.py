@@ -1,7 +1,7 @@
 """Tokenizer, chat template and incremental decoder of a Hugging Face model folder.
 
-Text is encoded by the library fastokens, which is at least ten times faster than Hugging Face's tokenizers. When the model
-is loaded, both encode samples; if fastokens gives other ids, tokenizers encodes. Tokens are always decoded by tokenizers.
+Text is encoded by the library fastokens, which is at least ten times faster than Hugging Face's tokenizers. When the model is loaded, both
+libraries encode samples. If fastokens gives other ids, the library tokenizers encodes all text. Tokens are always decoded by tokenizers.
 
 The chat template comes from ``chat_template.jinja`` or else from ``tokenizer_config.json``. It is code that is delivered with
 the weights. So Jinja renders it in a sandbox, in which the template can reach nothing but the messages and the functions that
@@ -156,7 +156,7 @@ class ChatTemplate:
             if name in self._variables:
                 known[name] = value
             elif name == "enable_thinking" and "reasoning_effort" in variables.keys() & self._variables:
-                pass  # the effort, which the template has, says it too
+                pass  # the client also sets `reasoning_effort`, which the template has and which says the same
             elif (name, value) not in REASONING_OFF:
                 takes = sorted(self._variables - {*RESERVED_VARIABLES, *self._special_tokens, *TEMPLATE_GLOBALS})
                 raise invalid(
@@ -490,9 +490,9 @@ def _class_names(config: Mapping[str, Any]) -> Mapping[int, str]:
 def _eos_token_ids(
     folder: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str], tokenizer: Tokenizer
 ) -> tuple[int, ...]:
-    """Return the end-of-sequence ids as engines find them.
+    """Return the end-of-sequence ids that engines would find in the model folder.
 
-    They are in the generation settings, or else in the settings of the model, and also in those of the tokenizer.
+    They are in generation_config.json or, if it has none, in config.json. The tokenizer's settings name a further one.
     """
     declared = _load_object(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
     ids = declared if isinstance(declared, list) else [declared]
@@ -524,7 +524,7 @@ class IncrementalDecoder:
         self._stream = DecodeStream(context, self._skip)
         whole = not text.endswith(REPLACEMENT)
         self._context = context if whole else []
-        # Text of an incomplete context, which the stream will return again.
+        # Text of the context, if the context ends within a character. The stream will return this text again, so `add` removes it.
         self._known = "" if whole else text.rstrip(REPLACEMENT)
         self._held: tuple[int, ...] = ()
 

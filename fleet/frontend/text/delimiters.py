@@ -25,7 +25,7 @@ _UNLIKE_RE = re.compile(r"(?<!\\)(?:\\\\)*(?:\{(?!\d*(?:,\d*)?\})[\s\d]*[<eids]|
 def delimiter_searches(template: Any, *, held: str) -> Mapping[str | None, Search | None]:
     """Return how to find the delimiters that matter in each region of a compiled response template.
 
-    The parser gets all text of the region `held` when it ends, and of other regions only the delimiters.
+    The parser gets all text of the region `held` when this region ends. Of other regions, it gets only the delimiters.
 
     Returns:
         By the name of the region (None: outside all regions), the search; None if any text may begin a delimiter, so that
@@ -40,12 +40,15 @@ def delimiter_searches(template: Any, *, held: str) -> Mapping[str | None, Searc
         found[field.name] = _search(watched, gets_all=field.name == held)
     patterns = [pattern for field in fields for pattern in (field.open_re, field.close_re) if pattern is not None]
     if template.implicit is None and not all(_Prefixes(pattern.pattern).are_independent for pattern in patterns):
-        return dict.fromkeys(found)  # what the parser holds outside of regions could not be told from the dropped text
+        # Outside of regions, one could not tell the text that the parser holds from the text that it drops.
+        return dict.fromkeys(found)
     return found
 
 
 def _search(delimiters: Iterable[tuple[list[str] | None, Any]], *, gets_all: bool) -> Search | None:
-    """Return the search for delimiters, each with its literals, or None, and its regular expression.
+    """Return a function that searches for delimiters; None if the parser has to get all text.
+
+    A delimiter is a pair: its literals, or None if it has none, and its compiled regular expression.
 
     If the parser gets all text of the region at its end (`gets_all`), a delimiter may depend on the text before it.
     """
@@ -89,9 +92,10 @@ def may_never_end(opening: Any, closing: Any) -> bool:
 
 
 def _can_be_empty(pattern: Any, *, at_newline: bool = False) -> bool:
-    """Return whether a compiled regular expression may match empty text before the end of the text, or nobody can tell."""
+    """Return whether a compiled regular expression may match empty text before the end of the text, or True if this is unknown."""
     tree = _parsed(pattern.pattern)
-    # An expression that `re` does not read, such as (?=\p{L}), may match empty text at places that no probe finds.
+    # If `re` does not read an expression, such as (?=\p{L}), the answer is True, because tests with sample texts could
+    # not prove that the expression never matches empty text.
     return tree is None or _is_empty(tree, at_newline=at_newline)
 
 
@@ -197,7 +201,7 @@ class _Prefixes:
             return [(text, False) for text, _ in growing] if is_end else growing
         if operation in ("ASSERT", "ASSERT_NOT"):
             self.are_independent &= value[0] > 0
-            self._extended([], value[1])  # only notes whether it depends on the text before it
+            self._extended([], value[1])  # only sets `are_independent`; the prefixes are not needed
             return growing
         if operation == "GROUPREF_EXISTS":
             for branch in value[1:]:

@@ -1,7 +1,7 @@
-"""Block keys of prompts with images: the keys cover the images, so prompts with different images share no block after them.
+"""Block keys of prompts with images: the keys cover the images, so two prompts share no block from their first different image on.
 
-The keys are those of the tokens that the router has, with one placeholder for each image. An engine replaces a placeholder by
-several tokens. So only the blocks before the first image have the keys that workers report.
+The keys are computed from the router's tokens, with one placeholder for each image. An engine replaces each placeholder
+by several tokens. So only the blocks before the first image have the keys that workers report.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ def image_keys(
         block_tokens: Tokens of a block.
         salt: Salt of the block hashes.
         images: Digests of the image files (`image_digests`), in the order of their placeholders.
-        placeholders: The token ids of the model that may stand for an image. If the prompt has not one of them for each
-            image, the first block counts as the place of all images.
+        placeholders: The token ids of the model that may stand for an image. If the prompt does not have exactly one
+            placeholder for each image, the first block counts as the place of all images.
     """
     ids = np.frombuffer(tokens, "<u4")
     (places,) = np.nonzero(np.isin(ids, list(placeholders)))

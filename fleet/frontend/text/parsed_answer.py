@@ -102,7 +102,7 @@ class EngineParsedAnswer:
         )
 
     def _unseen(self, parsed: ParsedDelta) -> ParsedDelta:
-        """Remove from `parsed`, the answer from its beginning, what the client already has (rule 3)."""
+        """Remove the part that the client already has from `parsed`, which is the answer from its beginning (rule 3)."""
         known = dict(enumerate(join_calls(self._calls)))
         calls = []
         for index, call in enumerate(join_calls(parsed.calls)):
@@ -216,9 +216,9 @@ class _Regions:
 
     Rules:
 
-    1. Text in which no delimiter begins cannot end a region. Such text is not given to the parser, which takes several
-       microseconds for each piece; without it, a token takes less than one. Where any text may begin a delimiter, the
-       parser gets all text.
+    1. Text in which no delimiter begins cannot end a region. Such text is not given to the parser, because the parser
+       takes several microseconds for each piece. Without the parser, a token takes less than one microsecond. Where any
+       text may begin a delimiter, the parser gets all text.
     2. The parser gets at most one delimiter at a time. If it raises an error for a piece, only the events of this piece are
        lost. So the result does not depend on how the text was cut into pieces.
     3. White space between a region and the following text is dropped.
@@ -245,7 +245,7 @@ class _Regions:
         self.held: list[str] = []  # text of a tool call that was not given to the parser yet
         self.begun = ""  # text, not given to the parser yet, that may be the beginning of a delimiter
         self._prompt_length = len(self._buffer)  # the answer follows the prompt in the buffer
-        self._position = 0  # where the text begins in the buffer for which there was no event yet
+        self._position = 0  # start, in the buffer, of the text for which no event has come yet
         self._num_held = 0  # length of the text that the parser holds because it may become a delimiter
         self._update_position()
         self._call_text = ""  # text of the tool call that is not complete yet
@@ -266,7 +266,7 @@ class _Regions:
         return self._parser._buffer  # type: ignore[no-any-return]  # noqa: SLF001 - the parser has no public name for it
 
     def add(self, text: str) -> None:
-        """Add text of the answer, and parse it as far as it can be told apart from delimiters."""
+        """Add text of the answer, and parse all of it except an end that may be the beginning of a delimiter."""
         if self.plain is not None and self.search is not None:
             text, self.begun = self.begun + text, ""
             found = self.search(text)
@@ -356,7 +356,10 @@ class _Regions:
                 self._give_up(type(error).__name__)  # without the message, which quotes the answer
 
     def _give_up(self, cause: str) -> None:
-        """Pass what was not parsed yet as text, and all text that follows. The cause is logged and must not quote the answer."""
+        """Pass on all text that was not parsed yet, and all text that follows, as plain text.
+
+        The cause is logged and must not quote the answer.
+        """
         log.info("answer malformed, passing the rest as text", extra={"cause": cause})
         self._malformed = True
         self.plain = None

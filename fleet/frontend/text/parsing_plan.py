@@ -5,8 +5,8 @@ Rules:
 1. An answer with tools is parsed, or the request is refused. It is never passed on as text that a client could take for
    an answer without calls.
 2. An answer without tools is parsed if a parser of its reasoning is known. Otherwise it is treated as plain text.
-3. The parsers of the workers' engine are preferred. Otherwise the router parses by the response template of the model, or
-   by a built-in one for the names that the workers' settings give.
+3. The parsers of the workers' engine are preferred. Otherwise the router parses by the response template of the model,
+   or by a built-in template for the parser names in the workers' settings.
 """
 
 import json

@@ -109,7 +109,7 @@ class ResponseTemplates:
         self._missing: ImportError | None = None
         self._compiled: dict[
             tuple[str, str, str], CompiledTemplate | str | None
-        ] = {}  # a text says why it cannot be used
+        ] = {}  # a value that is a text says why the template cannot be used
 
     @property
     def is_loaded(self) -> bool:
@@ -162,7 +162,7 @@ class ResponseTemplates:
             parser = importlib.import_module("transformers.utils.chat_parsing").ResponseParser(template, prefix="")
         except (ValueError, TypeError, LookupError, RecursionError, OverflowError) as error:
             return f"the response template of {model!r} is not valid: {error}"
-        if not (hasattr(parser, "_buffer") and hasattr(parser, "_pos")):  # `parsed_answer` reads them
+        if not (hasattr(parser, "_buffer") and hasattr(parser, "_pos")):  # `parsed_answer` reads these attributes
             return (
                 f"this router cannot parse answers with transformers {version('transformers')}, which keeps the text that it"
                 " holds under other names; install transformers 5.19"
@@ -179,10 +179,11 @@ def _limited(pattern: Any) -> LimitedPattern | None:
 
 
 def _check_field(name: str, field: Any) -> None:
-    """Check what compiling a template leaves out.
+    """Check a field for errors that compiling a template does not find.
 
     Raises:
-        ValueError: The field could keep the router from its other requests, or a tag pattern of its content is not valid.
+        ValueError: Parsing by the field could take so long that the router's other requests wait, or a tag pattern of
+            its content is not valid.
     """
     literals = [*(field.open_literals or ()), *(field.close_literals or ())]
     if len(literals) > MAX_LITERALS or any(len(literal) > MAX_LITERAL_CHARACTERS for literal in literals):

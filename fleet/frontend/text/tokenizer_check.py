@@ -2,9 +2,10 @@
 
 Rules:
 
-1. A worker reports three digests: of the token ids of sample texts, of sample conversations rendered by its chat template,
-   and of the block hashes of sample blocks (without a salt, with a tenant's salt, and with a LoRA adapter's salt). An empty
-   digest is not compared; a worker without a tokenizer or a model without a template reports one.
+1. A worker reports three digests: of the token ids of sample texts, of sample conversations rendered by its chat
+   template, and of the block hashes of sample blocks (without a salt, with a tenant's salt, and with a LoRA adapter's
+   salt). A worker without a tokenizer, or whose model has no template, reports an empty digest. An empty digest is not
+   compared.
 2. A worker whose token ids or block hashes differ is not used. With different token ids it would compute wrong prompts; with
    different block hashes the router could not find its cached blocks. A different template is only logged, because the
    router renders the prompts.

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. A key belongs to the etcd lease under which it was last written. If a successor has written the key, it does not change
+1. A key belongs to the etcd lease under which it was last written. If a successor has written the key, the key stays
    when the lease of the older process ends, or when that process deregisters (which only ends its lease).
 2. The key belongs to the incarnation that started last. A worker keeps its lease alive and checks each time that the
    key is still under this lease. If the key is missing, the worker writes it again. If the key is under another lease,

@@ -288,7 +288,7 @@ class KubernetesDirectory:
         raise RegistryUnreachable(f"the lease {self._namespace}/{name} changes all the time")
 
     def _lease(self, record: WorkerRecord, found: Manifest | None) -> Manifest:
-        """Return a renewed Lease that contains the record. It is based on the Lease that was found, or None without one."""
+        """Return a renewed Lease that contains the record, based on the present Lease `found` (None: there is none)."""
         now = self._now()
         before: Manifest = {} if found is None else found["spec"]
         taken = found is None or _incarnation(found) != record.incarnation

@@ -8,8 +8,8 @@ Rules:
    TMPDIR or no TMPDIR.
 2. The folder belongs to the user alone. It is made with mode 0700; a link, another user's folder, or one that is open
    to others is refused. Another user can thus prevent a router from starting, but cannot intercept its callers.
-3. A socket on which a process listens is never replaced, but a socket that a killed process left behind is. The next
-   process that uses the folder also removes the sockets of other killed processes.
+3. A socket on which a process listens is never replaced. A socket that a killed process left behind is replaced. The
+   next process that uses the folder also removes the sockets of other killed processes.
 4. A cluster of `fleet up` has its socket in its own private folder instead (`fleet.local.runs`).
 """
 

@@ -1,7 +1,7 @@
 """Decompression of messages from gRPC clients.
 
-Decompression is work before the caller is authenticated: a kilobyte can expand to a megabyte of zeros. A message may
-therefore expand only by a limited ratio, so it costs about as much as an uncompressed message of that size.
+Messages are decompressed before their caller is authenticated, and a kilobyte can expand to a megabyte of zeros. A
+message may therefore expand only by a limited ratio, so it costs about as much as an uncompressed message of that size.
 """
 
 import zlib
@@ -15,7 +15,8 @@ ENCODINGS: Final = (IDENTITY, *_WINDOWS)  # values of the header `grpc-encoding`
 
 # maximum ratio of the size after decompression to the size before; text has 3 to 5, token ids have less
 MAX_RATIO: Final = 32
-# Up to this size any ratio is allowed, for prompts of one repeated word; it takes half a millisecond to decompress.
+# Any ratio is allowed if the decompressed message has at most this size, because a prompt may repeat one word.
+# Decompressing this much takes half a millisecond.
 ALWAYS_ALLOWED_BYTES: Final = 256 << 10
 
 

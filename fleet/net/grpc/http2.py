@@ -4,9 +4,10 @@ This server takes the handlers of `grpc.aio.Server`, so services need not know w
 passes each message to a thread and back through a socket. Here, all messages that a connection's calls send in one
 iteration of the event loop leave in one write. `fleet.net.grpc.http2_call` has the rules of calls. Rules of connections:
 
-1. If no bytes have come from a client for `SILENCE_SECONDS`, it gets a ping. If none come for as long again, its
-   connection is closed. Time during which this process was stopped does not count. A connection is also closed if its
-   first byte does not come within `first_byte_timeout_seconds`, or if its client reads too slowly (`SlowReader`).
+1. If no bytes have come from a client for `SILENCE_SECONDS`, the client gets a ping. If no bytes come for another
+   `SILENCE_SECONDS`, the connection is closed. Time during which this process was stopped does not count. A connection
+   is also closed if its first byte does not come within `first_byte_timeout_seconds`, or if its client reads too slowly
+   (`SlowReader`).
 2. libnghttp2 ends a connection that sends too many resets, settings, pings or header blocks, by the limits of
    `CONFIGURATION`.
 3. The received bytes of all calls are bounded by `max_held_bytes` plus `HELD_BYTES`, and the number of calls by

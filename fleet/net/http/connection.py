@@ -7,7 +7,7 @@ Rules:
 2. A malformed message is answered with an error, after the requests before it. Then the connection closes, because
    client and server may no longer agree where the next message begins.
 3. A client that closes its sending side while an engine works on its request counts as disconnected. TCP does not show
-   whether it has closed both sides, and an engine must not compute an answer that no client reads.
+   whether the client has closed the receiving side too, and an engine must not compute an answer that no client reads.
 4. Every buffer is bounded. A writer waits (`Exchange.drained`) while the client does not read, and a client that reads
    too slowly is disconnected (`SlowReader`). Meanwhile, no bytes are read from the source of a relayed answer
    (`Exchange.relay`).
@@ -16,7 +16,8 @@ Rules:
 6. An offer of another protocol (``Upgrade``, which Java's client sends for HTTP/2) is declined, and the request is
    served.
 7. The server may read the body of a request while it arrives (`StreamsBody`), and may let a WebSocket begin. Such a
-   request is served from its head on. Its body has no limit of size, but must arrive at the minimum rate of rule 4.
+   request is served as soon as its head is complete. Its body has no limit of size, but must arrive at the minimum rate
+   of rule 4.
 8. A head that equals an earlier one, apart from the content length, is not parsed again.
 9. A connection that waits for its client may be closed at any time for a new connection (`ConnectionTable`).
 10. The server may take no bodies from some clients (`IsStranger`), such as those without a key. If the body of their request has
@@ -589,14 +590,14 @@ class HttpConnection(asyncio.Protocol):
         )
 
     def _refuse_body_of_stranger(self) -> None:
-        """Serve the request whose body arrives without its body if its client is a stranger (rule 10).
+        """Serve the request of a stranger now, without the body that is arriving; take the bodies of other clients (rule 10).
 
         A request behind an earlier one cannot be served yet. `_advance` then stops reading, and calls this again in its turn.
         """
         if self._is_stranger is None or self._arriving is not None:
             self._takes_body = True
             return
-        if not self._reading:  # the deadline has passed by while nothing was read
+        if not self._reading:  # nothing was read for a while, so the time limit for the body begins again
             self.deadline = self._deadline_in(self._settings.body_timeout_seconds)
         if self.exchange is not None or self.waiting or self.paused is not None:
             self._advance()
@@ -653,7 +654,7 @@ class HttpConnection(asyncio.Protocol):
                 self._advance()
 
     def _decline_upgrade(self, rest: bytes) -> None:
-        """Serve a request that offers another protocol without upgrading (rule 6); `rest` follows its head.
+        """Serve a request that offers another protocol, but keep HTTP/1.1 (rule 6). The bytes `rest` follow its head.
 
         The connection closes after the answer, because the client may already have switched to the other protocol.
         """
@@ -769,7 +770,7 @@ class HttpConnection(asyncio.Protocol):
             slot = self._slot
             if waits and slot is not None:
                 if slot.group is _WAITS_IDLE and now / SECOND - slot.since < ORDER_SECONDS:
-                    slot.served = False  # `mark_waiting` would have no other effect
+                    slot.served = False  # `mark_waiting` would do nothing else here
                 else:
                     self._table.mark_waiting(slot, _WAITS_IDLE, now / SECOND)
         elif waits:
@@ -823,7 +824,8 @@ class HttpConnection(asyncio.Protocol):
     def _is_http_0_9(self, data: bytes) -> bool:
         """Return whether a request line has ended without a version; `data` is its latest part.
 
-        The parser notices this one byte later. It would wait for the other lines of a head, which such clients never send.
+        The parser notices this only with the next byte. So it would wait for further lines of a head, which such
+        clients never send.
         """
         if self._stage is not _HEAD or not self._url:
             return False

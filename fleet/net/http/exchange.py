@@ -118,7 +118,7 @@ class HeadCache:
 class BodyBuffer:
     """Collects a body that arrives in chunks.
 
-    The chunks are joined only once, because each copy of a long prompt takes time.
+    Large chunks are joined only once, because each copy of a long prompt takes time.
 
     Small chunks are joined as they arrive, so they take no more memory than their bytes.
     """

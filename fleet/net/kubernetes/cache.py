@@ -4,7 +4,8 @@ Rules:
 
 1. The answer to a write is stored at once, so that no later decision uses the object as it was before the write. A
    watch event with an older version changes nothing.
-2. An object that this process deleted is removed at once. Watch events about it before its deletion event change nothing.
+2. An object that this process deleted is removed at once. Watch events that report this object, until its deletion
+   event arrives, change nothing.
 3. Only a difference in a stored field is a change. A renewed Lease, or a new resourceVersion alone, is not a change.
 """
 

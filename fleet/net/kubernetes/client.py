@@ -9,8 +9,8 @@ Rules:
 3. An object is created by an apply with a resourceVersion that no object ever has. The server creates a missing object
    whatever the version is, and refuses to change an existing one. A POST would do the same, but leave the fields to a
    second manager (`Update` beside `Apply`), so that fields which a later manifest leaves out would never be removed.
-   (Services of Kubernetes before 1.24 refuse it. `tests/support/kube/README.md` has the sources, and says that this was not
-   recorded from a real server.)
+   (API servers before Kubernetes 1.24 refuse to create a Service in this way. `tests/support/kube/README.md` has the
+   sources, and says that this was not recorded from a real server.)
 4. A server's error message passes `fleet.net.kubernetes.status_errors` before it is shown or logged.
 5. If an object is nested too deeply, its deepest levels are left out (`fleet.net.kubernetes.nesting`), so that the other
    objects of a list can be read.

@@ -3,8 +3,8 @@
 Rules:
 
 1. The leader renews the Lease every `retry`. A candidate takes the Lease if it is free, or if the candidate has seen no
-   change of the Lease for the Lease's duration. It measures that on its own clock: the clocks of two machines are never
-   compared.
+   change of the Lease for the Lease's duration. The candidate measures this time by its own clock: the clocks of two
+   machines are never compared.
 2. A leader that could not renew for `renew_within`, counted from the start of its last successful renewal, stops
    acting. That is earlier than any candidate may take the Lease. Its last requests may still arrive late; all writes
    are harmless then (`operators.controller.applier`, rule 3).

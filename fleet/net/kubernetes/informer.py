@@ -6,8 +6,8 @@ Rules:
    again only if the server does not remember that version any more.
 2. After a failure there is a pause, which doubles each time up to LONGEST_SECONDS, or is as long as the server demands.
    After a watch that received something, the next pause is short again.
-3. A difference from an earlier version is news; the content of the first list is not. The callback `heard` gets this
-   information, because the age of some objects (Leases) is counted from their last news.
+3. A difference from an earlier version is news; the content of the first list is not. The callback `heard` is told
+   whether an object is news, because the age of a Lease is counted from its last news.
 4. A failure of an informer never ends the operator, and no change is lost. No decision uses the cache before it has been
    filled once.
 """

@@ -36,7 +36,7 @@ class ObjectConflict(KubernetesError):
 
 
 class NameTaken(ObjectConflict):
-    """An object with the name of the new one exists already. Read that object."""
+    """An object with this name exists already. Read that object."""
 
 
 class ObjectMissing(KubernetesError):

@@ -253,10 +253,11 @@ class KubernetesLease(NamedObject, frozen=True):
         return msgspec.structs.replace(self, metadata=metadata, spec=spec)
 
     def heard(self, now: datetime, before: Self | None, *, news: bool) -> Self:
-        """Return the Lease with the instant at which this process learned of it as its renewal time, by its own clock.
+        """Return the Lease with another renewal time: the instant at which this process learned of the Lease, by this process's clock.
 
-        If the Lease is not news, it existed before this process: then its own renewal time is used, or `now` if that time
-        is in the future. A renewal after the end of the known version (`before`) counts as a change.
+        If the Lease is not news (it is in the informer's first list), its own renewal time is used, or `now` if that
+        time is in the future. If the known version (`before`) had ended, the renewal is counted in `lapses`, so it
+        counts as a change.
         """
         at = now if news else min(self.renewed, now)
         lapses = 0

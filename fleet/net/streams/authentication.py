@@ -69,7 +69,7 @@ class StreamAuthenticator:
         self._handshakes: dict[_UnprovenCaller, asyncio.Task[None]] = {}
         self._logged_at: dict[
             tuple[str, str], float
-        ] = {}  # time of the last log message by host and cause without its numbers
+        ] = {}  # time of the last log message, by host and by cause (with the numbers left out)
 
     @asynccontextmanager
     async def guarding(

@@ -1,8 +1,8 @@
 """Assumed cache: what a worker without KV events is believed to hold, from the prompts that it was sent.
 
-Whole prompts are kept, in the order in which they were sent. The least recently sent prompt is forgotten first: when the cache is full, or
-when the time for which the prompt is believed to be cached is over. A prompt that continues an earlier one, like the next turn of a
-conversation, replaces the earlier one. A block that several prompts share is kept as long as one of these prompts.
+Whole prompts are kept, in the order in which they were sent. When the cache is full, the least recently sent prompt is forgotten. A prompt
+is also forgotten when the time is over for which it is assumed to be cached. A prompt that continues an earlier one, like the next turn of
+a conversation, replaces the earlier one. A block that several prompts share is kept as long as one of these prompts.
 """
 
 import heapq
@@ -12,9 +12,10 @@ from itertools import islice
 from fleet.core.clock import Nanos
 from fleet.router.kv_index.radix_tree import Chain, ChainHolder, Keys, RadixTree
 
-# Limit for the block keys of all prompts, as a multiple of the capacity; a shared block counts once for each of its prompts.
+# Maximum number of block keys of all prompts together, as a multiple of the capacity in blocks. A block that several prompts share counts
+# once for each prompt.
 MAX_LISTED_FACTOR = 8
-# Limit for the notes about earlier prompts, as a multiple of the limit above.
+# Maximum number of entries in `AssumedCache._earlier`, as a multiple of the maximum number of block keys.
 MAX_NOTED_FACTOR = 2
 
 
@@ -34,8 +35,9 @@ class AssumedCache:
         self._held = ChainHolder(bit)
         # The assumed prompts by their last block key. The least recently sent one is first.
         self._sent: OrderedDict[int, Chain] = OrderedDict()
-        # A heap with the end and the last block key of prompts that may stand behind prompts with a later end. A prompt may have been
-        # forgotten, replaced or sent again since.
+        # The prompts that `add_earlier` has added. In `_sent` they may come after prompts that expire later, so `expire` finds them by this
+        # heap. An entry is the instant at which the prompt expires and its last block key. Entries may be out of date, because prompts are
+        # forgotten, replaced or sent again.
         self._earlier: list[tuple[Nanos, int]] = []
         self.listed = 0
 
@@ -44,7 +46,7 @@ class AssumedCache:
         return self._held.blocks
 
     def sent(self, keys: Keys, until: Nanos) -> None:
-        """Add a prompt, cut to the capacity. It is believed until `until`, or longer if the prompt that it continues was believed longer.
+        """Add a prompt, cut to the capacity. It expires at `until`, or later if it continues a prompt that expires later.
 
         No call may have an earlier `until` than a call before it; `add_earlier` adds such prompts.
         """
@@ -82,7 +84,7 @@ class AssumedCache:
         return list(islice(reversed(self._sent.values()), count))
 
     def expire(self, now: Nanos) -> None:
-        """Forget the prompts whose time of being believed is over."""
+        """Forget the prompts that have expired: they are no longer assumed to be cached."""
         while self._sent and next(iter(self._sent.values())).until <= now:
             self._forget_first()
         while self._earlier and self._earlier[0][0] <= now:

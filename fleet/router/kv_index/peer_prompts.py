@@ -1,4 +1,4 @@
-"""Peer prompts: prompts that peer routers have sent to workers, and that the workers do not report, or not yet.
+"""Peer prompts: prompts that peer routers have sent to workers, and whose blocks the workers have not reported (yet).
 
 Rules:
 
@@ -14,9 +14,9 @@ Rules:
    assumption ends when its time is over or when the assumed cache is full. It does not end when the router that announced the prompt
    leaves, because the worker still has its cache. The block keys of prompts for external backends are computed with a secret; routers
    without a common secret do not announce these prompts.
-4. Both kinds of announcements are limited: `MAX_ANNOUNCED_PROMPTS` unfinished prompts of a router, first come first served, and the latest
-   `MAX_SENT_PROMPTS` sent prompts for each announcement. Prompts beyond these limits are known only to the router that placed them, which
-   is harmless.
+4. Both kinds of announcements are limited: at a time, at most `MAX_ANNOUNCED_PROMPTS` unfinished prompts of a router are announced (rule 1),
+   first come first served, and each announcement has the latest `MAX_SENT_PROMPTS` prompts by rule 3. Prompts beyond these limits are known only to the
+   router that placed them, which is harmless.
 5. When a router leaves, its peers forget its announcements by rule 1. A router that connects later gets the earlier announcements of
    unfinished prompts (rule 1), and the latest `MAX_SENT_PROMPTS` assumptions by rule 3 with their ages. It keeps the assumptions about a
    worker that it does not know yet until that worker joins.
@@ -32,7 +32,8 @@ from msgspec import Struct
 from fleet.core.ids import WorkerId
 from fleet.router.kv_index.radix_tree import Chain, ChainHolder, Keys, RadixTree
 
-# A large GPU computes so many tokens in about 30 ms; an announcement costs routers with three peers about 10 us.
+# Minimum number of tokens that a worker has to compute of an announced prompt (rule 1). A large GPU computes 512 tokens in about 30 ms; an
+# announcement costs a router with three peers about 10 us.
 MIN_ANNOUNCED_TOKENS = 512
 # maximum number of block keys of a prompt that is announced by rule 3: 4 KB, for at least 32,768 tokens
 MAX_ANNOUNCED_KEYS = 512
@@ -72,7 +73,7 @@ class PromptAnnouncements:
     def placed(self, worker_id: WorkerId, keys: Keys) -> int | None:
         """Record a prompt that a worker has to compute.
 
-        Return its number, which `over` takes; None: there are too many prompts.
+        Return the prompt's number, which the caller later gives to `over`; None if there are too many prompts.
         """
         if len(self._placed) >= MAX_ANNOUNCED_PROMPTS:
             return None

@@ -83,7 +83,9 @@ def keys_of(hashes: Sequence[BlockHash]) -> tuple[int, ...]:
 
 
 def runs(masks: Mapping[int, int], keys: Sequence[int]) -> list[tuple[int, int]]:
-    """Return pairs of a number of leading blocks and the bits of the holders with exactly this number, in ascending order (rule 3).
+    """Return how many leading blocks of a prompt the holders have (rule 3).
+
+    The result has pairs of a number of leading blocks and the bits of the holders with exactly this number, in ascending order.
 
     Leading blocks never go beyond a block that has no holder. So a long prompt is first cut at such a block, which is found by bisecting.
     Only the blocks before the cut are checked one by one.

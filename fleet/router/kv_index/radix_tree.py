@@ -25,7 +25,7 @@ from fleet.core.clock import Nanos
 
 Keys = Sequence[int]
 
-JOIN_ABOVE = 16  # number of nodes on a path that could be one node, above which they are joined
+JOIN_ABOVE = 16  # if more nodes than this on a path could be one node, they are joined
 
 
 class ChainHolder:
@@ -110,7 +110,7 @@ class RadixTree:
         return chain
 
     def extendable_chain(self, holder: ChainHolder, keys: Keys) -> Chain | None:
-        """Return the chain of this holder that `keys` continues; None if there is none, or if its last node is used by another chain."""
+        """Return a chain of this holder with which `keys` begin and whose last node no other chain uses; None if there is none."""
         nodes, total = self.nodes, len(keys)
         last: RadixNode | None = None
         depth = 0

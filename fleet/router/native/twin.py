@@ -106,7 +106,7 @@ def fleet_lowest(
 def credit_of(
     columns: Floats, engine: float, store: float, lower: float, spread: float, even: bool
 ) -> tuple[Floats, Floats]:
-    """Return for each worker the saved blocks of prefill, and the blocks of its backlog for which the request would wait anyway (items 2, 3)."""
+    """Return the credit of each worker (item 2), and how many blocks of its backlog the request needs itself (item 3)."""
     credit: Floats = engine * columns[ENGINE_BLOCKS]
     coming = columns[COMING_BLOCKS]
     shared: Floats = np.minimum(coming, columns[BACKLOG_TOKENS] / columns[BLOCK_TOKENS])

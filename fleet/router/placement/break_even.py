@@ -5,14 +5,14 @@
 
 Rules:
 
-1. A prompt of n uncached tokens that the decode worker computes itself delays each of its r requests by n × s seconds. A handoff delays one
-   request by h seconds. Both delays are equal at n = h / (s × r).
+1. If the decode worker itself computes the n uncached tokens of a prompt, at s seconds for each token, each of the r requests on this
+   worker is delayed by n × s seconds. A handoff delays only the new request, by h seconds. The total delays are equal at n = h / (s × r).
 2. h is learned from handoffs: the time from the prefill worker's end to the decode worker's first token. s is the recent time per
    prompt token on the decode worker or, if it has computed none, on the workers of its pool that have.
-3. Until `MIN_SAMPLES` handoffs have been measured, prompts of `MIN_TOKENS` or more uncached tokens are handed over, because with a constant
-   that is too high no handoff would ever be measured. The timing of external requests (`Arrived.external`) is not measured, so during that
-   time the constant applies to them. While s is unknown the constant applies to all requests. The learned number is always between
-   `MIN_TOKENS` and `MAX_TOKENS`, so that prompts go both ways and both delays can be measured.
+3. Until `MIN_SAMPLES` handoffs have been measured, every prompt of `MIN_TOKENS` or more uncached tokens is handed over. Otherwise, if the
+   constant were too high, no handoff would ever be measured. The timing of external requests (`Arrived.external`) is not measured, so
+   during that time the constant applies to them. While s is unknown the constant applies to all requests. The learned number is always
+   between `MIN_TOKENS` and `MAX_TOKENS`, so that prompts go both ways and both delays can be measured.
 """
 
 from fleet.core.clock import SECOND, Nanos

@@ -10,7 +10,7 @@ Rules of eligibility:
    the fingerprint of the worker that began it: other weights would continue it with another model's tokens. It also rebuilds the
    state of all sampling fields whose effect depends on the tokens of the answer so far.
 2. Most requests demand nothing special, and mostly all workers have room. Then no single worker has to be checked.
-3. If several reasons exclude a worker, the first one counts: demands of the client come before the state of the worker.
+3. If several reasons exclude a worker, only the first one is reported. Demands of the client are checked before the state of the worker.
 """
 
 from bisect import bisect_left, bisect_right
@@ -104,37 +104,37 @@ class PoolTopology:
         return prompt_tokens + answer_tokens <= self.shortest and prompt_tokens < self.smallest
 
     def fit(self, prompt_tokens: int, answer_tokens: int) -> Flags:
-        """Return a flag for each worker: its context holds prompt and answer, and its KV cache the prompt and one token."""
+        """Return a flag for each worker: True if prompt and answer fit into its context, and the prompt and one token into its KV cache."""
         fit: Flags = (prompt_tokens + answer_tokens <= self.lengths) & (prompt_tokens < self.capacities)
         return fit
 
     def with_adapter(self, adapter: LoraAdapter) -> Flags:
-        """Return a flag for each worker: it has exactly this revision of the LoRA adapter, or can load it."""
+        """Return a flag for each worker: True if it has exactly this revision of the LoRA adapter, or can load it."""
         if (flags := self._with_adapter.get(adapter)) is None:
             able = [adapter in each.adapters for each in self.descriptions]
             flags = self._with_adapter[adapter] = np.array(able, dtype=np.bool_)
         return flags
 
     def obeying(self, needs: tuple[str, ...]) -> Flags:
-        """Return a flag for each worker: it supports all these sampling fields."""
+        """Return a flag for each worker: True if it supports all these sampling fields."""
         if (flags := self._obeying.get(needs)) is None:
             able = [set(needs) <= set(each.sampling_fields) for each in self.descriptions]
             flags = self._obeying[needs] = np.array(able, dtype=np.bool_)
         return flags
 
     def continuing(self, fields: tuple[str, ...]) -> Flags:
-        """Return a flag for each worker: when it continues an answer, it can rebuild the state of all these sampling fields."""
+        """Return a flag for each worker: True if it can rebuild the state of all these sampling fields when it continues an answer."""
         able = [set(fields) <= set(each.continued_fields) for each in self.descriptions]
         flags: Flags = np.array(able, dtype=np.bool_)
         return flags
 
     def with_fingerprint(self, fingerprint: str) -> Flags:
-        """Return a flag for each worker: it has this fingerprint, so it computes the same tokens."""
+        """Return a flag for each worker: True if it has this fingerprint, and so computes the same tokens."""
         flags: Flags = np.array([each.fingerprint == fingerprint for each in self.descriptions], dtype=np.bool_)
         return flags
 
     def among(self, worker_ids: Sequence[WorkerId]) -> Flags:
-        """Return a flag for each worker: it is in the list `worker_ids`."""
+        """Return a flag for each worker: True if it is in the list `worker_ids`."""
         meant = frozenset(worker_ids)
         flags: Flags = np.array([each in meant for each in self.worker_ids], dtype=np.bool_)
         return flags
@@ -206,7 +206,7 @@ class ServingWorkers(Struct, frozen=True):
 
 
 class CandidateTable(Struct, frozen=True, eq=False, gc=False):
-    """All workers of a model as they are for one request. The table never changes, so that the decision can be explained later."""
+    """The values of all workers of a model for one request. The table never changes, so that the decision can be explained later."""
 
     topology: PoolTopology
     columns: Floats  # one row for each quantity of `fleet.router.policy`, one column for each worker

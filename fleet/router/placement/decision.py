@@ -4,8 +4,8 @@ Rules:
 
 1. The decode worker is chosen first, as if it also had to compute the prompt: the policy chooses among the eligible workers
    (`fleet.router.placement.candidate_table`). The default policy's cost is counted in blocks of prefill (`policies.fleet`).
-2. The `split` rule alone decides whether another worker computes the prompt. Unless the client demands one way, another worker computes
-   prompts from `remote_prefill_min_tokens` uncached tokens on, or from the number that the router has learned
+2. The `split` rule alone decides whether another worker computes the prompt. Unless the client demands one worker or a pair, another worker
+   computes a prompt if it has at least `remote_prefill_min_tokens` uncached tokens, or at least the number that the router has learned
    (`fleet.router.placement.break_even`).
 3. The same policy chooses the prefill worker among those that pair with the decode worker, without the decode part of the cost, because a
    prefill worker holds blocks only while it computes. A prefill pool consists of workers with the role PREFILL. A worker with the role BOTH

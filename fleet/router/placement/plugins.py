@@ -7,8 +7,8 @@ Rules:
 2. A plug-in decides in a thread of its own, on a copy of the data. If it exceeds its time budget, raises an exception or names no
    candidate, the default policy decides, and the failure is counted. A plug-in that exceeds its budget is not called
    again before its call has ended.
-3. A plug-in has the same time budget for explaining its costs, because the whole router waits for that too. If it does not give a finite
-   number for each candidate, the explanation has no cost terms.
+3. A plug-in has the same time budget for explaining its costs, because the whole router waits for the explanation too. If it does not give
+   a finite number for each candidate, the explanation has no cost terms.
 """
 
 import logging

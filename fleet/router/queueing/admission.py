@@ -29,7 +29,7 @@ from fleet.router.state.live_requests import LiveRequest
 from fleet.router.state.worker_registry import WorkerRegistry
 from fleet.router.state.worker_table import RegisteredWorker
 
-# Maximum retry hint in milliseconds; the load of today does not predict the load much later.
+# Maximum retry hint in milliseconds; the present load says little about the load more than a minute later.
 MAX_RETRY_AFTER_MS = 60_000
 # Maximum margin for errors of a predicted wait, as a share of the limit. However wrong the predictions are, a request that would
 # wait less than half the limit is admitted.

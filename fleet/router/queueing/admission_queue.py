@@ -12,8 +12,8 @@ Rules:
    start again.
 3. Among the requests of a tenant, the lowest queue position is next. The position is an instant: the arrival, moved to an earlier instant
    for preferred requests. So no request is overtaken for ever.
-4. When the queue is full, the last request of the tenant with the most waiting tokens over its weight is dropped. That may be the new
-   request. A request that had been placed before stays, because its client has begun to read the answer.
+4. When the queue is full, the last request of the tenant with the most waiting tokens, divided by its weight, is dropped. That may be the
+   new request. A request that had been placed before stays, because its client has begun to read the answer.
 5. The predicted wait is the backlog before a request (by rules 2 and 3), divided by the rate at which requests have left the queue. Both
    count prompt tokens, cached or not. There is no prediction until enough requests have left.
 """
@@ -33,10 +33,11 @@ from fleet.router.sessions import SessionKey
 from fleet.router.state.departure_rate import DepartureRate
 
 MAX_SECONDS = 1e9  # maximum predicted wait, about thirty years; infinity cannot be used in sums
-# The maximum number of untried wait groups that are tried after a change, in addition to the tries that may fail; they
+# The maximum number of untried wait groups that are tried after a change, in addition to the limited number of failing tries. 1024 tries
 # take about 35 ms.
 MAX_FIRST_TRIES = 1024
-# If more tenants without waiting requests have a clock, the clocks that are behind the queue's clock are removed.
+# The number of tenants without waiting requests whose clocks are kept. If there are more, all of their clocks that are not ahead of the
+# queue's clock are removed, because such a clock makes no difference (rule 2).
 MAX_IDLE_CLOCKS = 64
 
 QueuePosition = tuple[int, int, RequestId]
@@ -271,7 +272,7 @@ class FairQueue:
                 self._rate.idle()
 
     def set_sizes(self, sizes: WorkerSizes, waiting: Mapping[RequestId, QueuedRequest]) -> None:
-        """Form the wait groups anew, because the sizes of workers have changed and with them the prompts that fit.
+        """Form new wait groups, because the sizes of workers have changed, so that other prompts fit on them than before.
 
         Args:
             sizes: The sizes of the workers.
@@ -418,7 +419,7 @@ class QueueSearch:
             groups.next_turn()  # all groups were tried in this turn
 
     def mark_rejected(self, busy: BusyWorkers) -> None:
-        """Record that the last request of `candidates` still waits for one of these workers."""
+        """Record that the request that `candidates` yielded last still waits for one of these workers."""
         assert self._tried is not None
         if not self._tried.rejected_in and self._first:
             self._first -= 1

@@ -11,12 +11,13 @@ from math import ceil
 
 from fleet.core.clock import SECOND, Nanos
 
-KEPT = 128  # latest errors
+KEPT = 128  # number of latest errors that are kept
 ENOUGH = 8  # number of errors that are needed before there is a margin
 QUANTILE = 0.98
 FORGOTTEN_AFTER = 30 * SECOND
-"""Time after the latest error, after which all are forgotten. After a fault the margin may be so large that nothing may wait; nothing
-new would then be learnt."""
+"""When this time has passed since the latest error, all errors are forgotten. After a fault, the margin may be so large that no request may
+wait. Without this limit, no new error would then be measured, and the margin would stay too large.
+"""
 
 
 class PredictionErrors:
@@ -28,7 +29,7 @@ class PredictionErrors:
         self._noted_at = Nanos(0)
 
     def note(self, seconds: float, now: Nanos) -> None:
-        """Record that a first token came so many seconds later than predicted; negative: earlier."""
+        """Record that a first token came `seconds` later than predicted; negative: earlier."""
         if now - self._noted_at > FORGOTTEN_AFTER:
             self._errors.clear()
         self._noted_at = now

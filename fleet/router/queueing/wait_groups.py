@@ -2,16 +2,16 @@
 
 Rules:
 
-1. Requests are in one wait group when every worker that can serve one of them can serve the others. So when one of them was tried without
-   success, the others need not be tried.
-2. A rejected group waits for certain workers, none of which has room. Groups that wait for the same workers share a `BlockedOn`. It is
-   closed until something changes at one of these workers (`changed`): then its groups are tried again. As soon as one of them is rejected
-   for exactly the same workers, it is closed again for all its groups. When other workers may be able to serve the groups (`all_changed`),
-   no group is blocked any more.
+1. Queued requests are in one wait group if exactly the same workers can serve them. So when one request of a group was tried without
+   success, the other requests of the group need not be tried.
+2. A rejected group waits for certain workers, none of which has room. Groups that wait for the same workers share a `BlockedOn`. The
+   `BlockedOn` is closed until something changes at one of these workers (`changed`); then its groups are tried again. As soon as one of
+   these groups is rejected again and waits for exactly the same workers, the `BlockedOn` is closed for all its groups. When other workers
+   may be able to serve the groups (`all_changed`), no group is blocked any more.
 3. A group is *untried* if it was not tried since it was formed, or since other workers may be able to serve it. It is tried once, and is
    then blocked if the workers that it waits for are known. So there are never more first tries than requests that arrived.
-4. No group stays blocked for ever: its workers have requests, and when these end, or when the worker leaves, that is a change. A group that
-   waits for unknown workers is never blocked, and is tried whenever anything changes.
+4. No group stays blocked for ever: the workers that it waits for have requests. When such a request ends, or such a worker leaves, this
+   counts as a change. A group that waits for unknown workers is never blocked, and is tried whenever anything changes.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -36,7 +36,8 @@ class BlockedOn:
         self.busy = busy
         self.closed = False
         self.changed: set[WorkerId] = set()  # workers that have changed since `closed` was last true
-        # True if one of the workers has gone: its groups are tried again, because requests that only it could serve are to be rejected.
+        # True if one of the workers has gone. The groups are then tried again, because requests that only this worker could serve have to
+        # be rejected.
         self.lost = False
         self.groups = 0  # number of wait groups that share this object
 
@@ -117,7 +118,7 @@ class WaitGroups:
     def still_blocked(self, group: WaitGroup, has_room: HasRoom) -> bool:
         """Return True if a group stays blocked.
 
-        If its workers have changed, but none of them has room or has gone, the group is blocked again.
+        If some of its workers have changed, but none of these has room, and no worker has gone, the group is blocked again.
         """
         blocked_on = group.blocked_on
         if (

@@ -208,7 +208,7 @@ class LiveRequest(Struct):
         """Return the block keys of `prompt`. The caller has to call `forget_chains` when tokens of the answer are added."""
         if (keys := self.chains.get(block_tokens)) is None:
             arrived = self.arrived
-            if arrived.images:  # keys of the tokens alone would be those of other images too
+            if arrived.images:  # without the images, prompts with different images would have equal keys
                 keys = arrived.keys.get(block_tokens, ())
             else:
                 known = None if self.sent else arrived.keys.get(block_tokens)

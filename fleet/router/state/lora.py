@@ -5,9 +5,9 @@ Rules:
 1. The workers that list an adapter serve it: they have it loaded, or they load it with the first request. If workers list several revisions
    under one name, the revision of the worker that joined first counts; workers that drain are left out. So a new revision takes over when
    the last worker of the old one drains. Only workers with exactly this revision serve it.
-2. A request goes to a worker that has its adapter loaded, or is loading it for an earlier request. If there is no such worker, or their
-   batches are full, the request goes to a worker with a free slot. If no slot is free, it goes to any worker that can load the adapter, and
-   this worker unloads another adapter. Among these workers the policy chooses.
+2. A request goes to a worker that has its adapter loaded, or is loading it for an earlier request. If there is no such worker, or the
+   batches of all such workers are full, the request goes to a worker with a free slot. If no slot is free, it goes to any worker that can
+   load the adapter, and this worker unloads another adapter. Among these workers the policy chooses.
 3. The blocks of an adapter have a salt of their own (`fleet.frontend.generation.resolve_model`), so no cache ever mixes them.
 """
 

@@ -118,7 +118,7 @@ class RouterSnapshot(Struct, frozen=True, kw_only=True):
 
 
 class BreakEvenSnapshot(Struct, frozen=True, kw_only=True):
-    """From how many uncached tokens on a prefill worker should compute the prompt for one answering worker."""
+    """The number of uncached tokens from which a prefill worker should compute the prompt, for one answering worker."""
 
     worker_id: WorkerId
     requests: int  # requests on the answering worker now

@@ -297,7 +297,7 @@ class WorkerRegistry:
     # Methods that only return what the registry knows:
 
     def cards(self) -> tuple[ModelCard, ...]:
-        """Return a card for each model, and each LoRA adapter, that at least one worker can answer.
+        """Return a card for each model and each LoRA adapter for which at least one worker can answer requests.
 
         The longest context among the model's workers is the card's maximum length of a request.
         """

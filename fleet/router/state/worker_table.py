@@ -27,7 +27,8 @@ Rules of the wait for a first token (`FirstTokenRate`).
    prefill, and on a decode worker the prefill on another worker.
 9. On a worker that is not full, no wait is predicted: a request with a place in the batch is answered as fast as it can be.
 10. If several routers use a worker, each one counts its own requests and their first tokens. The engine serves the requests of all routers
-    in turn, so the ratio is the same.
+    in turn. So the requests without a first token, divided by the first tokens per second, are about the same for each router; this ratio
+    is the predicted wait.
 11. Requests of which the router learns only the end, and those to external servers, are not counted.
 12. A rate is forgotten `RATE_USED_FOR` after the worker was full for the last time. If it were kept, a slow rate could reject every request
     that would make the worker full, and then nothing would be measured any more.
@@ -344,7 +345,7 @@ class FirstTokenRate:
             self._rate.idle()
 
     def full_with(self, requests: int, blocks: int) -> bool:
-        """Return whether the worker is full once it has so many requests and blocks (rule 7)."""
+        """Return whether the worker is full when it has this many requests and blocks (rule 7)."""
         return requests > self._max_running or blocks > self._kv_blocks > 0
 
     @property

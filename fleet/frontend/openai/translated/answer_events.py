@@ -4,8 +4,8 @@ Rules:
 
 1. An answer is a sequence of pieces of text (of reasoning, texts and tool calls) and of events between them. The events between
    them follow from the answer alone. How the text is cut into pieces depends on the steps of the engine.
-2. So the id of an event says, besides the resume token and the number of tokens up to the event, how many events between pieces, how
-   many characters and how many pieces the client has with this event.
+2. So the id of an event contains the resume token and the number of tokens up to the event. It also contains three
+   numbers of what the client has, including this event: events between pieces, characters, and pieces.
 3. A resumed answer is written again from its beginning (`Resume.from_start`). The events and characters of rule 2 are left out, so the
    client gets exactly what it lacks, even if its stream was cut between two events of one step.
 """
@@ -60,7 +60,7 @@ class AnswerEvents:
 
     @property
     def sent(self) -> int:
-        """The number of events that the client has with the latest one."""
+        """The number of events that the client has, including the latest one."""
         return self._events + self._pieces
 
     def id_line(self) -> bytes:

@@ -87,7 +87,8 @@ def read_translated_chat(
         request_id: Id for a body without one.
         now: Instant of arrival.
         headers: The request's headers if there are hints among them; otherwise None.
-        images: The images of the request before its translation, whose fields errors about images at URLs name.
+        images: The images of the request before its translation. Errors about images at URLs name the fields of these
+            images.
 
     Raises:
         RequestRejected: INVALID_ARGUMENT, with the field's name in chats.

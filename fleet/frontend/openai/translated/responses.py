@@ -368,7 +368,7 @@ class ResponseWriter:
         self._sent = start.events
         self._blocks = AnswerBlocks()
         self._began = False
-        self._status = "completed"  # of an item that ends now
+        self._status = "completed"  # status of an item that ends now
 
     def chunk(self, delta: Delta) -> bytes:
         return self._written(self._blocks.add(delta))
@@ -389,7 +389,10 @@ class ResponseWriter:
         return b"".join([self._event(event) for change in changes for event in self._changed(change)])
 
     def _event(self, event: Json) -> bytes:
-        """Return an event, after those that begin the answer if it is the first one; empty if the client has it."""
+        """Return an event, or nothing if the client has it already.
+
+        Before the first event, also return the events that begin the answer.
+        """
         begin = b""
         if not self._began:
             self._began = True

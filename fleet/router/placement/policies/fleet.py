@@ -19,18 +19,18 @@
 5. *decode blocks* are the unique blocks that live requests hold on the worker, including those of this request. An answer near its expected
    end counts less.
 6. On a worker with a full batch, a cached block is worth less: the loss is `spread` times the number of waiting requests, divided by the
-   batch size. So a hot prefix spreads to another worker before its requests wait for one.
+   batch size. So a hot prefix spreads to another worker before requests with this prefix have to wait for a place in the batch.
 7. All blocks are converted by the speed of the worker. The credit of a fetched block is what the fetch saves compared with computing the
    block on this worker.
 8. The worker of this session's last request is preferred by `session_blocks`.
 9. If there is a goal for the first token, workers that will probably keep it are preferred. This is predicted from the recent time per
    prompt token on the worker.
 
-Items 1, 2 and 5 are NVIDIA Dynamo's cost function (lib/kv-router, 1.6), except for the weight of decoding. The price comes from
-queueing theory: work x that joins a queue with work u makes later requests wait λ / (1 - ρ) · x · (u + x / 2) in total, which
-with about one request's work in u + x / 2 is x · ρ / (1 - ρ) (E. Hyytiä, A. Penttinen, S. Aalto, "Size- and state-aware dispatching
-problem with queue-specific job sizes", EJOR 217, 2012). ρ is estimated from the table, with one idle worker more than there is, so
-that it is never 1. The other items are Fleet's own.
+Items 1, 2 and 5 are NVIDIA Dynamo's cost function (lib/kv-router, 1.6), except for the weight of decoding. The price comes from queueing
+theory: work x that joins a queue with work u makes later requests wait λ / (1 - ρ) · x · (u + x / 2) in total. If u + x / 2 is about the
+work of one request, this is x · ρ / (1 - ρ) (E. Hyytiä, A. Penttinen, S. Aalto, "Size- and state-aware dispatching problem with
+queue-specific job sizes", EJOR 217, 2012). ρ is estimated from the table, with one idle worker more than there is, so that it is never 1.
+The other items are Fleet's own.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Mooncake's conductor rule (R. Qin et al., "Mooncake", FAST '25, Algorithm 1): the least time to the first token.
 
-For each prefill instance, with the longest match of all instances at hand:
+For each prefill instance, `own` is its longest match with the prompt, and `longest` is the longest match of all instances:
 
     if longest / own < balancing_threshold:  TTFT = queue + prefill(prompt, own)
     else:                                    the missing blocks are fetched, TTFT = transfer + queue + prefill(prompt, longest)
@@ -47,7 +47,7 @@ class MooncakeTime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Mooncake(MooncakeTime, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Mooncake's policy: the lowest predicted time to the first token. The longest match is fetched if it is much longer than the own one."""
+    """Mooncake's policy: the lowest predicted time to the first token. A match much longer than the worker's own is fetched."""
 
     def policy(self) -> Pipeline:
         return Pipeline("mooncake", scorers=[("ttft", 1.0, self)])

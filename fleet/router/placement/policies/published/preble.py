@@ -4,31 +4,33 @@
     explore, otherwise:                                  the cheapest of all workers
 
     cost    = load + evicted + prefill, in seconds of that worker
-    load    = over the requests that it got in the last `window_seconds`: prefill(uncached part) + decode(answer)
-    evicted = over the prefixes that have to make room: prefill(their tokens) × the share of its requests of the window with them
+    load    = sum over the worker's requests of the last `window_seconds`: prefill(uncached part) + decode(answer)
+    evicted = sum over the prefixes that would be evicted: prefill(their tokens) × share of the worker's requests that have this prefix
     prefill = prefill(uncached tokens of this prompt)
 
 Then follow the paper's two adjustments of an exploiting choice, in its order:
 
-1. Rebalancing. While the most loaded worker has more than `imbalance` times the load of the least loaded one, requests that would
-   exploit it go to the least loaded one, which computes the prefix and holds it from then on. It begins after 50 requests for each worker.
-2. Copies. Otherwise, if the queue of a prefix at its worker has doubled (its mean over the later half of the window is twice
-   the mean over the earlier half), the least loaded worker without the prefix gets a copy: this request computes it. From then on requests
-   with that prefix go to the cheapest of its workers, even if another worker has a longer match. This ends when the copy has had
-   no request for a window.
+1. Rebalancing. While the most loaded worker has more than `imbalance` times the load of the least loaded worker, requests that would
+   exploit the most loaded worker go to the least loaded one. That worker computes the prefix and holds it from then on. This rule applies
+   once there were 50 requests for each worker, on average.
+2. Copies. Otherwise, if the queue of a prefix at its worker has doubled (its mean over the later half of the window is twice the mean over
+   the earlier half), the least loaded worker without the prefix gets a copy: the request that is being placed computes the prefix there.
+   From then on, requests with that prefix go to the cheapest worker that holds it, even if another worker has a longer match. This ends
+   when the copy has had no request for a window.
 
 The paper has a third rule, which is checked before exploring. If decoding is more than `decode_share` of a worker's load, the worker has
 capacity for prefill, and the request goes to it. The paper gives neither a formula for this share nor a bound, and its code has no such
 rule. So by default the rule never applies here.
 
-The window, `imbalance`, the 50 requests and the halves are those of the code (WukLab/preble, global_scheduler_with_time.py).
+The code (WukLab/preble, global_scheduler_with_time.py) gives the window, `imbalance`, the 50 requests and the halves of the window.
 
 The interface of policies lacks some of the rule's inputs. They are replaced as follows:
 
 - First tokens: the code measures the queueing times of requests, but a policy gets no information about a request after its placement. So the
   prompt tokens that are reserved on the worker and not computed yet are counted instead, together with those of the request, at the time
   of placement. Prefill times are proportional to tokens, so the number of tokens doubles when the queueing time doubles.
-- Lengths of answers: the paper takes a worker's mean. Here an answer counts with its longest length, as in the code at first.
+- Lengths of answers: the paper takes the mean length of a worker's answers. Here each answer counts as if it had its maximum length, as the
+  code assumes at first.
 - The tree of prompts: the key of the first block and the leading blocks of each worker are known. So the worker "with the longest node"
   is the one with the longest match, and a subtree is all prompts with one first block, split between its copies request by request.
 - Times: the paper fits them offline. Here they are seconds for each token, and `quadratic_seconds` for attention.

@@ -4,7 +4,7 @@
    earlier.
 2. A prefix is identified by the key of its first block. The first prompt with this prefix that a worker computes becomes a node, which
    later prompts with the prefix share. The rest of each later prompt becomes a node of its own, which no other prompt shares.
-3. The nodes of a worker are kept in the order of their last use. The worker evicts the first ones first.
+3. The nodes of a worker are kept in the order of their last use. The worker is assumed to evict the least recently used node first.
 4. A prefix on a worker is forgotten with its last request in the window.
 """
 
@@ -109,7 +109,7 @@ class RequestWindow:
         return None if recent is None else recent.prefixes.get(key)
 
     def note_copy(self, key: int, source: WorkerId, copy: WorkerId) -> None:
-        """Start the measurement at the source of a prefix anew, and mark the next request of the other worker as a copy."""
+        """Start a new measurement of a prefix at `source`, and mark the next request with this prefix at `copy` as a copy."""
         self.recent[source].prefixes[key].tokens = WindowTokens()
         self.recent.setdefault(copy, WorkerWindow()).prefixes.setdefault(key, CachedPrefix()).is_copy = True
 

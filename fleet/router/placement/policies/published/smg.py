@@ -4,8 +4,9 @@
     else, if the longest match is more than `match_threshold` of the prompt: the worker that has it
     else:                                                                     the worker with the smallest tree
 
-The *tree* of a worker is what the router itself has sent to it. Here its size is the number of blocks that the worker did not hold when
-they were sent. Copies of the rule in SGLang and vllm-router have other defaults: a threshold of 0.3, 64 requests and a factor of 1.5.
+The *tree* of a worker is what the router itself has sent to it. Here the size of a tree is the number of blocks that
+were sent to the worker while the worker did not hold them. Copies of the rule in SGLang and vllm-router have other
+defaults: a threshold of 0.3, 64 requests and a factor of 1.5.
 """
 
 from math import isfinite

@@ -247,7 +247,7 @@ class RelayedRequest:
             self.flow.flush()
         if self._began and (self.flow is None or not self.flow.at_event_boundary()):
             if self.flow is not None:
-                self.flow.send_last_event(self._errors.event(refused))
+                self.flow.send_last_event(self._errors.event(refused, None))
             self._exchange.relayed(keep_alive=False)
             return
         with suppress(ClientDisconnected):

@@ -17,11 +17,15 @@ class ErrorForm(Struct, frozen=True):
     """The functions that write errors in the form of one API."""
 
     body: Callable[[RequestRejected], bytes]
-    event: Callable[[RequestRejected], bytes]
+    event: Callable[[RequestRejected, int | None], bytes]  # the number: see `events` of `send_rejection`
 
 
 def send_rejection(
-    exchange: Exchange, refused: RequestRejected, *more: tuple[str, str], form: ErrorForm | None = None
+    exchange: Exchange,
+    refused: RequestRejected,
+    *more: tuple[str, str],
+    form: ErrorForm | None = None,
+    events: int | None = None,
 ) -> None:
     """Answer a rejected request; a started stream ends with an error event.
 
@@ -30,13 +34,14 @@ def send_rejection(
         refused: The rejection.
         more: Headers of an answer not yet started.
         form: The form of the API; None: the form of completions and chat.
+        events: Number of the earlier events of a started stream, which the Responses API states; None if it is unknown.
 
     Raises:
         ClientDisconnected: The connection is closed.
     """
     form = form or OPENAI_ERRORS
     if exchange.began:
-        exchange.send(form.event(refused), content_type=EVENT_STREAM, last=True)
+        exchange.send(form.event(refused, events), content_type=EVENT_STREAM, last=True)
         return
     headers = more
     if seconds := -(-refused.retry_after_ms // 1000):
@@ -67,7 +72,7 @@ def error_body(refused: RequestRejected) -> bytes:
     return msgspec.json.encode({"error": _error(refused)})
 
 
-def error_event(refused: RequestRejected) -> bytes:
+def error_event(refused: RequestRejected, _events: int | None = None) -> bytes:
     """Return the last event of a failed stream. It contains the retry hint, which otherwise is in a header."""
     error = _error(refused)
     if refused.retry_after_ms:
@@ -88,9 +93,16 @@ def _error(refused: RequestRejected) -> dict[str, object]:
     return error
 
 
-def responses_error_event(refused: RequestRejected) -> bytes:
-    """Return the last event of a failed stream of the Responses API."""
-    error = {"type": "error", "code": refused.reason, "message": refused.message, "param": refused.field or None}
+def responses_error_event(refused: RequestRejected, events: int | None) -> bytes:
+    """Return the last event of a failed stream of the Responses API, after this number of events."""
+    error: dict[str, object] = {
+        "type": "error",
+        "code": refused.reason,
+        "message": refused.message,
+        "param": refused.field or None,
+    }
+    if events is not None:
+        error["sequence_number"] = events
     return b"event: error\n" + sse_event(msgspec.json.encode(error))
 
 
@@ -117,7 +129,7 @@ def _anthropic_body(status: int, message: str) -> bytes:
     return msgspec.json.encode({"type": "error", "error": error})
 
 
-def anthropic_error_event(refused: RequestRejected) -> bytes:
+def anthropic_error_event(refused: RequestRejected, _events: int | None) -> bytes:
     """Return the last event of a failed stream of the Messages API."""
     return b"event: error\n" + sse_event(anthropic_error_body(refused))
 

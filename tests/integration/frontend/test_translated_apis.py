@@ -390,6 +390,7 @@ async def test_failed_response_stream_ends_with_an_error_event(frontends, respon
 
     assert events[-2].type == "response.output_text.delta"
     assert (events[-1].type, events[-1].code) == ("error", "worker_lost")
+    assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
 # The Messages API

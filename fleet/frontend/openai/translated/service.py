@@ -83,6 +83,7 @@ class TranslatedFrontend:
         headers = exchange.request.headers
         request_id = new_request_id(headers, self._generation.serves)
         names: Mapping[str, str] = {}
+        events: AnswerEvents | None = None
         try:
             if self._is_draining():
                 raise draining_rejection()
@@ -99,7 +100,8 @@ class TranslatedFrontend:
                 traced = structs.replace(asked.chat.request, trace=tracing.read(headers))
                 asked = structs.replace(asked, chat=structs.replace(asked.chat, request=traced))
             if asked.chat.stream:
-                await self._stream(exchange, asked)
+                events = AnswerEvents(asked.chat.seen)
+                await self._stream(exchange, asked, events)
             else:
                 await self._collect(exchange, asked)
         except RequestRejected as refused:
@@ -108,7 +110,8 @@ class TranslatedFrontend:
                 # become messages. So the error names the whole list.
                 names = {**names, refused.field: names["chat.messages"]}
             renamed = rename_field(rename_field(refused, names), api.names)
-            send_rejection(exchange, renamed, *id_headers(exchange, request_id), form=api.errors)
+            sent = None if events is None else events.sent
+            send_rejection(exchange, renamed, *id_headers(exchange, request_id), form=api.errors, events=sent)
 
     def _without_needless_budget(self, asked: TranslatedRequest) -> TranslatedRequest:
         """Return a request without its limit of the reasoning unless each worker of its model can obey it.
@@ -121,14 +124,13 @@ class TranslatedFrontend:
         unlimited = structs.replace(request, sampling=structs.replace(request.sampling, thinking_tokens=None))
         return structs.replace(asked, chat=structs.replace(asked.chat, request=unlimited))
 
-    async def _stream(self, exchange: Exchange, asked: TranslatedRequest) -> None:
+    async def _stream(self, exchange: Exchange, asked: TranslatedRequest, written: AnswerEvents) -> None:
         request = asked.chat.request
         headers: tuple[tuple[str, str], ...] = (
             ("cache-control", "no-cache"),
             ("x-accel-buffering", "no"),  # without this header, nginx would buffer the events
             ("date", formatdate(unix_seconds(), usegmt=True)),
         )
-        written = AnswerEvents(asked.chat.seen)
         async with aclosing(self._generation.generate(request, authorization_of(exchange.request.headers))) as events:
             writer: AnswerWriter | None = None
             async for item in events:

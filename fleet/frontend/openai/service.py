@@ -460,6 +460,9 @@ class HttpFrontend(HttpServer):
                         assert formatter is not None
                         if item.stop_string and not has_tokens:
                             rest = b""  # the client got it with the token that completed the stop string
+                        if not rest and not item.text and (begin := formatter.begin()):
+                            # A resumed stream has no such event, so it does not count among the last ones.
+                            exchange.send(ids.numbered(begin), content_type=EVENT_STREAM, headers=headers)
                         chunks = ids.numbered_last(rest + formatter.last_chunks(item, ()))
                         exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)
 

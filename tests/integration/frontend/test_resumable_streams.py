@@ -94,6 +94,21 @@ async def test_parsed_stream_cut_after_any_event_goes_on_exactly(model_dir, tmp_
                 assert choices(end) == choices(whole[again:]), (cut, again)
 
 
+@pytest.mark.parametrize(("text", "fields"), [("", {}), ("STOP", {"stop": ["STOP"]})])
+async def test_stream_without_text_cut_after_any_event_goes_on(frontends, text, fields):
+    """Without text, the role comes at the end of the answer."""
+    path, body = CHAT
+    body = body_of(body, stream_options={"include_usage": True}, **fields)
+    frontends.will_answer(text, then=(EOS,))
+    _, whole, _ = await stream(frontends.url, path, body)
+    assert len(whole) == 4, whole
+
+    for cut, (number, _) in enumerate(whole, 1):
+        status, rest, _ = await stream(frontends.url, path, body, {"last-event-id": number})
+        assert status == 200, rest
+        assert choices(rest) == choices(whole[cut:]), cut
+
+
 def choices(events):
     """Return what the events say about the answer, without the KV reports: nothing is computed for an answer that has ended."""
     return [data if data == "[DONE]" else json.loads(data)["choices"] for _, data in events]

@@ -106,6 +106,10 @@ class ChatFormatter:
         """Do not send the role again, because the client already has the first events of this stream."""
         self._first = b""
 
+    def begin(self) -> bytes:
+        """Return an event with the role and no text; empty if the role was sent."""
+        return self._content("", b"null") if self._first else b""
+
     @property
     def head(self) -> Json:
         """The fields that all events and the whole answer share, except ``object``."""
@@ -255,6 +259,10 @@ class CompletionFormatter:
 
         Only log probabilities make events depend on earlier ones, and streams that can be resumed have none.
         """
+
+    def begin(self) -> bytes:
+        """Return no event, because completions have no role."""
+        return b""
 
     @property
     def head(self) -> Json:

@@ -428,6 +428,8 @@ class HttpFrontend(HttpServer):
         ids, headers = EventIds(parsed.seen), STREAM_HEADERS
         async with aclosing(self._generation.generate(parsed.request, _authorization(exchange), offer)) as events:
             formatter: AnswerFormatter | None = None
+            # What a parsed answer still gets after its last token has no position of its own, so it is one of the last events.
+            rest, has_tokens = b"", False
             async for item in events:
                 match item:
                     case Admitted():
@@ -443,13 +445,25 @@ class HttpFrontend(HttpServer):
                         headers += rate_limit_headers(item.allowance)
                     case Delta():
                         assert formatter is not None
+                        if not item.token_ids:
+                            rest += formatter.chunk(item)
+                            continue
+                        if rest:
+                            exchange.send(ids.numbered(rest), content_type=EVENT_STREAM, headers=headers)
+                            rest = b""
                         ids.follow(item)
+                        has_tokens = True
                         if chunk := formatter.chunk(item):
                             exchange.send(ids.numbered(chunk), content_type=EVENT_STREAM, headers=headers)
                             await exchange.drained()
                     case Finished():
                         assert formatter is not None
-                        chunks = ids.numbered_last(formatter.last_chunks(item, ()))
+                        if item.stop_string and not has_tokens:
+                            rest = b""  # the client got it with the token that completed the stop string
+                        if not rest and not item.text and (begin := formatter.begin()):
+                            # A resumed stream has no such event, so it does not count among the last ones.
+                            exchange.send(ids.numbered(begin), content_type=EVENT_STREAM, headers=headers)
+                        chunks = ids.numbered_last(rest + formatter.last_chunks(item, ()))
                         exchange.send(chunks, content_type=EVENT_STREAM, headers=headers, last=True)
 
     async def _collect(

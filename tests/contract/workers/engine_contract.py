@@ -392,6 +392,21 @@ async def answer_continues_exactly(one: EngineDriver, other: EngineDriver, sampl
         ]
 
 
+async def answer_whose_form_is_complete_gets_no_more_tokens(one: EngineDriver, other: EngineDriver) -> None:
+    """Let `other` continue an answer of `one` after its last token, as for a client that lacks only the end of the stream."""
+    sampling = _with_state(**HOT, ignore_eos=False, form=Choice(("one", "two")))
+    prompt = token_bytes(random.Random(76).sample(range(300, 4000), 75))
+    tokens, end = await one.do(an_attempt(prompt, sampling=sampling))
+    rest = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - len(tokens))
+
+    continued, finished = await other.do(
+        an_attempt(prompt + token_bytes(tokens), sampling=rest, generated_tokens=len(tokens))
+    )
+
+    assert end.finish is Finish.STOP
+    assert (continued, finished.finish) == ((), Finish.STOP)
+
+
 async def prompt_logprobs_come_once_for_all_but_the_first_token(one: EngineDriver) -> None:
     prompt = fresh_prompt(5 * one.engine.facts.block_tokens + 3)
     for _ in range(2):  # the second time, the engine has the blocks in its cache

@@ -10,7 +10,13 @@ from fleet.core.ids import ModelName, WorkerId
 from fleet.core.requests import state_fields
 from fleet.core.roles import KvPath, Role
 from fleet.local.tiny_model import build_tiny_model
-from tests.contract.workers.engine_contract import ALONE, CONTINUED, PAIRED, answer_continues_exactly
+from tests.contract.workers.engine_contract import (
+    ALONE,
+    CONTINUED,
+    PAIRED,
+    answer_continues_exactly,
+    answer_whose_form_is_complete_gets_no_more_tokens,
+)
 from tests.support.kvstore.builders import a_node
 from tests.support.workers.engine_driver import EngineDriver, driven_engines
 from workers.engines.simulated.launch import open_engine
@@ -48,6 +54,16 @@ async def test_simulated_engine_continues_exactly(case, tmp_path):
         assert continues.facts.keeps_forms
         assert set(state_fields(CONTINUED[case])) <= set(continues.facts.continued_fields)
         await answer_continues_exactly(*engines, CONTINUED[case])
+
+
+async def test_answer_whose_form_is_complete_gets_no_more_tokens(tmp_path):
+    settings = structs.replace(simulated(), model_dir=str(build_tiny_model(tmp_path)))
+    async with (
+        open_engine(settings) as begins,
+        open_engine(settings) as continues,
+        driven_engines(begins, continues) as engines,
+    ):
+        await answer_whose_form_is_complete_gets_no_more_tokens(*engines)
 
 
 @pytest.fixture(scope="module")

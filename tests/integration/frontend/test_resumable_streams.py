@@ -1,12 +1,16 @@
 """Tests of streams with event ids over HTTP, in front of a router whose answers the test writes."""
 
 import json
+import shutil
 
 import httpx
 import pytest
 
+from fleet.core.requests import AnswerParsers
+from tests.support.frontend.frontends import open_frontends
 from tests.support.frontend.http_clients import error_of, sse_events
-from tests.support.frontend.text_model import EOS
+from tests.support.frontend.text_model import EOS, write_json
+from tests.support.router.fake_router import a_model_card
 
 pytestmark = pytest.mark.integration
 
@@ -55,6 +59,59 @@ async def test_stream_cut_after_any_event_goes_on_with_same_bytes(frontends, pat
         status, rest, _ = await stream(frontends.url, path, body, {"last-event-id": number})
         assert status == 200, rest
         assert [data for _, data in rest] == [data for _, data in whole[cut:]], cut
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("Sun <tool_call", {}),  # the parser holds the text back, because a call may begin there
+        ('<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>', {}),
+        ("Sun <tool_STOP", {"stop": ["STOP"]}),
+    ],
+    ids=["begun call", "call", "stop string"],
+)
+async def test_parsed_stream_cut_after_any_event_goes_on_exactly(model_dir, tmp_path, text, fields):
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
+    write_json(folder / "tokenizer_config.json", settings | {"chat_template": template})
+    path, body = CHAT
+    tools = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
+    body = body_of(body, tools=tools, stream_options={"include_usage": True}, **fields)
+    async with open_frontends(folder) as frontends:
+        frontends.router.cards = (a_model_card(parsers=AnswerParsers(tool_calls="hermes")),)
+        frontends.will_answer(text, then=(EOS,))
+        status, whole, content = await stream(frontends.url, path, body)
+        assert status == 200, content
+        assert b"<tool_" in content or b'"tool_calls":[' in content
+
+        for cut, (number, _) in enumerate(whole, 1):
+            status, rest, _ = await stream(frontends.url, path, body, {"last-event-id": number})
+            assert status == 200, rest
+            assert choices(rest) == choices(whole[cut:]), cut
+            for again, (after, _) in enumerate(rest, cut + 1):  # the resumed stream is cut too
+                _, end, _ = await stream(frontends.url, path, body, {"last-event-id": after})
+                assert choices(end) == choices(whole[again:]), (cut, again)
+
+
+@pytest.mark.parametrize(("text", "fields"), [("", {}), ("STOP", {"stop": ["STOP"]})])
+async def test_stream_without_text_cut_after_any_event_goes_on(frontends, text, fields):
+    """Without text, the role comes at the end of the answer."""
+    path, body = CHAT
+    body = body_of(body, stream_options={"include_usage": True}, **fields)
+    frontends.will_answer(text, then=(EOS,))
+    _, whole, _ = await stream(frontends.url, path, body)
+    assert len(whole) == 4, whole
+
+    for cut, (number, _) in enumerate(whole, 1):
+        status, rest, _ = await stream(frontends.url, path, body, {"last-event-id": number})
+        assert status == 200, rest
+        assert choices(rest) == choices(whole[cut:]), cut
+
+
+def choices(events):
+    """Return what the events say about the answer, without the KV reports: nothing is computed for an answer that has ended."""
+    return [data if data == "[DONE]" else json.loads(data)["choices"] for _, data in events]
 
 
 async def test_stream_without_the_header_has_no_ids(frontends):

@@ -115,6 +115,10 @@ class SimulatedEngine:
             of_tools = start.parsing is not None and start.parsing.tools
             self._reject(start, Reason.INVALID_ARGUMENT, "chat.tools" if of_tools else "sampling.form", str(error))
             return
+        if sequence.has_ended and not _draws_anew(start):
+            self._ended.append(Progress(request_id=start.request_id, finish=Finish.STOP))
+            self._wake.set()
+            return
         if (needed := sequence.most_blocks) > self._facts.kv_blocks:
             fault = f"needs {needed} blocks of KV, this engine has {self._facts.kv_blocks}"
             self._reject(start, Reason.TOO_LARGE, "tokens", fault)
@@ -427,3 +431,8 @@ class SimulatedEngine:
 
 def _is_direct(handoff: Handoff | None) -> bool:
     return handoff is not None and handoff.kv_path is KvPath.DIRECT
+
+
+def _draws_anew(start: Start) -> bool:
+    """Return whether the router drops the token of this prefill, so that the decode engine has to end the answer."""
+    return start.phase is Phase.PREFILL and start.kv_path is KvPath.DIRECT and start.sampling.temperature != 0

@@ -98,6 +98,14 @@ class Sequence:
         )
 
     @property
+    def has_ended(self) -> bool:
+        """True if the earlier tokens of a continued answer are a whole script, so that there is no token left."""
+        script, earlier = self._script, self.start.generated_tokens
+        if script is None or not script.is_whole or self.start.sampling.ignore_eos:
+            return False
+        return earlier >= len(script.tokens)
+
+    @property
     def most_blocks(self) -> int:
         """The maximum number of blocks that the request can need, for its prompt and the longest possible answer."""
         return block.blocks_for(self.prompt_tokens + self.answer_tokens, self._shape.block_tokens)

@@ -185,7 +185,7 @@ class BlockSaver(Protocol):
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
         """Write those blocks that the engine has and the store does not have; return how many were written.
 
-        The call ends after the time `within`. A failure of the store raises no exception.
+        The call takes at most the time `within`. A failure of the store raises no exception.
         """
         ...
 

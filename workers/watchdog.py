@@ -12,8 +12,7 @@ Rules:
 3. Steps are distinguished by size, because a step that computes 4,096 prompt tokens may take a thousand times as long
    as one that decodes. Sizes are powers of two: all steps whose tokens round to the same power have the same size. For
    a size without an observed step there are two upper bounds: the time of a larger step, and the time of a smaller step
-   in proportion to the tokens. The lower one of both is used. If no step was observed at all, the patience is the
-   ceiling.
+   in proportion to the tokens. The lower bound is used. If no step was observed at all, the patience is the ceiling.
 4. Slow steps are forgotten: the remembered time of a size's slowest step halves with each `HALF_LIFE` of watched time.
    The time of a first compilation therefore does not count for ever.
 5. If there is work of a kind that the engine has not done before (an adapter to load, a kernel to compile), the
@@ -164,7 +163,7 @@ class _Scheduler:
     def _learn(self, tokens: int, took: Nanos) -> None:
         """Remember the time of a step for its size (rule 4).
 
-        A step that began and ended between two looks counts as the time between them.
+        If a step began and ended between two calls of `look`, the time between the two calls counts as its duration.
         """
         size = _size_of(tokens)
         known = self._slowest[size]

@@ -11,7 +11,7 @@ from workers.settings import ModelTask
 GENERATING = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
 CLASSIFYING = ("Classification", "ClassificationModel")
 EMBEDDING = ("ForTextEncoding", "EmbeddingModel", "Model")
-"""The architecture names of embedding models end so, as in vLLM."""
+"""Endings by which vLLM recognises the architecture names of embedding models."""
 
 SENTENCE_TRANSFORMERS = "modules.json"
 """A model folder with this file holds an embedding model for vLLM, even if its architecture could generate tokens."""

@@ -290,7 +290,7 @@ class SimulatedEngine:
     async def _fetch(self, sequence: Running) -> None:
         """Load the LoRA adapter, and fetch the prompt's blocks that the store or the prefill engine has.
 
-        The others are computed.
+        The engine computes the other blocks.
         """
         if sequence.start.adapter:
             await self._load_adapter(sequence.start.adapter, first=sequence.loads_adapter)

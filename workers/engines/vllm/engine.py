@@ -73,7 +73,7 @@ STORE_SECONDS = 10.0  # maximum wait of a start for the KV store node, which may
 INLINE_CHARACTERS = 4096
 # Seconds between two checks of an idle engine; if an engine with requests dies, this is noticed at once.
 HEALTH_SECONDS = 0.5
-LOADED_CHECK_SECONDS = 0.05  # pause between two looks whether the warm-up has begun, which is short for a small model
+LOADED_CHECK_SECONDS = 0.05  # pause between two checks whether the warm-up, which may be short, has begun
 
 
 @asynccontextmanager
@@ -147,9 +147,10 @@ async def _start_shielded(settings: WorkerSettings, scratch: Path) -> "Started":
 
 
 def _import_vllm() -> None:
-    """Import vLLM at a place from which few objects are reachable.
+    """Import vLLM from a call stack that holds few objects.
 
-    vLLM keeps tracebacks of its imports for ever, and with them all objects of the callers.
+    vLLM keeps the tracebacks of its imports for ever. A traceback keeps all local objects of the functions on the call
+    stack alive.
     """
     import vllm.v1.engine.async_llm  # noqa: F401, PLC0415 - the import takes seconds, and only this worker needs it
 
@@ -566,7 +567,7 @@ class VllmEngine:
             log.exception("images not prepared", extra={"request": start.request_id})
             self._tell(_rejected(start, Reason.INTERNAL, "", "the worker could not prepare the images"))
             return None
-        # vLLM did not have the request when it was told to abort it.
+        # vLLM did not have the request yet when `_abort` was called, so vLLM reports no end of it.
         self._tell(Progress(request_id=start.request_id, finish=Finish.CANCELLED))
         return None
 

@@ -42,8 +42,8 @@ RANK_OVERHEAD_BYTES = GIB  # memory that each rank after the first one needs in 
 CPU_BLOCK_TOKENS = 32  # the block size of vLLM's attention kernels for CPUs has to be a multiple of this
 
 STEP_TOKENS = 256
-"""Most tokens of a step of an engine on CPUs, where vLLM's default is 2,048. A step cannot be interrupted, so a request that
-arrives after cancelled prompts waits for the rest of one (docs/reliability.md, "Figures")."""
+"""Maximum number of tokens in a step of an engine on CPUs; vLLM's default is 2,048. A step cannot be interrupted. If
+its requests are cancelled, a new request still waits until the step ends (docs/reliability.md, "Figures")."""
 
 STEP_ARGUMENTS = ("max_num_batched_tokens", "performance_mode")
 """Arguments by which a user chooses the tokens of a step; with one of them, Fleet changes nothing."""
@@ -309,8 +309,8 @@ def side_channels(settings: WorkerSettings) -> Iterator[None]:
 def _reserve_ports(reserved: contextlib.ExitStack, count: int) -> int:
     """Bind sockets to consecutive TCP ports of all IPv4 and IPv6 addresses, and return the first port.
 
-    These sockets never listen. The system gives a bound port to nobody else, except to sockets that allow, like these,
-    that an address is used again (SO_REUSEADDR in Linux's socket(7)): those of vLLM do.
+    These sockets never listen. While they are bound, the system lets another socket bind the same port only if that
+    socket has the option SO_REUSEADDR too (Linux's socket(7)). vLLM's sockets have this option.
     """
     families = _address_families()
     for _ in range(PORT_ATTEMPTS):

@@ -24,7 +24,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class LoadedAdapters:
     """Estimates which adapters vLLM has loaded.
 
-    If there are too many, vLLM drops the least recently used one, and so does this.
+    If there are too many, vLLM drops the least recently used one, and this class assumes the same.
     """
 
     def __init__(self, slots: int) -> None:

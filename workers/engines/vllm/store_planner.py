@@ -16,10 +16,11 @@ Rules:
    computing these blocks would take. Meanwhile the engine goes on with other requests. A request waits for promotions
    only once.
 6. If a request has to wait in the engine's queue, the store is called to prefetch its blocks while the current step
-   runs. The prefetched blocks are not pinned, because queues are long. The scheduler makes only a few such calls in
-   each step.
-7. A request reports where its prompt's blocks came from at its first admission: blocks in the engine's own cache,
-   blocks loaded (as the worker side confirmed them), and blocks pulled directly. All other blocks were computed.
+   runs. The prefetched blocks are not pinned, because the request may wait long and would keep them from being evicted.
+   The scheduler makes only a few such calls in each step.
+7. The counts of a request tell where its prompt's blocks came from when vLLM first scheduled the request: blocks in the
+   engine's own cache, blocks loaded from the store (as the worker side confirmed them), and blocks pulled directly. All
+   other blocks were computed.
 """
 
 from collections import deque
@@ -228,7 +229,7 @@ class StorePlanner:
         tracked.local = local_tokens // self._block_tokens
         if request.num_preemptions == 0:
             tracked.counts = PromptBlockCounts(engine=tracked.local)
-        # Read as late as this, because vLLM sets the number only once.
+        # Read at each look-up: NIXL's connector clears the flag when it begins to pull, so that a request pulls only once.
         tracked.will_pull = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
         if tracked.will_pull:
             return 0
@@ -265,7 +266,7 @@ class StorePlanner:
     def plan(self, scheduled: Mapping[str, int], block_ids_of: Callable[[str], Sequence[int]]) -> StoreWork:
         """Return the orders for the next step.
 
-        `scheduled` is the number of tokens of each request that the step computes.
+        `scheduled` maps each request of the step to the number of its tokens that the step computes.
         """
         self._steps += 1
         work = StoreWork(
@@ -296,7 +297,7 @@ class StorePlanner:
     def loaded(self, results: Mapping[str, int]) -> None:
         """Record that all ranks have ended these loads.
 
-        `results` has, for each request, the number of blocks loaded correctly.
+        `results` has, for each request, the number of leading blocks that were loaded correctly.
         """
         for request_id, good in results.items():
             if (lease_id := self._reading.pop(request_id, None)) is not None:

@@ -179,7 +179,8 @@ def checksums_of(blocks: EngineBlocks, block_ids: Sequence[int]) -> list[int]:
 def is_checkable(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> bool:
     """Return whether each rank of the engine has whole blocks of some heads, which nothing changes after the prefill.
 
-    A draft model may still write its layers of a block when the prefill has ended.
+    The result is False for an engine with a draft model, because a draft model may still write its layers of a block
+    after the prefill has ended.
     """
     parallel, groups = config.parallel_config, kv_cache_config.kv_cache_groups
     is_split = max(

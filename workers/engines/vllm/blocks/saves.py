@@ -3,9 +3,10 @@
 Rules:
 
 1. Everything here runs in the engine's worker process, between two steps of the model. An exception would end the
-   engine, so a failure becomes a block that was not saved, and a log line.
-2. Urgent blocks are written before the step returns. Deferred blocks are copied to a fixed staging area, and one
-   thread writes them. When the area is full, blocks are dropped, because a store is only a cache.
+   engine. A failure is therefore logged, and its blocks are not saved.
+2. Urgent blocks are written before the step returns. Deferred blocks are copied to a staging area of fixed size, and
+   one thread writes them. When the area is full, blocks are dropped, because a block that was not saved can be computed
+   again.
 3. A write costs milliseconds at the engine and at the node, however few its blocks, and slows down concurrent steps.
    Deferred blocks are therefore written in a pause of the engine. They wait for a pause until `LONGEST_WAIT_SECONDS`
    have passed or half of the area is taken. The waiting blocks of one request are then written together.
@@ -49,7 +50,8 @@ LONGEST_WAIT_SECONDS = (
     # Maximum time that a computed block waits for its save; until it is saved, other engines have to compute it again.
     0.25
 )
-# The first rank may order a block before another rank has staged its shard; that rank waits so long for the shard.
+# The first rank may order a block before another rank has staged its shard. That rank waits for the shard at most this
+# many seconds.
 LAG_SECONDS = 1.0
 CLOSE_SECONDS = 5.0  # time limit to write staged blocks when the engine stops
 

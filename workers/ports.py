@@ -19,7 +19,7 @@ KvLayout = Literal["HND", "NHD"]
 
 
 class PinChain(Struct, frozen=True, kw_only=True):
-    """Requests a pin of the leading blocks of a chain that the store has. It replaces the session's earlier pin."""
+    """Asks the store to pin the leading blocks of a chain, as far as it has them. Replaces the session's earlier pin."""
 
     session: str
     tokens: TokenBytes

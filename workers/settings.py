@@ -30,7 +30,7 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     `extra_args.gpu_memory_utilization`."""
 
     dtype: str = "auto"
-    """A data type by vLLM's name; float32 gives the same tokens whatever the batch."""
+    """Data type of the model, by vLLM's name. With float32, the tokens of an answer do not depend on the other requests of the batch."""
 
     enforce_eager: bool = True
     """No graph capture and no compilation: the engine starts faster, and runs slower if its kernels are short."""
@@ -139,8 +139,8 @@ class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The number of processes, one on each node."""
 
     rank: Annotated[int, Meta(ge=0)] = 0
-    """The rank of this process. Rank 0 leads and serves requests, and the others stay invisible. All other settings are
-    the same for all ranks."""
+    """The rank of this process. Rank 0 leads, registers and serves requests; routers and clients never connect to the other
+    ranks. All other settings are the same for all ranks."""
 
     leader: Annotated[str, Meta(min_length=1)]
     """host:port at which the other ranks find the first one."""
@@ -271,8 +271,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     hold_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 120
     """Maximum time for which the store pins the blocks of a session after one of its requests has ended. The node's
-    `max_hold_seconds` applies if it is shorter, and all its pins together keep `max_held_share` of its memory. 0: no
-    pins. In the public trace of coding agents, nine in ten pauses are shorter than 129 s."""
+    `max_hold_seconds` applies if it is shorter, and all pins of the node together keep at most `max_held_share` of its
+    memory. 0: no pins. In the public trace of coding agents, nine in ten pauses are shorter than 129 s."""
 
     kv_paths: tuple[KvPath, ...] = ()
     """KV paths by which this worker can hand over or fetch blocks, the preferred one first."""
@@ -329,8 +329,9 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     evacuate_bytes: Annotated[int, Meta(ge=0)] = 8 << 30
     """The most bytes of warm blocks that a draining worker copies to where other workers read them, the most valuable
-    ones first: to the tier of its store that nodes share (Redis, S3); if the store is its own, else to the store's
-    peers or disk. The evacuation ends with `drain_timeout_ms` at the latest, and delays no answer. 0: none."""
+    ones first. They go to the tier of its store that nodes share (Redis, S3). If there is no such tier and the store
+    ends with the worker, they go to the store's peers or to its disk. The evacuation ends with `drain_timeout_ms` at
+    the latest, and delays no answer. 0: none."""
 
     group: GroupSettings | None = None
     """The worker group, and the rank of this process in it; absent: the engine runs on one node."""

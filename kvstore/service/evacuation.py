@@ -42,7 +42,7 @@ each write fails at once."""
 class Evacuations:
     """Performs the evacuations of one node. Several may run at a time: they share the tier's queue and its transfers.
 
-    `settle` performs the hierarchy's decisions.
+    The constructor gets `settle`, a function that performs the hierarchy's decisions.
     """
 
     def __init__(

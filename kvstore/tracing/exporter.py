@@ -2,8 +2,9 @@
 
 Rules:
 
-1. Nothing waits for the collector. Spans that the collector does not take in time are dropped and counted. Entries that
-   arrive while the queue is full are dropped and counted too.
+1. Nothing waits for the collector. Spans that the collector does not take in time are dropped and counted. An entry of
+   the queue is a function that makes the spans of one request, attempt or call (`EndedSpans`). Entries that arrive while
+   the queue is full are dropped and counted too.
 2. Memory is bounded by `most_waiting` entries, one batch, and a bounded part of the collector's answer.
 3. Spans are made in the thread, from facts that do not change any more, so that a thread that serves requests only has
    to note these facts.

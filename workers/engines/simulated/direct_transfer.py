@@ -120,7 +120,7 @@ def _copied(lent: tuple[bytearray, int]) -> LentBlock:
 
 
 class BlockBorrower:
-    """Follows the borrowing of blocks under one lease on the side of the decode engine. It does no I/O."""
+    """Holds the state of a decode engine that borrows blocks under one lease. It does no I/O."""
 
     def __init__(self, lease: str, names: Sequence[BlockHash], block_bytes: int) -> None:
         self.state = LoanState.OFFERED

@@ -218,8 +218,8 @@ def _sampling_fields(llm: "AsyncLLM", config: "VllmConfig") -> tuple[str, ...]:
 def _kv_blocks(settings: WorkerSettings, config: "VllmConfig") -> int:
     """Return the number of blocks that fit into the KV cache.
 
-    An engine for vectors gets at least the blocks of a full batch, because encoders have no KV cache that limits the
-    batch.
+    For a pooling model, the result is at least the number of blocks that a full batch needs: encoders have no KV cache, so
+    blocks must not limit their batch.
     """
     blocks = int(config.cache_config.num_gpu_blocks or 0)
     if settings.task not in POOLING_TASKS:
@@ -502,7 +502,8 @@ class VllmEngine:
         except EngineDeadError:
             self._die()
         except (VLLMClientError, ValueError) as error:  # vLLM raises two kinds of errors for invalid requests
-            # The router has checked all other sampling parameters, so the structured output must be the invalid one.
+            # vLLM does not name the invalid field. The router has checked all fields except those that only vLLM can
+            # check, so one of these must be the invalid one.
             self._tell(_rejected(start, Reason.INVALID_ARGUMENT, _form_field(start), str(error)))
         except VLLMError as error:
             log.exception("request failed in vllm", extra={"request": start.request_id})

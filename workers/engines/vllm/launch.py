@@ -484,7 +484,7 @@ def step_tokens(settings: WorkerSettings, config: "VllmConfig") -> int | None:
     undivided = not scheduler.enable_chunked_prefill or config.speculative_config is not None
     if undivided or model.is_multimodal_model or model.is_encoder_decoder or model.is_hybrid or model.has_inner_state:
         return None
-    # Each running answer takes a token of every step, and at least half of a full batch's step is left for prompts.
+    # Each running answer takes one token of every step. With a full batch, at least half of the limit is left for prompts.
     limit = max(STEP_TOKENS, 2 * scheduler.max_num_seqs)
     return limit if limit < scheduler.max_num_batched_tokens else None
 

@@ -43,7 +43,8 @@ LEAST_TOKENS = 64  # a step with fewer tokens does not count for `PrefillSpeed`,
 SAMPLES = 16  # number of step durations that `PrefillSpeed` remembers
 UNKNOWN_SECONDS_A_TOKEN = 0.0005  # assumed prefill time of a token before the first measurement
 LOOK_AGAIN_SECONDS = 0.002  # pause between two calls that check whether the store's promotions have ended
-# If a request waits longer for room in the engine, its match is renewed, because the lease will end.
+# If a request waits longer than this for room in the engine, its match is made anew, so that the lease does not end before
+# the blocks are read.
 MATCH_FRESH_SECONDS = 10.0
 # Maximum number of prefetches for queued requests in one step; each is a call of 0.5 ms, and the step waits for it.
 FETCHES_A_STEP = 4
@@ -245,7 +246,10 @@ class StorePlanner:
         return max(0, min(len(match.slots), claimable) - tracked.local) * self._block_tokens
 
     def allocated(self, request: EngineRequest, block_ids: Sequence[int], external_tokens: int) -> None:
-        """Claim the blocks of the match, or return its lease unused, because vLLM has given the request its blocks."""
+        """Record that vLLM has allocated blocks of the engine for a request.
+
+        If vLLM uses the match (`external_tokens` is positive), claim its blocks. Otherwise return its lease.
+        """
         tracked = self._tracked[request.request_id]
         if tracked.will_pull:
             tracked.will_pull = False

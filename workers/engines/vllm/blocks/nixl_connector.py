@@ -156,7 +156,10 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]  # see above
         return failed | self._checks.take_corrupt()
 
     def build_connector_worker_meta(self) -> RankChecksums | None:
-        """Compute the checksums of the blocks that this step has completed, and report those of pulled blocks."""
+        """Return this rank's report about a step; None if there is nothing to report.
+
+        It has the checksums of the blocks that are handed over, and the counts of the pulled blocks that were checked.
+        """
         pulled = self._checks.take_counts()
         computed = {}
         if self._blocks is not None:

@@ -322,9 +322,9 @@ class FollowingSaver:
     def _tell_lost(self) -> None:
         """Log once that the first rank has ended.
 
-        Only the engine's thread calls this method. The writer thread may notice first that the first rank has ended,
-        but that also happens when the engine shuts down. Only if another step follows does the engine go on, and then
-        blocks are lost.
+        Only the engine's thread calls this method, in a step. The writer thread may notice earlier that the first rank
+        has ended, but it logs nothing, because the first rank also ends when the engine shuts down. If another step
+        follows, the engine goes on without the first rank, and blocks are lost.
         """
         if not self._told:
             self._told = True
@@ -358,7 +358,7 @@ class FollowingSaver:
             self.lost = True
 
     def _find(self, block: SavedBlock) -> ByteArray | None:
-        """Return this rank's shard of a deferred block, for which the caller may have to wait until it is staged.
+        """Wait until this rank's shard of a deferred block is staged, and return the shard.
 
         Return None if the shard was not staged in time, or if there was no room for it.
         """

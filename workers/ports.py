@@ -77,7 +77,7 @@ def facts_with_store(facts: EngineFacts, kv_paths: Sequence[KvPath], store_id: S
 
 
 EngineOutput = Sequence[Progress | Rejected]
-"""Outputs of one engine step: one for each request for which the step generated tokens, or that has ended."""
+"""Outputs of one engine step: one for each request that has got tokens in the step, or that has ended."""
 
 
 class Pulse(Struct, frozen=True, kw_only=True):

@@ -329,7 +329,7 @@ class WorkerServer:
             )
 
     async def _evacuate(self) -> Never:
-        """Evacuate warm blocks each time the machine commands it, while requests still run."""
+        """Evacuate warm blocks each time the machine commands it. Requests may still run meanwhile."""
         while True:
             await self._evacuation_asked.wait()
             self._evacuation_asked.clear()

@@ -225,8 +225,9 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     control_credentials: Credentials = Credentials()
     """The credentials that callers of `control_listen` over TCP have to prove: the secret in `secret_file`, or a
     certificate signed by `authority` (with `certificate` and `key` of this end). Default: `registry_credentials`,
-    because the routers' secret is a proof inside the cluster. Without either, and without `insecure`, the worker
-    refuses to listen over TCP, because any caller could end it (`Drain`). Health and reflection need no proof."""
+    because only members of the cluster know the routers' secret. If there is neither a secret nor an authority, and
+    `insecure` is not set, the worker refuses to listen over TCP, because any caller could end it (`Drain`). Health and
+    reflection need no proof."""
 
     metrics_listen: str = ""
     """host:port of /metrics, for monitoring that reaches workers; routers export what workers report in any case. Empty:
@@ -375,7 +376,10 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def engine_host(self) -> str:
-        """The host at which engines of other workers find this one: of `advertise` or `listen`; 127.0.0.1 behind a Unix socket."""
+        """The host at which engines of other workers find this worker's engine.
+
+        It is the host of `advertise`, or of `listen` if `advertise` is empty; 127.0.0.1 if that is a Unix socket.
+        """
         address = self.advertise or self.listen
         return "127.0.0.1" if unix_path(address) else address.rpartition(":")[0]
 

@@ -58,8 +58,8 @@ class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     10 s is above the pauses of a busy machine, and short enough for waiting clients."""
 
     ceiling_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 300.0
-    """The longest patience, which also applies to first steps and to work of a new kind, which may compile kernels or
-    load an adapter. vLLM itself gives up a step of several processes after this time."""
+    """The longest patience. It also applies to first steps and to work of a new kind, because such steps may compile
+    kernels or load an adapter. vLLM itself gives up a step of several processes after this time."""
 
     step_factor: Annotated[float, Meta(ge=2, le=1000)] = 20.0
     """Between these two, the patience is this factor times the slowest recent step of the same size. 20: a step over a

@@ -112,7 +112,8 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Backing tiers in the order in which they are asked: the fastest first."""
 
     metrics_listen: str = ""
-    """``host:port`` of the node's Prometheus metrics. Empty: none; the control plane has them in any case."""
+    """``host:port`` of the node's Prometheus metrics. Empty: none. The call Stats of the control plane has the node's
+    counters in any case."""
 
     metrics_access: MetricsAccess = MetricsAccess()
     """Access to the metrics of `metrics_listen`."""

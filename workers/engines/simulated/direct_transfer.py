@@ -129,7 +129,7 @@ class BlockBorrower:
     def begin(self) -> BlockRequest:
         """Accept the handoff, and return the first request.
 
-        It requests the blocks, or returns the lease if none are needed.
+        The request asks for the blocks, or returns the lease if no blocks are needed.
         """
         self.state = advance_loan(self.state, LoanStep.PULL if self._names else LoanStep.DECLINE)
         return BlockRequest(lease=self._lease, names=self._names) if self._names else self.end()

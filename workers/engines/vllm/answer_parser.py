@@ -200,8 +200,8 @@ class VllmAnswerParser:
             request: The request as vLLM's own OpenAI server would have it.
             tokenizer: The model's tokenizer.
             template_args: Variables of the chat template.
-            whole: Function that makes a parser for the whole answer, whose calls are sent at the end; None if calls are
-                streamed.
+            whole: Function that makes a parser for the whole text of the answer, if calls are sent at the end of the
+                answer; None if calls are streamed.
         """
         tokens = vllm_requests.token_ids(start)
         prompt = tokens[: len(tokens) - start.generated_tokens]

@@ -206,9 +206,10 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
 
 
 def _sampling_fields(llm: "AsyncLLM", config: "VllmConfig") -> tuple[str, ...]:
-    """Return the fields of requests that the engine obeys, for `EngineFacts.sampling_fields`.
+    """Return the request fields that the engine supports, for `EngineFacts.sampling_fields`.
 
-    vLLM can limit the reasoning if it has a parser of it, which names the tokens that begin and end it.
+    vLLM can limit the length of the reasoning only if it has a reasoning parser, because the parser names the tokens at
+    which the reasoning begins and ends.
     """
     limits_thinking = config.reasoning_config is not None and config.reasoning_config.enabled
     fields = ENGINE_FIELDS if limits_thinking else tuple(each for each in ENGINE_FIELDS if each != "thinking_tokens")
@@ -440,7 +441,7 @@ class VllmEngine:
     def lent(self) -> int:
         """Number of handoffs whose lease may not have ended.
 
-        A handoff counts until then, because vLLM does not report fetched blocks.
+        A handoff counts until its lease ends, because vLLM does not report when its blocks have been fetched.
         """
         now = asyncio.get_running_loop().time()
         while self.lent_until and self.lent_until[0] <= now:
@@ -638,7 +639,7 @@ class VllmEngine:
     def _report_at_start(self, request: _InFlight, stats: "PrefillStats") -> KvReport:
         counts = vllm_requests.counts_at_start(request.start, stats, self._facts.block_tokens)
         if request.start.images:
-            request.counts = counts  # Fleet's connector does not count for such requests
+            request.counts = counts  # kept here, because Fleet's connector does not count for requests with images
         return self._report(request, counts)
 
     def _report(self, request: _InFlight, counts: PromptBlockCounts) -> KvReport:

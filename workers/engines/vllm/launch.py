@@ -270,7 +270,8 @@ def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
         "HF_HUB_OFFLINE": "1",  # offline, because models are local folders
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_MAX_IMAGE_PIXELS": str(MAX_PIXELS),  # the router has only read what the header of an image states
+        # The router has checked only the size that the header of an image states, so vLLM checks the decoded image.
+        "VLLM_MAX_IMAGE_PIXELS": str(MAX_PIXELS),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # "spawn", because forking a process with threads is unsafe
     }
     if built_for_cpu():
@@ -291,8 +292,8 @@ def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
 def side_channels(settings: WorkerSettings) -> Iterator[None]:
     """Choose the ports of NIXL's side channels, one for each engine, and reserve them while the context is open.
 
-    The caller enters it after `prepare_environment`, before vLLM starts. Without the reservation, another process may
-    take a port in the seconds before vLLM binds it, and then the start of vLLM waits for ever.
+    The caller enters the context after `prepare_environment` and before vLLM starts. Without the reservation, another
+    process may take a port in the seconds before vLLM binds it, and then the start of vLLM waits for ever.
 
     Raises:
         ConfigurationRefused: No ports are free.
@@ -521,7 +522,7 @@ def replay_endpoint(scratch: Path) -> str:
 
 
 def _transfer_config(settings: WorkerSettings, revision: str, scratch: Path) -> dict[str, Any]:
-    """Return vLLM's transfer settings with the connectors in order: first NIXL's, for direct transfers."""
+    """Return vLLM's settings for KV transfer: Fleet's connector, and for direct transfers NIXL's connector before it."""
     role = KV_ROLES[settings.role]
     ours = {
         "kv_connector": "FleetConnector",

@@ -385,7 +385,8 @@ class StorePlanner:
     def _fetch_for_queued(self, store: PlannerStore) -> None:
         """Let the store prefetch the blocks of queued requests (rule 6), at most `FETCHES_A_STEP` requests per call.
 
-        Each request is prefetched only once, because `look_up` queries the store again when vLLM schedules it.
+        The blocks of a request are prefetched only once, because `look_up` queries the store again when vLLM schedules
+        the request.
         """
         for request_id in list(islice(self.queued, FETCHES_A_STEP)):
             request = self.queued.pop(request_id)
@@ -425,7 +426,9 @@ class StorePlanner:
 
 
 class PrefillSpeed:
-    """Estimates the seconds to compute a prompt token, rather too high, from the times at which steps are planned.
+    """Estimates how many seconds a prompt token takes to compute, from the times at which steps are planned.
+
+    The estimate is rather too high than too low.
 
     Schedulers may plan a step while the previous one still runs. Therefore the duration of a step is taken as the time
     until the second plan after it, if none of these steps was idle. The shortest of the last samples is used, because it

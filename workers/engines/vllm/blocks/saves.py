@@ -272,7 +272,7 @@ class LeadingSaver:
 
 
 class FollowingSaver:
-    """Saves blocks on every other rank: it writes this rank's shards when the first rank orders it."""
+    """Saves blocks on a rank other than the first one: it writes this rank's shards when the first rank orders it."""
 
     def __init__(self, follower: FollowerRank, blocks: EngineBlocks):
         self._follower = follower

@@ -79,7 +79,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Number that stands for the weights: engines with different seeds compute different KV and different tokens."""
 
     vocab_size: Annotated[int, Meta(ge=2)] = 4096
-    """The vocabulary, if `model_dir` has no config.json."""
+    """Number of tokens in the vocabulary, if `model_dir` has no config.json."""
 
     eos_token_ids: tuple[int, ...] = (2,)
     """The end-of-sequence tokens, if `model_dir` has no config.json."""
@@ -323,7 +323,7 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings of the watchdog, which decides when an engine without progress counts as hung."""
 
     tracing: TracingSettings = TracingSettings()
-    """Traces of the attempts. Which of them are traced is decided by the routers; only where they go is set here."""
+    """Traces of the attempts. These settings say where the spans are sent; routers decide which requests are traced."""
 
     drain_timeout_ms: Annotated[int, Meta(ge=0)] = 30_000
     """Time in which running requests may finish after SIGTERM. Kubernetes kills a pod after 30 s by default."""

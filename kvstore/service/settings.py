@@ -122,7 +122,7 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """TLS of `metrics_listen`."""
 
     tracing: TracingSettings = TracingSettings()
-    """Traces of the calls that sampled requests make here. Only where they go is set here; routers decide what is sampled."""
+    """Traces of the calls to this node. These settings say where the spans are sent; routers decide which requests are traced."""
 
     watch_queue: Annotated[int, Meta(ge=1)] = 1024
     """Maximum number of messages that wait for a slow watcher before its stream is cut."""

@@ -116,10 +116,10 @@ class GroupLeader:
                 await asyncio.sleep(0)  # lets the new task and other tasks run
 
     async def watch(self) -> None:
-        """Send heartbeats until the group ends.
+        """Send heartbeats to the other ranks, and watch whether the group fails.
 
         Raises:
-            EngineDied: The group has ended.
+            EngineDied: A rank was lost, or not all ranks joined in time.
         """
         while True:
             self._rendezvous.check()

@@ -280,7 +280,7 @@ def meet_store(settings: WorkerSettings, namespace: KvNamespace) -> "tuple[Store
 
 
 def _can_share(client: StoreClient, settings: WorkerSettings) -> bool:
-    """Return whether all ranks of this engine can write blocks to this node, which may not support writes of shards."""
+    """Return whether the ranks of this engine can write blocks to this node. Several ranks need a node for shards."""
     return vllm_launch.ranks_of(settings) == 1 or client.writes_shards
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The largest LoRA ranks that vLLM accepts (its `MaxLoRARanks`)."""
+"""The values that vLLM accepts for the largest LoRA rank (its `MaxLoRARanks`)."""
 
 
 class LoadedAdapters:

@@ -49,8 +49,8 @@ MATCH_FRESH_SECONDS = 10.0
 # Maximum number of prefetches for queued requests in one step; each is a call of 0.5 ms, and the step waits for it.
 FETCHES_A_STEP = 4
 MAX_QUEUED = (
-    # maximum number of queued requests that are prefetched for; the store is queried for others only when vLLM
-    # schedules them
+    # Maximum number of queued requests whose blocks may be prefetched. For other requests, the store is queried only
+    # when vLLM schedules them.
     1024
 )
 
@@ -328,7 +328,7 @@ class StorePlanner:
             tracked.pulling = []
 
     def counts(self, request_ids: Iterable[str]) -> Iterator[tuple[EngineRequest, PromptBlockCounts]]:
-        """Yield those of the requests that have not ended, each with its counts until now."""
+        """Yield the requests of `request_ids` that have not ended, each with its counts until now."""
         for request_id in request_ids:
             if (tracked := self._tracked.get(request_id)) is not None:
                 yield tracked.request, tracked.counts

@@ -98,8 +98,8 @@ class Pulse(Struct, frozen=True, kw_only=True):
     usual step."""
 
     fetch_limit: Nanos = Nanos(0)
-    """Time limit of the KV transfers from other engines for which the scheduler's work waits, because its step may wait
-    for them too; 0 if the work waits for no transfer."""
+    """Time limit of the KV transfers from other engines for which requests of this scheduler wait; 0 if none waits. A
+    step may wait for such a transfer too, so the watchdog's patience is at least this time, up to its ceiling."""
 
 
 class Engine(Protocol):

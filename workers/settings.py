@@ -69,7 +69,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """KV bytes of one token; small by default (the tiny Llama model has 4096). A multiple of 8: 2 layers of 4 heads."""
 
     tensor_parallel: Literal[1, 2, 4] = 1
-    """Ranks that share the heads. They are no faster, but each has memory of its own."""
+    """Number of ranks that share the heads. More ranks make the engine no faster, but each has memory of its own."""
 
     kv_layout: KvLayout = "HND"
     """The layout of blocks in a rank's memory. Engines with other layouts and numbers of ranks share blocks through the

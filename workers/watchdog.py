@@ -12,7 +12,8 @@ Rules:
 3. Steps are distinguished by size, because a step that computes 4,096 prompt tokens may take a thousand times as long
    as one that decodes. Sizes are powers of two: all steps whose tokens round to the same power have the same size. For
    a size without an observed step there are two upper bounds: the time of a larger step, and the time of a smaller step
-   in proportion to the tokens. The lower bound is used. If no step was observed at all, the patience is the ceiling.
+   in proportion to the tokens. The smaller of these two bounds is used. If no step was observed at all, the patience is
+   the ceiling.
 4. Slow steps are forgotten: the remembered time of a size's slowest step halves with each `HALF_LIFE` of watched time.
    The time of a first compilation therefore does not count for ever.
 5. If there is work of a kind that the engine has not done before (an adapter to load, a kernel to compile), the
@@ -62,9 +63,9 @@ class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kernels or load an adapter. vLLM itself gives up a step of several processes after this time."""
 
     step_factor: Annotated[float, Meta(ge=2, le=1000)] = 20.0
-    """Between these two, the patience is this factor times the slowest recent step of the same size. 20: a step over a
-    context of 100,000 tokens takes about 4 times as long as one over none, and 5 times that if four others share the
-    core."""
+    """Between `floor_seconds` and `ceiling_seconds`, the patience is this factor times the slowest recent step of the
+    same size. 20: a step over a context of 100,000 tokens takes about 4 times as long as one over none, and 5 times that
+    if four others share the core."""
 
     def __post_init__(self) -> None:
         if self.ceiling_seconds < self.floor_seconds:

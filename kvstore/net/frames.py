@@ -261,7 +261,7 @@ class FrameConnection(asyncio.Protocol):
     def hand_over(self, receiver: "FrameReceiver", limit: int) -> None:
         """Pass all frames to another receiver, from the next piece of the stream on.
 
-        `limit` is the limit of their payloads.
+        `limit` is the new maximum length of a payload, in bytes.
         """
         self._receiver = receiver
         self.allow(limit)

@@ -80,7 +80,7 @@ class GroupLeader:
             call()
 
     def serving(self) -> None:
-        """Notify the other ranks that the whole engine runs, and end the reservation of its ports, which it uses now."""
+        """Notify the other ranks that the whole engine runs. The engine uses its ports now, so end their reservation."""
         self._reserved.close()
         self._tell(GroupServing())
 

@@ -467,9 +467,9 @@ def engine_config(settings: WorkerSettings, args: "AsyncEngineArgs") -> "VllmCon
 
 
 def step_tokens(settings: WorkerSettings, config: "VllmConfig") -> int | None:
-    """Return the most tokens of a step that Fleet wants, or None to leave the limit as it is.
+    """Return the maximum number of tokens that Fleet wants in a step, or None to keep vLLM's limit.
 
-    Fleet wants another limit than vLLM only where it was measured: one rank on CPUs, with a model that generates tokens
+    Fleet wants a limit other than vLLM's only where it was measured: one rank on CPUs, with a model that generates tokens
     from text. vLLM needs longer steps for a prompt that cannot be divided (chunked prefill is off), for a whole image,
     for an encoder's input, for the state of a hybrid model, and for the drafts of speculative decoding.
 

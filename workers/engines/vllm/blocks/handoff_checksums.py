@@ -156,9 +156,9 @@ class PulledChecks:
         """Record that blocks are being pulled.
 
         Args:
-            request_id: The request whose prompt they belong to.
+            request_id: The request for whose prompt the blocks are pulled.
             block_ids: Numbers of the engine's blocks that are being filled.
-            first: The position of the first of them in the prompt; the engine has the blocks before it.
+            first: Position in the prompt of the first pulled block; the engine has the blocks before it.
             checksums: Checksums of the blocks of the prompt from position 0 on; empty if they are unknown.
         """
         known = list(checksums[first : first + len(block_ids)])

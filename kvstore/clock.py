@@ -1,4 +1,4 @@
-"""Integer time, and the protocol of clocks. Packages other than `kvstore` import them from `fleet.core.clock`."""
+"""Integer time, and the protocol of clocks. Packages other than `kvstore` import the names from `fleet.core.clock`."""
 
 from typing import NewType, Protocol
 

@@ -6,7 +6,8 @@ Rules:
 2. A sampled attempt is exported when it ends. An attempt that is not sampled is kept in memory after its end, because
    its request may still become slow or fail elsewhere. The router then requests the attempts of this request, and they
    are exported too. Other requests of the same trace are not. At most `MOST_HELD` attempts are kept, the newest ones.
-   If the router says so, the attempts of the request leave room in the queue for those of failures.
+   If the router asks for it (`KeepTrace.leave_room`), these attempts may fill only a part of the export queue, so that
+   room is left for the attempts of failed requests.
 3. Below the attempt's span there are "queue" (until the engine takes it), "kv_transfer" (blocks from elsewhere),
    "prefill" (until the first token) and "decode" (until the last one). If the engine does not report one of these
    parts, the next part includes its time.
@@ -37,7 +38,7 @@ from workers.messages import (
     WorkerEvent,
 )
 
-MOST_HELD = 4096  # each attempt takes about 1 KB of memory
+MOST_HELD = 4096  # maximum number of ended attempts that are kept; each takes about 1 KB of memory
 
 
 class AttemptFacts(Struct, kw_only=True):
@@ -102,9 +103,9 @@ class AttemptTraces:
                     facts.finish = Finish.CANCELLED.value
 
     def keep_trace(self, request: KeepTrace) -> None:
-        """Export the attempts of a request, and later also those of its attempts that have not ended yet (rule 2).
+        """Export the ended attempts of a request now, and its running attempts when they end (rule 2).
 
-        A router that names no attempts means all of the trace.
+        If the router names no attempts, all attempts of the trace are exported.
         """
         trace_id, parents = request.trace_id, frozenset(request.parent_ids)
         share = REFUSED_SHARE if request.leave_room else 1.0

@@ -8,8 +8,8 @@ from fleet.core.work import KvCleared, KvEvent, KvRemoved, KvStored
 from kvstore.block import BlockHash
 
 CHUNK = 4096
-"""Maximum number of block hashes in one message of a cache dump. They take 64 KiB, so that steps do not wait long
-behind a dump."""
+"""Maximum number of block hashes in one message of a cache dump. They take 64 KiB, so that the outputs of engine steps
+do not wait long behind a message of a dump."""
 
 
 class CacheView:

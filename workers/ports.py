@@ -19,7 +19,7 @@ KvLayout = Literal["HND", "NHD"]
 
 
 class PinChain(Struct, frozen=True, kw_only=True):
-    """Requests a pin of the leading blocks of a chain that the store has. It replaces the session's earlier pin."""
+    """Asks the store to pin the leading blocks of a chain, as far as it has them. Replaces the session's earlier pin."""
 
     session: str
     tokens: TokenBytes
@@ -77,7 +77,7 @@ def facts_with_store(facts: EngineFacts, kv_paths: Sequence[KvPath], store_id: S
 
 
 EngineOutput = Sequence[Progress | Rejected]
-"""Outputs of one engine step: one for each request for which the step generated tokens, or that has ended."""
+"""Outputs of one engine step: one for each request that has got tokens in the step, or that has ended."""
 
 
 class Pulse(Struct, frozen=True, kw_only=True):
@@ -98,8 +98,8 @@ class Pulse(Struct, frozen=True, kw_only=True):
     usual step."""
 
     fetch_limit: Nanos = Nanos(0)
-    """Time limit of the KV transfers from other engines for which the scheduler's work waits, because its step may wait
-    for them too; 0 if the work waits for no transfer."""
+    """Time limit of the KV transfers from other engines for which requests of this scheduler wait; 0 if none waits. A
+    step may wait for such a transfer too, so the watchdog's patience is at least this time, up to its ceiling."""
 
 
 class Engine(Protocol):
@@ -185,7 +185,7 @@ class BlockSaver(Protocol):
     async def save(self, names: Sequence[BlockHash], within: Nanos) -> int:
         """Write those blocks that the engine has and the store does not have; return how many were written.
 
-        The call ends after the time `within`. A failure of the store raises no exception.
+        The call takes at most the time `within`. A failure of the store raises no exception.
         """
         ...
 

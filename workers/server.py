@@ -2,8 +2,8 @@
 
 A request flows in this order: routers -> `RouterSession.receive` -> machine -> engine -> `outputs()` -> machine ->
 `RouterSession.offer` -> routers. A single task reads `outputs()` and carries each output as far as the sessions, so no
-output waits for another task. Changes of the engine's cache are sent to every router. A router that connects first gets
-the list of all cached blocks. When the worker drains, a separate task evacuates its warm blocks.
+output waits for another task. Changes of the engine's cache are sent to every router. When a router connects, it is
+first sent the list of all cached blocks. When the worker drains, a separate task evacuates its warm blocks.
 """
 
 import asyncio
@@ -329,7 +329,7 @@ class WorkerServer:
             )
 
     async def _evacuate(self) -> Never:
-        """Evacuate warm blocks each time the machine commands it, while requests still run."""
+        """Evacuate warm blocks each time the machine commands it. Requests may still run meanwhile."""
         while True:
             await self._evacuation_asked.wait()
             self._evacuation_asked.clear()

@@ -30,7 +30,7 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     `extra_args.gpu_memory_utilization`."""
 
     dtype: str = "auto"
-    """A data type by vLLM's name; float32 gives the same tokens whatever the batch."""
+    """Data type of the model, by vLLM's name. With float32, the tokens of an answer do not depend on the other requests of the batch."""
 
     enforce_eager: bool = True
     """No graph capture and no compilation: the engine starts faster, and runs slower if its kernels are short."""
@@ -69,7 +69,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """KV bytes of one token; small by default (the tiny Llama model has 4096). A multiple of 8: 2 layers of 4 heads."""
 
     tensor_parallel: Literal[1, 2, 4] = 1
-    """Ranks that share the heads. They are no faster, but each has memory of its own."""
+    """Number of ranks that share the heads. More ranks make the engine no faster, but each has memory of its own."""
 
     kv_layout: KvLayout = "HND"
     """The layout of blocks in a rank's memory. Engines with other layouts and numbers of ranks share blocks through the
@@ -79,7 +79,7 @@ class SimulatedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Number that stands for the weights: engines with different seeds compute different KV and different tokens."""
 
     vocab_size: Annotated[int, Meta(ge=2)] = 4096
-    """The vocabulary, if `model_dir` has no config.json."""
+    """Number of tokens in the vocabulary, if `model_dir` has no config.json."""
 
     eos_token_ids: tuple[int, ...] = (2,)
     """The end-of-sequence tokens, if `model_dir` has no config.json."""
@@ -139,8 +139,8 @@ class GroupSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The number of processes, one on each node."""
 
     rank: Annotated[int, Meta(ge=0)] = 0
-    """The rank of this process. Rank 0 leads and serves requests, and the others stay invisible. All other settings are
-    the same for all ranks."""
+    """The rank of this process. Rank 0 leads, registers and serves requests; routers and clients never connect to the other
+    ranks. All other settings are the same for all ranks."""
 
     leader: Annotated[str, Meta(min_length=1)]
     """host:port at which the other ranks find the first one."""
@@ -225,8 +225,9 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     control_credentials: Credentials = Credentials()
     """The credentials that callers of `control_listen` over TCP have to prove: the secret in `secret_file`, or a
     certificate signed by `authority` (with `certificate` and `key` of this end). Default: `registry_credentials`,
-    because the routers' secret is a proof inside the cluster. Without either, and without `insecure`, the worker
-    refuses to listen over TCP, because any caller could end it (`Drain`). Health and reflection need no proof."""
+    because only members of the cluster know the routers' secret. If there is neither a secret nor an authority, and
+    `insecure` is not set, the worker refuses to listen over TCP, because any caller could end it (`Drain`). Health and
+    reflection need no proof."""
 
     metrics_listen: str = ""
     """host:port of /metrics, for monitoring that reaches workers; routers export what workers report in any case. Empty:
@@ -271,8 +272,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     hold_seconds: Annotated[float, Meta(ge=0, le=86_400)] = 120
     """Maximum time for which the store pins the blocks of a session after one of its requests has ended. The node's
-    `max_hold_seconds` applies if it is shorter, and all its pins together keep `max_held_share` of its memory. 0: no
-    pins. In the public trace of coding agents, nine in ten pauses are shorter than 129 s."""
+    `max_hold_seconds` applies if it is shorter, and all pins of the node together keep at most `max_held_share` of its
+    memory. 0: no pins. In the public trace of coding agents, nine in ten pauses are shorter than 129 s."""
 
     kv_paths: tuple[KvPath, ...] = ()
     """KV paths by which this worker can hand over or fetch blocks, the preferred one first."""
@@ -322,15 +323,16 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings of the watchdog, which decides when an engine without progress counts as hung."""
 
     tracing: TracingSettings = TracingSettings()
-    """Traces of the attempts. Which of them are traced is decided by the routers; only where they go is set here."""
+    """Traces of the attempts. These settings say where the spans are sent; routers decide which requests are traced."""
 
     drain_timeout_ms: Annotated[int, Meta(ge=0)] = 30_000
     """Time in which running requests may finish after SIGTERM. Kubernetes kills a pod after 30 s by default."""
 
     evacuate_bytes: Annotated[int, Meta(ge=0)] = 8 << 30
     """The most bytes of warm blocks that a draining worker copies to where other workers read them, the most valuable
-    ones first: to the tier of its store that nodes share (Redis, S3); if the store is its own, else to the store's
-    peers or disk. The evacuation ends with `drain_timeout_ms` at the latest, and delays no answer. 0: none."""
+    ones first. They go to the tier of its store that nodes share (Redis, S3). If there is no such tier and the store
+    ends with the worker, they go to the store's peers or to its disk. The evacuation ends with `drain_timeout_ms` at
+    the latest, and delays no answer. 0: none."""
 
     group: GroupSettings | None = None
     """The worker group, and the rank of this process in it; absent: the engine runs on one node."""
@@ -374,7 +376,10 @@ class WorkerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def engine_host(self) -> str:
-        """The host at which engines of other workers find this one: of `advertise` or `listen`; 127.0.0.1 behind a Unix socket."""
+        """The host at which engines of other workers find this worker's engine.
+
+        It is the host of `advertise`, or of `listen` if `advertise` is empty; 127.0.0.1 if that is a Unix socket.
+        """
         address = self.advertise or self.listen
         return "127.0.0.1" if unix_path(address) else address.rpartition(":")[0]
 

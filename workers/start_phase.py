@@ -1,7 +1,7 @@
 """Phases of a starting process, shown to a person who waits for it.
 
-Code that starts something calls `note_phase`. Its caller may run it inside `telling_phases`, and so decides who gets
-the phases. Without such a caller, nobody gets them.
+Code that starts something calls `note_phase`. A caller that wants the phases runs this code inside `telling_phases`, and
+passes a function that gets each phase. Otherwise `note_phase` has no effect.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ def note_phase(phase: StartPhase) -> None:
 
 @contextmanager
 def telling_phases(tell: TellPhase) -> Iterator[None]:
-    """Pass the phases to `tell` that code in this context notes, and also the tasks that it starts."""
+    """Pass to `tell` each phase that is noted in this context, or in a task that was started in it."""
     token = _TELL.set(tell)
     try:
         yield

@@ -12,8 +12,8 @@ Rules:
 3. Steps are distinguished by size, because a step that computes 4,096 prompt tokens may take a thousand times as long
    as one that decodes. Sizes are powers of two: all steps whose tokens round to the same power have the same size. For
    a size without an observed step there are two upper bounds: the time of a larger step, and the time of a smaller step
-   in proportion to the tokens. The lower one of both is used. If no step was observed at all, the patience is the
-   ceiling.
+   in proportion to the tokens. The smaller of these two bounds is used. If no step was observed at all, the patience is
+   the ceiling.
 4. Slow steps are forgotten: the remembered time of a size's slowest step halves with each `HALF_LIFE` of watched time.
    The time of a first compilation therefore does not count for ever.
 5. If there is work of a kind that the engine has not done before (an adapter to load, a kernel to compile), the
@@ -59,13 +59,13 @@ class WatchdogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     10 s is above the pauses of a busy machine, and short enough for waiting clients."""
 
     ceiling_seconds: Annotated[float, Meta(gt=0, le=86_400)] = 300.0
-    """The longest patience, which also applies to first steps and to work of a new kind, which may compile kernels or
-    load an adapter. vLLM itself gives up a step of several processes after this time."""
+    """The longest patience. It also applies to first steps and to work of a new kind, because such steps may compile
+    kernels or load an adapter. vLLM itself gives up a step of several processes after this time."""
 
     step_factor: Annotated[float, Meta(ge=2, le=1000)] = 20.0
-    """Between these two, the patience is this factor times the slowest recent step of the same size. 20: a step over a
-    context of 100,000 tokens takes about 4 times as long as one over none, and 5 times that if four others share the
-    core."""
+    """Between `floor_seconds` and `ceiling_seconds`, the patience is this factor times the slowest recent step of the
+    same size. 20: a step over a context of 100,000 tokens takes about 4 times as long as one over none, and 5 times that
+    if four others share the core."""
 
     def __post_init__(self) -> None:
         if self.ceiling_seconds < self.floor_seconds:
@@ -164,7 +164,7 @@ class _Scheduler:
     def _learn(self, tokens: int, took: Nanos) -> None:
         """Remember the time of a step for its size (rule 4).
 
-        A step that began and ended between two looks counts as the time between them.
+        If a step began and ended between two calls of `look`, the time between the two calls counts as its duration.
         """
         size = _size_of(tokens)
         known = self._slowest[size]

@@ -76,7 +76,7 @@ class CounterAccumulator:
 
 
 class NodeConnection:
-    """Makes the calls of one client to one node, by the rules of this module. Thread-safe."""
+    """Connects one client to one node and makes the client's calls, by the rules of this module. Thread-safe."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class NodeConnection:
         return None
 
     def session_of(self, incarnation: str) -> NodeSession | None:
-        """Return the session with the incarnation of the node that made a match.
+        """Return the session with `incarnation`, the incarnation of the node that made the caller's match.
 
         Return None if this incarnation has ended, or if the node cannot be reached.
 

@@ -5,7 +5,7 @@ Rules:
 1. After `connect` or `join`, a failure of the node raises no exception. If the node is away, slow, full or restarted,
    calls find or store fewer blocks. The client counts failures and logs when they begin
    (`kvstore.client.node_connection`). An exception means a bug in the caller.
-2. A match of one process can be read in another process that has a client of the same node.
+2. A match that one process made can be read by another process, if that process has a client of the same node.
 3. The ranks of one engine, each in its own process, share whole blocks (`kvstore.layouts.shards`): one rank reserves,
    each writes its shard, and the reserving rank publishes. Writing shards requires the node's shared memory; the blocks
    can be read over every data path.
@@ -235,11 +235,13 @@ class StoreClient:
 
         Args:
             hashes: Block hashes from the start of the chain.
-            lease_seconds: Maximum duration of the lease; the node limits it too. 0: only look the blocks up, without a
-                lease. They may be evicted before they are read, and the client counts neither hits nor misses.
+            lease_seconds: Maximum duration of the lease. A duration above the node's own limit is shortened to that
+                limit. 0: only look the blocks up, without a lease. The blocks may then be evicted before they are
+                read, and neither hits nor misses are counted.
             max_wait_seconds: Maximum time that is worth waiting for blocks of backing tiers: the time that computing
                 them would take. 0: promote nothing.
-            tenant: Tenant's salt. Promoted blocks count towards the quota of this tenant, and hits in its statistics.
+            tenant: Tenant's salt. Promoted blocks count towards the quota of this tenant. Hits and misses are counted
+                in the tenant's statistics.
             deadline: Instant at which the call ends, if that is earlier than the end of the client's call timeout.
             trace: The trace context of the request that causes this call (`kvstore.tracing.context.call_trace`); empty:
                 the request is not traced.
@@ -355,16 +357,16 @@ class StoreClient:
             self.connection.call(self._releasing(request), deadline)
 
     def hold(self, session: str, hashes: Sequence[BlockHash], *, seconds: float) -> SessionPinResult | None:
-        """Pin the part of a chain that is in the pool while its session waits, for instance for a tool call.
+        """Pin the leading blocks of a chain that are in the pool, for a session that pauses, such as for a tool call.
 
-        The pin ends at its deadline, with `release_hold`, or when the same session pins again. A session that continues
-        first matches its chain and then releases its pin, so its blocks are pinned without a gap. Return None if the
-        node cannot be reached.
+        The pin ends at its deadline, with `release_hold`, or when the same session pins again. When the session
+        continues, the caller first matches the chain and then releases the pin, so the blocks are pinned without a gap.
+        Return None if the node cannot be reached.
 
         Args:
             session: Name of the session. The same name in another namespace is another session.
             hashes: Block hashes from the start of the chain.
-            seconds: Maximum duration of the pin; the node limits it too.
+            seconds: Maximum duration of the pin. A duration above the node's own limit is shortened to that limit.
         """
         asked = b"".join(hashes[: wire.MAX_HASHES])
         if not asked:
@@ -395,7 +397,7 @@ class StoreClient:
 
         Args:
             names: Hashes of the blocks, the most valuable first.
-            leaving: True if the node itself will end too, and its memory with it.
+            leaving: True if the node will end too, so that the blocks in its memory would be lost.
 
         Returns:
             The numbers of copied and refused blocks; None if the node cannot be reached.
@@ -428,9 +430,9 @@ class StoreClient:
         """Store blocks, except those that the node has already or that another client is writing.
 
         Args:
-            hashes: Block hashes from the start of the chain, as far as the caller has its blocks. Include blocks that
-                are stored already. This costs nothing, and counts as a use, so that the start of a chain is not evicted
-                before its end.
+            hashes: Block hashes from the start of the chain to the last block that the caller has. Include blocks that
+                are stored already: they are not written again, but the call counts as a use of them. The start of a
+                chain is therefore not evicted before its end.
             sources: Function or sequence that returns the block for an index into `hashes`, in one buffer or a list of
                 consecutive pieces. It is called only for blocks that are written. The memory of a block must not change
                 until `batch_blocks` other blocks have been requested after it, or until this call ends. If a source

@@ -9,11 +9,11 @@ Rules:
 2. A block is followed from each use to its next use, also after its eviction, while the policy remembers it. Blocks of
    a class that were used within `COHORT` are counted together.
 3. The hazard of a class with few observations is pulled towards the hazard of all classes with the same number of uses.
-   The latter is pulled towards the hazard of all blocks, and that one towards a prior. The prior falls with the age, so
-   that without observations the longest unused block has the least value. Each pull has the weight of `PRIOR` runs. The
-   blocks of a run are used again together and are therefore one observation. The assumed size of a run is the one that
-   the average block sees (Kish's effective sample size): some tens of blocks for chats, hundreds for agents, whose
-   prompts contain their whole history.
+   That second hazard is pulled towards the hazard of all blocks, and the hazard of all blocks towards a prior. The
+   prior falls with the age, so that without observations the longest unused block has the least value. Each pull has the
+   weight of `PRIOR` runs, because the blocks of a run are used again together and are therefore one observation. To
+   convert runs to blocks, the size of a run is averaged over all blocks, not over all runs (Kish's effective sample
+   size). It is some tens of blocks for chats, and hundreds for agents, whose prompts contain their whole history.
 4. The value of a block is the highest value of this quotient over all later ages: the probability that the block is
    used before that age, divided by the expected time until its use or that age. (This is the Gittins index; Beckmann,
    Chen and Cidon, "LHD", NSDI 2018, evict by the same quotient.) The value may grow with the age: for instance, no user

@@ -12,8 +12,8 @@ Rules:
    was forgotten counts as a first one.
 3. Each admitted block is charged to a budget of bytes per day. The budget refills evenly and holds at most
    `burst_bytes`. Blocks for which the budget is too small are not written.
-4. If the clock jumps back, nothing is refilled. The budget's level survives a restart as a number
-   (`WriteBudget.level_bytes`).
+4. If the clock jumps back, nothing is refilled. `WriteBudget.level_bytes` returns the current level of the budget, from
+   which another budget can start.
 """
 
 from collections.abc import Callable, Hashable

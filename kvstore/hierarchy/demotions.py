@@ -6,8 +6,9 @@ each tier. `kvstore.service.transfer_executor` copies the bytes. Rules:
 1. No client waits for a demotion. Each tier has a bounded queue; blocks that do not fit are dropped and counted.
 2. While blocks are copied, they are pinned in the pool without a deadline, until the copying thread reports that it is
    done.
-3. A tier may have lost blocks that the node believes it has. Before the node discards its pool, it queries the tier
-   again, with at most one pending query for each block. Blocks that the tier does not confirm count as lost.
+3. A tier may have lost blocks without reporting it, so what the node knows of the tier can be wrong. An evacuation
+   therefore queries the tier again, with at most one pending query for each block. Blocks that the tier does not
+   confirm count as lost.
 """
 
 from collections.abc import Sequence

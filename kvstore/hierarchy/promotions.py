@@ -10,8 +10,8 @@ The class is a part of `kvstore.hierarchy.machine`. Rules:
    extend its deadline.
 3. A promotion begins only if it is predicted to end within the max wait of the request, which is the time that
    computing the blocks again would take.
-4. Slots for promoted blocks are reserved without a deadline. A thread may hang in a copy for as long as a disk hangs,
-   and its slots stay reserved until it reports that it is done.
+4. Slots for promoted blocks are reserved without a deadline, because the thread that copies a block may hang as long as
+   the disk hangs. The slots stay reserved until the thread reports that it is done.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,8 @@ class Promotions:
         self._queue = queue
         self._promotions: dict[PromotionId, _Promotion] = {}
         self._loading: dict[BlockKey, _Promotion] = {}
-        # reservations of promotions that have ended while a thread was late, because it may still write to the slots
+        # Reservations of promotions that ended because a transfer was late. They are kept, because the thread of the
+        # transfer may still write to the slots.
         self._late_reservations: dict[PromotionId, WriteReservation] = {}
         # name of the tier from which each block was promoted; removed when a match reports it to a client
         self._promoted: dict[BlockKey, str] = {}
@@ -254,10 +255,11 @@ class Promotions:
     def _forget_lost(self, promotion: "_Promotion", tier: TierState, count: int) -> None:
         """Forget blocks that a tier was believed to have but did not find (rule 1 of `kvstore.hierarchy.tier_states`).
 
-        A tier that looks up blocks in memory reports removals. Only the first missing block of such a tier is
-        forgotten, because an older message about it may have arrived late. A tier without an index in memory may still
-        have blocks after the first missing one. All of them are forgotten nevertheless: offering them to the tier once
-        more costs little, while finding each miss separately would cost one look-up per block.
+        A tier with an index in memory reports the blocks that it removes, so the node's knowledge of it is usually
+        right. It can be wrong for a block if a report about the block was delayed. Only the first missing block is
+        therefore forgotten. A tier without such an index reports no removals, and may still have blocks after the first missing
+        one. Nevertheless all these blocks are forgotten: offering them to the tier once more costs little, while
+        finding each miss separately would cost one look-up per block.
         """
         if count < self._queue.batch_blocks(promotion.block_bytes):
             missing = promotion.chain[promotion.position + count :]

@@ -42,8 +42,8 @@ class Conversion:
         self._ranks: list[slice] = []
         self.stored_bytes = engine.at_rest.block_bytes
         self.engine_bytes = 0
-        """Bytes of a block on all ranks of the engine together. There are more of them than in the store if several
-        ranks hold the same heads."""
+        """Bytes of a block on all ranks of the engine together. If several ranks hold the same heads, these are more
+        bytes than the block has in the store."""
         for part in shards_by_rank(engine.shape, engine.layout, engine.tp):
             start = self.engine_bytes
             self.engine_bytes += engine.shape.bytes_of(part.box)

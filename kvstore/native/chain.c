@@ -1,8 +1,8 @@
-/* Block hashes: SHA-256 over the hash before and the tokens of each block. kvstore/block.py has the rules, and computes the
- * same hashes where this module is not built or the processor has no SHA instructions.
+/* Block hashes: SHA-256 over the previous block's hash and the tokens of each block. kvstore/block.py has the rules. It also
+ * computes the same hashes if this module is not built or the processor has no SHA instructions.
  *
- * A block has a few hundred bytes, so Python's hashlib spends more time on objects and calls than on hashing. Here a prompt
- * is one call.
+ * A block has a few hundred bytes, so Python's hashlib spends more time on objects and calls than on hashing. Here one
+ * call hashes a whole prompt.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000

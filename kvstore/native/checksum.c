@@ -251,7 +251,7 @@ static PyObject *py_copy(PyObject *module, PyObject *args)
 
 #define SLOT_BYTES 20 /* offset (8), generation (8), CRC-32C (4), little-endian: kvstore.messages.SLOT */
 
-enum outcome { MOVED, GONE, CORRUPT }; /* by position in kvstore.native.checksums_twin.OUTCOMES */
+enum outcome { MOVED, GONE, CORRUPT }; /* the same numbers as in kvstore/native/checksums_twin.py */
 
 struct slot {
     uint64_t offset, generation;

@@ -15,7 +15,8 @@ Rules:
 5. `lost` is called once for each accepted connection, as its last call. No other call tells that the connection has
    ended.
 
-Frames know nothing of TLS and of proofs of a secret: a `ConnectionGuard` decides which connections are admitted.
+This module checks no proofs of a secret. A server that needs such a check passes a `ConnectionGuard`, which decides
+which TCP connections are admitted.
 """
 
 import asyncio
@@ -260,7 +261,7 @@ class FrameConnection(asyncio.Protocol):
     def hand_over(self, receiver: "FrameReceiver", limit: int) -> None:
         """Pass all frames to another receiver, from the next piece of the stream on.
 
-        `limit` is the limit of their payloads.
+        `limit` is the new maximum length of a payload, in bytes.
         """
         self._receiver = receiver
         self.allow(limit)
@@ -414,7 +415,8 @@ class ConnectionGuard(Protocol):
 
         Args:
             listener: The listening socket.
-            made: Function that makes the protocol of a connection; its argument returns the connection's first receiver.
+            made: Function that makes the protocol object of a connection. Its argument is the function that returns the
+                first receiver of the connection.
             accept: Function that returns the receiver of a connection that was admitted.
         """
 

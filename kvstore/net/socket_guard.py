@@ -43,9 +43,9 @@ SURVEY_SECONDS = 10.0
 closed since the last survey, there may be too many connections although the number of open files has not grown."""
 
 LOG_SECONDS = 10.0
-MAX_CONNECTIONS = 4096  # maximum number of connections of the port, as for the ports of clients
+MAX_CONNECTIONS = 4096  # maximum number of connections of the port; a router's client ports have the same default
 DESCRIPTOR_SHARE = 0.25  # maximum number of connections, as a share of the files that the process may open
-ADDRESS_SHARE = 0.9  # maximum share of the connections that one address may have, as for the ports of clients
+ADDRESS_SHARE = 0.9  # maximum share of the connections for one address; a router's client ports have the same default
 
 DESCRIPTORS = "/proc/self/fd"
 LAST_RECEIVED = 52  # offset in the kernel's `tcp_info` of the milliseconds since bytes arrived

@@ -271,5 +271,5 @@ class PoolAllocator:
         return address.offset
 
     def _policies(self, block: StoredBlock) -> tuple[EvictionPolicy[BlockKey], ...]:
-        """Return the eviction policies that know the block: that of the pool, and that of its tenant with a quota."""
+        """Return the eviction policies that know the block: the pool's, and its tenant's if the tenant has a quota."""
         return (self._eviction,) if block.account is None else (self._eviction, block.account.eviction)

@@ -211,9 +211,9 @@ class BlockMachine:
         now: Nanos,
         tenant: bytes = b"",
     ) -> WriteReservation:
-        """Reserve places for the missing blocks of a chain, which are neither readable nor being written (rule 6).
+        """Reserve places for the missing blocks of a chain: those that are neither readable nor being written.
 
-        If space ends, the blocks at the end of the chain get no place.
+        If the space is not enough for all of them, the blocks at the end of the chain get no place.
 
         `lease` is the maximum duration in nanoseconds. Only the node itself may pass None: its reservation then lasts
         until it publishes the blocks. The blocks are charged to the quota of `tenant`. Raise NamespaceUnknown or

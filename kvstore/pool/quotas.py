@@ -3,7 +3,7 @@
 Rules:
 
 1. A tenant is known by the salt of its chains. Blocks without a salt belong to no tenant and have no quota.
-2. The space of a block is charged to its tenant in whole pages when it is reserved, until its place becomes free.
+2. The space of a block is charged to the block's tenant in whole pages, from the reservation until the place is free.
 3. Each account has its own eviction policy of the node's kind, over the tenant's blocks only. A tenant above its quota
    evicts its own blocks, in the order in which the node would evict them. The node's policy knows these blocks too: in
    a full pool it evicts the oldest block, whichever tenant it belongs to.

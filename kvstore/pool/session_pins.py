@@ -40,7 +40,7 @@ class SessionPins:
         return len(blocks)
 
     def begin(self, key: SessionPinKey, blocks: Sequence[StoredBlock], lease_id: LeaseId) -> None:
-        """Record that a lease pins these blocks for a session."""
+        """Record that the lease `lease_id` pins these blocks for the session of `key`."""
         assert key not in self._by_session, "the session's former pin has not ended"
         self._by_session[key] = lease_id
         for block in blocks:

@@ -4,9 +4,9 @@ A framed call costs a tenth of a gRPC call. Rare calls (Hello, Hold, Condemn, St
 
 Rules:
 
-1. A connection goes to the memory handout socket and begins with that socket's QUESTION under another magic
-   (`kvstore.transports.shared_memory.CALLS`). Frames follow in both directions (`kvstore.net.frames`). The node's first
-   frame is empty and confirms that it accepts the connection.
+1. A client connects to the socket of the memory handout. Its first message has the format of a request for the memory
+   (`kvstore.transports.shared_memory.QUESTION`), but another magic (`CALLS`). Frames follow in both directions
+   (`kvstore.net.frames`). The node's first frame is empty and confirms that the node accepts the connection.
 2. A request is a method (1 byte) and its message. An answer is a status (1 byte, a gRPC code) and the message. If the
    status is not 0, the message is replaced by the offending field, a zero byte, and the reason.
 3. Answers have the order of the requests. This client makes one call at a time on a connection, and has as many

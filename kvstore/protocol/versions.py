@@ -8,7 +8,8 @@ Rules:
    as its highest version alone.
 3. Without a common version, the connection is refused. The error names both ranges, and the peer that has to be
    upgraded.
-4. Version N speaks with N-1. `OWN.lowest` may grow only when the build before this one spoke a higher version.
+4. A build whose highest version is N can speak with a build whose highest version is N-1. The lowest version of
+   `own_protocols` may therefore grow only if the build before this one already spoke the new lowest version.
 
 CONTRIBUTING.md ("Change a message") says which changes need another version.
 """

@@ -5,8 +5,8 @@ Rules:
 1. A client's proof travels in the metadata of a call and covers the method and the exact bytes of the request. The
    server checks it before it parses the request, and accepts it once (`kvstore.security.call_replays`).
 2. The node's proof travels in the trailing metadata of the answer. A stream of answers may never end, so a client
-   cannot check the node's proof on it, and should make another call first. Proofs do not cover answers; only TLS
-   protects them.
+   cannot check the node's proof on it, and should make another call first. Proofs do not cover the content of answers;
+   only TLS protects answers.
 3. Calls that stream requests cannot be proven, because the proof is sent before the bytes of the requests are known.
    The server refuses such calls.
 """

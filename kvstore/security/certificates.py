@@ -103,8 +103,8 @@ class CertificateFiles:
                 none.
             key: PEM file of the certificate's private key.
             authority: PEM file of the authorities that sign the peer's certificates; empty: none.
-            field: Name of the settings section that names the files, for messages.
-            authority_field: Name of the field of `authority` in this section, for messages.
+            field: Name of the settings section that names the files. Messages use it.
+            authority_field: Name that the section gives to the field of `authority`. Messages use it.
             warning_seconds: The log warns if the certificate expires within this time.
             look_seconds: Minimum time between two checks whether the files have changed.
             logs: True if renewals, refused renewals and expiring certificates are logged. If several objects read the same files, only
@@ -291,7 +291,7 @@ class RenewedContext:
             prepare: Returns a new context without certificates.
 
         Raises:
-            OSError: The content is no PEM, or the key is another certificate's (`ssl.SSLError`).
+            OSError: The content is not PEM, or the key belongs to another certificate (`ssl.SSLError`).
         """
         self._files = files
         self._prepare = prepare
@@ -324,7 +324,7 @@ def load_chain(context: ssl.SSLContext, pem: PemContent) -> None:
     """Give a context the certificate and the key, which Python reads from files only.
 
     Raises:
-        OSError: The content is no PEM, the key has a passphrase, or it is another certificate's.
+        OSError: The content is not PEM, or the key has a passphrase or belongs to another certificate.
     """
     with _memory_file(pem.certificate) as certificate, _memory_file(pem.key) as key:
         try:
@@ -351,7 +351,7 @@ def _end_of(certificate: bytes) -> datetime | None:
 
 
 class CertificateWatch:
-    """Checks certificate files regularly, so that the log and a metric warn of their end even without connections."""
+    """Checks certificate files regularly, so that the log and a metric warn even if no connection uses the files."""
 
     def __init__(self, several: Sequence[CertificateFiles]) -> None:
         """Create the watch. The caller has to register it with a metrics registry."""
@@ -362,8 +362,8 @@ class CertificateWatch:
         """Return a watch of the certificate files that these settings sections name, and of more files.
 
         Raises:
-            BadCredentials: A file cannot be used; the message names its field. gRPC's library would only report that it
-                cannot bind.
+            BadCredentials: A file cannot be used; the message names its field. The files are checked here, because
+                gRPC's library would only report that it cannot bind the address.
         """
         named = [
             CertificateFiles(

@@ -4,7 +4,7 @@ from msgspec import Struct
 
 
 class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Files with the credentials: equal on a node and its clients, except for the certificate."""
+    """Files with the credentials. A node and its clients have equal ones, except for the certificate and its key."""
 
     secret_file: str = ""
     """File whose content, without surrounding white space, is the deployment's secret of 16 bytes or more. ``openssl rand

@@ -1,7 +1,9 @@
 """Open ports: warns, when a process starts, of each port at which other hosts need no credentials.
 
-Ports that ask for credentials are refused beyond loopback without them, unless the settings allow that (`insecure`,
-`metrics_access.open`). The ports here are open by nature, or by the settings of clients, so a warning names them.
+A port that can ask for credentials, such as that of a store node, does not listen beyond loopback without them, unless
+the settings allow it (`insecure`, `metrics_access.open`). Other ports have no such rule: their protocol has no
+authentication (NIXL), or they may serve clients without API keys (the HTTP port of a router). This module warns of such
+ports.
 """
 
 import logging

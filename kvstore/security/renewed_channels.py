@@ -1,4 +1,4 @@
-"""gRPC channels that follow renewed certificates: before a call after a renewal, the channel is opened again.
+"""gRPC channels that follow renewed certificates: the first call after a renewal opens a new channel.
 
 Running calls go on over the earlier channel. For these calls, the last `KEPT_CHANNELS` earlier channels stay open;
 older channels are closed, which ends their calls. Renewals are hours apart at least, so an earlier channel stays open

@@ -27,7 +27,8 @@ from kvstore.tiers.settings import KeepPolicy, TierSettings
 from kvstore.tiers.ssd.settings import SsdSettings
 from kvstore.tiers.ssd.tier import SsdTier
 
-HOURS = 24  # hours of a day; a write budget holds at most the bytes of one hour
+# Hours of a day. A write budget saves up at most the bytes of one hour, or `LEAST_BURST_BYTES` if that is more.
+HOURS = 24
 LEAST_BURST_BYTES = 1 << 30
 
 
@@ -44,7 +45,7 @@ class _SharedBudget(WriteBudget):
 
 
 class _OpenTier(Struct, frozen=True, kw_only=True):
-    """One tier with its rule, codecs and budget."""
+    """One backing tier with its rule for the hierarchy, its codecs, its settings and its write budget."""
 
     tier: BackingTier
     rule: TierRule
@@ -197,6 +198,7 @@ def _budget(settings: TierSettings, clock: Clock) -> WriteBudget | None:
 def _rewriting(budget: WriteBudget | None, clock: Clock) -> Callable[[int], bool]:
     """Return a function that charges a number of bytes to the budget, and returns False if too little is left.
 
-    It is for writes that no admission rule decides, such as those of blocks that are kept when a segment is evicted.
+    A tier calls the function before writes that no admission rule has charged, such as the copies of blocks that are
+    rescued from an evicted segment.
     """
     return lambda num_bytes: budget is None or budget.take(num_bytes, clock.now())

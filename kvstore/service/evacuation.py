@@ -8,7 +8,7 @@ Rules:
    is never written, and the write budget applies. If a tier fails repeatedly, the next tier is used.
 2. Blocks are demoted as usual (`kvstore.hierarchy.machine`): through the tier's bounded queue, its circuit breaker and
    its checksums, with the same events for watchers. Only the tier's admission rule is not applied, because the
-   requester has decided about these blocks.
+   requester has already chosen the blocks.
 3. Only the requester waits, until its deadline. Blocks that are not in the pool, or that the tier has, are skipped. A
    tier that may have lost a block without reporting it is queried again, for many blocks at a time.
 4. Blocks whose write fails are offered again when the tier's circuit breaker allows it, until the deadline. The
@@ -42,7 +42,7 @@ each write fails at once."""
 class Evacuations:
     """Performs the evacuations of one node. Several may run at a time: they share the tier's queue and its transfers.
 
-    `settle` performs the hierarchy's decisions.
+    The constructor gets `settle`, a function that performs the hierarchy's decisions.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Evacuations:
     async def evacuate(
         self, digest: bytes, names: Sequence[BlockHash], *, leaving: bool, deadline: Nanos
     ) -> EvacuationResult:
-        """Evacuate those of these blocks that are in the pool, in this order, and answer by the deadline.
+        """Evacuate the blocks of `names` that are in the pool, in the order of `names`, and answer by the deadline.
 
-        The most valuable blocks come first in `names`; `leaving` is True if the node will end too. Raise
+        The caller puts the most valuable blocks first. `leaving` is True if the node will end too. Raise
         NamespaceUnknown if the namespace was never opened.
         """
         block_bytes = self._machine.block_bytes(digest)
@@ -157,7 +157,7 @@ class Evacuation:
         return {self._keys[index] for index in (*self._unsure, *self._confirming, *self._waiting, *self._under_way)}
 
     def advance(self, now: Nanos) -> None:
-        """Confirm blocks that the tier should have, and demote those that it lacks, as long as its queue has room."""
+        """Ask the tier for the blocks that it should have, and demote blocks that it lacks if its queue has room."""
         can_be_asked = self._ask(now)
         unclear = [*self._confirming[:1], *self._unsure[:1]] if can_be_asked else []
         # Blocks after an unconfirmed one wait, because that one is more valuable and may have to be copied first.

@@ -61,18 +61,19 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Eviction policy of the pool; see `kvstore.eviction.policies`."""
 
     prefill_tokens_per_second: Annotated[float, Meta(gt=0)] = 2000
-    """Assumed prefill speed of a model's workers, for the policy "hazard", until they report it by the max wait of their
-    look-ups. 2,000 is what workers assume before they have measured. It matters if models share a node.
+    """Assumed prefill speed of a model's workers, for the policy "hazard", until the workers report it by the max wait of
+    their look-ups. Workers themselves assume 2,000 before they have measured. The value matters only if several models
+    share a node, because it has the same effect on all blocks of a model.
     """
 
     memory_bytes_per_second: Annotated[float, Meta(gt=0)] = 5e9
-    """Assumed speed at which clients read the pool, for the same policy; a node cannot measure it, because clients map its
-    memory. 5e9 is a copy with its checksum by one core.
+    """Assumed speed at which clients read the pool, for the policy "hazard". A node cannot measure it, because clients map
+    its memory. One core copies about 5e9 bytes per second and computes their checksum.
     """
 
     max_lease_seconds: Annotated[float, Meta(ge=0.001, le=3600)] = 30
-    """Maximum time that a match may pin blocks. It covers a prefill in a queue; a dead reader pins blocks no longer than
-    this.
+    """Maximum time that a match may pin blocks. A reader that has died pins blocks no longer than this. 30 s are enough for
+    a request that waits in the queue of an engine before it reads its blocks.
     """
 
     reservation_seconds: Annotated[float, Meta(ge=0.001, le=3600)] = 10
@@ -103,15 +104,16 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Put the pool into pages of 2 MiB, which saves page tables and TLB misses."""
 
     max_namespaces: Annotated[int, Meta(ge=1)] = 256
-    """Maximum number of open namespaces: one for each model with its weights, merged adapter, data type and block size. Layouts and
-    ranks of engines, and adapters that they load, need none of their own.
+    """Maximum number of open namespaces: one for each model with its weights, merged adapter, data type and block size.
+    Engines with different layouts or numbers of ranks share a namespace, and so do the LoRA adapters that engines load.
     """
 
     tiers: tuple[AnyTier, ...] = ()
     """Backing tiers in the order in which they are asked: the fastest first."""
 
     metrics_listen: str = ""
-    """``host:port`` of the node's Prometheus metrics. Empty: none; the control plane has them in any case."""
+    """``host:port`` of the node's Prometheus metrics. Empty: none. The call Stats of the control plane has the node's
+    counters in any case."""
 
     metrics_access: MetricsAccess = MetricsAccess()
     """Access to the metrics of `metrics_listen`."""
@@ -120,7 +122,7 @@ class StoreSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """TLS of `metrics_listen`."""
 
     tracing: TracingSettings = TracingSettings()
-    """Traces of the calls that sampled requests make here. Only where they go is set here; routers decide what is sampled."""
+    """Traces of the calls to this node. These settings say where the spans are sent; routers decide which requests are traced."""
 
     watch_queue: Annotated[int, Meta(ge=1)] = 1024
     """Maximum number of messages that wait for a slow watcher before its stream is cut."""

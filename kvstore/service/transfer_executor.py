@@ -3,10 +3,10 @@
 Rules:
 
 1. There is no `await` between an answer of a tier and the hierarchy's decision on it.
-2. A transfer that is late counts as a failure of its tier, and no promotion waits for it any longer. The places in the
-   pool that it reads or writes stay in use until its thread returns (rule 1 of `kvstore.hierarchy.machine`). A transfer
-   that no thread has begun when it is late never begins. A hanging tier therefore occupies only the places that its
-   threads use.
+2. A transfer is late if it has not ended `LATE_SECONDS` after its deadline. A late transfer counts as a failure of its
+   tier, and no promotion waits for it any longer. The places in the pool that it reads or writes stay in use until its
+   thread returns (rule 1 of `kvstore.hierarchy.machine`). If no thread has begun a late transfer, it never begins. A
+   hanging tier therefore occupies only the places that its threads use.
 """
 
 import asyncio

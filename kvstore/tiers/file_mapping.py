@@ -8,7 +8,8 @@ Rules:
    page would end the process instead.
 3. Huge pages that the administrator has reserved (hugetlb) are used if enough of them are free. Otherwise the system is
    asked for transparent huge pages, and `/proc` shows whether it granted any.
-4. The file is sealed, so that no process that maps it can shrink it while others use it.
+4. The file has the kernel's file seals (F_SEAL_SHRINK and F_SEAL_GROW), so no process that maps the file can change its
+   size while others use it.
 5. Allocating much memory takes seconds. A caller can cancel it by an event; the chunks in progress are finished first,
    then all memory is returned.
 """
@@ -44,7 +45,8 @@ MEMINFO = Path("/proc/meminfo")
 SMAPS = Path("/proc/self/smaps")
 CGROUP = Path("/sys/fs/cgroup")  # folder of this process's control group (version 2) within a container
 
-# The C library's `madvise` is called directly, because `mmap.madvise` keeps Python's lock and other threads would wait.
+# The C library's `madvise` is called directly, because `mmap.madvise` keeps Python's interpreter lock (GIL), and other
+# threads would wait.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 

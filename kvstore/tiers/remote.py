@@ -247,7 +247,7 @@ class RemoteTier(Generic[S]):
             raise TierFailed(f"the {self.name} tier is fenced, because its answers were damaged in transit")
 
     def _is_late(self, deadline: Nanos) -> bool:
-        """Return True if the deadline has passed, and then count a failure."""
+        """If the deadline has passed, count a failure and return True; otherwise return False."""
         is_late = self._clock.now() >= deadline
         self._statistics.count(failures=is_late)
         return is_late

@@ -63,7 +63,8 @@ def judge(open_reading: Open, proof: Proof) -> ReadingVerdict:
     """Read a value twice, each time by a new connection, and return whether the stored value is damaged.
 
     Raises:
-        OSError: A reading failed. Other errors of `open_reading` and of the readings are passed on, and mean this too.
+        OSError: A reading failed. If `open_reading` or a reading raises another exception, it is passed on, and also
+            means that a reading failed.
     """
     with open_reading() as reading:
         if reading is None:

@@ -18,8 +18,8 @@ from msgspec import Struct
 TRACE_ID_BYTES = 16
 SPAN_ID_BYTES = 8
 
-LONGEST_PARENT = 256  # a version 00 header has 55 characters, and later versions may be longer
-LONGEST_STATE = 512  # the specification demands that at least 512 characters are accepted
+LONGEST_PARENT = 256  # maximum characters of `traceparent`; version 00 has 55, and later versions may have more
+LONGEST_STATE = 512  # maximum characters of `tracestate`; the specification demands that at least 512 are accepted
 MOST_STATE_MEMBERS = 32
 LONGEST_BAGGAGE = 8192
 MOST_BAGGAGE_MEMBERS = 64  # limit of the specification for `baggage`
@@ -34,7 +34,7 @@ _SAMPLED = 1
 
 
 class TraceContext(Struct, frozen=True, kw_only=True):
-    """Names the trace of a request, and the span that is its parent."""
+    """Names the trace of a request, and the caller's span, which is the parent of the request's spans."""
 
     trace_id: bytes  # 16 bytes, not all zero
     parent_id: bytes = b""  # the 8 bytes of the calling span's id; empty if the trace begins with this request

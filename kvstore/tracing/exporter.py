@@ -2,8 +2,9 @@
 
 Rules:
 
-1. Nothing waits for the collector. Spans that the collector does not take in time are dropped and counted. Entries that
-   arrive while the queue is full are dropped and counted too.
+1. Nothing waits for the collector. Spans that the collector does not take in time are dropped and counted. An entry of
+   the queue is a function that makes the spans of one request, attempt or call (`EndedSpans`). Entries that arrive while
+   the queue is full are dropped and counted too.
 2. Memory is bounded by `most_waiting` entries, one batch, and a bounded part of the collector's answer.
 3. Spans are made in the thread, from facts that do not change any more, so that a thread that serves requests only has
    to note these facts.
@@ -31,8 +32,9 @@ log = logging.getLogger(__name__)
 
 BATCH_SPANS = 512  # spans of one export: about 500 KB, an eighth of what gRPC servers accept by default
 CLOSE_SECONDS = 2.0  # time limit to send the waiting spans when the process ends
-LONGEST_CAUSE = 500  # characters of a collector's message that are logged
-# Characters. Shorter words of headers are not masked: they are not secret, and other words contain them.
+LONGEST_CAUSE = 500  # maximum number of characters of a collector's message that are logged
+# Minimum number of characters of a header's word that is masked in messages. Shorter words are not secret, and masking
+# them would also change other words that contain them.
 SHORTEST_SECRET = 4
 
 SendSpans = Callable[[Sequence[SpanRecord]], bool]
@@ -132,8 +134,9 @@ class _LastMessages(logging.Handler):
     """Keeps the last message of OpenTelemetry's loggers for each thread, and writes no log.
 
     A process may have several exporters: a worker and its embedded store have one each. All of them use the same loggers,
-    each from its own thread. Collectors may repeat the values of headers, so the messages are kept without those of any
-    exporter. The object is for the whole process, because the thread of an exporter may still send after its end.
+    each from its own thread. Collectors may repeat the values of headers, which can be secret. The values of all
+    exporters' headers are therefore masked in every message. There is one object for the whole process, because the
+    thread of an exporter may still send after the exporter was closed.
     """
 
     def __init__(self) -> None:
@@ -142,7 +145,7 @@ class _LastMessages(logging.Handler):
         self._of_thread = threading.local()
 
     def collect(self, headers: Iterable[str]) -> None:
-        """Take the messages of OpenTelemetry from now on, also without these values of headers."""
+        """Begin to keep the messages of OpenTelemetry's loggers, and mask these values of headers in them, too."""
         words = {word for value in headers for word in (value, *value.split()) if len(word) >= SHORTEST_SECRET}
         self.acquire()
         try:
@@ -153,7 +156,8 @@ class _LastMessages(logging.Handler):
         library.setLevel(logging.WARNING)
         library.propagate = False
         library.addHandler(self)
-        # This logger drops a message like its latest one, which may be that of another exporter.
+        # This logger has a filter that drops a message equal to its latest one. The latest one may come from another
+        # exporter, so the filter is removed.
         logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").filters.clear()
 
     def emit(self, record: logging.LogRecord) -> None:

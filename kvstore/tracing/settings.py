@@ -33,7 +33,7 @@ class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """File with the authority of a collector with ``https``; empty: the authorities that the machine trusts."""
 
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.01
-    """Share of the requests without a `traceparent` that are traced. It follows from the trace id, so that all routers decide alike."""
+    """Share of the requests without a `traceparent` that are traced. The trace id decides, so that all routers decide alike."""
 
     follow_clients: bool = True
     """True if the `traceparent` of a client says whether its request is sampled. If off, `sample_ratio` decides, and the client's trace id is kept."""
@@ -44,7 +44,8 @@ class TracingSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     only while less than half of `most_waiting` wait, unless they were slow."""
 
     slow_first_token_seconds: Seconds = 10.0
-    """Requests whose first token takes longer are traced, sampled or not; 0: none. The default is the longest common goal."""
+    """Requests whose first token takes longer are traced, sampled or not; 0: none. The default is the longest latency target for a
+    first token in common use."""
 
     slow_seconds: Seconds = 60.0
     """Requests that take longer altogether are traced, sampled or not; 0: none. Common answers of 500 tokens take up to half of that."""

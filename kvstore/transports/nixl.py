@@ -2,8 +2,9 @@
 
 Rules:
 
-1. A block that was read is MOVED if its checksum is right and the stamp of its place is still the slot's generation. The
-   stamp is read after the bytes. Generations are never reused, so the place belonged to the block during the whole read.
+1. A block that was read is MOVED if its checksum is right and the stamp of its place is still the slot's generation
+   (stamps: `kvstore.tiers.shared_memory`, rule 3). The stamp is read after the bytes. Generations are never reused, so
+   the place belonged to the block during the whole read.
    A wrong checksum with the right stamp is CORRUPT; everything else is GONE.
 2. A block is written only if the stamp of its place is the slot's generation before the write. It is MOVED if the stamp
    is still the same after the write. If the writer's reservation ends during the write, the place may get another
@@ -53,8 +54,8 @@ SPINS = 200  # number of polls of a transfer before the first pause; small trans
 PAUSE_SECONDS = 50e-6
 PAUSE = threading.Event()  # never set; waiting for it with a timeout is a pause
 HAND_OVER_SECONDS = 0.002
-"""Time limit for the wait until the checksum thread has begun. NIXL holds Python's lock while it copies, so without this
-wait the checksum thread would begin only after the next copy."""
+"""Time limit for the wait until the checksum thread has begun. NIXL holds Python's interpreter lock (GIL) while it
+copies, so without this wait the checksum thread would begin only after the next copy."""
 
 NUDGE_AFTER = Nanos(2 * MILLISECOND)
 NUDGE_EVERY = Nanos(500 * MILLISECOND)

@@ -1,6 +1,7 @@
 """Implementation of `put_summing` for transports that need checksums before they write.
 
-`kvstore.native.checksums` computes them; readers compare them (`docs/glossary.md`, "checksum").
+`kvstore.native.checksums` computes the checksums. Readers compare them; the entry "checksum" in docs/glossary.md lists
+where.
 """
 
 from collections.abc import Callable, Sequence

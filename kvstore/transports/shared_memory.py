@@ -6,7 +6,7 @@ capacity in bytes (8)`` with the descriptor. Integers are big-endian. A connecti
 instead carries the calls of `kvstore.protocol.calls`.
 
 A reader compares the CRC-32C of each whole block while it copies it (`kvstore.native.checksums`), and reports a wrong block
-as corrupt or gone. The glossary, "checksum", names the other places.
+as corrupt or gone. The entry "checksum" in docs/glossary.md names the other places where checksums are compared.
 """
 
 import asyncio

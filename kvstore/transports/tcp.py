@@ -1,8 +1,8 @@
 """TCP transport: the client's end of the TCP data plane, with at most four connections.
 
-Sockets block in the kernel, without Python's lock, until all requested bytes have arrived or the kernel's timer ends
-the wait. One system call therefore moves megabytes. If the client polled before each read instead, one call would move
-only the bytes of one socket buffer.
+A read blocks in the kernel, without Python's interpreter lock (GIL), until all requested bytes have arrived or the
+kernel's timer ends the wait. One system call therefore moves megabytes. If the client polled before each read instead,
+one call would move only the bytes of one socket buffer.
 """
 
 import contextlib

@@ -80,7 +80,7 @@ class GroupLeader:
             call()
 
     def serving(self) -> None:
-        """Notify the other ranks that the whole engine runs, and end the reservation of its ports, which it uses now."""
+        """Notify the other ranks that the whole engine runs. The engine uses its ports now, so end their reservation."""
         self._reserved.close()
         self._tell(GroupServing())
 
@@ -109,16 +109,17 @@ class GroupLeader:
             for number in itertools.count():
                 connection = await _accepted(listening)
                 if len(self._silent) == MAX_SILENT_CONNECTIONS:
-                    # Its process is hardly a rank, because a rank sends its first message at once.
+                    # Close the oldest silent connection. It hardly belongs to a rank, because a rank sends its first
+                    # message at once.
                     self._silent.pop(next(iter(self._silent))).cancel()
                 self._silent[number] = links.create_task(self._hear(number, connection))
                 await asyncio.sleep(0)  # lets the new task and other tasks run
 
     async def watch(self) -> None:
-        """Send heartbeats until the group ends.
+        """Send heartbeats to the other ranks, and watch whether the group fails.
 
         Raises:
-            EngineDied: The group has ended.
+            EngineDied: A rank was lost, or not all ranks joined in time.
         """
         while True:
             self._rendezvous.check()
@@ -392,8 +393,8 @@ def _say(writer: asyncio.StreamWriter, word: FromRank | FromLeader) -> None:
 def _reserve_ports(reserved: ExitStack, address: str) -> tuple[int, ...]:
     """Bind sockets to free ports of this host's address, and return the ports; `reserved` closes the sockets.
 
-    These sockets never listen. The system gives a bound port to nobody else, except to sockets that allow, like these,
-    that an address is used again (SO_REUSEADDR in Linux's socket(7)): those of engines do.
+    These sockets never listen. While they are bound, the system lets another socket bind the same port only if that
+    socket has the option SO_REUSEADDR too (Linux's socket(7)). The sockets of engines have this option.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     held = [reserved.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(ENGINE_PORTS)]

@@ -1,4 +1,8 @@
-"""Task of a model: guesses it from the names of the architectures in its folder; in a worker, vLLM itself decides."""
+"""Model task: guesses the task of a model from the architecture names in its folder, without loading vLLM.
+
+`fleet up` uses the guess. A worker with vLLM uses it only for models that generate tokens, and otherwise asks vLLM
+(`workers.engines.vllm.pooling`).
+"""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +15,7 @@ from workers.settings import ModelTask
 GENERATING = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
 CLASSIFYING = ("Classification", "ClassificationModel")
 EMBEDDING = ("ForTextEncoding", "EmbeddingModel", "Model")
-"""The architecture names of embedding models end so, as in vLLM."""
+"""Endings by which vLLM recognises the architecture names of embedding models."""
 
 SENTENCE_TRANSFORMERS = "modules.json"
 """A model folder with this file holds an embedding model for vLLM, even if its architecture could generate tokens."""

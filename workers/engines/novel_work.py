@@ -1,6 +1,6 @@
 """Novel work: tracks requests of a kind that an engine has not run before.
 
-A step for them may compile a kernel or load a LoRA adapter, and then takes long.
+A step for such a request may compile a kernel or load a LoRA adapter, and then takes long.
 """
 
 from fleet.core.ids import RequestId

@@ -7,7 +7,7 @@ Rules:
 2. The first entry of `FAMILIES` that allows the model type, and whose marks all occur in the template, decides. If no
    entry fits, the model has no parser. Requests with tools are then refused, because a wrong parser would not find the
    calls in the answers.
-3. A reasoning parser is chosen only for a template that mentions the mark of its reasoning.
+3. The reasoning parser of an entry is used only if the template contains the entry's `reasoning_mark`.
 """
 
 import json

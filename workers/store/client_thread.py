@@ -21,7 +21,7 @@ class StoreThread:
 
     def __init__(self, client: StoreClient, thread: ThreadPoolExecutor) -> None:
         self.client = client
-        """The client. Calls of the node must go through `call`; properties that need no call may be read in any thread."""
+        """The client. Calls to the node must go through `call`. Any thread may read properties that need no call."""
 
         self._thread = thread
 

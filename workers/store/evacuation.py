@@ -4,14 +4,14 @@ Rules:
 
 1. Blocks are copied out of memory that is freed when the worker ends. First the engine writes its blocks to the store,
    if it can. From the store they are copied to a tier that other nodes read (`kvstore.service.evacuation`). If the
-   store ends with this process, its peers and its disk may take them too.
+   store node ends with this process and has no such tier, the blocks are copied to the node's peers or to its disk.
 2. Blocks are copied in the order of `workers.store.evacuation_priority`, so that a drain with little time or a small
    `most_bytes` saves the prefixes that are used most.
 3. One thread makes the calls one after the other. Each has the client's deadline, and none begins after the drain's
    deadline. The engine and the routers never wait for an evacuation.
 4. A call that the node does not answer in time counts as one failure, and so does a batch that the tier refuses. The
-   blocks are tried once more. A circuit breaker may open meanwhile; the evacuation then goes on after its pause. It
-   stops at the deadline, and after `MOST_FAILURES` failures in a row.
+   blocks are tried once more. If a circuit breaker opens meanwhile, the evacuation continues after the breaker's pause.
+   The evacuation stops at the deadline, and after `MOST_FAILURES` failures in a row.
 5. The log has one line with the result: blocks and bytes copied, blocks that were in the tier already, blocks left, and
    failures. If requests still ran, a second line follows for the blocks that they added.
 """

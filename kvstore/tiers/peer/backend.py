@@ -11,7 +11,8 @@ Rules:
    blocks are often damaged in transit (`kvstore.tiers.fence`).
 4. Peers are queried only for blocks in their memory (max wait 0), so that two nodes never wait for each other's tiers.
 5. The checksum that was published with a block is verified on the bytes that arrive. Bad blocks are reported to the peer,
-   which removes a block if it finds the block bad too. `connect` decides how peers authenticate each other.
+   which removes a block if it finds the block bad too. The function `connect`, which the node passes in, opens the
+   connections with the node's credentials.
 """
 
 import threading
@@ -37,7 +38,7 @@ from kvstore.tiers.statistics import TierStatistics
 
 HINTS = 1 << 16  # maximum number of blocks in `PeerHints`, which remembers the peer that had each block
 SUSPECTS = 4096  # maximum number of blocks that are remembered because they were found bad
-SUSPECT_FOR = Nanos(60 * SECOND)  # time for which a bad block is not requested, so that peers can write it again
+SUSPECT_FOR = Nanos(60 * SECOND)  # time for which no peer is asked for a bad block; meanwhile it can be written again
 
 Which = TypeVar("Which")
 
@@ -82,7 +83,7 @@ class PeerBackend:
         self._closed = False
 
     def takes(self, key: BlockKey, block_bytes: int | None = None) -> bool:
-        """Return whether the namespace is open, the length fits it, and the block was not found bad lately."""
+        """Return whether the namespace is open, its blocks have this length, and the block was not found bad lately."""
         namespace = self._namespace(key.digest)
         fits = namespace is not None and block_bytes in (None, namespace.block_bytes)
         return fits and not self._suspects.has(key, self._clock.now())

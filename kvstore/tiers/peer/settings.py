@@ -19,7 +19,7 @@ class PeerSettings(TierSettings, frozen=True, kw_only=True, tag="peer"):
     """This node's own entry among the peers. It is ranked, so that all nodes agree on owners, but never asked."""
 
     look_ups: Annotated[int, Meta(ge=1, le=16)] = 2
-    """Peers that are asked for a chain: the likely holder, and one more. Each costs a round trip."""
+    """Number of peers that are asked for a chain. 2: the likely holder, and one more. Each costs a round trip."""
 
     connect_seconds: Annotated[float, Meta(gt=0, le=60)] = 0.5
     """Time for the handshake with a peer; less if the deadline of the call is nearer."""

@@ -230,7 +230,7 @@ def _require_only_wrong_type(error: RedisErrorReply) -> None:
 
 
 class _NotAString(Exception):
-    """The key has a value that is not a string, which another program has written."""
+    """The value of the key is not a string, so another program has written it."""
 
 
 class ValueReading:

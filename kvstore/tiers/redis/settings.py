@@ -42,7 +42,8 @@ class RedisSettings(TierSettings, frozen=True, kw_only=True, tag="redis"):
     """Connections at a time. A node has four threads for a tier, and a server has one thread, so more hardly help."""
 
     in_flight_bytes: Annotated[int, Meta(ge=1 << 16)] = 8 << 20
-    """Maximum number of bytes requested or sent on a connection without an answer (at least one block). Bounds the server's buffers."""
+    """Maximum number of bytes that are requested or sent on a connection before their answers arrive; one block is always
+    allowed. This limits the memory that the server needs for buffers."""
 
     connect_seconds: Annotated[float, Meta(gt=0, le=60)] = 1.0
     """Time to connect and authenticate; less if the deadline of the call is nearer."""

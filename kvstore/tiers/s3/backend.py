@@ -3,7 +3,8 @@
 Rules:
 
 1. A request moves one block, and several requests run at a time. A request is repeated only once, and only if it was
-   sent on an idle connection that the server had closed. Blocks are far too small for multipart uploads to pay.
+   sent on an idle connection that the server had closed. There are no multipart uploads, because blocks are too small
+   to gain from them.
 2. An object is written as a whole or not at all, and only where none exists, if the server supports that
    (``If-None-Match: *``). `kvstore.tiers.remote_records` verifies each object. A bad object is read again by new
    connections, and removed only if its stored bytes are bad.

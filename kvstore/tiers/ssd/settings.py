@@ -40,7 +40,7 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
 
     directories: tuple[str, ...]
     """One directory for each SSD; blocks are spread over them. Missing directories are made. One process at a time can use
-    a directory. Other files in it are left alone, and count towards the cap."""
+    a directory. Other files in it are left alone, and count towards `capacity_bytes`."""
 
     capacity_bytes: Annotated[int, Meta(ge=MIB)] = 8 * GIB
     """Maximum disk space of all directories together, as ``du`` reports it, divided equally among them."""
@@ -93,7 +93,7 @@ class SsdSettings(TierSettings, frozen=True, kw_only=True, tag="ssd"):
 
     @property
     def share_bytes(self) -> int:
-        """Cap of each directory."""
+        """Maximum disk space of each directory in bytes."""
         return self.capacity_bytes // len(self.directories)
 
 

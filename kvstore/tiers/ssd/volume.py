@@ -5,8 +5,8 @@ Rules:
 1. The segments of a directory together stay under its limit (`SsdSettings.share_bytes`). The disk space that the file
    system needs to manage their files is counted too. A new file is made only if it fits; otherwise a whole segment is evicted.
 2. The blocks of an evicted segment are first removed from the index, under the lock. Its file is reused when no call
-   reads from it any more. Blocks that were read often are read from the file before it is reused, and written to the next
-   segment, if the write budget allows it.
+   reads from it any more. Blocks that were read often are rescued if the write budget allows it: they are read from the
+   file before it is reused, and written to the next segment.
 3. The file system is used only outside the lock. One call that needs a segment makes room; other calls wait for it until
    their deadline.
 4. A circuit breaker stops writes to a directory that cannot be written to.
@@ -219,7 +219,7 @@ class Volume:
             segment.used_at = self._clock.now()
 
     def _finish_write(self, segment: Segment) -> None:
-        """Record that a writer has finished; seal a full segment after its last writer."""
+        """Record that a writer has finished; after the last writer of a full segment, write the segment's footer."""
         with self._state.lock:
             segment.writers -= 1
             is_last = segment.state is SegmentState.FULL and not segment.writers
@@ -345,7 +345,7 @@ class Volume:
         return segment
 
     def _choose(self) -> Segment | None:
-        """Choose the segment to evict; segments without readers come first, because they are free at once."""
+        """Choose the segment to evict. Segments without readers come first, because their files are free at once."""
         now = self._clock.now()
         sealed = [segment for segment in self.segments if segment.state is SegmentState.SEALED]
         return min(

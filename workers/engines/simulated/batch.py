@@ -129,7 +129,7 @@ class Batch:
         return True
 
     def name(self, sequence: Sequence) -> None:
-        """Name all full blocks of a prefill that has ended, so that others can find them while they are kept."""
+        """Name all full blocks of an ended prefill, so that later requests can find the blocks while they are kept."""
         self._name(self._scheduler.kept[sequence.start.request_id], sequence)
 
     # The methods that compute steps.

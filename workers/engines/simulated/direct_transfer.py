@@ -120,7 +120,7 @@ def _copied(lent: tuple[bytearray, int]) -> LentBlock:
 
 
 class BlockBorrower:
-    """Follows the borrowing of blocks under one lease on the side of the decode engine. It does no I/O."""
+    """Holds the state of a decode engine that borrows blocks under one lease. It does no I/O."""
 
     def __init__(self, lease: str, names: Sequence[BlockHash], block_bytes: int) -> None:
         self.state = LoanState.OFFERED
@@ -129,7 +129,7 @@ class BlockBorrower:
     def begin(self) -> BlockRequest:
         """Accept the handoff, and return the first request.
 
-        It requests the blocks, or returns the lease if none are needed.
+        The request asks for the blocks, or returns the lease if no blocks are needed.
         """
         self.state = advance_loan(self.state, LoanStep.PULL if self._names else LoanStep.DECLINE)
         return BlockRequest(lease=self._lease, names=self._names) if self._names else self.end()

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 OUTPUTS = 64  # maximum number of outputs that are queued for the consumer; the engine waits when the queue is full
 HANG_SECONDS = 0.05  # seconds between two checks of a hung engine whether the file of the fault still exists
-CATCH_UP_SECONDS = 0.02  # maximum delay that later steps make up for; timers have a resolution of a millisecond
+CATCH_UP_SECONDS = 0.02  # maximum delay that later steps make up for; timers are inexact by a millisecond
 NO_WORKER = WorkerId("")  # placeholder, which the server replaces by the worker's id
 
 
@@ -294,7 +294,7 @@ class SimulatedEngine:
     async def _fetch(self, sequence: Running) -> None:
         """Load the LoRA adapter, and fetch the prompt's blocks that the store or the prefill engine has.
 
-        The others are computed.
+        The engine computes the other blocks.
         """
         if sequence.start.adapter:
             await self._load_adapter(sequence.start.adapter, first=sequence.loads_adapter)

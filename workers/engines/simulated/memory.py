@@ -5,8 +5,9 @@ Rules:
 1. `fleet.batching.kv_blocks` decides which blocks are kept. This module has the bytes of named blocks only; a block
    without a name has its bytes in its sequence.
 2. Each stored or removed block becomes a KV event. Events wait until the only consumer takes them. If the waiting
-   events name more than twice as many blocks as the memory has, they are replaced by an event that clears the cache and
-   a list of all blocks. The consumer must accept the removal of a block that was never reported as stored.
+   events name more than twice as many blocks as fit into the memory, they are replaced by two events: one that clears
+   the consumer's view of the cache, and one that lists all blocks. The consumer must accept the removal of a block that
+   was never reported as stored.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -2,8 +2,9 @@
 
 The module supports the parts of schemas that tools and structured outputs commonly use: types, enumerations, constants,
 objects, arrays, numeric and length limits, common formats, alternatives and references within the schema. It ignores
-patterns. A schema of a few bytes may demand a value of any size, so the size of a value is limited. Below some levels a
-value has only what its schema demands, so that values of recursive schemas, such as trees, come to an end.
+patterns. A schema of a few bytes may demand a value of any size, so the size of a value is limited. From the level
+`FULL_DEPTH` on, arrays are as short as the schema allows, and null is chosen where it is allowed. Values of recursive
+schemas, such as trees, therefore come to an end.
 """
 
 import json

@@ -4,10 +4,11 @@ Rules:
 
 1. Answers follow a JSON schema or a choice. A regular expression and a grammar are refused.
 2. Demanded tool calls are written as the worker's parser expects them, with arguments that the tool's schema allows. The
-   engine calls the tool that the request names. If the request demands any call, the engine calls the tools of the
-   request in turn, one for each call of the conversation so far, and at last always the last tool: agents that demand
-   calls until a certain tool was called come to an end. If the request leaves the decision to the model, the engine calls
-   the first tool only once in a conversation, so that an agent does not go on for ever.
+   engine calls the tool that the request names. If the request demands a call but names no tool, the number of earlier
+   calls in the conversation selects the tool: the first tool for the first call, the second one for the second call,
+   and so on; after the last tool, always the last one. An agent that goes on until a certain tool is called therefore comes
+   to an end. If the request leaves the decision to the model, the engine calls the first tool only once in a
+   conversation, so that an agent does not go on for ever.
 3. A worker with a reasoning parser begins its answers with a sentence of reasoning, unless the prompt has ended the reasoning.
    The sentence is cut where the request limits the tokens of the reasoning.
 4. All other text of an answer is the model's random text.
@@ -26,7 +27,7 @@ from fleet.core.work import ParsingTask, Start
 from workers.engines.simulated.schema_values import value_of
 
 REASONING = "A short thought."
-# The script writer looks for the beginning of the reasoning in so many bytes at the end of the prompt.
+# Number of bytes at the end of the prompt in which the script writer looks for the beginning of the reasoning.
 PROMPT_BYTES = 64 * TOKEN_BYTES
 
 

@@ -7,8 +7,8 @@ Rules:
 2. Every wait has a deadline. After a failure, the blocks are computed or not kept, and the failure is counted.
 3. If the node does not answer at the start, the client joins it later, in its own thread. Until then the store provides
    no blocks and takes none.
-4. At most `MAX_WAITING` blocks wait for a background write. Further blocks are dropped and counted, because a store is only
-   a cache.
+4. At most `MAX_WAITING` blocks wait for a background write. Further blocks are dropped and counted, because they can be
+   computed again.
 5. The engine passes and gets blocks in its own layout. The threads convert loaded blocks after their verification, and
    blocks to write before their checksums are computed (`kvstore.layouts.conversion`).
 """

@@ -1,7 +1,8 @@
 """Answer parser: vLLM's parsers of tool calls and reasoning, fed with the tokens of one answer.
 
-The router asks for it if vLLM has a parser for the model. Otherwise the router itself parses, by a response template
-(`fleet.frontend.text.parsed_answer`); `fleet.frontend.text.parsing_plan` decides which of both.
+If vLLM has a parser for the model, the router asks the worker to parse the answer. Otherwise the router itself parses,
+by a response template (`fleet.frontend.text.parsed_answer`). `fleet.frontend.text.parsing_plan` decides between these
+two ways.
 
 Rules:
 
@@ -12,9 +13,10 @@ Rules:
    is a structural tag or a JSON schema.
 3. If a parser fails on malformed output, it is not used any more: the answer since its last result is sent as text.
 4. Some of vLLM's older parsers find other arguments while they stream than in the whole answer. Tool calls are
-   therefore streamed only if the parser is declarative (`engine_based_streaming`) or listed in `STREAMED`. With all
-   others, the calls are sent at the end of the answer, as the parser finds them in its whole text.
-5. The parts of a call come in order: first its name, then its arguments. A call without arguments has the empty object.
+   therefore streamed only if the parser is declarative (`engine_based_streaming`) or listed in `STREAMED`. With any
+   other parser, the whole text of the answer is parsed at its end, and the calls are sent then.
+5. The parts of a call come in order: first its name, then its arguments. A call without arguments gets an empty JSON
+   object as its arguments.
 """
 
 import json
@@ -198,8 +200,8 @@ class VllmAnswerParser:
             request: The request as vLLM's own OpenAI server would have it.
             tokenizer: The model's tokenizer.
             template_args: Variables of the chat template.
-            whole: Function that makes a parser for the whole answer, whose calls are sent at the end; None if calls are
-                streamed.
+            whole: Function that makes a parser for the whole text of the answer, if calls are sent at the end of the
+                answer; None if calls are streamed.
         """
         tokens = vllm_requests.token_ids(start)
         prompt = tokens[: len(tokens) - start.generated_tokens]

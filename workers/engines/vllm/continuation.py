@@ -3,15 +3,15 @@
 Rules:
 
 1. As the prompt, vLLM gets only the client's prompt. The earlier tokens of the answer are in the sampling parameters
-   (`workers.engines.vllm.requests.GENERATED`), where limits such as `max_tokens` are for the whole answer. Requests
-   without earlier tokens are not changed.
-2. Beside the scheduler, the tokens become output of the request before it is scheduled for the first time, as if it had
-   been preempted (`replay`). The limits then count these tokens. A grammar accepts the tokens one by one, because the
-   reasoning may end at any of them.
-3. Beside the model, vLLM's model runner V2 gets all tokens of a request whenever the request is scheduled anew, so
-   penalties and forbidden sequences include them. Its random numbers depend only on the seed and the position. The
-   runner V1 keeps a record of each request, and this module adds the tokens to the record. A random generator in the
-   record has to draw once for each earlier token.
+   (`workers.engines.vllm.requests.GENERATED`). Limits such as `max_tokens` there are limits of the whole answer.
+   Requests without earlier tokens are not changed.
+2. In the scheduler's process, the earlier tokens become output of the request before it is scheduled for the first
+   time, as if it had been preempted (`replay`). The limits then count these tokens. A grammar accepts the tokens one by
+   one, because the reasoning may end at any of them.
+3. In the model's process, vLLM's model runner V2 gets all tokens of a request whenever the request is scheduled anew,
+   so penalties and forbidden sequences include the earlier tokens. Its random numbers depend only on the seed and the
+   position. The runner V1 keeps a record of each request, and this module adds the earlier tokens to the record. If the
+   record has a random generator, the generator has to draw once for each earlier token.
 4. V1 also draws a number after each chunk of a long prompt, and then takes the draw back. torch's generators for CPUs
    cannot take a draw back, so one request with a seed would end the engine. This module replaces these generators by
    ones that can (`RewindableGenerator`).

@@ -73,7 +73,7 @@ STORE_SECONDS = 10.0  # maximum wait of a start for the KV store node, which may
 INLINE_CHARACTERS = 4096
 # Seconds between two checks of an idle engine; if an engine with requests dies, this is noticed at once.
 HEALTH_SECONDS = 0.5
-LOADED_CHECK_SECONDS = 0.05  # pause between two looks whether the warm-up has begun, which is short for a small model
+LOADED_CHECK_SECONDS = 0.05  # pause between two checks whether the warm-up, which may be short, has begun
 
 
 @asynccontextmanager
@@ -147,9 +147,10 @@ async def _start_shielded(settings: WorkerSettings, scratch: Path) -> "Started":
 
 
 def _import_vllm() -> None:
-    """Import vLLM at a place from which few objects are reachable.
+    """Import vLLM from a call stack that holds few objects.
 
-    vLLM keeps tracebacks of its imports for ever, and with them all objects of the callers.
+    vLLM keeps the tracebacks of its imports for ever. A traceback keeps all local objects of the functions on the call
+    stack alive.
     """
     import vllm.v1.engine.async_llm  # noqa: F401, PLC0415 - the import takes seconds, and only this worker needs it
 
@@ -205,9 +206,10 @@ def _start_blocking(settings: WorkerSettings, scratch: Path) -> "Started":
 
 
 def _sampling_fields(llm: "AsyncLLM", config: "VllmConfig") -> tuple[str, ...]:
-    """Return the fields of requests that the engine obeys, for `EngineFacts.sampling_fields`.
+    """Return the request fields that the engine supports, for `EngineFacts.sampling_fields`.
 
-    vLLM can limit the reasoning if it has a parser of it, which names the tokens that begin and end it.
+    vLLM can limit the length of the reasoning only if it has a reasoning parser, because the parser names the tokens at
+    which the reasoning begins and ends.
     """
     limits_thinking = config.reasoning_config is not None and config.reasoning_config.enabled
     fields = ENGINE_FIELDS if limits_thinking else tuple(each for each in ENGINE_FIELDS if each != "thinking_tokens")
@@ -217,8 +219,8 @@ def _sampling_fields(llm: "AsyncLLM", config: "VllmConfig") -> tuple[str, ...]:
 def _kv_blocks(settings: WorkerSettings, config: "VllmConfig") -> int:
     """Return the number of blocks that fit into the KV cache.
 
-    An engine for vectors gets at least the blocks of a full batch, because encoders have no KV cache that limits the
-    batch.
+    For a pooling model, the result is at least the number of blocks that a full batch needs: encoders have no KV cache, so
+    blocks must not limit their batch.
     """
     blocks = int(config.cache_config.num_gpu_blocks or 0)
     if settings.task not in POOLING_TASKS:
@@ -278,7 +280,7 @@ def meet_store(settings: WorkerSettings, namespace: KvNamespace) -> "tuple[Store
 
 
 def _can_share(client: StoreClient, settings: WorkerSettings) -> bool:
-    """Return whether all ranks of this engine can write blocks to this node, which may not support writes of shards."""
+    """Return whether the ranks of this engine can write blocks to this node. Several ranks need a node for shards."""
     return vllm_launch.ranks_of(settings) == 1 or client.writes_shards
 
 
@@ -439,7 +441,7 @@ class VllmEngine:
     def lent(self) -> int:
         """Number of handoffs whose lease may not have ended.
 
-        A handoff counts until then, because vLLM does not report fetched blocks.
+        A handoff counts until its lease ends, because vLLM does not report when its blocks have been fetched.
         """
         now = asyncio.get_running_loop().time()
         while self.lent_until and self.lent_until[0] <= now:
@@ -501,7 +503,8 @@ class VllmEngine:
         except EngineDeadError:
             self._die()
         except (VLLMClientError, ValueError) as error:  # vLLM raises two kinds of errors for invalid requests
-            # The router has checked all other sampling parameters, so the structured output must be the invalid one.
+            # vLLM does not name the invalid field. The router has checked all fields except those that only vLLM can
+            # check, so one of these must be the invalid one.
             self._tell(_rejected(start, Reason.INVALID_ARGUMENT, _form_field(start), str(error)))
         except VLLMError as error:
             log.exception("request failed in vllm", extra={"request": start.request_id})
@@ -566,7 +569,7 @@ class VllmEngine:
             log.exception("images not prepared", extra={"request": start.request_id})
             self._tell(_rejected(start, Reason.INTERNAL, "", "the worker could not prepare the images"))
             return None
-        # vLLM did not have the request when it was told to abort it.
+        # vLLM did not have the request yet when `_abort` was called, so vLLM reports no end of it.
         self._tell(Progress(request_id=start.request_id, finish=Finish.CANCELLED))
         return None
 
@@ -636,7 +639,7 @@ class VllmEngine:
     def _report_at_start(self, request: _InFlight, stats: "PrefillStats") -> KvReport:
         counts = vllm_requests.counts_at_start(request.start, stats, self._facts.block_tokens)
         if request.start.images:
-            request.counts = counts  # Fleet's connector does not count for such requests
+            request.counts = counts  # kept here, because Fleet's connector does not count for requests with images
         return self._report(request, counts)
 
     def _report(self, request: _InFlight, counts: PromptBlockCounts) -> KvReport:

@@ -3,8 +3,8 @@
 vLLM spreads an engine in two ways (0.32, multiprocessing executor). Ranks of one model on several nodes follow the
 first node's scheduler (tensor and pipeline parallelism). Or whole engines run beside each other, and the first node's
 client gives them requests (data parallelism, which distributes the experts with `enable_expert_parallel`). In both
-cases the other nodes run vLLM's headless mode. This module runs the headless mode in a separate process, because the
-mode blocks, and because vLLM does not notice when the leader has ended: then the process is ended from outside.
+cases the other nodes run vLLM's headless mode. This module runs the headless mode in a separate process, for two reasons:
+the headless mode blocks its thread, and vLLM does not notice that the leader has ended. The worker then ends the process.
 """
 
 import argparse

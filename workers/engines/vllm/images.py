@@ -64,7 +64,7 @@ class ImagePrompts:
 
         Args:
             start: The attempt.
-            is_cancelled: Whether the attempt has been cancelled; it is called in a thread, too.
+            is_cancelled: Function that returns whether the attempt has been cancelled. It is also called in a thread.
 
         Raises:
             ImageRefused: An image cannot be decoded, there are too many, or the prompt has another number of placeholders.
@@ -93,7 +93,8 @@ class ImagePrompts:
         if start.salt:
             prompt["cache_salt"] = start.salt.hex()
         try:
-            # Without the cache that is split between vLLM's processes: its halves differ after a request that fails or is cancelled here.
+            # vLLM's image cache is not used: one half is in this process and the other one in the engine's process, and
+            # the halves differ after a request that fails or is cancelled here.
             (rendered,) = await self._llm.renderer.render_cmpl_async([prompt], skip_mm_cache=True)
         except (ValueError, TypeError, LookupError, AssertionError) as error:  # for odd images and prompts
             log.warning("images refused by the model", exc_info=True, extra={"request": start.request_id})

@@ -42,8 +42,8 @@ RANK_OVERHEAD_BYTES = GIB  # memory that each rank after the first one needs in 
 CPU_BLOCK_TOKENS = 32  # the block size of vLLM's attention kernels for CPUs has to be a multiple of this
 
 STEP_TOKENS = 256
-"""Most tokens of a step of an engine on CPUs, where vLLM's default is 2,048. A step cannot be interrupted, so a request that
-arrives after cancelled prompts waits for the rest of one (docs/reliability.md, "Figures")."""
+"""Maximum number of tokens in a step of an engine on CPUs; vLLM's default is 2,048. A step cannot be interrupted. If
+its requests are cancelled, a new request still waits until the step ends (docs/reliability.md, "Figures")."""
 
 STEP_ARGUMENTS = ("max_num_batched_tokens", "performance_mode")
 """Arguments by which a user chooses the tokens of a step; with one of them, Fleet changes nothing."""
@@ -270,7 +270,8 @@ def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
         "HF_HUB_OFFLINE": "1",  # offline, because models are local folders
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_MAX_IMAGE_PIXELS": str(MAX_PIXELS),  # the router has only read what the header of an image states
+        # The router has checked only the size that the header of an image states, so vLLM checks the decoded image.
+        "VLLM_MAX_IMAGE_PIXELS": str(MAX_PIXELS),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # "spawn", because forking a process with threads is unsafe
     }
     if built_for_cpu():
@@ -291,8 +292,8 @@ def prepare_environment(settings: WorkerSettings, scratch: Path) -> None:
 def side_channels(settings: WorkerSettings) -> Iterator[None]:
     """Choose the ports of NIXL's side channels, one for each engine, and reserve them while the context is open.
 
-    The caller enters it after `prepare_environment`, before vLLM starts. Without the reservation, another process may
-    take a port in the seconds before vLLM binds it, and then the start of vLLM waits for ever.
+    The caller enters the context after `prepare_environment` and before vLLM starts. Without the reservation, another
+    process may take a port in the seconds before vLLM binds it, and then the start of vLLM waits for ever.
 
     Raises:
         ConfigurationRefused: No ports are free.
@@ -309,8 +310,8 @@ def side_channels(settings: WorkerSettings) -> Iterator[None]:
 def _reserve_ports(reserved: contextlib.ExitStack, count: int) -> int:
     """Bind sockets to consecutive TCP ports of all IPv4 and IPv6 addresses, and return the first port.
 
-    These sockets never listen. The system gives a bound port to nobody else, except to sockets that allow, like these,
-    that an address is used again (SO_REUSEADDR in Linux's socket(7)): those of vLLM do.
+    These sockets never listen. While they are bound, the system lets another socket bind the same port only if that
+    socket has the option SO_REUSEADDR too (Linux's socket(7)). vLLM's sockets have this option.
     """
     families = _address_families()
     for _ in range(PORT_ATTEMPTS):
@@ -466,9 +467,9 @@ def engine_config(settings: WorkerSettings, args: "AsyncEngineArgs") -> "VllmCon
 
 
 def step_tokens(settings: WorkerSettings, config: "VllmConfig") -> int | None:
-    """Return the most tokens of a step that Fleet wants, or None to leave the limit as it is.
+    """Return the maximum number of tokens that Fleet wants in a step, or None to keep vLLM's limit.
 
-    Fleet wants another limit than vLLM only where it was measured: one rank on CPUs, with a model that generates tokens
+    Fleet wants a limit other than vLLM's only where it was measured: one rank on CPUs, with a model that generates tokens
     from text. vLLM needs longer steps for a prompt that cannot be divided (chunked prefill is off), for a whole image,
     for an encoder's input, for the state of a hybrid model, and for the drafts of speculative decoding.
 
@@ -484,7 +485,7 @@ def step_tokens(settings: WorkerSettings, config: "VllmConfig") -> int | None:
     undivided = not scheduler.enable_chunked_prefill or config.speculative_config is not None
     if undivided or model.is_multimodal_model or model.is_encoder_decoder or model.is_hybrid or model.has_inner_state:
         return None
-    # Each running answer takes a token of every step, and at least half of a full batch's step is left for prompts.
+    # Each running answer takes one token of every step. With a full batch, at least half of the limit is left for prompts.
     limit = max(STEP_TOKENS, 2 * scheduler.max_num_seqs)
     return limit if limit < scheduler.max_num_batched_tokens else None
 
@@ -521,7 +522,7 @@ def replay_endpoint(scratch: Path) -> str:
 
 
 def _transfer_config(settings: WorkerSettings, revision: str, scratch: Path) -> dict[str, Any]:
-    """Return vLLM's transfer settings with the connectors in order: first NIXL's, for direct transfers."""
+    """Return vLLM's settings for KV transfer: Fleet's connector, and for direct transfers NIXL's connector before it."""
     role = KV_ROLES[settings.role]
     ours = {
         "kv_connector": "FleetConnector",

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The largest LoRA ranks that vLLM accepts (its `MaxLoRARanks`)."""
+"""The values that vLLM accepts for the largest LoRA rank (its `MaxLoRARanks`)."""
 
 
 class LoadedAdapters:
     """Estimates which adapters vLLM has loaded.
 
-    If there are too many, vLLM drops the least recently used one, and so does this.
+    If there are too many, vLLM drops the least recently used one, and this class assumes the same.
     """
 
     def __init__(self, slots: int) -> None:

@@ -61,9 +61,9 @@ def namespace_of(config: "VllmConfig", *, model: str, revision: str) -> KvNamesp
 
 
 def _rotation(model: "ModelConfig") -> str:
-    """Return a text that names the set of rotary factors, of two, that a longrope model uses; empty for other models.
+    """Return a text that names the rotary factors of a longrope model; empty for other models.
 
-    vLLM chooses the set by `max_model_len`.
+    Such a model has two sets of factors, for short and for long contexts. vLLM chooses one of them by `max_model_len`.
     """
     parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
     for rope in [parameters, *parameters.values()]:  # in some models the parameters are nested by the kind of layer
@@ -76,7 +76,7 @@ def check_groups(groups: "KVCacheConfig") -> None:
     """Refuse blocks that the store cannot hold: several kinds, or blocks that vLLM drops while their request runs.
 
     Raises:
-        LayoutMismatch: vLLM has chosen such blocks. This can be known only after its start.
+        LayoutMismatch: vLLM has chosen such blocks. This is known only after vLLM has started.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: PLC0415 - slow to import
 

@@ -1,6 +1,6 @@
 """Step counter of a vLLM engine: memory that the scheduler's process writes and the worker's process reads.
 
-From outside, one sees only the tokens that vLLM generates, and a long prompt has none before its last chunk. Its
+The worker sees only the tokens that vLLM generates, and a long prompt generates none before its last chunk. vLLM's
 scheduler plans each step when the previous step's result has arrived (with asynchronous scheduling, the result of the
 step before that). If the number of planned steps does not grow although there are requests, the engine hangs: in the
 scheduler, in the model, or in a rank for which the others wait.

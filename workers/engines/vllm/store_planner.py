@@ -16,10 +16,11 @@ Rules:
    computing these blocks would take. Meanwhile the engine goes on with other requests. A request waits for promotions
    only once.
 6. If a request has to wait in the engine's queue, the store is called to prefetch its blocks while the current step
-   runs. The prefetched blocks are not pinned, because queues are long. The scheduler makes only a few such calls in
-   each step.
-7. A request reports where its prompt's blocks came from at its first admission: blocks in the engine's own cache,
-   blocks loaded (as the worker side confirmed them), and blocks pulled directly. All other blocks were computed.
+   runs. The prefetched blocks are not pinned, because the request may wait long and would keep them from being evicted.
+   The scheduler makes only a few such calls in each step.
+7. The counts of a request tell where its prompt's blocks came from when vLLM first scheduled the request: blocks in the
+   engine's own cache, blocks loaded from the store (as the worker side confirmed them), and blocks pulled directly. All
+   other blocks were computed.
 """
 
 from collections import deque
@@ -42,13 +43,14 @@ LEAST_TOKENS = 64  # a step with fewer tokens does not count for `PrefillSpeed`,
 SAMPLES = 16  # number of step durations that `PrefillSpeed` remembers
 UNKNOWN_SECONDS_A_TOKEN = 0.0005  # assumed prefill time of a token before the first measurement
 LOOK_AGAIN_SECONDS = 0.002  # pause between two calls that check whether the store's promotions have ended
-# If a request waits longer for room in the engine, its match is renewed, because the lease will end.
+# If a request waits longer than this for room in the engine, its match is made anew, so that the lease does not end before
+# the blocks are read.
 MATCH_FRESH_SECONDS = 10.0
 # Maximum number of prefetches for queued requests in one step; each is a call of 0.5 ms, and the step waits for it.
 FETCHES_A_STEP = 4
 MAX_QUEUED = (
-    # maximum number of queued requests that are prefetched for; the store is queried for others only when vLLM
-    # schedules them
+    # Maximum number of queued requests whose blocks may be prefetched. For other requests, the store is queried only
+    # when vLLM schedules them.
     1024
 )
 
@@ -228,7 +230,7 @@ class StorePlanner:
         tracked.local = local_tokens // self._block_tokens
         if request.num_preemptions == 0:
             tracked.counts = PromptBlockCounts(engine=tracked.local)
-        # Read as late as this, because vLLM sets the number only once.
+        # Read at each look-up: NIXL's connector clears the flag when it begins to pull, so that a request pulls only once.
         tracked.will_pull = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
         if tracked.will_pull:
             return 0
@@ -244,7 +246,10 @@ class StorePlanner:
         return max(0, min(len(match.slots), claimable) - tracked.local) * self._block_tokens
 
     def allocated(self, request: EngineRequest, block_ids: Sequence[int], external_tokens: int) -> None:
-        """Claim the blocks of the match, or return its lease unused, because vLLM has given the request its blocks."""
+        """Record that vLLM has allocated blocks of the engine for a request.
+
+        If vLLM uses the match (`external_tokens` is positive), claim its blocks. Otherwise return its lease.
+        """
         tracked = self._tracked[request.request_id]
         if tracked.will_pull:
             tracked.will_pull = False
@@ -265,7 +270,7 @@ class StorePlanner:
     def plan(self, scheduled: Mapping[str, int], block_ids_of: Callable[[str], Sequence[int]]) -> StoreWork:
         """Return the orders for the next step.
 
-        `scheduled` is the number of tokens of each request that the step computes.
+        `scheduled` maps each request of the step to the number of its tokens that the step computes.
         """
         self._steps += 1
         work = StoreWork(
@@ -296,7 +301,7 @@ class StorePlanner:
     def loaded(self, results: Mapping[str, int]) -> None:
         """Record that all ranks have ended these loads.
 
-        `results` has, for each request, the number of blocks loaded correctly.
+        `results` has, for each request, the number of leading blocks that were loaded correctly.
         """
         for request_id, good in results.items():
             if (lease_id := self._reading.pop(request_id, None)) is not None:
@@ -323,7 +328,7 @@ class StorePlanner:
             tracked.pulling = []
 
     def counts(self, request_ids: Iterable[str]) -> Iterator[tuple[EngineRequest, PromptBlockCounts]]:
-        """Yield those of the requests that have not ended, each with its counts until now."""
+        """Yield the requests of `request_ids` that have not ended, each with its counts until now."""
         for request_id in request_ids:
             if (tracked := self._tracked.get(request_id)) is not None:
                 yield tracked.request, tracked.counts
@@ -380,7 +385,8 @@ class StorePlanner:
     def _fetch_for_queued(self, store: PlannerStore) -> None:
         """Let the store prefetch the blocks of queued requests (rule 6), at most `FETCHES_A_STEP` requests per call.
 
-        Each request is prefetched only once, because `look_up` queries the store again when vLLM schedules it.
+        The blocks of a request are prefetched only once, because `look_up` queries the store again when vLLM schedules
+        the request.
         """
         for request_id in list(islice(self.queued, FETCHES_A_STEP)):
             request = self.queued.pop(request_id)
@@ -420,7 +426,9 @@ class StorePlanner:
 
 
 class PrefillSpeed:
-    """Estimates the seconds to compute a prompt token, rather too high, from the times at which steps are planned.
+    """Estimates how many seconds a prompt token takes to compute, from the times at which steps are planned.
+
+    The estimate is rather too high than too low.
 
     Schedulers may plan a step while the previous one still runs. Therefore the duration of a step is taken as the time
     until the second plan after it, if none of these steps was idle. The shortest of the last samples is used, because it

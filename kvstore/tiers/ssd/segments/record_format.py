@@ -6,8 +6,9 @@ Rules:
    page 1, one after the other. The last pages may hold a footer. All other bytes have no meaning.
 2. A record is a page with its header, then its payload, padded to whole pages. The header holds the block's key (namespace
    digest and block hash), codec, length and checksum, the page number, a sequence number, and the segment's nonce.
-3. A new random nonce is drawn each time a file is reused. Old records of the file do not have this nonce, and neither
-   have payloads that imitate records.
+3. A new random nonce is drawn each time a file is reused. Only records with this nonce count. Old records of the file
+   do not have it. Payload bytes that imitate a record do not have it either, because the writer of a payload does not
+   know the nonce.
 4. The footer is written when the segment is full or the tier is closed. It is a table of the segment's blocks, so that
    opening reads only a few pages. The last page is a trailer with the size and checksum of the table.
 5. All bytes except padding are covered by a CRC-32C and a version. A structure that fails the check is ignored.
@@ -73,7 +74,7 @@ class RecordHeader(Struct, frozen=True):
 
 
 class SegmentFooter(Struct, frozen=True, kw_only=True):
-    """Content of a segment's trailer."""
+    """Content of a segment's trailer, the last page of its footer (rule 4)."""
 
     nonce: bytes
     sequence: int  # sequence number of the segment

@@ -15,7 +15,8 @@ from workers.engines.vllm.store_planner import BlockLoad
 if TYPE_CHECKING:
     import torch
 
-GATHER_BYTES = 32 << 20  # bytes of device memory that the loads use for their copies, and the saves too
+# Maximum device memory, in bytes, for the temporary copies of loads, and the same again for those of saves.
+GATHER_BYTES = 32 << 20
 
 Source: TypeAlias = Callable[[int], ByteArray | list[ByteArray]]
 """A function that returns the block at an index, in one piece or in several. The returned block stays valid until the
@@ -31,7 +32,7 @@ class BlockReader(Protocol):
 
 
 class ShareReader:
-    """Reads this rank's shards of the store's blocks, for a rank among several."""
+    """Reads this rank's shards of blocks from the store, in an engine with several ranks."""
 
     def __init__(self, client: StoreClient, share: RankShard):
         self._client = client
@@ -136,12 +137,12 @@ class DeviceBlocks:
 
     Rules:
 
-    1. Reading blocks (`copy_out`, `source`) begins with a gather on the engine's own stream. It therefore reads the results
-       of all work that was launched before it, and of no later work. The gathered bytes are then copied to the host on a
-       stream for saves, while the engine goes on.
-    2. Loads have a stream of their own. On the engine's stream, each of their copies would wait for the steps that the
-       engine has launched. The fence of a load makes it wait only for the work that may still use the blocks that the
-       load fills.
+    1. Reading blocks (`copy_out`, `source`) begins with a gather on the engine's own CUDA stream. The gather therefore
+       sees the results of all work that was launched before it, and of no later work. The gathered bytes are then
+       copied to the host on a stream for saves, while the engine goes on.
+    2. Loads have a stream of their own. On the engine's stream, each copy of a load would wait for the steps that the
+       engine has launched. The fence of a load (`fence`) makes the load wait only for the work that may still use the
+       blocks that the load fills.
     3. At most `GATHER_BYTES` are gathered at a time, because the engine has taken nearly all memory of the device.
     """
 

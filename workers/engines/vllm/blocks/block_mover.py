@@ -3,7 +3,7 @@
 Rules:
 
 1. Everything here runs in the engine's worker process, between two steps of the model. An exception would end the
-   engine, so a failure becomes a block that was not loaded, and a log line (for saves, see
+   engine. A failure is therefore logged, and its blocks count as not loaded (for saves, see
    `workers.engines.vllm.blocks.saves`).
 2. Loads run in a separate thread, while the engine computes for other requests. No request uses the destination until
    the load is reported as ended, and every load is reported.
@@ -32,7 +32,8 @@ from workers.engines.vllm.store_planner import BlockLoad, StoreWork
 
 log = logging.getLogger(__name__)
 
-# A step that computes nothing waits so long for a load to end, so that the engine does not spin.
+# Maximum time that a step which computes nothing waits for a load to end. Without this wait, vLLM would run one empty
+# step after the other and occupy a core.
 IDLE_WAIT_SECONDS = 0.001
 
 

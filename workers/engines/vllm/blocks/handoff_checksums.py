@@ -5,12 +5,13 @@ This module does not use vLLM. `workers.engines.vllm.blocks.nixl_connector` conn
 Rules:
 
 1. Each rank of the prefill engine computes the CRC-32C of its part of each block of the prompt, in the step that
-   computes the prompt's last token. The checksums travel in the handoff, so they do not take the way of the blocks.
+   computes the prompt's last token. The checksums travel in the handoff and not together with the blocks.
 2. Each rank of the decode engine compares the blocks that it has pulled, before vLLM may schedule the request. A block
    with another checksum is reported to vLLM as not loaded. vLLM then computes this block and all later ones.
 3. Checksums belong to positions in the prompt. A block that arrived whole, but at the wrong position, is corrupt.
 4. A block whose checksum the decode engine does not know is used, and counts as unverified. That is the case if the
-   prefill engine computes no checksums, such as one of an earlier version, or has another number of ranks.
+   prefill engine computes no checksums, such as one of an earlier version, or if the two engines have different numbers
+   of ranks.
 """
 
 import logging
@@ -85,16 +86,16 @@ class PrefillRequest(Protocol):
 class HandedChecksums:
     """Adds checksums to the handoffs of a prefill engine, in the process of its scheduler.
 
-    Within one step, vLLM first ends the requests that have their token (`finished`), then passes on the reports of the
-    ranks (`computed`), and only then sends the outputs of the step. Therefore `finished` puts an empty list of ranks
-    into the handoff, and `computed` fills it.
+    Within one step, vLLM first ends the requests whose first token was generated (`finished`), then passes on the
+    reports of the ranks (`computed`), and only then sends the outputs of the step. Therefore `finished` puts an empty list into
+    the handoff, and `computed` adds the checksums of each rank to this list.
     """
 
     def __init__(self, *, block_tokens: int, ranks: int):
         self._block_tokens = block_tokens
         self._ranks = ranks
         self._requests: dict[str, PrefillRequest] = {}
-        self._unfilled: dict[str, list[str]] = {}  # lists of ranks in the handoffs of this step
+        self._unfilled: dict[str, list[str]] = {}  # the lists in the handoffs of this step that `computed` has to fill
 
     def arrived(self, request: PrefillRequest) -> None:
         if (request.kv_transfer_params or {}).get("do_remote_decode"):
@@ -103,9 +104,9 @@ class HandedChecksums:
     def planned(
         self, scheduled: Mapping[str, int], block_ids_of: Callable[[str], Sequence[int]]
     ) -> dict[str, list[int]]:
-        """Return the numbers of the blocks that the ranks have to compute the checksums of, by request.
+        """Return for each request the numbers of the blocks whose checksums the ranks have to compute after this step.
 
-        `scheduled` is the number of tokens of each request that the step computes.
+        `scheduled` maps each request of the step to the number of its tokens that the step computes.
         """
         orders: dict[str, list[int]] = {}
         for request_id, request in self._requests.items():
@@ -155,9 +156,9 @@ class PulledChecks:
         """Record that blocks are being pulled.
 
         Args:
-            request_id: The request whose prompt they belong to.
+            request_id: The request for whose prompt the blocks are pulled.
             block_ids: Numbers of the engine's blocks that are being filled.
-            first: The position of the first of them in the prompt; the engine has the blocks before it.
+            first: Position in the prompt of the first pulled block; the engine has the blocks before it.
             checksums: Checksums of the blocks of the prompt from position 0 on; empty if they are unknown.
         """
         known = list(checksums[first : first + len(block_ids)])

@@ -156,7 +156,10 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]  # see above
         return failed | self._checks.take_corrupt()
 
     def build_connector_worker_meta(self) -> RankChecksums | None:
-        """Compute the checksums of the blocks that this step has completed, and report those of pulled blocks."""
+        """Return this rank's report about a step; None if there is nothing to report.
+
+        It has the checksums of the blocks that are handed over, and the counts of the pulled blocks that were checked.
+        """
         pulled = self._checks.take_counts()
         computed = {}
         if self._blocks is not None:
@@ -179,7 +182,8 @@ def checksums_of(blocks: EngineBlocks, block_ids: Sequence[int]) -> list[int]:
 def is_checkable(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> bool:
     """Return whether each rank of the engine has whole blocks of some heads, which nothing changes after the prefill.
 
-    A draft model may still write its layers of a block when the prefill has ended.
+    The result is False for an engine with a draft model, because a draft model may still write its layers of a block
+    after the prefill has ended.
     """
     parallel, groups = config.parallel_config, kv_cache_config.kv_cache_groups
     is_split = max(

@@ -1,7 +1,7 @@
 """Pull counts of a vLLM engine: how many blocks it has pulled from other engines, by the result of their check.
 
-The scheduler's process writes them into a file in the folder of the engine's sockets, and the worker's process reads
-them, like the step counter (`workers.engines.vllm.step_counter`).
+The scheduler's process writes the counts into a file in the folder of the engine's sockets, and the worker's process
+reads them there. The step counter works in the same way (`workers.engines.vllm.step_counter`).
 """
 
 from pathlib import Path

@@ -5,19 +5,21 @@ This module does not use vLLM.
 Rules:
 
 1. Blocks in the store are whole (`kvstore.layouts.rank_shards`). The first rank leads: it reserves places, orders the other ranks
-   to write their shards there, writes its own shard meanwhile, and publishes once the blocks that every rank has
-   written.
+   to write their shards there, and writes its own shard meanwhile. Then it publishes, in one call, the blocks that
+   every rank has written.
 2. The leader does not publish a block that a rank did not write in time. Its place in the pool becomes free at once, or
-   if the leader has died, when the reservation ends. If a rank writes to the place too late, this changes no published
-   checksum, so readers notice if it has damaged another block.
-3. Orders name blocks by their step and save, which are the same on all ranks, because the scheduler gives all ranks the
-   same orders. A rank that has missed a save therefore notices this, and answers that it does not have the block.
+   if the leader has died, when the reservation ends. The late rank may still write to the place when the place already
+   belongs to another block. This damages the other block but not its published checksum, so readers detect the damage.
+3. An order identifies a block by its step and save, which are the same on all ranks, because the scheduler gives all
+   ranks the same orders. A rank that has missed a save therefore notices this, and answers that it does not have the
+   block.
 4. Urgent and deferred blocks have separate channels: each is a socket in a folder that only this engine's processes can
    access. Each channel carries one order at a time. The leader waits for answers, and followers wait for orders, up to
    a deadline. A save that exceeds its deadline is lost, so its blocks will have to be computed again. If a rank leaves
    an order unanswered, it gets no more orders of that save, and then none for a pause (`kvstore.circuit_breaker`). The
    other ranks therefore do not wait for it again and again.
-5. If several ranks hold the same head, one of them writes it, a different one for each block, and the others add nothing.
+5. If several ranks hold the same head, only one of them writes it, and the ranks take turns from block to block. The
+   other ranks report a contribution of zero to the checksum.
 """
 
 import logging

@@ -3,9 +3,10 @@
 Rules:
 
 1. Everything here runs in the engine's worker process, between two steps of the model. An exception would end the
-   engine, so a failure becomes a block that was not saved, and a log line.
-2. Urgent blocks are written before the step returns. Deferred blocks are copied to a fixed staging area, and one
-   thread writes them. When the area is full, blocks are dropped, because a store is only a cache.
+   engine. A failure is therefore logged, and its blocks are not saved.
+2. Urgent blocks are written before the step returns. Deferred blocks are copied to a staging area of fixed size, and
+   one thread writes them. When the area is full, blocks are dropped, because a block that was not saved can be computed
+   again.
 3. A write costs milliseconds at the engine and at the node, however few its blocks, and slows down concurrent steps.
    Deferred blocks are therefore written in a pause of the engine. They wait for a pause until `LONGEST_WAIT_SECONDS`
    have passed or half of the area is taken. The waiting blocks of one request are then written together.
@@ -49,7 +50,8 @@ LONGEST_WAIT_SECONDS = (
     # Maximum time that a computed block waits for its save; until it is saved, other engines have to compute it again.
     0.25
 )
-# The first rank may order a block before another rank has staged its shard; that rank waits so long for the shard.
+# The first rank may order a block before another rank has staged its shard. That rank waits for the shard at most this
+# many seconds.
 LAG_SECONDS = 1.0
 CLOSE_SECONDS = 5.0  # time limit to write staged blocks when the engine stops
 
@@ -270,7 +272,7 @@ class LeadingSaver:
 
 
 class FollowingSaver:
-    """Saves blocks on every other rank: it writes this rank's shards when the first rank orders it."""
+    """Saves blocks on a rank other than the first one: it writes this rank's shards when the first rank orders it."""
 
     def __init__(self, follower: FollowerRank, blocks: EngineBlocks):
         self._follower = follower
@@ -320,9 +322,9 @@ class FollowingSaver:
     def _tell_lost(self) -> None:
         """Log once that the first rank has ended.
 
-        Only the engine's thread calls this method. The writer thread may notice first that the first rank has ended,
-        but that also happens when the engine shuts down. Only if another step follows does the engine go on, and then
-        blocks are lost.
+        Only the engine's thread calls this method, in a step. The writer thread may notice earlier that the first rank
+        has ended, but it logs nothing, because the first rank also ends when the engine shuts down. If another step
+        follows, the engine goes on without the first rank, and blocks are lost.
         """
         if not self._told:
             self._told = True
@@ -356,7 +358,7 @@ class FollowingSaver:
             self.lost = True
 
     def _find(self, block: SavedBlock) -> ByteArray | None:
-        """Return this rank's shard of a deferred block, for which the caller may have to wait until it is staged.
+        """Wait until this rank's shard of a deferred block is staged, and return the shard.
 
         Return None if the shard was not staged in time, or if there was no room for it.
         """

@@ -10,7 +10,7 @@ Rules:
 3. `create_unix_connection` connects in memory to the protocol that listens at a path of this loop (`listen`). Written data arrives
    at the peer after `delay`, in order and in the same pieces. The end of a connection also arrives after `delay`, behind the
    data that was written before it. While a path is held (`hold`), written data of both directions waits.
-4. An exception of a callback ends the kernel's run, because the state of the simulation cannot be trusted any more.
+4. If a callback raises an exception, the kernel's run ends, because the simulation may now be in a wrong state.
 5. Methods that use sockets, threads, signals or subprocesses raise `NotImplementedError`.
 """
 

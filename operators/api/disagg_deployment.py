@@ -106,7 +106,7 @@ class Parallelism(Resource, frozen=True):
     """Engines with all layers, which share the requests of a replica."""
 
     expert: Degree = 1
-    """Counted over the ranks of `tensor` and `data` together; more than 1 splits the experts among all of them."""
+    """Expert parallelism. With more than 1, the experts are split over all ranks of `tensor` and `data` together."""
 
     @property
     def by_heads(self) -> bool:
@@ -114,7 +114,11 @@ class Parallelism(Resource, frozen=True):
         return self.pipeline == self.data == 1
 
     def fits(self, nodes: int) -> bool:
-        """Return whether each node takes whole data parallel engines, or each such engine takes whole nodes."""
+        """Return whether a replica fits on this number of nodes.
+
+        It fits if each node holds a whole number of data-parallel engines, or if each such engine fills a whole
+        number of nodes.
+        """
         each = self.tensor * self.pipeline
         return self.data % nodes == 0 or (nodes % self.data == 0 and each % (nodes // self.data) == 0)
 
@@ -428,7 +432,7 @@ DEPLOYMENT_RULES = rules(
 _LONGEST = "((r.nodesPerReplica > 1 ? 38 : 54) - r.name.size())"
 _OTHERS = _LONGEST.replace("r.", "o.")
 _STRICTEST = f"self.spec.roles.filter(r, self.spec.roles.all(o, {_OTHERS} >= {_LONGEST})).map(r, {_LONGEST})[0]"
-"""The longest name that the deployment may have, in CEL, beside its roles."""
+"""CEL expression for the maximum length of the deployment's name, which depends on the names of its roles."""
 
 _DASHED = f"self.metadata.name.replace('.', '-').substring(0, {_STRICTEST})"
 _CUT = f"({_DASHED}.endsWith('-') ? {_DASHED}.substring(0, {_STRICTEST} - 1) : {_DASHED})"
@@ -449,8 +453,9 @@ OBJECT_RULES = rules(
         "metadata.name: too long beside the name of the routers' role, which is router; use at most 48 characters",
     ),
 )
-"""Services are called `<deployment>-<role>-control`, in 63 characters. StatefulSets are called
-`<deployment>-<role>-<revision>-<index>`, and the name of one with a hash is a label of its pods."""
+"""Rules about the name of the deployment. Names of child objects contain it, and have limits: a Service is called
+`<deployment>-<role>-control`, which may have 63 characters. A StatefulSet is called
+`<deployment>-<role>-<revision>-<index>`, and Kubernetes sets this name, followed by a hash, as a label of its pods."""
 
 
 class DisaggDeploymentSpec(Resource, frozen=True):
@@ -544,10 +549,10 @@ class DisaggDeploymentStatus(Resource, frozen=True):
     """GPUs of all existing workers together."""
 
     ready_roles: Annotated[str, Meta(max_length=16)] = ""
-    """Complete roles, of all roles."""
+    """Number of complete roles and number of all roles, as `2/3`."""
 
     proved: Annotated[str, Meta(max_length=16)] = ""
-    """Digest of the pods that have answered a probe: none is sent while these stay the same."""
+    """Digest of the pods that have answered a probe. No further probe is sent while these pods stay the same."""
 
     conditions: Conditions = ()
     """`Ready`, `Available`, and the conditions that explain them."""

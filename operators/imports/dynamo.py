@@ -269,8 +269,8 @@ def _roles(workers: list[_DynamoService], engine: EngineKind, notes: list[Note])
     for part in workers:
         kind = RoleType.AGGREGATED if part.kind == WORKER else RoleType(part.kind)
         if part.kind == WORKER and "prefill" in types and "decode" not in types:
-            # Older versions of Dynamo do not mark decode workers, so all other workers beside prefill workers count as
-            # such.
+            # Older versions of Dynamo do not mark decode workers. So if there are prefill workers, all other workers
+            # count as decode workers.
             kind = RoleType.DECODE
         path = part.reader.path
         parallelism = parallelism_of(part.flags, path, notes)

@@ -63,8 +63,8 @@ ROUTER = "router"
 """The name of the router role, if the specification does not contain one."""
 
 LEADER, RANK = "LWS_LEADER_ADDRESS", "LWS_WORKER_INDEX"
-"""Environment variables in the pods of a worker group: the address of the group's first pod, and the rank of this pod.
-LeaderWorkerSets set variables of the same names. The commands of pods refer to both."""
+"""Environment variables in the pods of a worker group: the address of the group's first pod, and the rank of the pod
+that has the variable. The commands of the pods refer to them. A LeaderWorkerSet sets variables of the same names."""
 
 
 class GroupPlacement(Struct, frozen=True, kw_only=True):

@@ -4,10 +4,11 @@ Pure.
 
 Rules:
 
-1. A worker registers by a Lease (`coordination.k8s.io/v1`) in its deployment's namespace, which has the name of its pod
-   and the label REGISTRATION; `spec.holderIdentity` is the pod's name too. The worker renews the Lease while it serves.
-   When it has drained, it deletes the Lease or empties the holder. The annotation WARM contains the number of blocks in
-   the worker's prefix cache, so that the operator can remove the pods with the fewest warm blocks first.
+1. A worker registers by a Lease (`coordination.k8s.io/v1`) in its deployment's namespace. The Lease has the name of the
+   worker's pod and the label REGISTRATION, and its `spec.holderIdentity` is also the name of the pod. The worker renews
+   the Lease while it serves. When it has drained, it deletes the Lease or empties the holder. The annotation WARM
+   contains the number of blocks in the worker's prefix cache, so that the operator can remove the pods with the fewest
+   warm blocks first.
 2. Routers also report their workers, at their control ports. A worker counts as known if it has a Lease, or if a router
    reports it. A worker that only some routers know gets requests, but does not count as registered (`partly_unknown`).
 3. A Lease that was not renewed for its duration does not count. The operator measures the age of a renewal by its own
@@ -100,5 +101,8 @@ def _warm(lease: WorkerLease, reports: WorkerRegistration | None) -> int | None:
 
 
 def lease_end(lease: WorkerLease) -> datetime:
-    """Return the time at which a Lease expires if its worker does not renew it, with an allowance for clock skew."""
+    """Return the time at which a Lease expires if its worker does not renew it.
+
+    SKEW_SECONDS are added, because the clocks of worker and operator may differ.
+    """
     return lease.renewed + timedelta(seconds=lease.duration_seconds + SKEW_SECONDS)

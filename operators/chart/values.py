@@ -109,7 +109,7 @@ class Image(_Values, frozen=True):
     """Tag of the image."""
 
     digest: Digest = ""
-    """Digest of the image. It takes precedence over the tag."""
+    """Digest of the image. Takes precedence over a tag."""
 
 
 class PullPolicy(StrEnum):

@@ -39,7 +39,7 @@ TINY = "tiny"
 """Value of `model` for the model that the project builds itself."""
 
 SIMULATED = "simulated"
-"""The engine that needs no further package."""
+"""Value of `engine` for the simulated engine, which needs no further package."""
 
 
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -69,12 +69,12 @@ class SupervisionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     store_silence_seconds: Seconds = 10.0
-    """The same for a store node, whose disks and networks are served by threads. While it stands still its clients
-    compute.
+    """Maximum time for which the event loop of a store node may stand still. It normally has no long pauses, because
+    threads serve disks and networks. While it stands still, clients compute blocks instead of loading them.
     """
 
     worker_silence_seconds: Seconds = 30.0
-    """The same for a worker.
+    """Maximum time for which a worker's event loop may stand still.
 
     Engines sometimes make long synchronous calls (a grammar, a LoRA adapter, garbage collection), and a worker starts
     slowly. Routers send its requests elsewhere after `router.heartbeat_timeout_seconds`.
@@ -268,7 +268,7 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Access to these metrics."""
 
     history: str = ""
-    """File for the records of plans; empty: a file in the runtime folder, which goes with the cluster."""
+    """File for the records of plans; empty: a file in the runtime folder, which is removed with the cluster."""
 
     record: str = ""
     """File for a recording of all decisions, for `fleet plan decide`; empty: none."""

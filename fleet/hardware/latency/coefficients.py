@@ -43,7 +43,7 @@ OTHER_MAKERS_ERRORS = (0.5, 0.35)
 median over five published figures of the MI300X that were not used for the fit (docs/hardware.md). The error of TTFT is
 a guess."""
 
-LEAST_ROWS = 10  # an error is used only if it was computed from at least this many measurements
+LEAST_ROWS = 10  # minimum number of measurements from which an error must have been computed to be used
 
 
 class CoefficientSubject(Struct, frozen=True, kw_only=True):
@@ -234,8 +234,8 @@ def compose(
 def scaled(efficiency: Efficiency, placement: ShardedModel, known: Coefficients) -> Efficiency:
     """Scale an efficiency that was measured on other GPUs to the GPU of a sharded model (rule 3).
 
-    The efficiencies of attention and of reading KV are scaled only if GPUs of the same maker were measured, because
-    these use the same kernels.
+    The efficiencies of attention and of reading KV are scaled only if GPUs of the same maker were measured, because the
+    kernels for attention are the same on all GPUs of one maker.
     """
     gpu, precision = placement.gpu.id, placement.model.precision
     groups = known.groups()

@@ -227,7 +227,10 @@ class _ModelDownload:
         return (until - self._clock.now()) / SECOND
 
     def _environment(self) -> dict[str, str]:
-        """Return environment variables for the hub's client, which would otherwise use the values of this process."""
+        """Return environment variables for the hub's client.
+
+        Without them, the client would use those of this process.
+        """
         return {
             "HF_HUB_OFFLINE": "0",  # "0" lets the client download; engines get "1", because their models are in folders already
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # the log shows the progress

@@ -2,8 +2,8 @@
 
 `pip download aiconfigurator-core==0.12.0 --no-deps` fetches the wheel, a zip archive under Apache-2.0.
 
-The file `systems/silicon_sample.csv` in the wheel has 5,221 rows from several collections, which contradict each other.
-This module corrects the rows in this way:
+The file `systems/silicon_sample.csv` in the wheel has 5,221 rows from several collections of measurements. Some
+collections contradict others. This module corrects the rows in this way:
 
 1. In two collections ("2026-04-06" and "db-dump"), the numbers of tensor-parallel ranks and expert-parallel ranks were
    multiplied with each other. The collection "2026-03-25" has the same measurements with the true numbers. So in rows

@@ -250,7 +250,7 @@ class LocalPlannerSection(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Region of the price book; empty: its first."""
 
     engines: dict[PoolName, LinearEngineSettings | GpuEngineSettings] = {}
-    """Engine by pool; for the simulated engine they follow from the pools."""
+    """Engine of each pool. With the simulated engine, they may be left out; the settings of the pools are then used."""
 
     rule: FleetRuleSettings | LoadRuleSettings = FleetRuleSettings()
     """The rule that sizes the pools: `fleet` by models of their engines, or `load` by the number of requests."""

@@ -236,7 +236,7 @@ class DemandAggregator:
         )
 
     def pool_of(self, worker_id: WorkerId, role: Role) -> PoolName:
-        """Return the pool of a worker, which the name of the worker contains.
+        """Return the name of a worker's pool; usually the name of the worker contains it.
 
         If the name contains no pool, return the only pool of the worker's role, or else a pool with the name of the
         role.

@@ -198,7 +198,7 @@ class FileElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class EtcdElectionSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="etcd"):
-    """Leader election by a key in etcd, which ends with the lease of the leader."""
+    """Leader election by a key in etcd. The key ends with the leader's etcd lease."""
 
     endpoints: Annotated[tuple[Text, ...], Meta(min_length=1)]
     """Addresses of etcd's servers: host:port."""

@@ -97,13 +97,13 @@ class Parallelism(Resource, frozen=True):
     """Distribution of an engine over GPUs."""
 
     tensor: Degree = 1
-    """GPUs that share each layer."""
+    """Number of GPUs over which each layer is split."""
 
     pipeline: Degree = 1
-    """Groups of GPUs that each have a part of the layers."""
+    """Number of pipeline stages. Each stage is a group of GPUs with a part of the layers."""
 
     data: Degree = 1
-    """Engines with all layers, which share the requests of a replica."""
+    """Number of engines in a replica. Each engine has all layers, and each request goes to one of them."""
 
     expert: Degree = 1
     """Expert parallelism. With more than 1, the experts are split over all ranks of `tensor` and `data` together."""
@@ -124,7 +124,7 @@ class Parallelism(Resource, frozen=True):
 
 
 class Rollout(Resource, frozen=True):
-    """How many replicas an update adds and takes away at once."""
+    """How many replicas are added and removed at once when the pods of a role are replaced."""
 
     max_surge: Count = 1
     """New replicas beyond `replicas` while a role is updated; they need free GPUs."""
@@ -137,7 +137,7 @@ class Drain(Resource, frozen=True):
     """How a worker ends without failed requests."""
 
     timeout_seconds: Seconds = 300
-    """The time within which a draining worker finishes its requests; then it is ended."""
+    """The time in which a draining worker has to finish its requests. After it, the worker is ended."""
 
 
 class Gpus(Resource, frozen=True):
@@ -209,7 +209,7 @@ class RoleSpec(Resource, frozen=True):
     """Nodes that fit a replica."""
 
     rollout: Rollout = Rollout()
-    """How many replicas an update adds and takes away at once."""
+    """How many replicas are added and removed at once when the pods of a role are replaced."""
 
     drain: Drain = Drain()
     """How a worker ends without failed requests."""
@@ -246,7 +246,7 @@ class InferencePool(Resource, frozen=True):
     """Create an InferencePool whose endpoint picker is this deployment's router."""
 
     failure_mode: FailureMode = FailureMode.CLOSE
-    """The action of a gateway on requests while the endpoint picker does not answer."""
+    """How a gateway handles requests while the endpoint picker does not answer."""
 
 
 class Routing(Resource, frozen=True):
@@ -256,8 +256,8 @@ class Routing(Resource, frozen=True):
     """The routing policy, by its name in `fleet router policies`."""
 
     disaggregate_above_tokens: Annotated[int, Meta(ge=0, le=10_000_000)] = 512
-    """The number of uncached prompt tokens from which a prefill worker computes them. Without prefill workers, decode
-    workers do."""
+    """If a prompt has at least this number of uncached tokens, a prefill worker computes it. Decode workers compute
+    shorter prompts, and all prompts while there is no prefill worker."""
 
     inference_pool: InferencePool = InferencePool()
     """The InferencePool of a gateway."""
@@ -268,7 +268,7 @@ class Routing(Resource, frozen=True):
 
 
 class RatioBounds(Resource, frozen=True):
-    """Bounds of prefill to decode replicas, kept at every moment of a change."""
+    """Bounds of the ratio of prefill to decode replicas. The operator keeps them at every moment of a change."""
 
     least: Ratio = "1:999"
     """Fewest prefill replicas for the decode replicas, as `1:4`."""
@@ -281,13 +281,13 @@ class Balance(Resource, frozen=True):
     """Limits of all roles together."""
 
     gpu_budget: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """GPUs of all workers together, including old and new ones of a rollout; 0: no limit."""
+    """Maximum number of GPUs of all workers together, including old and new workers during a rollout; 0: no limit."""
 
     ratio: RatioBounds = RatioBounds()
     """Bounds of prefill to decode replicas."""
 
     max_step: Annotated[int, Meta(ge=1, le=1000)] = 1
-    """Replicas that one change adds or removes."""
+    """Maximum number of replicas that one change adds or removes."""
 
 
 class WatchdogSpec(Resource, frozen=True):
@@ -493,7 +493,8 @@ class DisaggDeploymentSpec(Resource, frozen=True):
     """The collector to which routers, workers and their stores send traces, and which requests are traced."""
 
     worker_metrics: WorkerMetricsSpec = WorkerMetricsSpec()
-    """Ports for the metrics of workers and of their stores, who may read them, and their certificate."""
+    """Ports for the metrics of workers and of their stores: who may read the metrics, and the certificate of the
+    ports."""
 
     suspend: bool = False
     """Scale everything to 0 and keep it there."""
@@ -506,7 +507,7 @@ class RoleStatus(Resource, frozen=True):
     """Name of the role."""
 
     desired: int = 0
-    """Replicas that are wanted and allowed."""
+    """Number of replicas that are requested, and that budget and ratio allow."""
 
     replicas: int = 0
     """Existing replicas, of all revisions."""
@@ -543,7 +544,7 @@ class DisaggDeploymentStatus(Resource, frozen=True):
     """Replicas of each role."""
 
     ratio: Annotated[str, Meta(max_length=16)] = ""
-    """Prefill to decode replicas, as they are wanted and allowed."""
+    """Ratio of prefill to decode replicas that are requested, and that budget and ratio bounds allow."""
 
     gpus: int = 0
     """GPUs of all existing workers together."""

@@ -424,13 +424,14 @@ class Egress(_Values, frozen=True):
     """Ports of the API server itself, not of its Service: most network plug-ins check where a connection ends."""
 
     extra: ExtraEgress = ExtraEgress()
-    """Further needs: a Redis whose URL is in a Secret, and your own workers and gateways that the values do not name."""
+    """Egress rules for further connections: to a Redis whose URL is in a Secret, and to your own workers and
+    gateways that the values do not name."""
 
 
 class NetworkPolicy(_Values, frozen=True):
     enabled: bool = True
-    """Routers admit `clients` on the ports for clients, and Fleet's own pods on the port for workers; other pods admit
-    only those that need them."""
+    """Create NetworkPolicies. Routers accept connections from `clients` on the ports for clients, and from Fleet's
+    own pods on the port for workers. Other pods accept connections only from pods that need them."""
 
     clients: tuple[Open, ...] = ()
     """Peers of a NetworkPolicy; empty: everybody."""
@@ -483,7 +484,8 @@ class MetricsReaders(_Values, frozen=True):
     then use HTTPS. Empty: these ports have no TLS. For routers, set `routers.tls.health`."""
 
     open: bool = False
-    """Let everybody whom the NetworkPolicy admits read the metrics without a key. They name models, workers and tenants."""
+    """Let everybody whom the NetworkPolicy admits read the metrics without a key. The metrics contain the names of
+    models, workers and tenants."""
 
 
 class Alerts(_Values, frozen=True):

@@ -46,7 +46,7 @@ MOST_DELETION_COST = 2**31 - 1  # the maximum value that Kubernetes accepts
 
 
 class Apply(Struct, frozen=True, tag=True):
-    """Server-side apply of a manifest, which contains all fields that the operator owns."""
+    """Server-side apply of a manifest. The manifest contains all fields of the object that the operator owns."""
 
     manifest: Manifest
 

@@ -34,7 +34,7 @@ TIME = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}([.,][0
 
 
 def refusal(action: Action, error: RequestDenied) -> ApiRefusal:
-    """Return the description of a refused action, which is shown in a condition.
+    """Return the description of a refused action, for a condition.
 
     The API server does not name the field if the text of a value cannot be parsed, or if a number is not an integer. In
     these cases, search the manifest for the field.

@@ -115,7 +115,7 @@ def child_name(deployment: DesiredDeployment, role: str, of_revision: str) -> st
 
 
 def host_of(service: str, namespace: str) -> str:
-    """Return the host name of a Service, which pods of any namespace can resolve.
+    """Return a host name of a Service that pods of any namespace can resolve.
 
     The name ends with `svc`, without the domain of the cluster, because resolvers append the domain.
 

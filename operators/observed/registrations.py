@@ -15,8 +15,8 @@ Rules:
    clock, from the moment at which it learned of the renewal. For Leases that existed before the operator started, the
    time that is written in the Lease counts until the next renewal; for this time, the clocks of worker and operator may
    differ by SKEW_SECONDS.
-4. If there is neither a Lease nor a report, the registrations are unknown. This differs from a report that no worker is
-   registered.
+4. If there is neither a Lease nor a report, the registrations are unknown. If a router reports that it knows no worker,
+   the registrations are known, and empty.
 """
 
 from collections.abc import Iterable, Mapping

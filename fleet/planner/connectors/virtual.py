@@ -1,4 +1,4 @@
-"""Virtual connector: writes plans into a record for an external orchestrator, which acknowledges them by another record.
+"""Virtual connector: writes plans into one record for an external orchestrator, and reads its reports from another.
 
 Rules:
 

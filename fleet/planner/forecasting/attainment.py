@@ -119,7 +119,10 @@ class Attainment:
         return slow is not None and slow[0] > slow[1]
 
     def _burn(self, field: int, seconds: float, waiting: float) -> tuple[float, float] | None:
-        """Return how many requests in the last `seconds` were late, and how many may be late; None without requests."""
+        """Return how many requests in the last `seconds` were late, and how many may be late.
+
+        Return None if there were no requests.
+        """
         since = self._windows[-1].ended - seconds * SECOND if self._windows else 0.0
         recent = [each for each in self._windows if each.ended > since]
         count = sum(each.counts[field] for each in recent) + waiting

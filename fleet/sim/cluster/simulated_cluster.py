@@ -222,7 +222,8 @@ class SimulatedCluster:
             case RoleFlip() if worker.leaves:
                 pass
             case RoleFlip() if worker.flips_to is not None:
-                worker.flips_to = fault.role  # the worker already drains for an earlier change, which this one replaces
+                # the worker already drains for an earlier change of its role; the new change replaces that one
+                worker.flips_to = fault.role
             case RoleFlip() if fault.role is worker.role:
                 pass
             case RoleFlip():

@@ -75,7 +75,8 @@ class SessionClients(
     """Sessions whose turns wait for the answers to earlier turns."""
 
     users: Annotated[int, Meta(ge=0, le=1 << 20)] = 64
-    """Number of sessions that run at a time; 0: each session begins at the time of the workload, which traces do not contain."""
+    """Number of sessions that run at a time; 0: each session begins at the time that the workload states. Traces
+    state no such times."""
 
     longest_gap_seconds: Seconds = 1e9
     """Maximum time between an answer and the next turn; longer gaps in the trace (such as a night) are shortened to it."""
